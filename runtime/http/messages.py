@@ -270,7 +270,7 @@ class PromptBody(Body):
         """Raises RequestError for the fields of a history on the server: ignored, they would leave the model without
         its history."""
         for name in ("conversation", "history"):
-            if isinstance(data, dict) and name in data:
+            if isinstance(data, dict) and data.get(name) is not None:
                 reason = "this endpoint stores no histories"
                 raise RequestError(400, f"{reason}: send all messages, or use /v1/chat/completions", name)
         return data
