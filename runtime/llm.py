@@ -168,10 +168,15 @@ class LLM:
         *,
         conversation: str | None = None,
         history: str = "client",
+        chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}."""
-        return self._all(self._chats(messages, sampling_params, conversation, history), use_tqdm)
+        """As `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}.
+
+        chat_template_kwargs variables for the chat template, as {"enable_thinking": False}
+        """
+        jobs = self._chats(messages, sampling_params, conversation, history, chat_template_kwargs)
+        return self._all(jobs, use_tqdm)
 
     def stream(
         self,
@@ -192,17 +197,27 @@ class LLM:
         *,
         conversation: str | None = None,
         history: str = "client",
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `stream`, for dialogues."""
-        return self._run(self._chats(messages, sampling_params, conversation, history), grown=True)
+        jobs = self._chats(messages, sampling_params, conversation, history, chat_template_kwargs)
+        return self._run(jobs, grown=True)
 
     # -- from prompts to jobs
 
     def _completions(self, prompts: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
         return self._make(CompletionBody, "prompt", read_prompts(prompts), params, conversation, history)
 
-    def _chats(self, messages: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
-        return self._make(ChatBody, "messages", read_dialogues(messages), params, conversation, history)
+    def _chats(
+        self,
+        messages: Any,
+        params: Params | None,
+        conversation: str | None,
+        history: str,
+        variables: dict[str, Any] | None,
+    ) -> list[_Job]:
+        dialogues = read_dialogues(messages, variables)
+        return self._make(ChatBody, "messages", dialogues, params, conversation, history)
 
     def _make(
         self,

@@ -41,7 +41,11 @@ def import_histories(file: Path, url: str) -> tuple[int, int]:
     from ..runtime.conversations.databases import open_database
     from ..runtime.conversations.store import HistoryStore
 
-    source, target = open_database(file), HistoryStore(url)
+    try:
+        source = open_database(file)
+    except SettingError as error:  # it names the option of a server
+        raise SettingError("FILE", error.args[1]) from error
+    target = HistoryStore(url)
     try:
         return target.copy_from(source)
     finally:

@@ -201,7 +201,7 @@ def stored_tokenizer(path: str | Path) -> bytes | None:
 
 def _why_unusable(path: str | Path, error: Exception) -> str:
     if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-        return f"{path} is in use by another server; give this one a directory of its own"
+        return f"{path} is in use by another server; stop that one first, or give this one a directory of its own"
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
         return f"{path} cannot be used: {error}; move it away to begin with empty histories"
     return f"cannot open {path}: {error}"

@@ -96,6 +96,18 @@ class StoredTurn:
         return Transcript(tuple(messages), tokens, str(texts), self.inside)
 
 
+def ends_with_completion(turn: StoredTurn) -> bool:
+    """True if the log goes on behind the last message: a plain completion adds tokens and no message. A repeated chat
+    with an equal reply adds no message either, but at most one token, the end of the sequence."""
+    if turn.messages:
+        return False
+    said = next((past for past in turn.lineage() if past.messages), None)
+    if said is None:
+        return True
+    before, log = said.transcript().tokens, turn.transcript().tokens
+    return len(log) > len(before) + 1 and common_prefix(before, log) == len(before)
+
+
 LONGEST_TITLE = 80  # characters
 
 

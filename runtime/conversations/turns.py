@@ -34,6 +34,7 @@ from .transcript import (
     Transcript,
     common_beginning,
     dialogue_keys,
+    ends_with_completion,
     known_tokens,
     spliced,
     tokens_inside,
@@ -243,7 +244,8 @@ class TurnManager:
     ) -> OpenTurn:
         """`render` gives the prompt's text. With `server_history` the messages are new ones behind the stored.
 
-        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in flight already.
+        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in flight already or the
+        history ends with a completion.
         """
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
@@ -254,6 +256,10 @@ class TurnManager:
             else:
                 opening, stored = await self._go_on(name, held)
                 past = stored[1]
+                if past is not None and ends_with_completion(past):
+                    reason = f"conversation {conversation!r} ends with a plain completion, which a chat would leave out"
+                    cure = "continue it with /v1/completions, or send all messages"
+                    raise RequestError(409, f"{reason}: {cure}", "conversation")
                 messages = (*(past.transcript().messages if past is not None else ()), *messages)
             return await self._chat_turn(owner, messages, past, render, records, opening, held, stored)
 

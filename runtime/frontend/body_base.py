@@ -49,6 +49,10 @@ class Body(BaseModel):
                     raise RequestError(400, f"{name} is not supported by this server", name)
                 continue
             if name not in known:
+                if name == "extra_body" and isinstance(value, dict) and (own := sorted(cls.OWN & value.keys())):
+                    fields = ", ".join(own)
+                    reason = "only OpenAI's client for Python unpacks extra_body"
+                    raise RequestError(400, f"{reason}: put {fields} into the body itself", name)
                 cls._ignore(name, info.context)
                 continue
             kept[name] = value

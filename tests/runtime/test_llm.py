@@ -128,6 +128,19 @@ def test_a_stop_string_ends_a_reply(llm):
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", token)
 
 
+def test_a_chat_sets_variables_of_the_template(cache, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if enable_thinking %}Think. {% endif %}{{ messages[0].content }}")
+    with LLM("demo", chat_template=str(template), **SIZES) as llm:
+        plain, thinks = llm.generate([QUESTION[0]["content"], "Think. " + QUESTION[0]["content"]], GREEDY)
+        for asked, expected in ((None, plain), ({"enable_thinking": True}, thinks)):
+            (whole,) = llm.chat(QUESTION, GREEDY, chat_template_kwargs=asked)
+            *_, last = llm.stream_chat(QUESTION, GREEDY, chat_template_kwargs=asked)
+            assert whole.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
+        with pytest.raises(RequestError, match="chat_template_kwargs cannot set messages"):
+            llm.chat(QUESTION, GREEDY, chat_template_kwargs={"messages": []})
+
+
 def test_a_reply_follows_its_grammar(llm):
     (output,) = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["yes", "no"]}))
     assert output.outputs[0].text in ("yes", "no")

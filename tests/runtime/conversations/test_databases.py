@@ -106,6 +106,17 @@ def test_an_import_that_cannot_be(
     assert said in capsys.readouterr().err
 
 
+def test_an_import_of_a_running_servers_file_says_to_stop_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = HistoryStore(tmp_path / "history.sqlite")
+    with pytest.raises(SystemExit):
+        import_histories.main([str(tmp_path / "history.sqlite"), "--history-url", "postgresql://x/y"])
+    running.close()
+    said = capsys.readouterr().err
+    assert "FILE: " in said and "is in use by another server; stop that one first" in said and "--state-dir" not in said
+
+
 def test_the_doctor_asks_the_database(tmp_path: Path, postgres: str) -> None:
     def findings(url: str | None) -> list[doctor.Finding]:
         return list(doctor._histories(tmp_path, url))

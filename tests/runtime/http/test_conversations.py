@@ -111,6 +111,30 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
     run(work())
 
 
+def test_a_chat_never_leaves_out_a_completion_of_the_servers_history(serve: Any) -> None:
+    """A completion has no messages, so a chat cannot render it. With the client's history a chat replaces it."""
+    said = [{"role": "user", "content": "hello"}]
+
+    async def work() -> None:
+        async with serve() as server:
+            await server.chat("hello", conversation="mixed")
+            await server.post(COMPLETIONS, prompt=" world", conversation="mixed", history="server", max_tokens=3)
+            log = server.logs()[-1][: len(server.requests[-1].prompt) + 3]
+            for path, body in ((CHAT, dict(messages=said, history="server")), ("/v1/responses", dict(input="hello"))):
+                error = (await server.post(path, 409, conversation="mixed", **body))["error"]
+                assert error["param"] == "conversation" and "/v1/completions" in error["message"]
+            await server.post(COMPLETIONS, prompt=[7], conversation="mixed", history="server", max_tokens=3)
+            assert server.requests[-1].prompt.tolist() == [*log, 7]
+            for _ in range(2):  # the same reply: the second turn adds no message
+                await server.chat("hello", conversation="mixed")
+                await server.chat("more", conversation="mixed", history="server")
+                await server.chat("hello", conversation="mixed")
+            await server.post(COMPLETIONS, prompt=[7], conversation="ids")
+            await server.post(CHAT, 409, messages=said, conversation="ids", history="server")
+
+    run(work())
+
+
 def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
     """With a tokenizer that adds one in front of every text."""
 

@@ -123,6 +123,14 @@ def test_a_misspelling_of_a_field_of_our_own_is_refused(ask: Callable[..., Any],
         assert error["param"] == name and f"did you mean {meant}?" in error["message"]
 
 
+@pytest.mark.parametrize("own", [{"conversation": "c"}, {"history": "server", "conversation": "c", "top_k": 3}])
+def test_a_field_of_our_own_inside_extra_body_is_refused(ask: Callable[..., Any], own: dict[str, Any]) -> None:
+    """Only OpenAI's Python client unpacks `extra_body`. Its client for JavaScript sends it as it is, as curl does."""
+    error = ask(post(CHAT, messages=HI, extra_body=own)).json()["error"]
+    assert error["param"] == "extra_body" and "put conversation" in error["message"]
+    assert ask(post(CHAT, messages=HI, extra_body={"top_k": 3})).headers[IGNORED] == "extra_body"
+
+
 def test_fields_of_conversations_are_all_our_own(ask: Callable[..., Any]) -> None:
     assert ask(post("/v1/conversations", id="a", ttl=5)).json()["error"]["param"] == "ttl"
 

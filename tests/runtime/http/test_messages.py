@@ -284,6 +284,8 @@ def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "'other'"),
         ({"container": "c"}, "container"),
+        ({"conversation": "c"}, "conversation: "),
+        ({"history": "server"}, "history: "),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
     ],
 )
