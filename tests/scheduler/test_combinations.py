@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
+from pensieve.scheduler.planning import admission
 from pensieve.scheduler.turns import drafts
 
 from .driver import STATES, Driver
@@ -69,6 +70,7 @@ def totals():
 def test_random_operations_with_random_settings(seed, totals, monkeypatch):
     if seed % 2:
         monkeypatch.setattr(drafts, "FIRST_MEAN", 1e9)  # every match is drafted
+    monkeypatch.setattr(admission, "MOST_TRIED", (1, 2, 4, 64)[seed % 4])
     settings = drawn(seed)
     driver = (KeyedDriver if settings["reuse"] else Driver)(seed, **settings)
     for _ in range(OPERATIONS):
