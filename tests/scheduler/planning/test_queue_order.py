@@ -204,6 +204,18 @@ def test_one_step_tries_few_of_many_requests(order, monkeypatch):
     assert len(tried) == 400
 
 
+@pytest.mark.parametrize("owners", [("",), ("a", "b", "c")])
+def test_a_request_is_not_looked_up_again_for_each_chunk_that_another_computes(owners, monkeypatch):
+    """A long new document is computed in many steps. Requests about it wait for its last chunk. If there are several
+    owners, every step has some budget for requests that join."""
+    harness = Harness(max_queue=100, max_num_batched_tokens=12, max_num_seqs=4, gpu_kv_chunks=120, max_model_len=256)
+    tried = lookups(harness, monkeypatch)
+    asked = [harness.submit([*range(180), 200 + n], 4, owner=owners[n % len(owners)]) for n in range(10)]
+    harness.run_until(lambda: any(harness.state(i) == "running" for i in asked[1:]))
+    assert max(tried[i] for i in asked) <= 3
+    harness.drain()
+
+
 # -- owners
 
 
