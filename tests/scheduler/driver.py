@@ -17,6 +17,8 @@ class Driver(Harness):
     """One random operation after the other. `truncates`: the share of requests whose context may overflow. `owners`:
     of the conversations."""
 
+    takes_erased = True
+
     def __init__(self, seed, truncates=0.3, owners=("",), **settings):
         self.random = random.Random(seed)
         self.truncates, self.owners = truncates, owners
