@@ -7,7 +7,7 @@ private: it is being computed, it is an unfilled tail, or it was computed twice 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -211,17 +211,17 @@ class ChunkStore:
                 self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float, place: QueuePlace | None = None) -> None:
-        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on."""
+        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on, or None."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
-        if place is not None and place not in chunk.queue_places:
+        if place is not None:
             insort(chunk.queue_places, place)
         self.file(chunk)
 
     def end_wait(self, chunks: Iterable[Chunk], place: QueuePlace) -> None:
         """The request at that place, which waited for the chunks, has left the queue."""
         for chunk in chunks:
-            chunk.queue_places.remove(place)
+            del chunk.queue_places[bisect_left(chunk.queue_places, place)]
             self.file(chunk)
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:

@@ -21,6 +21,7 @@ from .queue_order import QueueOrder
 from .queues import RequestQueues
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
+MOST_TRIED = 64  # requests tried in one step: the history of each is looked up, and it is compared with the queue
 NEVER_FULL = 2**62  # the end of a window that never overflows
 
 
@@ -60,7 +61,10 @@ class Admission:
         joined = [*self._queues.joined()]
         if builder.budget <= 0 or len(joined) >= self._config.max_num_seqs:
             return
-        for turn in self._order.candidates(joined, builder.now):
+        for tried, turn in enumerate(self._order.candidates(joined, builder.now)):
+            if tried == MOST_TRIED:
+                builder.polls = True
+                return
             if self._surely_too_large(turn):
                 builder.wanted = turn.wanted
                 return

@@ -113,9 +113,8 @@ class CacheLookup:
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
         """Returns the keys of the chunks that the turn's last position sees, as far as its context start is known."""
-        if self._windows is None:
-            return turn.keys
-        return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.context_start) // self._chunk_tokens :]
+        first = self._chunk_keys.first_seen(len(turn.tokens), turn.context_start) // self._chunk_tokens
+        return turn.keys[first:] if first else turn.keys  # not copied: a step may ask for thousands of turns
 
     def work(self, turn: Turn) -> float:
         """Predicted seconds, above 0, that computing the tokens seen by the turn's last position and held by no tier
@@ -154,7 +153,7 @@ class CacheLookup:
 
     def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> RequestNeeds | NeedsDisk | ChunkKey:
         """Returns the turn's needs in a batch with `rows` other rows, or the chunks to read from DISK first, or the key
-        of the chunk to wait for.
+        of the last chunk to wait for (so it is not looked up again for each).
 
         A context that overflows keeps the first start from which fewer tokens must be computed than its last position
         sees; else it begins a new context. After the turn's first seat its start is fixed, because the reply depends on
@@ -207,14 +206,15 @@ class CacheLookup:
         known: list[bool] = []
         on_disk: list[Chunk] = []
         find, load, reads = self._store.find, self._cost.load(), _to_read if overflows else self.readable
-        for key in keys[view.first : view.first + view.held] if self._reuse else ():
+        seen = keys[view.first : view.first + view.held] if self._reuse else []
+        for key in seen:
             chunk = find(key)
             if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
                 hits.append(chunk)
                 known.append(False)
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
-                return key
+                return next(last for last in reversed(seen) if self.must_wait(last))
             # Older positions cannot be recomputed alone, so the rest of their KV is read and loaded at any cost.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and reads(chunk):
                 on_disk.append(chunk)

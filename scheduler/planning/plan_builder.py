@@ -22,9 +22,7 @@ class PlanBuilder:
         self.step, self.applied, self.now = step, applied, now
         self.copies, self.evictor = copies, evictor
         self.budget = budget  # the tokens that the step can still take, each counted as `weigh` says
-        self.weigh: Callable[[int], float] | None = (
-            None  # context -> tokens of the budget that one prompt token costs; None: 1
-        )
+        self.weigh: Callable[[int], float] | None = None  # context -> tokens of the budget for a prompt token; None: 1
         self.least = 0  # known tokens that the step takes with any context, within the budget
         self.joins: list[Join] = []
         self.origins: list[RowStart] = []
@@ -36,7 +34,7 @@ class PlanBuilder:
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")
-        self.polls = False  # an empty plan is needed: a copy must be confirmed before more can be planned
+        self.polls = False  # an empty plan is needed: a copy must be confirmed, or more requests are to be tried
         self.drafting = 0  # rows that this step leaves out because of their drafts
         self.short = 0  # GPU slots that running rows lacked
         self.wanted = 0  # GPU slots that the first waiting request needed and did not get

@@ -21,7 +21,7 @@ requests, and requests that join while r waits for the disk or for a chunk that 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -54,7 +54,7 @@ class QueueOrder:
         reply_tokens = min(turn.request.max_tokens, self._reply_tokens)
         row_seconds = self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
         turn.reply_work = reply_tokens * row_seconds
-        before = sum(other.total_work for other in self._waiting if other.order < turn.order and not other.resumes)
+        before = sum(it.work + it.reply_work for it in self._waiting if it.order < turn.order and it.usage is None)
         turn.allowance = self._overtaking * (before + turn.total_work)
 
     def reply_ended(self, tokens: int) -> None:
@@ -65,9 +65,9 @@ class QueueOrder:
         left out."""
         if not self._overtaking or len(self._waiting) < 2:
             return list(self._waiting)
-        return sorted(  # without calls, because a step sorts hundreds of turns
-            self._waiting, key=lambda turn: (turn.order[0], turn.usage is None, (turn.arrived - now) / turn.work)
-        )
+        # without calls and by single numbers, because a step sorts hundreds of turns
+        by_ratio = sorted(self._waiting, key=lambda turn: (turn.arrived - now) / turn.work)
+        return sorted(by_ratio, key=lambda turn: 2 * turn.order[0] + (turn.usage is None))
 
     def candidates(self, rows: Sequence[RunningTurn], now: float) -> Iterator[Turn]:
         """Yields each request that may join once, in the order in which they should. `rows`: the rows in seats.
@@ -100,20 +100,18 @@ class QueueOrder:
                 other.allowance -= work + turn.reply_work
 
     def _by_owner(self, now: float) -> Iterator[Turn]:
-        """As `preferred`, but requests of owners with fewer seats come first. The number of seats may grow
-        meanwhile."""
-        preferred, held = self.preferred(now), self._held
-        if len({turn.request.owner for turn in preferred}) < 2:
-            yield from preferred
-            return
-        heap = [(held[turn.request.owner], place, turn) for place, turn in enumerate(preferred)]
+        """As `preferred`, but requests of owners with fewer seats first. The number of seats may grow meanwhile."""
+        held, preferred, places = self._held, self.preferred(now), defaultdict[str, deque[int]](deque)
+        for place, turn in enumerate(preferred):
+            places[turn.request.owner].append(place)
+        heap = [(held[owner], own[0], owner) for owner, own in places.items()]
         heapify(heap)
         while heap:
-            seats, place, turn = heappop(heap)
-            if seats == held[turn.request.owner]:
-                yield turn
-            else:
-                heappush(heap, (held[turn.request.owner], place, turn))
+            seats, _, owner = heappop(heap)
+            if seats == held[owner]:
+                yield preferred[places[owner].popleft()]
+            if own := places[owner]:
+                heappush(heap, (held[owner], own[0], owner))
 
     def _overdue(self, turn: Turn, work: float, tried: set[Turn] | frozenset[Turn] = frozenset()) -> Turn | None:
         """Returns the earliest request that must join before `turn`, whose work is `work` seconds; None if there is

@@ -25,8 +25,8 @@ class Turn:
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
-    waiting_for   key of the chunk that it waits for, as last seen: a running row computes or loads it, it is being read
-                  from DISK, or its copy on HOST is not confirmed
+    waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or loads it, it is being
+                  read from DISK, or its copy on HOST is not confirmed
     awaited       chunks that are evicted late because it waits for them
     from_disk     keys of its chunks that were only on DISK at its first lookup; None before
     promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False: they are computed

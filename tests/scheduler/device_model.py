@@ -18,10 +18,15 @@ from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
 
 
 class DeviceModel:
-    """`copy_fails`: returns whether a copy to HOST fails; None: no copy fails, and each may be read before
-    it is known to be complete."""
+    """copy_fails  returns whether a copy to HOST fails; None: no copy fails, and each may be read before
+    it is known to be complete
+    salts       request id -> salt; KV computed under one salt differs from KV of the same tokens under another
+    erases      returns whether a record can be erased; None: each can
+    """
 
-    def __init__(self, gpu_slots, host_slots, chunk_tokens, windows=None, vocabulary=97, copy_fails=None):
+    def __init__(
+        self, gpu_slots, host_slots, chunk_tokens, windows=None, vocabulary=97, copy_fails=None, salts=None, erases=None
+    ):
         self.chunk_tokens = chunk_tokens
         self.windows = windows
         self.vocabulary = vocabulary
@@ -39,6 +44,8 @@ class DeviceModel:
         self.erased = {}  # slot -> step
         self.known = Tickets()
         self.copy_fails, self.failed_copies = copy_fails, []  # (ticket, HOST slot)
+        self.salts = {} if salts is None else salts
+        self.erases = erases
 
     # -- order
 
@@ -106,11 +113,14 @@ class DeviceModel:
             table = self.tables[update.seat]
             assert update.first == len(table)
             table.extend(update.slots)
-        self._use_disk(plan)
+        erase_failed = self._use_disk(plan)
         gate = max((batch.ticket for batch in plan.copies if batch.gated), default=0)
         after = plan.after._replace(swap_in=max(plan.after.swap_in, gate))
         self._begin(Lane.COMPUTE, plan.step, after)
-        return StepResult(plan.step, plan.samples, self._compute(plan), self.issued)
+        tokens, scores = self._compute(plan)
+        return StepResult(
+            plan.step, plan.samples, tokens, self.issued, prompt_logprobs=scores, erase_failed=erase_failed
+        )
 
     def _copy(self, batch):
         lane = Lane(batch.lane)
@@ -141,9 +151,14 @@ class DeviceModel:
         return {("host", work.host) for work in self.work.values() if being_read or not isinstance(work, Spill)}
 
     def _use_disk(self, plan):
+        """Begins the plan's disk work. Returns the slots that could not be erased."""
+        failed = []
         for slot in plan.erased:
             assert slot not in self.work
-            self.disk.pop(slot, None)
+            if self.erases is None or self.erases():
+                self.disk.pop(slot, None)
+            else:
+                failed.append(slot)
             self.erased[slot] = plan.step
         for work in (*plan.spills, *plan.promotions):
             place = ("host", work.host)
@@ -159,6 +174,7 @@ class DeviceModel:
             for lane, ticket in before.items():
                 assert ticket <= self.known[lane], f"{place}: {lane.name} {ticket} is not known to be complete"
             self.work[work.disk] = work
+        return tuple(failed)
 
     def finish(self, slot, succeeds=True, torn=True):
         """The disk work on that slot ends. A write that fails leaves a `torn` record, or the one before it."""
@@ -175,27 +191,31 @@ class DeviceModel:
         return work
 
     def _compute(self, plan):
-        """Writes every token first, then reads and samples: as one layer does."""
+        """Writes every token first, then reads and samples: as one layer does. Returns the samples, and by seat the KV
+        of each scored position with the next token: they stand for its log probability."""
         work, offset = [], 0
         for seat, position in zip(plan.generate, plan.positions, strict=True):
-            work.append((seat, position, position, [self.last_token[seat]], True))
+            work.append((seat, position, position, [self.last_token[seat]], True, False))
         for span in plan.spans:
             known = plan.token_ids[offset : offset + span.end - span.start]
-            work.append((span.seat, span.start, span.write_from, known, span.samples))
+            work.append((span.seat, span.start, span.write_from, known, span.samples, span.scores))
             offset += len(known)
         assert offset == len(plan.token_ids)
-        for seat, start, write_from, known, _ in work:
+        for seat, start, write_from, known, *_ in work:
             self._write(seat, start, write_from, known, plan.step)
-        samples, sampled_rows = [], []
-        for seat, start, _, known, sampled in work:
+        samples, sampled_rows, scored, scores = [], [], iter(plan.scored), {}
+        for seat, start, _, known, sampled, scoring in work:
             states = self._attend(seat, start, known, plan.step)
+            if scoring:
+                scores[seat] = (*scores.get(seat, ()), *zip(states[: len(states) - sampled], scored, strict=False))
             for state in states[len(states) - sampled :]:
                 samples.append(state % self.vocabulary)
                 sampled_rows.append(self.rows[seat])
             # after drafts the next token is known to the host: which of them is the last one, the device does not know
             self.last_token[seat] = samples[-1] if sampled == 1 else None
         assert tuple(sampled_rows) == plan.samples
-        return tuple(samples)
+        assert next(scored, None) is None
+        return tuple(samples), scores
 
     def _write(self, seat, start, write_from, known, step):
         origin, zero = self.origins[seat]
@@ -207,7 +227,7 @@ class DeviceModel:
             if position >= write_from:
                 if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
                     self._writes(Lane.COMPUTE, step, ("gpu", slot))
-                self.pools["gpu"][slot][offset] = (token, mix(seen, token, position - zero))
+                self.pools["gpu"][slot][offset] = (token, mix(seen, token, position - zero, self._salt(seat)))
             seen += self.pools["gpu"][slot][offset][1]
 
     def _attend(self, seat, start, known, step):
@@ -224,13 +244,16 @@ class DeviceModel:
         seen, values = 0, []
         for coordinate, (token, value) in enumerate(self._row(seat, end)):
             position = origin + coordinate
-            assert coordinate < first or value == mix(seen, token, position - zero), (
+            assert coordinate < first or value == mix(seen, token, position - zero, self._salt(seat)), (
                 f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
             )
             assert position < start or token == known[position - start]
             seen += value
             values.append(value)
         return values[len(values) - len(known) :]
+
+    def _salt(self, seat):
+        return self.salts.get(self.rows[seat].request, b"")
 
     def _row(self, seat, count):
         """The contents of the row's first `count` places."""
@@ -239,19 +262,24 @@ class DeviceModel:
         return [contents[place // size][place % size] for place in range(count)]
 
 
-def mix(seen, token, position):
-    """KV of a token: depends on everything that it sees, and on its position for the model."""
-    return hash((seen, token, position)) & 0xFFFFFFFF
+def mix(seen, token, position, salt=b""):
+    """KV of a token: depends on everything that it sees, on its position for the model, and here also on the salt."""
+    return hash((seen, token, position, *salt)) & 0xFFFFFFFF
 
 
-def next_token(tokens, windows=None, base=0, vocabulary=97):
+def next_token(tokens, windows=None, base=0, vocabulary=97, salt=b""):
     """The model's next token after `tokens`, if nothing before `base` exists."""
+    return kv(tokens, windows, base, salt)[-1] % vocabulary
+
+
+def kv(tokens, windows=None, base=0, salt=b""):
+    """The KV of `tokens` from `base` on; nothing before exists."""
     if windows is not None and windows.mode == RECOMPUTE:
         base = windows.start(len(tokens) - 1)
-    sums, value = [0], 0
+    sums, values = [0], []
     for position, token in enumerate(tokens[base:], base):
         start = 0 if windows is None else windows.start(position, base)
         zero = start if windows is not None and windows.mode in (RECOMPUTE, RESTART) else 0
-        value = mix(sums[-1] - sums[start - base], token, position - zero)
-        sums.append(sums[-1] + value)
-    return value % vocabulary
+        values.append(mix(sums[-1] - sums[start - base], token, position - zero, salt))
+        sums.append(sums[-1] + values[-1])
+    return values

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.turns.conversations import common_prefix
+from pensieve.scheduler.types import RequestError, Sampling
 
 from .harness import Harness
 
@@ -13,11 +14,14 @@ MOST_IN_FLIGHT = 3
 
 
 class Driver(Harness):
-    """One random operation after the other. `truncates`: the share of requests whose context may overflow."""
+    """One random operation after the other. `truncates`: the share of requests whose context may overflow. `owners`:
+    of the conversations."""
 
-    def __init__(self, seed, truncates=0.3, **settings):
+    takes_erased = True
+
+    def __init__(self, seed, truncates=0.3, owners=("",), **settings):
         self.random = random.Random(seed)
-        self.truncates = truncates
+        self.truncates, self.owners = truncates, owners
         super().__init__(chunks_a_step=self.random.choice((0.85, 1, 1, 2, 6)), **settings)
         self.remembered = {}  # logs of earlier lives
         self.openings = [[self.random.randrange(97) for _ in range(14)] for _ in range(3)]
@@ -32,10 +36,13 @@ class Driver(Harness):
             (12, 40, 40, 3, 4, 1, 1, 1, 2, 0.2 * self.has_disk, 0.2 * self.has_disk),
         )[0]
         operation()
+        if self.config.queue_timeout is not None:
+            self.time_out()
         self.check()
 
     def add(self):
-        self.add_to(self.random.choice([None, *(f"c{i}" for i in range(8))]))
+        forks = [name for name in self.logs if name[0] == "f"]
+        self.add_to(self.random.choice([None, *(f"c{i}" for i in range(8)), *forks]))
 
     def add_to(self, name):
         log = self.logs.get(name, self.remembered.get(name, []))
@@ -45,6 +52,7 @@ class Driver(Harness):
         start = list(log) if log and self.random.random() < 0.85 else list(self.random.choice(self.openings))
         if log and self.random.random() < 0.1:
             start = start[: self.random.randrange(1, len(start) + 1)]  # the client went back: a branch
+        grammar, scores = self.random.random() < 0.1, not truncate and self.random.random() < 0.1
         new = [self.random.randrange(97) for _ in range(self.random.choice((0, 1, 3, 9, *(30, 70) * truncate)))]
         try:
             self.submit(
@@ -57,6 +65,10 @@ class Driver(Harness):
                 truncate=truncate,
                 salt=b"" if self.random.random() < 0.9 else b"other",
                 expect_next_s=self.random.choice((None, None, 0.0, 2.0)),
+                owner=self.owners[int(name[1]) % len(self.owners)] if name else self.random.choice(self.owners),
+                sampling=Sampling(grammar="g" if grammar else None),
+                prompt_logprobs=1 if scores else None,
+                known=len(start) if name in self.remembered else 0,
             )
         except RequestError as refusal:
             self.counts[f"refused {refusal.status}"] += 1
@@ -92,6 +104,12 @@ class Driver(Harness):
     def completes(self):
         return self.random.random() < 0.8
 
+    def erases(self):
+        return self.random.random() > 0.02
+
+    def gets_stuck(self, row):
+        return row.request in self.grammars and self.random.random() < 0.03
+
     def restart_one(self):
         for request_id in list(self.open):
             self.open.pop(request_id)
@@ -103,11 +121,7 @@ class Driver(Harness):
         candidates = [name for name in self.remembered if name not in self.logs]
         if not candidates:
             return
-        name = self.random.choice(candidates)
-        keys = list(self.scheduler.disk.keys(self.remembered.pop(name), b""))
-        self.scheduler.disk.erase(keys)
-        gone = [key for key in keys if self.scheduler._store.find(key) is None]
-        self.counts["erased keys"] += len(gone)
+        self.counts["erased keys"] += len(self.erase(self.remembered.pop(self.random.choice(candidates))))
 
     def pick(self, candidates):
         """One of the requests: most often of the rarest state that any is in, which is the last one of STATES."""
@@ -127,7 +141,7 @@ class Driver(Harness):
     def fork_one(self):
         if self.logs:
             source, new = self.random.choice(list(self.logs)), f"f{self.random.randrange(4)}"
-            if new not in self.logs:
+            if new not in self.logs and new not in self.scheduler.conversations:
                 self.fork(source, new)
 
     def keep_one(self):
@@ -151,4 +165,6 @@ class Driver(Harness):
 
     def delete_one(self):
         if self.logs and self.random.random() < 0.5:
-            self.delete(self.random.choice(list(self.logs)))
+            name, other = self.random.choice(list(self.logs)), self.random.choice(list(self.logs))
+            shared = common_prefix(self.logs[name], self.logs[other]) if other != name else 0
+            self.delete(name, shared * (self.random.random() < 0.5))

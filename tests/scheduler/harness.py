@@ -15,7 +15,7 @@ from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import DiskRecord, Request
 
-from .device_model import DeviceModel, next_token
+from .device_model import DeviceModel, kv, next_token
 
 SMALL = {
     "gpu_kv_chunks": 24,
@@ -62,25 +62,33 @@ class Harness:
     results   of launched steps, not applied yet
     """
 
+    takes_erased = False
+
     def __init__(self, *, chunks_a_step=3, check=True, vocabulary=97, **settings):
         self.config = SchedulerConfig(**(SMALL | settings))
         self.windows = self.config.windows
         self._cost = profile(self.config.chunk_tokens, chunks_a_step)
         self.scheduler = Scheduler(self.config, self._cost)
         self._copy_fails, self._vocabulary = Random(0), vocabulary
+        self.salts = {}
         self.device = self._new_device()
         self._check = check
         self.now = 0.0
         self.ids = 0
         self.results = deque()
         self.open, self.held, self.logs, self.lives, self.bases = {}, {}, {}, {}, {}
+        self.scores, self.grammars, self.erasing = {}, {}, deque()
         self.counts = Counter()
 
     def _new_device(self):
         config = self.config
         copy_fails = (lambda: self._copy_fails.random() < 0.2) if config.copies_may_fail else None
         sizes = (config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens)
-        return DeviceModel(*sizes, self.windows, self._vocabulary, copy_fails=copy_fails)
+        return DeviceModel(*sizes, self.windows, self._vocabulary, copy_fails, self.salts, self.erases)
+
+    def erases(self):
+        """Whether a record can be erased."""
+        return True
 
     # -- requests
 
@@ -93,7 +101,10 @@ class Harness:
         request_id = fields.pop("id", self.ids + 1)
         self.ids = max(self.ids, request_id)
         request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
+        self.salts[request_id] = request.salt
         self.scheduler.add(request, self.now)
+        if request.sampling.grammar is not None:
+            self.grammars[request_id] = request
         self._expire()
         self.open[request_id] = (request, [])
         self._active(conversation)
@@ -136,6 +147,12 @@ class Harness:
         del self.open[request_id]
         self.held.pop(request_id, None)
 
+    def time_out(self):
+        """Requests that have waited too long for a seat are refused."""
+        for request_id in self.scheduler.expire(self.now):
+            assert not self.open.pop(request_id)[1]
+            self.counts["timed out"] += 1
+
     def finish(self, request_id, tokens):
         self.counts[f"finished {self.state(request_id)}"] += 1
         was_held = request_id in self.held
@@ -147,15 +164,19 @@ class Harness:
     def fork(self, source, new):
         self.scheduler.conversations.fork(source, new, self.now)
         self.logs[new] = self.logs[source]
+        self._lives_on(new, self.config.conversation_ttl)
         self.counts["forks"] += 1
 
     def keep(self, name, ttl=None, pinned_until=float("-inf")):
         self.scheduler.conversations.keep(name, ttl, pinned_until, self.now)
-        self.lives.pop(name, None)
-        if ttl is not None:
-            active = self.scheduler.conversations.get(name).active
-            self.lives[name] = (active, ttl)
+        self._lives_on(name, self.config.conversation_ttl if ttl is None else ttl)
         self.counts["pins"] += pinned_until > self.now
+
+    def _lives_on(self, name, ttl):
+        """From its last activity on the conversation lives `ttl` seconds."""
+        self.lives.pop(name, None)
+        if ttl < inf:
+            self.lives[name] = (self.scheduler.conversations.get(name).active, ttl)
 
     def _active(self, name):
         if name in self.lives:
@@ -175,18 +196,43 @@ class Harness:
                 self.counts["expired"] += 1
         if self.config.log_chunks < inf:
             known = [name for name in self.logs if name in self.scheduler.conversations]
-            sizes = [len(self.logs[name]) // self.config.chunk_tokens + 1 for name in known]
+            sync = self.config.save == "sync"  # then a log may have changed before its last event
+            logs = [self.scheduler.conversations.tokens(name) if sync else self.logs[name] for name in known]
+            sizes = [len(log) // self.config.chunk_tokens + 1 for log in logs]
             assert len(known) <= 1 or sum(sizes) <= self.config.log_chunks
             for name in self.logs.keys() - set(known):
                 del self.logs[name]
                 self.lives.pop(name, None)
                 self.counts["forgotten"] += 1
 
-    def delete(self, name):
-        self.scheduler.conversations.delete(name)
+    def delete(self, name, shared=0):
+        self._delete(name, shared)
+        self.counts["deletes"] += 1
+
+    def _delete(self, name, shared=0):
+        conversation = self.scheduler.conversations.get(name)
+        keys = list(self.scheduler.disk.keys(conversation.tokens, conversation.salt, shared))
+        self.scheduler.conversations.delete(name, shared)
+        self.erasing.append(keys)
         self.lives.pop(name, None)
         del self.logs[name]
-        self.counts["deletes"] += 1
+
+    def erase(self, tokens, salt=b""):
+        """A conversation of an earlier life, of these tokens, is deleted. Returns the keys that it alone had."""
+        keys = list(self.scheduler.disk.keys(tokens, salt))
+        self.scheduler.disk.erase(keys)
+        self.erasing.append(keys)
+        return [key for key in keys if self.scheduler._store.find(key) is None]
+
+    def _check_erased(self):
+        """Of a deletion that has ended, no record is left, unless another conversation or request uses it. Only where
+        all deletions are the harness's: other tests take the ends themselves."""
+        for wholly in self.scheduler.disk.take_erased():
+            store, keys = self.scheduler._store, self.erasing.popleft()
+            gone = {key for key in keys if store.find(key) is None and key not in store.disk._former_slots}
+            left = [key for key, _, _ in self.device.disk.values() if key in gone]
+            assert not (wholly and left), f"records of deleted chunks: {left}"
+            self.counts["erased wholly" if wholly else "erased in part"] += 1
 
     def lose(self, choose):
         """Some idle chunks are gone, wherever they were: holes that eviction alone would make once in a blue moon."""
@@ -221,6 +267,9 @@ class Harness:
         self.scheduler = Scheduler(self.config, self._cost)
         self.scheduler.disk.adopt(records, self.now)
         self.results.clear()
+        self.erasing.clear()
+        self.grammars.clear()
+        self.scores.clear()
         for lost in (self.open, self.held, self.logs, self.lives):
             lost.clear()
         self.counts["restarts"] += 1
@@ -240,6 +289,7 @@ class Harness:
             return None
         assert plan.tokens <= self.config.max_num_batched_tokens
         self._check_target(plan)
+        self._check_grammars(plan)
         for row in (*self.scheduler._queues.rows, *self.scheduler._queues.loading):
             self._note_base(row.turn)
             most = self.config.chunks(self.config.max_model_len)
@@ -283,12 +333,19 @@ class Harness:
         if not self.completes():
             result = replace(result, completed=self.device.known)
         result = replace(result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out))
+        result = replace(result, stuck=tuple(row for row in result.samples if self.gets_stuck(row)))
         self.device.known = Tickets(*map(max, self.device.known, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
+        for request_id, scores in applied.prompt_logprobs.items():
+            self._note_scores(request_id, scores)
+        for request_id in applied.stuck:
+            del self.open[request_id]
+            self.counts["stuck"] += 1
         for request_id, token in zip(applied.requests, applied.tokens, strict=True):
             request, reply = self.open[request_id]
-            expected = next_token([*request.prompt, *reply], self.windows, self.bases[request_id], self._vocabulary)
+            base, context = self.bases[request_id], [*request.prompt, *reply]
+            expected = next_token(context, self.windows, base, self._vocabulary, request.salt)
             assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
             reply.append(token)
             self.counts["tokens"] += 1
@@ -299,6 +356,8 @@ class Harness:
                 )  # its client has left, or ended it, while its last event was kept back
                 continue
             request, reply = self.open[event.request]
+            if request.prompt_logprobs is not None:
+                assert len(self.scores.get(event.request, ())) == len(request.prompt) - 1
             begun = self.bases[event.request]
             seen_from = self.windows.start(len(request.prompt) + len(reply) - 2, begun) if self.windows else 0
             assert event.truncated == seen_from
@@ -310,7 +369,35 @@ class Harness:
                 self._ended(event.request, len(reply))
         if applied.events:
             self.check_logs()
+        if self.takes_erased:
+            self._check_erased()
         return applied
+
+    def gets_stuck(self, row):
+        """Whether the row's grammar allows no next token."""
+        return False
+
+    def _check_grammars(self, plan):
+        """A row with a grammar generates only from a token that is known. Its grammar is freed once, when it ended."""
+        for request_id in plan.ended:
+            assert request_id not in self.open or self.config.save == "sync"
+            del self.grammars[request_id]
+        for join in plan.joins:
+            assert (join.row.request in self.grammars) == (join.sampling.grammar is not None)
+        seats = {row.seat: row for row in self.scheduler._queues.rows}
+        for seat, position in zip(plan.generate, plan.positions, strict=True):
+            if seats[seat].id.request in self.grammars:
+                request, reply = self.open[seats[seat].id.request]
+                assert len(request.prompt) + len(reply) == position + 1
+
+    def _note_scores(self, request_id, scores):
+        """Every prompt token but the first is scored once, and in order."""
+        request, _ = self.open[request_id]
+        noted = self.scores.setdefault(request_id, [])
+        noted += scores
+        values = kv(request.prompt, self.windows, self.bases[request_id], request.salt)
+        assert noted == list(zip(values, request.prompt[1:], strict=False))[: len(noted)]
+        self.counts["scored"] += len(scores)
 
     def _note_base(self, turn):
         """A request's base is settled with its first seat; without kept KV each window is one."""
@@ -358,7 +445,10 @@ class Harness:
             self.counts["branches"] += old != new[: len(old)]
             # If the ends of two turns are kept back, the turn committed last need not end last.
             self.logs[name] = new if self.config.save != "sync" else self.scheduler.conversations.tokens(name)
-            self._active(name)
+            if name in self.lives:
+                self._active(name)
+            else:
+                self._lives_on(name, self.config.conversation_ttl)
         self.counts["ended"] += 1
 
     def tick(self, seconds=0.01):
@@ -422,10 +512,11 @@ class Harness:
         assert (stats.running, stats.waiting, stats.conversations) == (0, 0, len(self.logs))
         assert stats.slots["gpu"]["in_use"] == 0
         for name in list(self.logs):
-            self.scheduler.conversations.delete(name)
-        self.logs.clear()
-        self.lives.clear()
+            self._delete(name)
         while self.tick():
             pass
         self.check()
+        if self.takes_erased:
+            self._check_erased()
+            assert not self.erasing, "a deletion is never confirmed"
         assert not self.scheduler._store._private, "chunks that no request can ever use again"

@@ -4,6 +4,7 @@ owners."""
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -13,6 +14,7 @@ import pytest
 
 from pensieve.scheduler.config import QUEUE_ORDERS, SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.planning.admission import MOST_TRIED
 from pensieve.scheduler.planning.queue_order import OVERTAKING, QueueOrder
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, Simulator
@@ -173,6 +175,45 @@ def test_later_arrivals_never_pass_a_request_beyond_its_bound(order, owners, dis
         passed += sum(work > 0 for work in bound.passed.values())
     assert joined > 100
     assert (passed > 0) == (order == "bounded-ratio")
+
+
+# -- long queues
+
+
+def lookups(harness, monkeypatch):
+    """Counts the lookups, by request."""
+    tried, look_up = Counter(), harness.scheduler._lookup.look_up
+
+    def counted(turn, *rest):
+        tried[turn.request.id] += 1
+        return look_up(turn, *rest)
+
+    monkeypatch.setattr(harness.scheduler._lookup, "look_up", counted)
+    return tried
+
+
+@pytest.mark.parametrize("order", QUEUE_ORDERS)
+def test_one_step_tries_few_of_many_requests(order, monkeypatch):
+    """A client sends a batch of requests with one new prefix. Each that is tried waits for the first one's chunks."""
+    harness = Harness(max_queue=1000, queue_order=order, gpu_kv_chunks=200, max_num_seqs=20, check=False)
+    asked = [harness.submit([*range(20), 100 + n], 1) for n in range(400)]
+    tried = lookups(harness, monkeypatch)
+    harness.tick()
+    assert sum(tried.values()) <= MOST_TRIED + 1
+    harness.run(*asked)
+    assert len(tried) == 400
+
+
+@pytest.mark.parametrize("owners", [("",), ("a", "b", "c")])
+def test_a_request_is_not_looked_up_again_for_each_chunk_that_another_computes(owners, monkeypatch):
+    """A long new document is computed in many steps. Requests about it wait for its last chunk. If there are several
+    owners, every step has some budget for requests that join."""
+    harness = Harness(max_queue=100, max_num_batched_tokens=12, max_num_seqs=4, gpu_kv_chunks=120, max_model_len=256)
+    tried = lookups(harness, monkeypatch)
+    asked = [harness.submit([*range(180), 200 + n], 4, owner=owners[n % len(owners)]) for n in range(10)]
+    harness.run_until(lambda: any(harness.state(i) == "running" for i in asked[1:]))
+    assert max(tried[i] for i in asked) <= 3
+    harness.drain()
 
 
 # -- owners
