@@ -305,7 +305,7 @@ class Scheduler:
     # -- internal
 
     def _touch(self, turn: Turn, now: float) -> None:
-        """Marks the conversation as active, because its user has written. If requests wait or no seat is free, its
+        """Marks the conversation as active at a request's arrival. If requests wait or no seat is free, its
         chunks become the last victims.
 
         Otherwise the next plan takes the chunks into use, or makes them the last victims if the request does not fit.

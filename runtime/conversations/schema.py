@@ -71,7 +71,7 @@ CREATE TABLE servers (
 );
 CREATE TABLE tombstones (            -- as `Gone`; kept until every server has seen it
     number {serial} PRIMARY KEY,
-    process TEXT NOT NULL,           -- of a server, which has deleted it and erases by itself what it has
+    process TEXT NOT NULL,           -- server that deleted it, whose loop erases its own KV at once
     owner TEXT NOT NULL,
     id TEXT NOT NULL,
     kind TEXT NOT NULL,
@@ -145,9 +145,9 @@ class Gone(NamedTuple):
 class Opening(NamedTuple):
     """A turn that the store has let in.
 
-    turn   its id, no other has it: a commit that is repeated is known by it, and who holds the conversation
-    alone  it goes on from the server's history, and there is no other such turn
-    seen   the conversations and responses that there were, as they were
+    turn   its unique id: shows that a commit is repeated, and which turn holds the conversation
+    alone  it continues the server's history, and no other such turn is open
+    seen   the existing conversations and responses, as they were when it opened
     """
 
     turn: bytes

@@ -98,7 +98,7 @@ class OpenTurn:
         held: ExitStack,
         stored: Stored | None,
     ):
-        """`stored`: what of the store the prompt goes on from or has been compared with."""
+        """`stored`: the stored history that the prompt continues or was compared with."""
         self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
         self.owner = owner
         self.records, self.opening = records, opening
@@ -133,7 +133,7 @@ class OpenTurn:
     ) -> None:
         """The turn ends with these tokens, of which the client gets the text `delivered`, in a chat as `answer`.
 
-        `salt`: of its request; `body`: what is stored as the response.
+        `salt`: of its request; `body`: the response to store.
 
         With a name it is stored on return; nothing of the reply's end may be sent before. Raises RequestError: 507 if
         it cannot be written, 503 if the database does not answer, 409 if another turn has gone on with the server's
@@ -209,7 +209,7 @@ class TurnManager:
                 self._store.interrupt()
 
     async def _keep_in_step(self) -> None:
-        """Keeps in step with the other servers."""
+        """Renews this server's leases and learns of deletions on the other servers."""
         while True:
             await asyncio.sleep(self._store.lease / 3)
             # KV that could not be erased is erased after the next start: its tombstone stays until then.
@@ -365,8 +365,8 @@ class TurnManager:
     async def _past(
         self, owner: str, name: Name | None, messages: Sequence[Message]
     ) -> tuple[StoredTurn | None, Stored | None]:
-        """The turn with the longest common beginning; and what is stored, if the disk was asked: it is only for what is
-        not at hand."""
+        """Returns the turn with the longest common beginning, and the stored history if the disk was asked. The disk is
+        asked only for replies that the recent turns do not contain."""
         recent = self._recent.find(owner, messages)
         covered = _message_count(recent)
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):

@@ -290,7 +290,7 @@ def create_app(
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Of the engine: with its histories away it still answers what has no name."""
+        """Health of the engine. Without the history database it still answers requests without a conversation."""
         return JSONResponse(about(), status_code=200 if client.accepting else 503)
 
     @app.get("/live")

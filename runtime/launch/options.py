@@ -168,11 +168,11 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--max-num-seqs", type=int, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (default %(default)s)")
     option("--target-ms-per-token", type=float, metavar="MS",
-           help="beside generation, a step computes as much of prompts as this time allows (default: all it can)"
+           help="beside generation, a step computes as many prompt tokens as this time allows (default: all it can)"
            )  # fmt: skip
     option("--batching", choices=CHOICES["batching"], help="(default %(default)s)")
     option("--queue-order", choices=CHOICES["queue_order"],
-           help="which request joins first: the one with the longest wait for what its prompt costs, with a bound on "
+           help="which request joins first: the one with the largest ratio of wait to prompt cost, with a bound on "
            "overtaking or without, or the earliest (default %(default)s)")  # fmt: skip
     option("--speculate", choices=CHOICES["speculate"],
            help="lookup: draft tokens from the conversation's own and check several in one step, where that pays "
@@ -208,7 +208,7 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            help="an ended turn's KV goes to disk: soon, behind other work; before its reply ends; or only when host "
            "memory needs the room (default %(default)s)")  # fmt: skip
     option("--prefetch", choices=CHOICES["prefetch"],
-           help="read from disk what requests in the queue will need (default %(default)s)")  # fmt: skip
+           help="read from disk the KV that requests in the queue will need (default %(default)s)")  # fmt: skip
     option("--kv-cache-dtype", choices=CHOICES["kv_cache_dtype"],
            help="of KV on every tier: the engine's own, or 8 bits a number (default %(default)s)")  # fmt: skip
     option("--lower-tier-kv", choices=CHOICES["lower_tier_kv"],
@@ -229,10 +229,10 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
     option("--link", choices=CHOICES["link"],
            help="both directions at once, or copies ahead of time after swap-ins (default %(default)s)")  # fmt: skip
     option("--overflow", choices=CHOICES["overflow"],
-           help="what a context that outgrows the model's still sees keeps its KV, or is computed again (default: "
+           help="when a context outgrows the model's: keep the KV of its latest tokens, or compute it again (default: "
            "keep with rotary positions, else recompute); restart-positions is for comparison")  # fmt: skip
     option("--overflow-ratio", type=float, metavar="SHARE",
-           help="of the context, what goes then at once (default %(default)s)")  # fmt: skip
+           help="part of the context that is then truncated at once (default %(default)s)")  # fmt: skip
     option("--reuse", action=argparse.BooleanOptionalAction,
            help="off: compute every history anew, for comparison: the other options may stay as they are")  # fmt: skip
 

@@ -95,8 +95,8 @@ class Chunk:
                     quota
     over_quota      conversations over their owners' quotas among the claims
     past_window     the chunk's context has outgrown its window: if this chunk is lost, the whole context is recomputed
-    queue_places    places of the requests in the queue that wait for the chunk, ascending. It is evicted after all
-                    chunks that no request waits for; of these, those of the last request in the queue first
+    queue_places    places of the requests in the queue that wait for the chunk, ascending. It is evicted after unpinned
+                    chunks that no request waits for; among such chunks, those of the last request go first
     copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: chunks of
                     turns that have just ended are the most valuable
     loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the slot holds no data

@@ -30,7 +30,7 @@ class ChunkStore:
     host_only       idle and only on HOST
     host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to take
     disk_only       idle and only on DISK
-    busy_copied     in use on the GPU, with a copy on HOST that saves only another copy; the oldest first
+    busy_copied     in use on the GPU, with a copy on HOST: its loss costs only another copy; the oldest first
     disk_copies     on DISK and on the GPU, the latest last; such a chunk is also in its set of victims
     pending         keys that a row is computing, with the row's epoch
     completed       copies known to be complete on the device, and the last applied step

@@ -45,7 +45,7 @@ class Admission:
         self._queues, self._order, self._batcher = queues, order, batcher
         self.choices = LoadOrRecomputeStats(cost)
         self._epochs = 0
-        self._too_large: tuple[Turn, int] | None = None  # the last request that did not fit, and the epochs by then
+        self._too_large: tuple[Turn, int] | None = None  # the last request that did not fit, and `_epochs` then
 
     def admit(self, builder: PlanBuilder) -> None:
         """Seats rows whose history has nearly arrived, then lets requests join, in their order.

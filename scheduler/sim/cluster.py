@@ -3,8 +3,8 @@
 Replicas share only the clock. The router picks a replica for each request; a conversation that moves is recomputed
 there. Replicas fail, drain and return with empty caches. One replica gives the same report as `Simulator`.
 
-With more replicas than can be simulated in reasonable time, some of them stand for all (`Cluster.simulated`): requests
-to the others take the mean time of the requests served so far, and leave nothing in any cache.
+With more replicas than can be simulated in reasonable time, some of them stand for all (`Cluster.simulated`). A reply
+on another one begins together with that to the next request of a simulated one. It leaves nothing in any cache.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _Life:
     log         tokens of the conversation as its client knows them; None: no simulated replica has seen it
     prompt      of the turn that is being served
     began       when its first token came
-    followers   turns on replicas that are not simulated; their replies begin with this one's
+    followers   turns on replicas that are not simulated; their replies begin together with this one's
     """
 
     session: Session
@@ -250,8 +250,8 @@ class Cluster:
         return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
 
     def _serve_elsewhere(self, turn: Open, life: _Life) -> None:
-        """Serves the turn on a replica that is not simulated. Its reply begins with that of the next request that a
-        simulated one receives."""
+        """Serves the turn on a replica that is not simulated. Its reply begins together with that to the next
+        request that a simulated one receives."""
         life.prompt = None
         self._elsewhere.append(turn)
 
