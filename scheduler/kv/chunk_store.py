@@ -7,7 +7,7 @@ private: it is being computed, it is an unfilled tail, or it was computed twice 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -64,8 +64,7 @@ class ChunkStore:
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be dropped), else None."""
         self._private: dict[Chunk, None] = {}
-        # keys of dropped chunks, and when they were dropped
-        self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()
+        self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()  # dropped chunks, and when they were dropped
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
@@ -203,19 +202,20 @@ class ChunkStore:
             self.file(chunk)
 
     def mark_past_window(self, chunk: Chunk) -> None:
-        """The chunk's context has outgrown its window: the chunk now weighs as much as the context's others, to be
-        evicted with them."""
+        """The context has outgrown its window: the chunk now weighs as much as its others, to be evicted with them."""
         if not chunk.past_window:
             chunk.past_window = True
             if not chunk.users:
                 self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float, place: QueuePlace | None = None) -> None:
-        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on, or None."""
+        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
         if place is not None:
-            insort(chunk.queue_places, place)
+            at = bisect_left(chunk.queue_places, place)
+            if chunk.queue_places[at : at + 1] != [place]:
+                chunk.queue_places.insert(at, place)
         self.file(chunk)
 
     def end_wait(self, chunks: Iterable[Chunk], place: QueuePlace) -> None:

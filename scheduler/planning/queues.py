@@ -49,7 +49,7 @@ class RequestQueues:
         place = None if turn.resumes else turn.order
         for chunk in chunks:
             if chunk is not None and chunk.resident and not chunk.users:
-                self._store.touch(chunk, now, None if chunk in turn.awaited else place)
+                self._store.touch(chunk, now, place)
                 if place is not None:
                     turn.awaited[chunk] = None
 
