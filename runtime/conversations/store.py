@@ -228,7 +228,7 @@ class HistoryStore:
         **about: str | None,
     ) -> Conversation:
         """From now on the name stands for this branch. Turns of its former branch that no other name needs are deleted.
-        Of more than MOST_BRANCHES branches the oldest are deleted, too.
+        Of more than MOST_BRANCHES branches the oldest are deleted, too, and reported like expired conversations.
 
         `behind`: the name whose turns a new name shares, if they exist and this branch continues them; `about`: its
         `parent`, `thread` and `body`. With an `opening` the name must still stand for the same branch as then, and no
@@ -243,7 +243,7 @@ class HistoryStore:
             found = self._find(name, now)
             kept = found is None or opening is None or self._unchanged(name, found, opening)
             if opening is not None:
-                if opening.alone and (found is None or not kept or not _is_one(found, opening.seen[name])):
+                if opening.alone and (found is None or not kept or not _same_row(found, opening.seen[name])):
                     what = "another turn has taken its place, or the conversation was deleted: this one is not stored"
                     raise RequestError(409, f"this turn of conversation {name.id!r} comes too late: {what}")
                 self._let_go(opening.turn)
@@ -264,19 +264,18 @@ class HistoryStore:
                 "title = :title WHERE number = :number",
                 _row(after),
             )
-            continued = [branch for branch in branches if branch.head == parent]
             others = [branch for branch in branches if branch.head != parent]
+            for continued in (branch for branch in branches if branch.head == parent):
+                self._db.execute("DELETE FROM conversations WHERE number = :it", {"it": continued.number})
             surplus = len(others) + (found.kind == "branch") - MOST_BRANCHES
-            for branch_of_it in (*continued, *others[: max(0, surplus)]):
-                self._db.execute("DELETE FROM conversations WHERE number = :it", {"it": branch_of_it.number})
-                self._prune(branch_of_it.head)
+            self._expired += [self._remove(oldest) for oldest in others[: max(0, surplus)]]
             self._prune(found.head)
         return after
 
     def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
         """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
-        same = found.head is None or (seen is not None and _is_one(found, seen) and found.head == seen.head)
+        same = found.head is None or (seen is not None and _same_row(found, seen) and found.head == seen.head)
         return same and not self._held_by_another(found.number, opening.turn)
 
     def _branches(self, conversation: Conversation) -> list[Conversation]:
@@ -586,7 +585,7 @@ class HistoryStore:
         self._expired += [self._remove(Conversation(*row)) for row in expired]
 
 
-def _is_one(one: Conversation, other: Conversation) -> bool:
+def _same_row(one: Conversation, other: Conversation) -> bool:
     """False if one of them was made after the other's deletion: SQLite uses the numbers of deleted rows again."""
     return (one.number, one.created) == (other.number, other.created)
 

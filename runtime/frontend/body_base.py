@@ -46,7 +46,7 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if value not in cls.NEUTRAL[name]:
-                    raise RequestError(400, f"{name} is not supported by this server", name)
+                    raise RequestError(400, f"{name} is not supported by this endpoint", name)
                 continue
             if name not in known:
                 if name == "extra_body" and isinstance(value, dict) and (own := sorted(cls.OWN & value.keys())):

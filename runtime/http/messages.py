@@ -249,7 +249,7 @@ class PromptBody(Body):
             "workspace_id",
         }
     )
-    NEUTRAL: ClassVar = {"mcp_servers": ([],)}
+    NEUTRAL: ClassVar = {"mcp_servers": ([],), "conversation": (), "history": ("client",)}
 
     model: NonEmpty
     messages: Annotated[
@@ -263,17 +263,6 @@ class PromptBody(Body):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_history(cls, data: Any) -> Any:
-        """Raises RequestError for the fields of a history on the server: ignored, they would leave the model without
-        its history."""
-        for name in ("conversation", "history"):
-            if isinstance(data, dict) and data.get(name) is not None:
-                reason = "this endpoint stores no histories"
-                raise RequestError(400, f"{reason}: send all messages, or use /v1/chat/completions", name)
-        return data
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> PromptBody:

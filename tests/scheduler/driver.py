@@ -26,6 +26,14 @@ class Driver(Harness):
         self.remembered = {}  # logs of earlier lives
         self.openings = [[self.random.randrange(97) for _ in range(14)] for _ in range(3)]
 
+    def play(self, operations, totals):
+        """Does the operations, lets all work end, and adds the counts to `totals`."""
+        for _ in range(operations):
+            self.step()
+        self.drain()
+        totals.update(self.counts)
+        totals["runs"] += 1
+
     def step(self):
         self.now += self.random.choice((0.001, 0.01, 0.5))
         operation = self.random.choices(

@@ -235,7 +235,7 @@ class Harness:
             self.counts["erased wholly" if wholly else "erased in part"] += 1
 
     def lose(self, choose):
-        """Some idle chunks are gone, wherever they were: holes that eviction alone would make once in a blue moon."""
+        """Some idle chunks are gone, in any tier: such holes are rare with eviction alone."""
         store = self.scheduler._store
         if idle := [chunk for chunk in store.resident_chunks() if chunk.resident and not chunk.users]:
             for chunk in choose(idle):

@@ -73,11 +73,7 @@ def test_random_operations_with_random_settings(seed, totals, monkeypatch):
     monkeypatch.setattr(admission, "MOST_TRIED", (1, 2, 4, 64)[seed % 4])
     settings = drawn(seed)
     driver = (KeyedDriver if settings["reuse"] else Driver)(seed, **settings)
-    for _ in range(OPERATIONS):
-        driver.step()
-    driver.drain()
-    totals.update(driver.counts)
-    totals["runs"] += 1
+    driver.play(OPERATIONS, totals)
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,7 @@ def test_random_operations_with_drafts(seed, batching, overflow, always, totals)
         copies_may_fail=seed == 2,
         save=("async", "sync", "async", "off")[seed],
     )
-    for _ in range(OPERATIONS):
-        driver.step()
-    driver.drain()
-    totals.update(driver.counts)
-    totals["runs"] += 1
+    driver.play(OPERATIONS, totals)
 
 
 @pytest.mark.parametrize("event", EVENTS)

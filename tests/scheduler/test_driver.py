@@ -61,12 +61,7 @@ def totals():
     "run", [pytest.param(run, marks=[pytest.mark.slow] * (run["seed"] % 4 in (1, 2))) for run in RUNS], ids=name
 )
 def test_random_operations(run, totals):
-    driver = Driver(**run)
-    for _ in range(-(-OPERATIONS // len(RUNS))):
-        driver.step()
-    driver.drain()
-    totals.update(driver.counts)
-    totals["runs"] += 1
+    Driver(**run).play(-(-OPERATIONS // len(RUNS)), totals)
 
 
 @pytest.mark.parametrize(

@@ -607,6 +607,7 @@ def test_the_oldest_branches_are_dropped(store: HistoryStore, monkeypatch: pytes
     for whole, opening in zip(said, openings, strict=True):
         store.commit(A, whole, 1.0, opening=opening)
     assert stored(store, A) == said[0] and branches(store) == said[6:] and rows(store) == 4
+    assert [gone.tokens for gone in store.take_expired()] == [whole.tokens for whole in said[1:6]], "their KV is erased"
     old, new = opened(store, b"old"), opened(store, b"new")
     longer = transcript("6", "x", "y", "z")
     store.commit(A, said[0], 2.0, opening=new)
