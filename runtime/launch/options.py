@@ -164,9 +164,10 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--state-dir", type=Path, metavar="DIR",
            help="of this server alone: histories, and the disk tier unless --disk-dir says otherwise "
            f"(default: one for each engine in {default_state_dir()})")  # fmt: skip
-    option("--max-model-len", type=int, metavar="N", help="longest context, tokens (default: the model's own)")
+    option("--max-model-len", type=token_count, metavar="N",
+           help="longest context, tokens; 32k is 32,000, 32K is 32,768 (default: the model's own)")  # fmt: skip
     option("--max-num-seqs", type=int, metavar="N", help="running requests (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (default %(default)s)")
+    option("--max-num-batched-tokens", type=token_count, metavar="N", help="tokens a step (default %(default)s)")
     option("--target-ms-per-token", type=float, metavar="MS",
            help="beside generation, a step computes as many prompt tokens as this time allows (default: all it can)"
            )  # fmt: skip
@@ -331,3 +332,18 @@ def parse_bytes(text: str, setting: str) -> int:
     if match is None or unit is None:
         raise SettingError(setting, f"{text!r} is not a size; write 40GiB, 512MiB, 1.5GB or a number of bytes")
     return int(Fraction(match[1]) * unit)
+
+
+_COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kKmM]?)", re.ASCII)
+_THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
+
+
+def token_count(text: str) -> int:
+    """Tokens of "32768", "32K" (the same) or "32k" (32,000), as in vLLM. Raises argparse.ArgumentTypeError."""
+    match = _COUNT.fullmatch(text.strip())
+    count = Fraction(match[1]) * _THOUSANDS[match[2]] if match else Fraction(1, 2)
+    if count.denominator != 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens; write 32768, 32K (the same) or 32k (32,000)"
+        )
+    return int(count)
