@@ -205,7 +205,7 @@ def demo_engine(state_dir: Path, device: str) -> Path:
     Its dtype is float32, the fastest on CPUs. It is not compiled: that takes 25 s on two idle cores and needs a C++
     compiler, and the demo should answer at once.
     """
-    directory = state_dir / ("demo" if device == "cpu" else f"demo-{device}")
+    directory = (state_dir if device == "cpu" else state_dir / device) / "demo"  # the name in requests
     try:
         built = build_engine(DEMO_CHECKPOINT, directory, "reference", dtype="float32", device=device)
     except SettingError as error:

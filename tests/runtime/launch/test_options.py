@@ -385,6 +385,16 @@ def test_a_demo_that_cannot_be_made_is_a_wrong_state_directory(tmp_path):
         demo_engine(tmp_path, "cpu")
 
 
+def test_the_demo_has_its_name_on_every_device(tmp_path, monkeypatch):
+    """Requests name the model, and a server's model has the name of its engine's directory."""
+    monkeypatch.setattr(
+        "pensieve.runtime.launch.assemble.build_engine", lambda *_, **settings: SimpleNamespace(outcome="built")
+    )
+    directories = {demo_engine(tmp_path, device) for device in ("cpu", "cuda")}
+    assert len(directories) == 2
+    assert {directory.name for directory in directories} == {"demo"}
+
+
 def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
     args = parse_options(["--engine", "some", "--disk-kv-bytes", "1000PB", "--disk-dir", str(tmp_path)])
     check_disk_holds(args, 1000, 4096)
