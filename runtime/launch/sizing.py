@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -252,12 +253,15 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
     if speed is None:
         log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
         return cost
+    pays = {tokens: cost.break_even_disk(tokens) / 1e9 for tokens in (cost.chunk_tokens, longest)}
     log.info(
-        "%s: reads %.2f GB/s, writes %.2f GB/s; on an idle device reading beats computing again from %.3g GB/s for %d "
-        "tokens, from %.3g GB/s for %d",
+        "%s: reads %.2f GB/s, writes %.2f GB/s; on an idle device reading %s",
         directory,
         *(size / 1e9 for size in speed),
-        *(part for tokens in (cost.chunk_tokens, longest) for part in (cost.break_even_disk(tokens) / 1e9, tokens)),
+        ", ".join(
+            f"{tokens} tokens pays from {least:.3g} GB/s" if least < math.inf else f"{tokens} tokens never pays"
+            for tokens, least in pays.items()
+        ),
     )
     return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
