@@ -64,7 +64,7 @@ class SchedulerConfig:
     owner_kv_chunks: int | None = None
     conversation_ttl: float = inf
     log_chunks: float = inf
-    eviction: str = "retention"
+    eviction: str = "lru"
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
     batching: str = "unified"

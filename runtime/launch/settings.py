@@ -123,7 +123,7 @@ class ServeSettings:
     chunk_tokens: int = 32
     conversation_ttl: float = 86400.0
     owner_kv_bytes: str | None = None
-    eviction: str = "retention"
+    eviction: str = "lru"
     swap_out_below: float | None = None
     generation_reserve: float = 0.10
     swap_in: str = "pipelined"

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     option("--gpu-kv-chunks", type=int, default=96, metavar="N", help="of 16 tokens (default %(default)s)")
     option("--host-kv-chunks", type=int, default=96, metavar="N", help="(default %(default)s)")
     option("--disk-kv-chunks", type=int, default=400, metavar="N", help="(default %(default)s)")
-    option("--eviction", choices=EVICTION_POLICIES, default="retention", help="(default %(default)s)")
+    option("--eviction", choices=EVICTION_POLICIES, default="lru", help="(default %(default)s)")
     option("--json", action="store_true", help="one JSON line instead of the table")
     return made
 

@@ -76,7 +76,7 @@ def add_run_options(made: argparse.ArgumentParser) -> None:
            help="of chunks on every tier; steps take their time in 16 bits (default %(default)s)")  # fmt: skip
     option("--lower-tier-kv", choices=tuple(LOWER_TIER), default="same",
            help="how chunks are on HOST (default %(default)s)")  # fmt: skip
-    option("--eviction", choices=EVICTION_POLICIES, default="retention", help="(default %(default)s)")
+    option("--eviction", choices=EVICTION_POLICIES, default="lru", help="(default %(default)s)")
     option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
     option("--generation-reserve", type=float, default=0.1, metavar="SHARE", help="(default %(default)s)")
 

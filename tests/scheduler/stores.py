@@ -18,7 +18,7 @@ from .harness import profile
 SIZE = 4
 
 
-def a_store(gpu=8, host=8, eviction="retention", disk=0, **settings):
+def a_store(gpu=8, host=8, eviction="lru", disk=0, **settings):
     config = SchedulerConfig(
         gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0, disk_kv_chunks=disk, **settings
     )
