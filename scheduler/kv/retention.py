@@ -1,10 +1,10 @@
-"""The order in which idle chunks are evicted: by retention value, or by LRU or FIFO for comparison.
+"""The order in which idle chunks are evicted: LRU, by retention value, or FIFO for comparison.
 
-Retention value V = weight / T (Pensieve, section 4.3.1): the weight is Cost(l) times the conversations that claim the
-chunk, T the time since the conversation was last active. The order of values changes as time passes, so a heap of
-values becomes wrong. But among chunks of one weight the order is that of last activity, at any time. So chunks are kept
-in classes of (nearly) equal weight, an eighth of an octave wide, and in each class in groups of one stamp, mostly those
-of one turn. Victims are found group by group: the oldest groups of all classes are compared at the current time.
+Value V = weight / T: T is the time since the conversation was last active. With LRU all weights are equal. In retention
+value (Pensieve, section 4.3.1) the weight is Cost(l) times the conversations that claim the chunk. The order of values
+changes as time passes, so a heap of values becomes wrong. But among chunks of one weight the order is that of last
+activity, at any time. So chunks are in classes of (nearly) equal weight, an eighth of an octave wide, and in each class
+in groups of one stamp, mostly one turn's. Victims are found by groups: the oldest ones of all classes are compared.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class EvictionStats:
     host_dropped    left HOST and were in no other tier
     disk_copies     left DISK, but not the tiers above
     disk_dropped    left DISK and were in no other tier
-    value, of_value the retention value of the latest chunk that left the GPU or was dropped, and the number of such
+    value, of_value the value V of the latest chunk that left the GPU or was dropped, and the number of such
                     chunks in a row with this value that `by_value` does not count yet: victims come in groups of one
                     value
     value_sum       sum of all their values
@@ -123,7 +123,7 @@ class SchedulerStats:
 
     slots           by tier and by content, as in `ChunkStore.slot_counts`
     evictions, eviction_values, eviction_value_sum
-                    by tier and reason, and by retention value, as in `EvictionStats`
+                    by tier and reason, and by value, as in `EvictionStats`
     choices         of loading or recomputing, as in `LoadOrRecomputeStats`
     regret_tokens   tokens of chunks that were computed again within a minute of being dropped
     spilled, promoted, failed_writes, failed_reads

@@ -15,7 +15,7 @@ from .plan_copies import LaneCopies, StepCopies
 
 
 class Evictor:
-    """Chooses the victims of one plan, by retention value at the plan's time."""
+    """Chooses the victims of one plan, by their values at the plan's time."""
 
     def __init__(self, store: ChunkStore, copies: StepCopies, now: float):
         self._store = store
