@@ -411,7 +411,8 @@ class HistoryStore:
         row = dict(zip(columns.split(", "), values, strict=True))
         del row["number"]
         if table == "turns":
-            row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"])}
+            # no id: no server repeats these commits, and an earlier import may have brought the same turn
+            row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"]), "id": None}
         else:
             row["head"] = turns[row["head"]]
         return int(self._db.execute(f"INSERT INTO {table} {_columns(row)} RETURNING number", row)[0][0])
