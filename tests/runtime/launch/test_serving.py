@@ -10,7 +10,7 @@ import pytest
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.launch.attached import telling_model
-from pensieve.runtime.launch.http_options import http_settings
+from pensieve.runtime.launch.http_options import http_settings, server_name
 from pensieve.runtime.launch.serving import check_histories
 from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.ranks import launch as ranks_launch
@@ -112,3 +112,10 @@ def test_kv_that_was_written_apart_from_the_other_servers_is_dropped(tmp_path, p
         record.touch()
         check_histories(settings, http_settings(settings))
         assert record.exists() is there
+
+
+def test_a_server_that_met_a_full_disk_gets_its_name_at_the_next_start(tmp_path):
+    """Without a name it would be a new server of the shared histories at each start, and lose its KV on disk."""
+    (tmp_path / "server").write_text("")
+    name = server_name(tmp_path)
+    assert name and server_name(tmp_path) == name
