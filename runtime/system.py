@@ -1,9 +1,10 @@
-"""This process and others: stack traces of a process that hangs, child processes. Linux."""
+"""This process and others: stack traces of a process that hangs, child processes, open files. Linux."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,17 @@ def give_up_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def allow_open_files(wanted: int) -> int:
+    """Asks the system for so many open files. Returns how many this process may have, which may be fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(soft, allowed)
 
 
 def children(process: int) -> list[int]:

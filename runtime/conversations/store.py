@@ -122,14 +122,22 @@ class HistoryStore:
 
     # -- the other servers
 
-    def register(self) -> bool:
-        """To be called before anything is served from a shared database. Returns whether this server may use KV that it
-        has kept: it has been told, or will be, of every deletion since. Raises SettingError."""
+    def is_registered(self) -> bool:
+        """Of a shared database: returns whether this server may use KV that it has kept. It has been told, or will be,
+        of every deletion since. Raises SettingError."""
+        try:
+            self._forget_silent_servers()
+            seen_now = f"UPDATE servers SET alive = {self._db.clock} WHERE id = :server RETURNING id"
+            return bool(self._db.execute(seen_now, {"server": self._server}))
+        except RequestError as error:
+            raise SettingError(self._db.setting, error.message) from error
+
+    def register(self) -> None:
+        """To be called before anything is served from a shared database, and after KV that may not be used
+        (`is_registered`) is gone. Raises SettingError."""
         try:
             with self._db.transaction():
-                self._forget_silent_servers()
-                known = self._db.execute("SELECT seen FROM servers WHERE id = :server", {"server": self._server})
-                if not known:
+                if not self.is_registered():
                     self._db.execute(
                         "INSERT INTO servers SELECT CAST(:server AS TEXT), coalesce(max(number), 0), "
                         f"{self._db.clock} FROM tombstones",
@@ -140,7 +148,6 @@ class HistoryStore:
                 )
         except RequestError as error:
             raise SettingError(self._db.setting, error.message) from error
-        return bool(known)
 
     def keep_in_step(self, turns: Sequence[bytes], erased: int) -> None:
         """Of a shared database: renews the open turns, and learns what others have deleted (`take_expired`). To be
@@ -411,7 +418,8 @@ class HistoryStore:
         row = dict(zip(columns.split(", "), values, strict=True))
         del row["number"]
         if table == "turns":
-            row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"])}
+            # no id: no server repeats these commits, and an earlier import may have brought the same turn
+            row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"]), "id": None}
         else:
             row["head"] = turns[row["head"]]
         return int(self._db.execute(f"INSERT INTO {table} {_columns(row)} RETURNING number", row)[0][0])

@@ -18,11 +18,13 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+from ..system import allow_open_files
 from .record import PAGE
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 2**30
+OTHER_FILES = 128  # of the process, besides segments: devices, pipes, libraries
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Segments:
         system: SystemCalls = SystemCalls(),
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """Deletes files beyond `slots`, so at most `slots * record` bytes are used. Raises OSError."""
+        """Deletes files beyond `slots`, so at most `slots * record` bytes are used. Raises OSError, also if the process
+        may not open so many files."""
         self._directory, self._record, self._system = directory, record, system
         self.slots = slots
         self.slots_a_segment = max(1, segment_bytes // record)
@@ -54,6 +57,10 @@ class Segments:
         self._whole: set[int] = set()  # segments known to be fully allocated
         self._direct = True
         used = {self._path(segment) for segment in range(-(-slots // self.slots_a_segment))}
+        wanted = len(used) + OTHER_FILES
+        if (allowed := allow_open_files(wanted)) < wanted:
+            limit = f"this process may open {allowed}: raise the limit to {wanted} (ulimit -Hn, LimitNOFILE=)"
+            raise OSError(f"the tier has {len(used)} files beside others, and {limit}")
         for path in directory.glob("*.kv"):
             if path not in used:
                 path.unlink()

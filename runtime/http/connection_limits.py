@@ -7,12 +7,13 @@ without end. Here it is cut off. Connections beyond the limit are refused.
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import Callable
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..system import allow_open_files
 
 MOST_HEAD_BYTES = 32 * 1024  # a longer request line and headers: 400, unless one read contains all of them
 LEAST_BYTES_PER_S = 10_000  # of a body, after the time that every body has
@@ -23,14 +24,7 @@ BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0
 
 def allow_connections(most: int) -> int:
     """Asks the system for enough open files. Returns the allowed number of connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return most
-    wanted = most + OTHER_FILES
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if allowed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return min(most, max(soft, allowed) - OTHER_FILES)
+    return min(most, allow_open_files(most + OTHER_FILES) - OTHER_FILES)
 
 
 class PatientProtocol(H11Protocol):

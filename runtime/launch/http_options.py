@@ -76,9 +76,11 @@ def server_name(directory: Path) -> str:
     path = directory / "server"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_text(f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}", "utf-8")
-        return path.read_text("utf-8").strip()
+        known = path.read_text("utf-8").strip() if path.exists() else ""
+        if not known:  # or a full disk took only the file's name
+            known = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+            path.write_text(known, "utf-8")
+        return known
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("--state-dir", f"cannot use {path}: {error}") from error
 

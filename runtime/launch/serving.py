@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler.step_timing import StepTiming
+from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
 from ..http.process import listen, serve_http
 from ..http.settings import HTTPSettings
@@ -95,13 +96,22 @@ def check_histories(settings: ServeSettings, http: HTTPSettings) -> None:
     """SettingError if they cannot be used. KV on disk goes if this server does not know what others have deleted since
     it was written."""
     store = HistoryStore(http.histories, server=http.server)
-    if store.shared and not store.register():
-        records = list(settings.disk_directory.glob("rank-*/*.kv"))
+    if store.shared:
+        if not store.is_registered():
+            _drop_kv(settings.disk_directory, store.where)
+        store.register()  # last: if this process ends before, the next one drops the rest
+    store.close()
+
+
+def _drop_kv(directory: Path, histories: str) -> None:
+    records = list(directory.glob("rank-*/*.kv"))
+    try:
         for file in records:
             file.unlink()
-        if records:
-            log.warning("%s: dropped KV that was written apart from %s", settings.disk_directory, store.where)
-    store.close()
+    except OSError as error:
+        raise SettingError("--disk-dir", f"cannot use {directory}: {error}") from error
+    if records:
+        log.warning("%s: dropped KV that was written apart from %s", directory, histories)
 
 
 def make_service(assembled: Assembled, connection: Connection) -> Service:

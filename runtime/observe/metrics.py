@@ -227,7 +227,8 @@ def _sizes(name: str, text: str, sizes: PowerCounts, last: int) -> Metric:
 def _eviction_values(stats: SchedulerStats) -> Metric:
     return HistogramMetricFamily(
         "pensieve:kv_eviction_value",
-        "Retention value, seconds of recomputation per second idle, of chunks when they left the GPU or were dropped",
+        "Value of chunks when they left the GPU or were dropped: with LRU 1 / seconds idle, with --eviction retention "
+        "seconds of recomputation per second idle",
         buckets=_buckets(stats.eviction_values, EVICTION_VALUES),
         sum_value=stats.eviction_value_sum,
     )

@@ -72,7 +72,7 @@ def test_histories_are_imported_from_a_file(tmp_path: Path, postgres: str, capsy
     snapshot = Name("key", "r", "response")
     source, target = HistoryStore(tmp_path / "history.sqlite"), HistoryStore(postgres)
     source.use_tokenizer(b"ours")
-    source.commit(a, transcript("0", "1"), 1.0, b"salt")
+    source.commit(a, transcript("0", "1"), 1.0, b"salt", opening=source.admit([a], 1.0, b"a turn of a server"))
     source.change(a, 1.0, history_ttl=1e12)
     source.fork(a, "b", 2.0)
     source.commit(b, transcript("0", "1", "2", "3"), 3.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import threading
 import time
 from dataclasses import replace
@@ -528,6 +529,30 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
     (tmp_path / "rank-0" / "000099.kv").mkdir()
     with pytest.raises(SettingError, match=r"--disk-dir: cannot use .*000099\.kv"):
         Tier(tmp_path)
+
+
+def test_a_tier_of_more_files_than_a_process_may_usually_open(tmp_path, monkeypatch):
+    """With 1 GiB in a file, a tier of 1 TiB has as many files as most shells allow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    slots, held = 400, []
+    host = np.zeros((1, PAGE), np.uint8)
+    settings = DiskSettings(tmp_path, slots, "ab", segment_bytes=record_bytes(PAGE))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        store = DiskStore(settings, 32, lambda _: host[0])
+        store.begin(replace(plan(1), spills=tuple(Spill(0, slot, key(slot), 32) for slot in range(slots))))
+        while store.busy:
+            store.wait(1.0)
+            held += store.take().spilled
+        store.close()
+        assert len(held) == slots
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 300))
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        with pytest.raises(SettingError, match=r"400 files .* may open 300: raise the limit"):
+            DiskStore(settings, 32, lambda _: host[0])
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from multiprocessing.connection import Listener
+from pathlib import Path
 
 import pytest
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.launch.attached import telling_model
-from pensieve.runtime.launch.http_options import http_settings
+from pensieve.runtime.launch.http_options import http_settings, server_name
 from pensieve.runtime.launch.serving import check_histories
 from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.ranks import launch as ranks_launch
@@ -112,3 +113,28 @@ def test_kv_that_was_written_apart_from_the_other_servers_is_dropped(tmp_path, p
         record.touch()
         check_histories(settings, http_settings(settings))
         assert record.exists() is there
+
+
+def test_kv_that_must_go_goes_at_the_next_start_if_this_one_ends_too_soon(tmp_path, postgres, monkeypatch):
+    """Removing a terabyte takes seconds."""
+    settings = ServeSettings("demo", state_dir=tmp_path, history_url=postgres)
+    record = tmp_path / "kv" / "rank-0" / "1.kv"
+    record.parent.mkdir(parents=True)
+    record.touch()
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(SettingError, match=r"--disk-dir: cannot use .*1\.kv"):
+            check_histories(settings, http_settings(settings))
+    check_histories(settings, http_settings(settings))
+    assert not record.exists()
+
+
+def test_a_server_that_met_a_full_disk_gets_its_name_at_the_next_start(tmp_path):
+    """Without a name it would be a new server of the shared histories at each start, and lose its KV on disk."""
+    (tmp_path / "server").write_text("")
+    name = server_name(tmp_path)
+    assert name and server_name(tmp_path) == name
