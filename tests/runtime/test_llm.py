@@ -141,6 +141,22 @@ def test_a_chat_sets_variables_of_the_template(cache, tmp_path):
             llm.chat(QUESTION, GREEDY, chat_template_kwargs={"messages": []})
 
 
+def test_a_chat_shows_the_model_its_tools(cache, tmp_path, monkeypatch):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    monkeypatch.delattr("pensieve.runtime.frontend.calls.ToolCallParser")  # calls stay in the text, as in vLLM
+    with LLM("demo", chat_template=str(template), **SIZES) as llm:
+        plain, told = llm.generate([QUESTION[0]["content"], "weather " + QUESTION[0]["content"]], GREEDY)
+        for asked, expected in ((None, plain), (tools, told)):
+            (whole,) = llm.chat(QUESTION, GREEDY, tools=asked)
+            *_, last = llm.stream_chat(QUESTION, GREEDY, tools=asked)
+            assert whole.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
+            assert whole.outputs == last.outputs
+        with pytest.raises(RequestError, match=r"tools\.0\.function"):
+            llm.chat(QUESTION, GREEDY, tools=[{"type": "function"}])
+
+
 def test_a_reply_follows_its_grammar(llm):
     (output,) = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["yes", "no"]}))
     assert output.outputs[0].text in ("yes", "no")
