@@ -269,6 +269,8 @@ def test_options_have_the_aliases_of_serve():
         (dict(seed=0), ": requests take a seed (offline: SamplingParams(seed=0))"),
         (dict(trust_remote_code=True), ": code of a checkpoint is never run"),
         (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),  # LLM has no log_level
+        (dict(max_batch_size=8), ": use max_num_seqs"),
+        (dict(max_seq_len=8), ": use max_model_len"),
         (dict(max_num_seq=3), "; did you mean max_num_seqs?"),
         (dict(gpu_kv=3), "; did you mean gpu_kv_bytes or gpu_kv_chunks?"),
         (dict(no_reuse=True), "; did you mean reuse?"),
