@@ -225,9 +225,11 @@ def test_wrong_arguments_are_named(cache, llm):
         dict(top_k=1.5),
         dict(logprobs=21),
         dict(max_tokens=0),
+        dict(skip_special_tokens=False),
     ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             SamplingParams(**wrong)
+    assert SamplingParams(skip_special_tokens=True) == SamplingParams()  # vLLM's default, which scripts often write
     with pytest.raises(TypeError, match="port"):
         LLM("demo", port=1)
     with pytest.raises(SettingError, match="eviction"):
