@@ -169,13 +169,16 @@ class LLM:
         conversation: str | None = None,
         history: str = "client",
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}.
 
         chat_template_kwargs variables for the chat template, as {"enable_thinking": False}
+        tools                functions in OpenAI's form, for the chat template; a reply's calls of them stay in its text
         """
-        jobs = self._chats(messages, sampling_params, conversation, history, chat_template_kwargs)
+        more = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        jobs = self._chats(messages, sampling_params, conversation, history, more)
         return self._all(jobs, use_tqdm)
 
     def stream(
@@ -198,9 +201,11 @@ class LLM:
         conversation: str | None = None,
         history: str = "client",
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `stream`, for dialogues."""
-        jobs = self._chats(messages, sampling_params, conversation, history, chat_template_kwargs)
+        more = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        jobs = self._chats(messages, sampling_params, conversation, history, more)
         return self._run(jobs, grown=True)
 
     # -- from prompts to jobs
@@ -214,9 +219,9 @@ class LLM:
         params: Params | None,
         conversation: str | None,
         history: str,
-        variables: dict[str, Any] | None,
+        more: dict[str, Any],
     ) -> list[_Job]:
-        dialogues = read_dialogues(messages, variables)
+        dialogues = read_dialogues(messages, more)
         return self._make(ChatBody, "messages", dialogues, params, conversation, history)
 
     def _make(
@@ -247,7 +252,7 @@ class LLM:
     async def _call(self, kind: type[Any], params: SamplingParams, fields: dict[str, Any]) -> GenerationCall:
         arrived, caller = time.perf_counter(), Caller()
         body = body_of(kind, params, **fields, max_tokens=None)
-        asked = await self._builder.asked(body, caller)
+        asked = replace(await self._builder.asked(body, caller), most_tool_calls=0)  # calls stay in the text
         make = self._builder.chat if kind is ChatBody else self._builder.completion
         most = self._ready.max_model_len if params.max_tokens is None else params.max_tokens
         return await make(body, asked, arrived, caller, most_tokens=most)

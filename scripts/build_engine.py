@@ -39,6 +39,17 @@ ALIASES = {
 }
 """TensorRT-LLM's names of options, and that of `pensieve serve`."""
 
+ELSEWHERE = {
+    "--max-batch-size": "`pensieve serve` has --max-num-seqs",
+    "--max-num-tokens": "`pensieve serve` has --max-num-batched-tokens",
+    "--max-seq-len": "`pensieve serve` has --max-model-len",
+    "--max-input-len": "`pensieve serve` has --max-model-len",
+    "--gemm-plugin": "there are no plugins to choose; leave it out",
+    "--gpt-attention-plugin": "there are no plugins to choose; leave it out",
+}
+"""Frequent options of `trtllm-build` without an equal here, with the suggestion for each. They are typed with
+underscores."""
+
 
 def parser() -> CommandParser:
     made = CommandParser(
@@ -47,6 +58,7 @@ def parser() -> CommandParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         aliases=ALIASES,
+        elsewhere=ELSEWHERE,
     )
     made.add_argument("--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files")
     made.add_argument("--output", required=True, metavar="DIR", help="the engine directory to make or replace")

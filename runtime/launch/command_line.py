@@ -62,8 +62,8 @@ class CommandParser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{word!r} is one word too many (--help shows what there is)"
-        if word in self._elsewhere:
-            return f"there is no option {word}: {self._elsewhere[word]}"
+        if hint := self._elsewhere.get(word.replace("_", "-")):
+            return f"there is no option {word}: {hint}"
         near = did_you_mean(word, [*self._known(), *self._aliases])
         return f"there is no option {word}{near or ' (--help shows what there is)'}"
 

@@ -62,8 +62,23 @@ ELSEWHERE = {
     "--backend": "`build_engine` makes an engine with another backend; then serve its directory",
     "--pipeline-parallel-size": "--tensor-parallel-size divides a model over several GPUs",
     "-pp": "--tensor-parallel-size divides a model over several GPUs",
+    "--data-parallel-size": "a server is one replica; docs/use/ray-serve.md runs several",
+    "-dp": "a server is one replica; docs/use/ray-serve.md runs several",
+    "--kv-transfer-config": "--host-kv-bytes and --disk-kv-bytes keep KV outside the GPU",
+    "--reasoning-parser": "a reply's reasoning stays in its content",
+    "--default-chat-template-kwargs": "requests take chat_template_kwargs",
+    "--enable-log-requests": "the log has each request, except with --log-level=warning",
+    "--ssl-keyfile": "put a proxy with TLS before the server",
+    "--ssl-certfile": "put a proxy with TLS before the server",
+    "--hf-token": "nothing is downloaded; PATH is a directory",
+    "--download-dir": "nothing is downloaded; PATH is a directory",
+    "--max-batch-size": "use --max-num-seqs",
+    "--max-num-tokens": "use --max-num-batched-tokens",
+    "--max-seq-len": "use --max-model-len",
+    "--tp-size": "use --tensor-parallel-size",
 }
-"""Frequent options of vLLM and `build_engine` without an equal here, with the suggestion for each."""
+"""Frequent options of vLLM, TensorRT-LLM and `build_engine` without an equal here, with the suggestion for each. Those
+of TensorRT-LLM are typed with underscores."""
 
 COMMON = (
     "path", "config", "device", "dtype", "quantization", "tensor_parallel_size", "max_model_len", "max_num_seqs",

@@ -19,6 +19,7 @@ class SamplingParams:
     temperature         0 is greedy
     logprobs, prompt_logprobs
                         number of likeliest tokens reported with each token of the reply, of the prompt
+    skip_special_tokens only True
     structured_outputs  one of json, json_object, regex, choice, grammar, as in the HTTP API
     """
 
@@ -41,6 +42,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         body_of(CompletionBody, self, prompt="checked")

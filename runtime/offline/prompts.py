@@ -27,10 +27,10 @@ def read_prompts(prompts: Any) -> list[Asked]:
     return [_read(prompt) for prompt in (prompts if _several(prompts, int) else [prompts])]
 
 
-def read_dialogues(dialogues: Any, variables: dict[str, Any] | None) -> list[Asked]:
-    """Reads one dialogue or several. `variables`: of the chat template."""
+def read_dialogues(dialogues: Any, more: dict[str, Any]) -> list[Asked]:
+    """Reads one dialogue or several. `more`: fields that all of them have."""
     each = dialogues if _several(dialogues, Mapping) else [dialogues]
-    return [Asked(None, {"messages": messages, "chat_template_kwargs": variables}) for messages in each]
+    return [Asked(None, {"messages": messages} | more) for messages in each]
 
 
 def read_params(params: Any, count: int) -> list[SamplingParams]:

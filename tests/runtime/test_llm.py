@@ -141,6 +141,22 @@ def test_a_chat_sets_variables_of_the_template(cache, tmp_path):
             llm.chat(QUESTION, GREEDY, chat_template_kwargs={"messages": []})
 
 
+def test_a_chat_shows_the_model_its_tools(cache, tmp_path, monkeypatch):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    monkeypatch.delattr("pensieve.runtime.frontend.calls.ToolCallParser")  # calls stay in the text, as in vLLM
+    with LLM("demo", chat_template=str(template), **SIZES) as llm:
+        plain, told = llm.generate([QUESTION[0]["content"], "weather " + QUESTION[0]["content"]], GREEDY)
+        for asked, expected in ((None, plain), (tools, told)):
+            (whole,) = llm.chat(QUESTION, GREEDY, tools=asked)
+            *_, last = llm.stream_chat(QUESTION, GREEDY, tools=asked)
+            assert whole.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
+            assert whole.outputs == last.outputs
+        with pytest.raises(RequestError, match=r"tools\.0\.function"):
+            llm.chat(QUESTION, GREEDY, tools=[{"type": "function"}])
+
+
 def test_a_reply_follows_its_grammar(llm):
     (output,) = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["yes", "no"]}))
     assert output.outputs[0].text in ("yes", "no")
@@ -209,9 +225,11 @@ def test_wrong_arguments_are_named(cache, llm):
         dict(top_k=1.5),
         dict(logprobs=21),
         dict(max_tokens=0),
+        dict(skip_special_tokens=False),
     ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             SamplingParams(**wrong)
+    assert SamplingParams(skip_special_tokens=True) == SamplingParams()  # vLLM's default, which scripts often write
     with pytest.raises(TypeError, match="port"):
         LLM("demo", port=1)
     with pytest.raises(SettingError, match="eviction"):
@@ -253,6 +271,8 @@ def test_options_have_the_aliases_of_serve():
         (dict(seed=0), ": requests take a seed (offline: SamplingParams(seed=0))"),
         (dict(trust_remote_code=True), ": code of a checkpoint is never run"),
         (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),  # LLM has no log_level
+        (dict(max_batch_size=8), ": use max_num_seqs"),
+        (dict(max_seq_len=8), ": use max_model_len"),
         (dict(max_num_seq=3), "; did you mean max_num_seqs?"),
         (dict(gpu_kv=3), "; did you mean gpu_kv_bytes or gpu_kv_chunks?"),
         (dict(no_reuse=True), "; did you mean reuse?"),

@@ -89,3 +89,19 @@ def test_tensorrt_llms_names_of_options_are_known() -> None:
 
     ours = parser().parse_args(["--checkpoint", "a", "--output", "b", "--tensor-parallel", "2"])
     assert parser().parse_args(["--checkpoint_dir", "a", "--output_dir=b", "--tp_size", "2"]) == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "hint"),
+    [
+        ("--max_seq_len", "`pensieve serve` has --max-model-len"),
+        ("--max_batch_size", "`pensieve serve` has --max-num-seqs"),
+        ("--gemm_plugin", "there are no plugins to choose; leave it out"),
+    ],
+)
+def test_other_options_of_tensorrt_llm_have_a_hint(theirs: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from pensieve.scripts.build_engine import parser
+
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--checkpoint_dir", "a", "--output_dir=b", theirs, "8"])
+    assert capsys.readouterr().err == f"build_engine: there is no option {theirs}: {hint}\n"

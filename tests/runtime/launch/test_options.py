@@ -161,6 +161,9 @@ def test_an_unknown_option_is_one_line_with_the_closest_one(capsys):
         ),
         (["demo", "--cpu-offload-gb", "4"], "there is no option --cpu-offload-gb (--help shows what there is)"),
         (["demo", "--max-logprobs", "4"], "there is no option --max-logprobs (--help shows what there is)"),
+        (["demo", "--max_model_len", "9"], "there is no option --max_model_len; did you mean --max-model-len?"),
+        (["demo", "--ssl-keyfile=x"], "there is no option --ssl-keyfile: put a proxy with TLS before the server"),
+        (["demo", "--max_seq_len", "9"], "there is no option --max_seq_len: use --max-model-len"),
         (["demo", "--xyz"], "there is no option --xyz (--help shows what there is)"),
         (["demo", "more"], "'more' is one word too many (--help shows what there is)"),
     ):
