@@ -356,8 +356,8 @@ _THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
 def token_count(text: str) -> int:
     """Tokens of "32768", "32K" (the same) or "32k" (32,000), as in vLLM. Raises argparse.ArgumentTypeError."""
     match = _COUNT.fullmatch(text.strip())
-    count = Fraction(match[1]) * _THOUSANDS[match[2]] if match else Fraction(1, 2)
-    if count.denominator != 1:
+    count = Fraction(match[1]) * _THOUSANDS[match[2]] if match else None
+    if count is None or count.denominator != 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of tokens; write 32768, 32K (the same) or 32k (32,000)"
         )
