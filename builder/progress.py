@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import TextIO
 
 WIDTH = 30
 GIB = 2**30
@@ -14,9 +15,16 @@ DRAW_SECONDS = 0.1  # between updates of the bar
 log = logging.getLogger("pensieve")
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """False also for a stream that is closed or has no such method: `sys.stderr` in some consoles."""
+    if getattr(stream, "closed", False) or not hasattr(stream, "isatty"):
+        return False
+    return stream.isatty()
+
+
 def show_progress(what: str, done: float, total: float, unit: str = "") -> None:
     """Draws the bar on stderr again; ends the line when all is done."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return
     filled = round(WIDTH * done / total)
     bar = "#" * filled + "." * (WIDTH - filled)
@@ -32,7 +40,7 @@ class Progress:
 
     def __init__(self, name: str):
         self._name, self._stage = name, ""
-        self._terminal = sys.stderr.isatty()
+        self._terminal = is_terminal(sys.stderr)
         self._open = False  # True while the terminal's line has not ended
         self._told = 0.0
 

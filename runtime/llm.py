@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..builder.progress import is_terminal
 from ..scheduler.types import InvariantError, Output, RequestError, RequestId, SettingError
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
@@ -40,6 +41,7 @@ from .offline.params import SamplingParams, body_of
 from .offline.prompts import Asked, Messages, Params, Prompt, read_dialogues, read_params, read_prompts
 from .offline.settings import model_engine, read_settings
 from .service import STUCK, change_conversation, forget
+from .system import hold_streams
 from .text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
@@ -88,6 +90,7 @@ class LLM:
     ):
         if tensor_parallel_size != 1:
             raise SettingError("tensor_parallel_size", "must be 1 in one process; several ranks need `pensieve serve`")
+        hold_streams()
         args = read_settings(model, state_dir, options)
         engine = model_engine(model, dtype=dtype, quantization=quantization, backend=backend, device=args.device)
         args = replace(args, engine=str(engine))
@@ -260,7 +263,7 @@ class LLM:
     # -- the loop
 
     def _all(self, jobs: list[_Job], progress: bool | None) -> list[RequestOutput]:
-        shown = sys.stderr.isatty() if progress is None else progress
+        shown = is_terminal(sys.stderr) if progress is None else progress
         done: dict[int, RequestOutput] = {}
         for output in self._run(jobs, grown=False):
             done[int(output.request_id)] = output

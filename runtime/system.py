@@ -1,11 +1,14 @@
-"""This process and others: stack traces of a process that hangs, child processes, open files. Linux."""
+"""This process and others: standard streams, stack traces of a process that hangs, child processes, open files.
+Linux."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,24 @@ ASKED = signal.SIGUSR2
 # for all ranks to meet at the start: loading and capturing graphs takes some longer than others
 MEETING_SECONDS = 600.0
 STDERR = 2  # the file descriptor, even if Python's sys.stderr is replaced
+
+
+def hold_streams() -> None:
+    """Called first by commands and `LLM`: /dev/null takes the place of standard streams and their
+    descriptors that are missing or closed. A file that is opened next would get the descriptor, and
+    with it what is meant for stderr."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
 def tell_when_asked() -> None:
@@ -24,7 +45,7 @@ def tell_when_asked() -> None:
 def give_up_after(seconds: float) -> Iterator[None]:
     """Ends this process, and mpirun all others, if the block takes longer than `seconds`. Prints where each thread is.
     Only one such block at a time."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
     try:
         yield
     finally:

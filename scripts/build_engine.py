@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..builder.choices import BACKENDS, DEFAULT_BACKEND, DEVICES, DTYPES, WEIGHTS
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
+from ..runtime.system import hold_streams
 from ..scheduler.types import SettingError
 from . import profile_engine
 from .command import exit_status
@@ -138,6 +139,7 @@ def describe(compiled: Compiled) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    hold_streams()
     args = parser().parse_args(argv)
     return run_interruptible("build_engine", lambda: exit_status("build_engine", lambda: make(args)))
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..runtime.launch.command_line import did_you_mean, ending_at_once, run_interruptible, show_version
+from ..runtime.system import hold_streams
 
 COMMANDS = {
     "serve": "serve a model over HTTP (OpenAI API)",
@@ -34,6 +35,7 @@ HELP = "\n".join(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one tool and imports only that one: the HTTP process, which imports this file again, stays small."""
+    hold_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["-h"], ["--help"]):
         print(HELP)
