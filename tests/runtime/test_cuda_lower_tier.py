@@ -190,47 +190,58 @@ def test_equal_plans_bring_equal_tokens_with_any_delay(closing, monkeypatch, kin
     assert tokens[0] == tokens[1]
 
 
+SPEED_SHAPE = (600, 40, 2, 10, 32, 128)  # Llama-2-13B with 10 KV heads
+COPIED = 250  # chunks
+
+
+def gigabytes_a_second(device: CudaDevice, form, lanes: tuple[Lane, ...], group: int) -> float:
+    """Of records, of the slowest of the lanes, which copy at the same time by groups of layers."""
+    dice = np.random.default_rng(0)
+    chosen = {lane: dice.permutation(600)[: 2 * COPIED].astype(np.int32) for lane in (Lane.IN, Lane.OUT)}
+    start = torch.cuda.Event(enable_timing=True)
+    start.record(device._streams[Lane.COMPUTE])
+    for lane in lanes:
+        device._streams[lane].wait_event(start)
+        if lane in device._coded:
+            device._coded[lane].entry.wait_event(start)
+    for first in range(0, 40, group):
+        for lane in lanes:
+            half = slice(0, COPIED) if lane is Lane.IN else slice(COPIED, 2 * COPIED)
+            gpu_slots, host_slots = chosen[Lane.IN][half].copy(), chosen[Lane.OUT][half].copy()
+            device.copy(lane, gpu_slots, host_slots, range(first, first + group))
+    ends = []
+    for lane in lanes:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record(device._streams[lane])
+        ends.append(end)
+    torch.cuda.synchronize()
+    seconds = max(start.elapsed_time(end) for end in ends) / 1e3
+    return COPIED * record_bytes(SPEED_SHAPE, torch.bfloat16, form) / seconds / 1e9
+
+
 @on_gpu
 @pytest.mark.parametrize("form", [FP8, PACKED], ids=["fp8", "packed"])
-def test_coded_copies_are_as_quick_as_the_link(closing, form):
-    """Llama-2-13B with 10 KV heads, bf16: bytes that go over the link, each way alone and both, whole and by groups."""
-    shape, count = (600, 40, 2, 10, 32, 128), 250
-    device = closing(CudaDevice())
-    device.allocate_pool(Tier.GPU, shape, torch.bfloat16)
-    device.allocate_pool(Tier.HOST, (600, *shape[1:]), torch.bfloat16, form)
-    device._pool.normal_()
+def test_coded_copies_are_nearly_as_quick_as_plain_ones(closing, form):
+    """Bytes a second over the link, each way alone and both. Other tests may use the link at the same
+    time: the two kinds of copies are measured in turn, and the bound is loose."""
+    devices = {}
+    for kind in (None, form):
+        devices[kind] = device = closing(CudaDevice())
+        device.allocate_pool(Tier.GPU, SPEED_SHAPE, torch.bfloat16)
+        device.allocate_pool(Tier.HOST, SPEED_SHAPE, torch.bfloat16, kind)
+        device._pool.normal_()
     torch.cuda.synchronize()
-    dice = np.random.default_rng(0)
-    chosen = {lane: (dice.permutation(600)[: 2 * count].astype(np.int32)) for lane in (Lane.IN, Lane.OUT)}
-
-    def copy(*lanes: Lane, group: int) -> float:
-        """GB/s of each lane."""
-        begin, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2)), []
-        start = next(begin)
-        start.record(device._streams[Lane.COMPUTE])
-        for lane in lanes:
-            device._streams[lane].wait_event(start)
-            device._coded[lane].entry.wait_event(start)
-        for first in range(0, 40, group):
-            for lane in lanes:
-                half = slice(0, count) if lane is Lane.IN else slice(count, 2 * count)
-                layers = range(first, first + group)
-                device.copy(lane, chosen[Lane.IN][half].copy(), chosen[Lane.OUT][half].copy(), layers)
-        for lane in lanes:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(device._streams[lane])
-            ends.append(end)
-        torch.cuda.synchronize()
-        return count * record_bytes(shape, torch.bfloat16, form) / max(start.elapsed_time(end) for end in ends) / 1e6
-
-    speeds = {}
+    ratios = {}
     for name, lanes, group in (
         ("in, groups of 4 layers", (Lane.IN,), 4),
         ("in, whole", (Lane.IN,), 40),
         ("out, whole", (Lane.OUT,), 40),
         ("both, groups of 4 layers", (Lane.IN, Lane.OUT), 4),
     ):
-        copy(*lanes, group=group)
-        speeds[name] = max(copy(*lanes, group=group) for _ in range(3))
-    print({name: f"{speed:.1f} GB/s" for name, speed in speeds.items()}, f"{form.layer_bytes(shape)} bytes a layer")
-    assert min(speeds.values()) > 35, speeds
+        speeds = {None: 0.0, form: 0.0}
+        for _ in range(6):
+            for kind, device in devices.items():
+                speeds[kind] = max(speeds[kind], gigabytes_a_second(device, kind, lanes, group))
+        print(f"{name}: {speeds[form]:.1f} GB/s, plain {speeds[None]:.1f} GB/s")
+        ratios[name] = speeds[form] / speeds[None]
+    assert min(ratios.values()) > 0.4, ratios

@@ -183,8 +183,7 @@ def test_a_lane_keeps_its_order_and_waits_for_other_lanes(closing):
     device.wait(Lane.OUT, second)
     device.copy(Lane.OUT, zero, one, range(3))
     last = device.mark(Lane.OUT)
-    assert not device.ready(first) and not device.ready(last)
-    assert time.perf_counter() - begin < 0.1, "issuing waited for the device"
+    assert not device.ready(first) and not device.ready(last), "issuing waited for the device"
     device.synchronize(last)
     assert time.perf_counter() - begin > 0.15
     assert device.ready(first) and device.ready(second)
@@ -197,8 +196,9 @@ def test_a_lane_keeps_its_order_and_waits_for_other_lanes(closing):
 
 @on_gpu
 def test_what_hangs_is_named_and_ends_the_device(closing, monkeypatch):
-    device = closing(HeldUp(delay(Lane.IN, seconds=1.5)))
+    device = closing(HeldUp(delay(Lane.IN, seconds=3.0)))
     pools(device)
+    lane = device._streams[Lane.IN]
     monkeypatch.setattr(cuda_device, "OVERDUE_SECONDS", 0.1)
     zero = np.array([0], np.int32)
     device.copy(Lane.IN, zero, zero, range(2))
@@ -210,10 +210,9 @@ def test_what_hangs_is_named_and_ends_the_device(closing, monkeypatch):
     with pytest.raises(InvariantError) as second:
         device.mark(Lane.OUT)
     assert second.value is first.value
-    begin = time.perf_counter()
     device.close()
     device.close()
-    assert time.perf_counter() - begin < 1.0, "closing waited for what hangs"
+    assert not lane.query(), "closing waited for what hangs"
     torch.cuda.synchronize()
 
 
@@ -329,11 +328,11 @@ def test_hazard_gates_hold_three_steps_in_flight(closing, kind, eager):
     plans = three_gated()
     for step in plans:
         executor.launch(step)
-    issued = time.perf_counter() - begin
+    assert not executor.done(), "issuing waited for the device"
     tokens = [executor.wait().tokens for _ in plans]
     spent = time.perf_counter() - begin
     assert tokens == expected_after_reload(kind)
-    assert issued < 0.15 and spent > 9 * 0.05 * 0.9, f"issued in {issued:.3f} s, done in {spent:.3f} s"
+    assert spent > 9 * 0.05 * 0.9
 
 
 @on_gpu
