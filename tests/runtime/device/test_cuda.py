@@ -35,6 +35,7 @@ from tests.end_to_end.chatter import Chatter
 from ..fake_engine import copy, join, plan, span
 from ..tiny_engine import Reference, TinyEngine
 
+pytestmark = pytest.mark.xdist_group("test_cuda")  # the last test counts what the others did
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 CHUNK, SLOTS, HOST_SLOTS = 8, 40, 30
