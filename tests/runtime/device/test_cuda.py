@@ -547,7 +547,7 @@ def test_replies_of_rows_that_share_chunks(monkeypatch, kind, eager):
 def test_everything_has_happened():
     """Runs last."""
     print(dict(happened))
-    assert happened["replies"] > 400
+    assert happened["replies"] > 100
     for event in ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched"):
         assert happened[event] > 0, f"{event} never occurred"
 
