@@ -91,8 +91,7 @@ UPGRADES = {
     3: "ALTER TABLE conversations ADD COLUMN title TEXT",
     4: "ALTER TABLE turns ADD COLUMN tokenizer BLOB; UPDATE turns SET tokenizer = (SELECT digest FROM tokenizer); "
     "DROP TABLE tokenizer; CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL; "
-    "ALTER TABLE turns ADD COLUMN id BLOB; CREATE UNIQUE INDEX turns_id ON turns (id); "
-    "CREATE INDEX conversations_branches ON conversations (owner, number) WHERE kind = 'branch'",
+    "ALTER TABLE turns ADD COLUMN id BLOB; CREATE UNIQUE INDEX turns_id ON turns (id)",
 }
 """From each older version to the next one."""
 
@@ -108,6 +107,9 @@ SQLITE_TYPES = {
     "index_place": "temp.",
 }
 SQLITE_NAMES = "CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, id);"
+SQLITE_BRANCHES = """
+CREATE INDEX IF NOT EXISTS branches_of ON conversations (owner, parent, number) WHERE kind = 'branch';
+"""
 
 
 class Sqlite:
@@ -148,7 +150,7 @@ class Sqlite:
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
         execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
-        self._db.executescript(OPEN_TURNS.format(**SQLITE_TYPES))
+        self._db.executescript(SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         return self._db.execute(sql, values or {}).fetchall()
@@ -226,6 +228,7 @@ CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, md5(id));
 CREATE INDEX conversations_id ON conversations USING hash (id);
 CREATE TABLE layout (version BIGINT NOT NULL);
 """
+POSTGRES_BRANCHES = "CREATE INDEX IF NOT EXISTS branches_of ON conversations USING hash (parent) WHERE kind = 'branch'"
 SPACE = "pensieve"  # the schema of the tables: the database may have others
 WRITER = 0x70656E73  # the advisory lock of the one open transaction
 CONNECT_SECONDS = 3  # for the database to answer a new connection
@@ -276,6 +279,7 @@ class Postgres:
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
                 connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
+            connection.execute(POSTGRES_BRANCHES)
             found = connection.execute("SELECT version FROM layout").fetchone()
         if found != (VERSION,):
             version = found[0] if found is not None else "none"

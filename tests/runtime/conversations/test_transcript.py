@@ -194,7 +194,9 @@ def test_random_branches_put_together_are_what_was_committed():
         assert turns[-1].transcript() == whole
 
 
-def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings():
+@pytest.mark.parametrize("compared", [1, 3, 1 << 14])
+def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings(compared, monkeypatch):
+    monkeypatch.setattr("pensieve.scheduler.turns.conversations.COMPARED", compared)
     draw = random.Random(7)
     for _ in range(500):
         left = "".join(draw.choice("ab") for _ in range(draw.randrange(12)))
