@@ -40,6 +40,8 @@ class Database(Protocol):
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
+    `asked`       when the statement was sent whose answer is awaited, by `time.monotonic`; None: there is none, or it
+                  is computed in this process
     """
 
     where: str
@@ -48,6 +50,7 @@ class Database(Protocol):
     shared: bool
     lease: float
     clock: str
+    asked: float | None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         """Returns the rows. Raises RequestError (503) if the database does not answer."""
@@ -116,6 +119,7 @@ class Sqlite:
     """One file, one server. A transaction is on the disk (synchronous=FULL) when it returns."""
 
     kind, setting, shared, lease = "SQLite", "--state-dir", False, FOREVER
+    asked: float | None = None
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
 
     def __init__(self, path: str | Path):
@@ -259,6 +263,7 @@ class Postgres:
         self._connection: psycopg.Connection[Any] | None = None
         self._retry_at = 0.0
         self._in_transaction = False
+        self.asked: float | None = None
         try:
             import psycopg
         except ImportError:
@@ -327,8 +332,12 @@ class Postgres:
         return self._rows(sql, values)
 
     def _rows(self, sql: str, values: Mapping[str, Any] | None) -> list[Any]:
-        cursor = self._connect().execute(_with_percent(sql) if values is not None else sql, values)
-        return cursor.fetchall() if cursor.description is not None else []
+        self.asked = time.monotonic()
+        try:
+            cursor = self._connect().execute(_with_percent(sql) if values is not None else sql, values)
+            return cursor.fetchall() if cursor.description is not None else []
+        finally:
+            self.asked = None
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -375,7 +384,7 @@ class Postgres:
     def _roll_back(self) -> None:
         if self._connection is not None and not self._connection.closed:
             try:
-                self._connection.execute("ROLLBACK")
+                self._rows("ROLLBACK", None)
             except self._errors.Error:
                 self._connection.close()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import uuid
 from array import array
 from collections import OrderedDict
@@ -133,6 +134,11 @@ class HistoryStore:
     def interrupt(self) -> None:
         """Called from another thread: makes a call that waits for the database fail (503)."""
         self._db.interrupt()
+
+    def waiting(self) -> float:
+        """Called from another thread: the seconds for which a statement has waited for the database's answer, or 0."""
+        asked = self._db.asked
+        return time.monotonic() - asked if asked is not None else 0.0
 
     def use_tokenizer(self, digest: bytes) -> None:
         """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
