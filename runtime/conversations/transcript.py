@@ -237,17 +237,13 @@ class RecentTurns:
         self._tokens = 0
         self._turns: OrderedDict[bytes, StoredTurn] = OrderedDict()
 
-    def find(self, owner: str, messages: Sequence[Message]) -> StoredTurn | None:
-        """The longest known beginning of this dialogue."""
-        keys = dialogue_keys(owner, messages)
-        for count in range(len(messages), 0, -1):
-            if (turn := self._turns.get(keys[count])) is not None:
-                return turn
-        return None
+    def find(self, keys: Sequence[bytes]) -> StoredTurn | None:
+        """The longest known beginning of the dialogue with these keys (`dialogue_keys`)."""
+        return next((self._turns[key] for key in reversed(keys[1:]) if key in self._turns), None)
 
-    def add(self, owner: str, messages: Sequence[Message], turn: StoredTurn) -> None:
-        """`messages` are all of the dialogue, up to the end of `turn`."""
-        keys, count = dialogue_keys(owner, messages), len(messages)
+    def add(self, keys: Sequence[bytes], turn: StoredTurn) -> None:
+        """`keys`: of all of the dialogue, up to the end of `turn`."""
+        count = len(keys) - 1
         for past in turn.lineage():
             if past.messages:
                 self._put(keys[count], past)

@@ -290,7 +290,7 @@ class TurnManager:
             before, past = stored = await self._continued(Name(owner, previous, "response"))
         dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
         if past is None:
-            past = self._recent.find(owner, dialogue)
+            past = self._recent.find(dialogue_keys(owner, dialogue))
         records: tuple[Record, ...] = ()
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
@@ -362,7 +362,7 @@ class TurnManager:
     ) -> tuple[StoredTurn | None, Stored | None]:
         """Returns the turn with the longest common beginning, and the stored history if the disk was asked. The disk is
         asked only for replies that the recent turns do not contain."""
-        recent = self._recent.find(owner, messages)
+        recent = self._recent.find(dialogue_keys(owner, messages))
         covered = _message_count(recent)
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
             return recent, None
@@ -467,8 +467,9 @@ class TurnManager:
 
     def remember(self, owner: str, whole: Transcript) -> None:
         """Remembers the dialogue for clients that will send all of it again."""
-        past = self._recent.find(owner, whole.messages[:-1])
-        self._recent.add(owner, whole.messages, StoredTurn.behind(past, whole))
+        keys = dialogue_keys(owner, whole.messages)
+        past = self._recent.find(keys[:-1])
+        self._recent.add(keys, StoredTurn.behind(past, whole))
 
     # -- conversations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from array import array
 from collections.abc import Coroutine
@@ -12,9 +13,12 @@ import pytest
 from pensieve.runtime.conversations import turns as turns_module
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.transcript import dialogue_keys
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
 from pensieve.scheduler.types import RequestError
+
+from .test_store import dialogue, transcript
 
 LOG = array("i", range(100, 140))
 SALT = b"owner:key"
@@ -177,3 +181,18 @@ def test_a_commit_that_has_waited_for_long_is_tried_again_all_the_same(monkeypat
     assert asyncio.run(work(1)) == 2
     with pytest.raises(RequestError):
         asyncio.run(work(2))
+
+
+def test_a_dialogue_that_is_remembered_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        turns, hashed, sha256 = manager(Told()), list[int](), hashlib.sha256
+        monkeypatch.setattr("hashlib.sha256", lambda data: hashed.append(1) or sha256(data))
+        for count in (2, 4, 6):
+            hashed.clear()
+            turns.remember("me", transcript(*map(str, range(count))))
+            assert len(hashed) == 1 + count
+        found = turns._recent.find(dialogue_keys("me", dialogue(*map(str, range(7)))))
+        assert found is not None and found.transcript() == transcript(*map(str, range(6)))
+        await turns.close()
+
+    run(work())
