@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 60.0
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
-MOST_KNOWN_TOKENS = 4_000_000  # of the lines that are kept in memory
+MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
@@ -86,6 +86,11 @@ class Line:
         return next(reversed(self.turns.values()))
 
     @property
+    def size(self) -> int:
+        """Its tokens, and for each turn as many as take the same memory."""
+        return self.last.log + 100 * len(self.turns)
+
+    @property
     def whole(self) -> Transcript:
         if self._whole is None:
             self._whole = self.last.turn.transcript()
@@ -123,7 +128,7 @@ class HistoryStore:
         self._expired: list[Gone] = []
         self._tokenizer = b""
         self._lines: OrderedDict[int, Line] = OrderedDict()  # by their heads, the last used one last
-        self._known_tokens = 0
+        self._known = 0
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
         self._live = LIVE.format(clock=self._db.clock)
@@ -146,7 +151,7 @@ class HistoryStore:
         no digest, count as this tokenizer's. Raises SettingError."""
         self._tokenizer = digest
         self._lines.clear()
-        self._known_tokens = 0
+        self._known = 0
         try:
             with self._db.transaction():
                 self._db.execute("UPDATE turns SET tokenizer = :digest WHERE tokenizer IS NULL", {"digest": digest})
@@ -681,13 +686,13 @@ class HistoryStore:
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
         self._lines[line.last.number] = line
-        self._known_tokens += line.last.log
-        while self._known_tokens > MOST_KNOWN_TOKENS:
+        self._known += line.size
+        while self._known > MOST_KNOWN:
             self._forget_line(next(iter(self._lines)))
 
     def _forget_line(self, head: int | None) -> None:
         if head is not None and (line := self._lines.pop(head, None)) is not None:
-            self._known_tokens -= line.last.log
+            self._known -= line.size
 
     def _remove(self, conversation: Conversation) -> Gone:
         """Deletes the conversation with its branches, which are reported like expired ones."""
