@@ -53,12 +53,12 @@ UNION ALL SELECT parent, depth + 1 FROM line JOIN turns USING (number) WHERE par
 SELECT number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
 FROM line JOIN turns USING (number) ORDER BY depth DESC
 """
-TRACES = "number, parent, digest, kept, length(tokens) / 4 AS own"
-SOME = "SELECT {traces} FROM turns WHERE number IN ({listed})"
-SOME_AND_BEFORE = """
+TRACE_COLUMNS = "number, parent, digest, kept, length(tokens) / 4 AS own"
+TRACES = "SELECT {columns} FROM turns WHERE number IN ({listed})"
+TRACES_OF_LINES = """
 WITH RECURSIVE past (number) AS (SELECT number FROM turns WHERE number IN ({listed})
 UNION SELECT parent FROM past JOIN turns USING (number) WHERE parent IS NOT NULL)
-SELECT {traces} FROM past JOIN turns USING (number)
+SELECT {columns} FROM past JOIN turns USING (number)
 """
 
 
@@ -595,12 +595,12 @@ class HistoryStore:
         nearly always all, however long the line is from which they have parted."""
         traces: dict[int, Trace] = {}
         ahead = {head for head in heads if head not in known}
-        for query in (SOME, SOME, SOME_AND_BEFORE):
+        for query in (TRACES, TRACES, TRACES_OF_LINES):
             if not ahead:
                 break
             names = {f"turn_{place}": number for place, number in enumerate(sorted(ahead))}
             listed = ", ".join(f":{name}" for name in names)
-            found = [Trace(*row) for row in self._db.execute(query.format(traces=TRACES, listed=listed), names)]
+            found = [Trace(*row) for row in self._db.execute(query.format(columns=TRACE_COLUMNS, listed=listed), names)]
             traces |= {trace.number: trace for trace in found if trace.number not in known}
             parents = {trace.parent for trace in found if trace.parent is not None}
             ahead = {parent for parent in parents if parent not in traces and parent not in known}
@@ -739,7 +739,8 @@ class HistoryStore:
 
 def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
     """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how many they are; of a
-    dialogue without messages, the latest one whose log is a beginning of this one."""
+    dialogue without messages, the latest one whose log is a beginning of this one. Numbers in messages are equal if
+    their values are: 1 and 1.0."""
     equal, count = common_prefix(line.whole.messages, whole.messages), len(line.whole.messages)
     common = sys.maxsize if whole.messages else common_prefix(line.whole.tokens, whole.tokens)
     for turn in reversed(line.turns.values()):
@@ -761,7 +762,8 @@ def _grown(past: Line | None, turn: LineTurn, whole: Transcript) -> Line:
 def _up_to(line: Line, last: LineTurn) -> Line:
     if last is line.last:
         return line
-    return Line({number: turn for number, turn in line.turns.items() if number <= last.number})
+    numbers = list(line.turns)
+    return Line({number: line.turns[number] for number in numbers[: numbers.index(last.number) + 1]})
 
 
 def _same_row(one: Conversation, other: Conversation) -> bool:
