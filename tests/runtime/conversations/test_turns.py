@@ -113,7 +113,7 @@ class Waiting(HistoryStore):
 
 
 def watched(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> TurnManager:
-    """As with a shared database."""
+    """The manager of a shared database."""
     monkeypatch.setattr(turns_module, "WATCH_SECONDS", 0.001)
     monkeypatch.setattr(store, "shared", True)
     monkeypatch.setattr(store, "register", lambda: None)
