@@ -40,6 +40,8 @@ class Database(Protocol):
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
+    `asked`       when the statement was sent whose answer is awaited, by `time.monotonic`; None: there is none, or it
+                  is computed in this process
     """
 
     where: str
@@ -48,6 +50,7 @@ class Database(Protocol):
     shared: bool
     lease: float
     clock: str
+    asked: float | None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         """Returns the rows. Raises RequestError (503) if the database does not answer."""
@@ -91,8 +94,7 @@ UPGRADES = {
     3: "ALTER TABLE conversations ADD COLUMN title TEXT",
     4: "ALTER TABLE turns ADD COLUMN tokenizer BLOB; UPDATE turns SET tokenizer = (SELECT digest FROM tokenizer); "
     "DROP TABLE tokenizer; CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL; "
-    "ALTER TABLE turns ADD COLUMN id BLOB; CREATE UNIQUE INDEX turns_id ON turns (id); "
-    "CREATE INDEX conversations_branches ON conversations (owner, number) WHERE kind = 'branch'",
+    "ALTER TABLE turns ADD COLUMN id BLOB; CREATE UNIQUE INDEX turns_id ON turns (id)",
 }
 """From each older version to the next one."""
 
@@ -108,12 +110,16 @@ SQLITE_TYPES = {
     "index_place": "temp.",
 }
 SQLITE_NAMES = "CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, id);"
+SQLITE_BRANCHES = """
+CREATE INDEX IF NOT EXISTS branches_of ON conversations (owner, parent, number) WHERE kind = 'branch';
+"""
 
 
 class Sqlite:
     """One file, one server. A transaction is on the disk (synchronous=FULL) when it returns."""
 
     kind, setting, shared, lease = "SQLite", "--state-dir", False, FOREVER
+    asked: float | None = None
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
 
     def __init__(self, path: str | Path):
@@ -148,7 +154,7 @@ class Sqlite:
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
         execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
-        self._db.executescript(OPEN_TURNS.format(**SQLITE_TYPES))
+        self._db.executescript(SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         return self._db.execute(sql, values or {}).fetchall()
@@ -226,6 +232,7 @@ CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, md5(id));
 CREATE INDEX conversations_id ON conversations USING hash (id);
 CREATE TABLE layout (version BIGINT NOT NULL);
 """
+POSTGRES_BRANCHES = "CREATE INDEX IF NOT EXISTS branches_of ON conversations USING hash (parent) WHERE kind = 'branch'"
 SPACE = "pensieve"  # the schema of the tables: the database may have others
 WRITER = 0x70656E73  # the advisory lock of the one open transaction
 CONNECT_SECONDS = 3  # for the database to answer a new connection
@@ -256,6 +263,7 @@ class Postgres:
         self._connection: psycopg.Connection[Any] | None = None
         self._retry_at = 0.0
         self._in_transaction = False
+        self.asked: float | None = None
         try:
             import psycopg
         except ImportError:
@@ -276,6 +284,7 @@ class Postgres:
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
                 connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
+            connection.execute(POSTGRES_BRANCHES)
             found = connection.execute("SELECT version FROM layout").fetchone()
         if found != (VERSION,):
             version = found[0] if found is not None else "none"
@@ -323,8 +332,12 @@ class Postgres:
         return self._rows(sql, values)
 
     def _rows(self, sql: str, values: Mapping[str, Any] | None) -> list[Any]:
-        cursor = self._connect().execute(_with_percent(sql) if values is not None else sql, values)
-        return cursor.fetchall() if cursor.description is not None else []
+        self.asked = time.monotonic()
+        try:
+            cursor = self._connect().execute(_with_percent(sql) if values is not None else sql, values)
+            return cursor.fetchall() if cursor.description is not None else []
+        finally:
+            self.asked = None
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -371,7 +384,7 @@ class Postgres:
     def _roll_back(self) -> None:
         if self._connection is not None and not self._connection.closed:
             try:
-                self._connection.execute("ROLLBACK")
+                self._rows("ROLLBACK", None)
             except self._errors.Error:
                 self._connection.close()
 

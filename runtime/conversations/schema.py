@@ -24,7 +24,8 @@ CREATE TABLE turns (
     text_kept {int} NOT NULL,       -- leading characters of the parent's text
     text {text} NOT NULL,
     tokenizer {bytes},              -- digest of the tokenizer of `tokens` and `inside`; NULL: of an older program
-    id {bytes}                      -- of the open turn (`Opening.turn`) whose commit this is
+    id {bytes}                      -- unique: of the open turn (`Opening.turn`) whose commit this is; NULL: of an
+                                    -- older program, or imported
 ){strict};
 CREATE INDEX turns_parent ON turns (parent);
 CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL;
@@ -49,7 +50,6 @@ CREATE TABLE conversations (
 ){strict};
 CREATE INDEX conversations_head ON conversations (head);
 CREATE INDEX conversations_listed ON conversations (owner, kind, number);
-CREATE INDEX conversations_branches ON conversations (owner, number) WHERE kind = 'branch';
 """
 
 OPEN_TURNS = """

@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import uuid
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +27,13 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .databases import Database, open_database
 from .schema import Conversation, Gone, Name, Opening
-from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
+from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, keys_behind, title_of
 
 log = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 60.0
-MOST_BRANCHES = 16  # of a conversation: each commit reads all of them
+MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
+MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
@@ -47,15 +50,61 @@ LIVE = (
 LINE = """
 WITH RECURSIVE line (number, depth) AS (SELECT number, 0 FROM turns WHERE number = :head
 UNION ALL SELECT parent, depth + 1 FROM line JOIN turns USING (number) WHERE parent IS NOT NULL)
-SELECT number, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
+SELECT number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
 FROM line JOIN turns USING (number) ORDER BY depth DESC
+"""
+TRACE_COLUMNS = "number, parent, digest, kept, length(tokens) / 4 AS own"
+TRACES = "SELECT {columns} FROM turns WHERE number IN ({listed})"
+TRACES_OF_LINES = """
+WITH RECURSIVE past (number) AS (SELECT number FROM turns WHERE number IN ({listed})
+UNION SELECT parent FROM past JOIN turns USING (number) WHERE parent IS NOT NULL)
+SELECT {columns} FROM past JOIN turns USING (number)
 """
 
 
 class LineTurn(NamedTuple):
     number: int
+    id: bytes | None
     digest: bytes
     turn: StoredTurn
+
+    @property
+    def log(self) -> int:
+        """Tokens of its whole log."""
+        return self.turn.kept + len(self.turn.tokens)
+
+
+@dataclass(slots=True)
+class Line:
+    """The turns from the first one to a head, by number. Never empty."""
+
+    turns: dict[int, LineTurn]
+    _whole: Transcript | None = None
+
+    @property
+    def last(self) -> LineTurn:
+        return next(reversed(self.turns.values()))
+
+    @property
+    def size(self) -> int:
+        """Its tokens, and for each turn as many as take the same memory."""
+        return self.last.log + 100 * len(self.turns)
+
+    @property
+    def whole(self) -> Transcript:
+        if self._whole is None:
+            self._whole = self.last.turn.transcript()
+        return self._whole
+
+
+class Trace(NamedTuple):
+    """What the search for a parent needs of a turn: columns of its row, and the number of its own tokens."""
+
+    number: int
+    parent: int | None
+    digest: bytes
+    kept: int
+    own: int
 
 
 class HistoryStore:
@@ -78,6 +127,8 @@ class HistoryStore:
         self._expiry_due = 0.0
         self._expired: list[Gone] = []
         self._tokenizer = b""
+        self._lines: OrderedDict[int, Line] = OrderedDict()  # by their heads, the last used one last
+        self._known = 0
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
         self._live = LIVE.format(clock=self._db.clock)
@@ -89,11 +140,18 @@ class HistoryStore:
         """Called from another thread: makes a call that waits for the database fail (503)."""
         self._db.interrupt()
 
+    def waiting(self) -> float:
+        """Called from another thread: the seconds for which a statement has waited for the database's answer, or 0."""
+        asked = self._db.asked
+        return time.monotonic() - asked if asked is not None else 0.0
+
     def use_tokenizer(self, digest: bytes) -> None:
         """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
         (`Transcript.inside` is OTHERS) the text is valid, but the ids are not. Turns of an older program, which stored
         no digest, count as this tokenizer's. Raises SettingError."""
         self._tokenizer = digest
+        self._lines.clear()
+        self._known = 0
         try:
             with self._db.transaction():
                 self._db.execute("UPDATE turns SET tokenizer = :digest WHERE tokenizer IS NULL", {"digest": digest})
@@ -258,14 +316,17 @@ class HistoryStore:
                 found = self._insert(name, now, **about)
             head = found.head if before is None else before.head
             branches = self._branches(found)
-            parent, past = self._nearest([head, *(branch.head for branch in branches)], whole)
+            past = self._nearest(head, [branch.head for branch in branches if branch.head is not None], whole)
+            parent = past.last.number if past is not None else None
             if not kept and opening is not None:
                 branch = Name(name.owner, opening.turn.hex(), "branch")
                 found = self._insert(branch, now, found.history_ttl, parent=name.id, thread=found.thread)
             elif name.kind == "conversation" and found.head not in (None, parent):
                 log.info(DIVERGED, name.id, found.tokens, len(whole.tokens))
-            turn = self._add_turn(parent, past, whole, opening.turn if opening is not None else None)
-            after = replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt, title=title_of(whole))
+            turn = self._add_turn(past, whole, opening.turn if opening is not None else uuid.uuid4().bytes)
+            after = replace(
+                found, head=turn.number, tokens=len(whole.tokens), active=now, salt=salt, title=title_of(whole)
+            )
             self._db.execute(
                 "UPDATE conversations SET head = :head, tokens = :tokens, active = :active, salt = :salt, "
                 "title = :title WHERE number = :number",
@@ -277,6 +338,9 @@ class HistoryStore:
             surplus = len(others) + (found.kind == "branch") - MOST_BRANCHES
             self._expired += [self._remove(oldest) for oldest in others[: max(0, surplus)]]
             self._prune(found.head)
+            if found.kind != "branch" and (before is None or before.kind == "response"):
+                self._forget_line(head)  # it has become longer
+                self._know(_grown(past, turn, whole))
         return after
 
     def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
@@ -299,7 +363,10 @@ class HistoryStore:
         """Returns the conversation and its last turn, or None if it is unknown or expired."""
         with self._db.snapshot():
             found = self._find(name, now)
-            return (found, self._load(found.head)) if found is not None else None
+            if found is None:
+                return None
+            line = self._line_to(found.head)
+            return found, line.last.turn if line is not None else None
 
     def get(self, name: Name, now: float) -> Conversation:
         """Raises RequestError (404) if it is unknown, expired, or another owner's."""
@@ -496,32 +563,76 @@ class HistoryStore:
         for row in self._db.execute(named, name._asdict()):
             self._expired.append(self._remove(Conversation(*row)))
 
-    def _nearest(self, heads: Sequence[int | None], whole: Transcript) -> tuple[int | None, StoredTurn | None]:
-        """Returns the latest turn of the lines to these heads whose messages are a beginning of this dialogue; if there
-        is none, the latest one whose log is a beginning of this one."""
-        beginnings = {key: count for count, key in enumerate(dialogue_keys("", whole.messages))}
-        best: tuple[int | None, StoredTurn | None] = (None, None)
-        longest = (-1, -1)  # messages, tokens
-        for head in heads:
-            line, common = self._line(head), sys.maxsize
-            if line and not whole.messages:
-                common = common_prefix(line[-1].turn.transcript().tokens, whole.tokens)
-            for number, digest, turn in reversed(line):
-                log = turn.kept + len(turn.tokens)
-                if digest in beginnings and log <= common:
-                    if (length := (beginnings[digest], log)) > longest:
-                        best, longest = (number, turn), length
-                    break
-                if not whole.messages:
-                    common = min(common, turn.kept)
+    def _nearest(self, head: int | None, others: Sequence[int], whole: Transcript) -> Line | None:
+        """Returns the line to the turn that a new one goes on from: of the lines to these heads, the latest turn whose
+        messages are a beginning of this dialogue; if there is none, the latest one whose log is a beginning of this
+        one. One of the `others` counts if it has more of the dialogue than that to `head`.
+
+        The line to `head` is known in memory, as a rule. Of each other one only the turns that are not part of it are
+        read, without their contents; all of it only if one of them may have more of the dialogue."""
+        line, best, longest = self._line_to(head), None, (-1, -1)  # messages, tokens
+        if line is not None and (found := _beginning(line, whole)) is not None:
+            turn, count = found
+            best, longest = _up_to(line, turn), (count, turn.log)
+        traces = self._traces(others, line.turns if line is not None else {})
+        if not traces:
+            return best
+        known, count = (best.last.digest, longest[0]) if best is not None else (dialogue_keys("", ())[0], 0)
+        counts = {key: count + more for more, key in enumerate(keys_behind(known, whole.messages[count:]))}
+        for other in others:
+            number: int | None = other
+            while number in traces and not self._may_have_more(traces[number], whole, counts, longest):
+                number = traces.pop(number).parent
+            if number not in traces:
+                continue
+            line = Line(self._line(other))
+            if (found := _beginning(line, whole)) is not None and (found[1], found[0].log) > longest:
+                best, longest = _up_to(line, found[0]), (found[1], found[0].log)
         return best
 
-    def _add_turn(self, parent: int | None, past: StoredTurn | None, whole: Transcript, id: bytes | None) -> int:
-        turn = StoredTurn.behind(past, whole)
+    def _traces(self, heads: Sequence[int], known: Collection[int]) -> dict[int, Trace]:
+        """The turns of the lines to these heads that are not known. Branches are short: the first two queries read
+        nearly always all, however long the line is from which they have parted."""
+        traces: dict[int, Trace] = {}
+        ahead = {head for head in heads if head not in known}
+        for query in (TRACES, TRACES, TRACES_OF_LINES):
+            if not ahead:
+                break
+            names = {f"turn_{place}": number for place, number in enumerate(sorted(ahead))}
+            listed = ", ".join(f":{name}" for name in names)
+            found = [Trace(*row) for row in self._db.execute(query.format(columns=TRACE_COLUMNS, listed=listed), names)]
+            traces |= {trace.number: trace for trace in found if trace.number not in known}
+            parents = {trace.parent for trace in found if trace.parent is not None}
+            ahead = {parent for parent in parents if parent not in traces and parent not in known}
+        return traces
+
+    def _may_have_more(
+        self, trace: Trace, whole: Transcript, counts: Mapping[bytes, int], longest: tuple[int, int]
+    ) -> bool:
+        """`counts`: the messages of the dialogue's beginnings, by digest, from those of `longest` on."""
+        log = trace.kept + trace.own
+        if trace.digest not in counts or (counts[trace.digest], log) <= longest:
+            return False
+        if whole.messages:
+            return True
+        if log > len(whole.tokens):
+            return False
+        ((tokens,),) = self._db.execute("SELECT tokens FROM turns WHERE number = :turn", {"turn": trace.number})
+        return _unpacked(tokens) == whole.tokens[trace.kept : log]
+
+    def _add_turn(self, past: Line | None, whole: Transcript, id: bytes) -> LineTurn:
+        """Adds a turn behind the last one of this line."""
+        if past is not None:
+            turn = StoredTurn.behind(past.last.turn, whole, past.whole)
+            digest = keys_behind(past.last.digest, turn.messages)[-1]
+        else:
+            turn = StoredTurn.behind(None, whole)
+            digest = dialogue_keys("", whole.messages)[-1]
+        messages = json.dumps(turn.messages, ensure_ascii=False)
         row = {
-            "parent": parent,
-            "digest": dialogue_keys("", whole.messages)[-1],
-            "messages": json.dumps(turn.messages, ensure_ascii=False),
+            "parent": past.last.number if past is not None else None,
+            "digest": digest,
+            "messages": messages,
             "kept": turn.kept,
             "tokens": _packed(turn.tokens),
             "inside": turn.inside,
@@ -530,25 +641,58 @@ class HistoryStore:
             "tokenizer": self._tokenizer,
             "id": id,
         }
-        added = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
-        return int(added[0][0])
+        ((number,),) = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
+        # the caller may go on changing its own messages
+        return LineTurn(int(number), id, digest, replace(turn, messages=tuple(json.loads(messages))))
 
     def _load(self, head: int | None) -> StoredTurn | None:
         line = self._line(head)
-        return line[-1].turn if line else None
+        return Line(line).last.turn if line else None
 
-    def _line(self, head: int | None) -> list[LineTurn]:
-        """The turns from the first one to this one."""
+    def _line(self, head: int | None) -> dict[int, LineTurn]:
+        """The turns from the first one to this one, by number."""
         if head is None:
-            return []
+            return {}
         rows = self._db.execute(LINE, {"head": head})
-        turn, line = None, []
-        for number, digest, messages, kept, tokens, text_kept, text, inside, tokenizer in rows:
+        turn, line = None, {}
+        for number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer in rows:
             said = text if isinstance(text, str) else text.decode()
             known = inside if tokenizer == self._tokenizer else OTHERS
             turn = StoredTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, said, known)
-            line.append(LineTurn(number, digest, turn))
+            line[number] = LineTurn(number, id, digest, turn)
         return line
+
+    # -- lines in memory: a line is read once, and grows with its conversation
+
+    def _line_to(self, head: int | None) -> Line | None:
+        """The turns from the first one to this one.
+
+        The id tells whether the number still is that turn's: numbers of turns that were deleted, or whose
+        transaction failed, are used again."""
+        line = self._lines.get(head) if head is not None else None
+        if line is not None and line.last.id is not None and self._id(head) == line.last.id:
+            self._lines.move_to_end(line.last.number)
+            return line
+        if not (turns := self._line(head)):
+            return None
+        line = Line(turns)
+        self._know(line)
+        return line
+
+    def _id(self, turn: int | None) -> bytes | None:
+        found = self._db.execute("SELECT id FROM turns WHERE number = :turn", {"turn": turn})
+        return found[0][0] if found else None
+
+    def _know(self, line: Line) -> None:
+        self._forget_line(line.last.number)
+        self._lines[line.last.number] = line
+        self._known += line.size
+        while self._known > MOST_KNOWN:
+            self._forget_line(next(iter(self._lines)))
+
+    def _forget_line(self, head: int | None) -> None:
+        if head is not None and (line := self._lines.pop(head, None)) is not None:
+            self._known -= line.size
 
     def _remove(self, conversation: Conversation) -> Gone:
         """Deletes the conversation with its branches, which are reported like expired ones."""
@@ -591,6 +735,35 @@ class HistoryStore:
         self._expiry_due = now + EXPIRY_INTERVAL_S
         expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT {self._live}", self._times(now))
         self._expired += [self._remove(Conversation(*row)) for row in expired]
+
+
+def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
+    """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how many they are; of a
+    dialogue without messages, the latest one whose log is a beginning of this one. Numbers in messages are equal if
+    their values are: 1 and 1.0."""
+    equal, count = common_prefix(line.whole.messages, whole.messages), len(line.whole.messages)
+    common = sys.maxsize if whole.messages else common_prefix(line.whole.tokens, whole.tokens)
+    for turn in reversed(line.turns.values()):
+        if count <= equal and turn.log <= common:
+            return turn, count
+        count -= len(turn.turn.messages)
+        if not whole.messages:
+            common = min(common, turn.turn.kept)
+    return None
+
+
+def _grown(past: Line | None, turn: LineTurn, whole: Transcript) -> Line:
+    """The line to `turn` behind the last one of this line. `whole`: up to the end of `turn`."""
+    before = past.turns if past is not None else {}
+    said = past.whole.messages if past is not None else ()
+    return Line(before | {turn.number: turn}, replace(whole, messages=said + turn.turn.messages))
+
+
+def _up_to(line: Line, last: LineTurn) -> Line:
+    if last is line.last:
+        return line
+    numbers = list(line.turns)
+    return Line({number: line.turns[number] for number in numbers[: numbers.index(last.number) + 1]})
 
 
 def _same_row(one: Conversation, other: Conversation) -> bool:

@@ -62,9 +62,10 @@ class StoredTurn:
     inside: int
 
     @classmethod
-    def behind(cls, parent: StoredTurn | None, whole: Transcript) -> StoredTurn:
-        """`whole.messages` begin with the parent's."""
-        before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
+    def behind(cls, parent: StoredTurn | None, whole: Transcript, before: Transcript | None = None) -> StoredTurn:
+        """`whole.messages` begin with the parent's. `before`: the parent's transcript, if it is known."""
+        if before is None:
+            before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
         kept = common_prefix(before.tokens, whole.tokens)
         text_kept = common_prefix(before.text, whole.text)
         return cls(
@@ -236,17 +237,13 @@ class RecentTurns:
         self._tokens = 0
         self._turns: OrderedDict[bytes, StoredTurn] = OrderedDict()
 
-    def find(self, owner: str, messages: Sequence[Message]) -> StoredTurn | None:
-        """The longest known beginning of this dialogue."""
-        keys = dialogue_keys(owner, messages)
-        for count in range(len(messages), 0, -1):
-            if (turn := self._turns.get(keys[count])) is not None:
-                return turn
-        return None
+    def find(self, keys: Sequence[bytes]) -> StoredTurn | None:
+        """The longest known beginning of the dialogue with these keys (`dialogue_keys`)."""
+        return next((self._turns[key] for key in reversed(keys[1:]) if key in self._turns), None)
 
-    def add(self, owner: str, messages: Sequence[Message], turn: StoredTurn) -> None:
-        """`messages` are all of the dialogue, up to the end of `turn`."""
-        keys, count = dialogue_keys(owner, messages), len(messages)
+    def add(self, keys: Sequence[bytes], turn: StoredTurn) -> None:
+        """`keys`: of all of the dialogue, up to the end of `turn`."""
+        count = len(keys) - 1
         for past in turn.lineage():
             if past.messages:
                 self._put(keys[count], past)
@@ -263,7 +260,12 @@ class RecentTurns:
 
 def dialogue_keys(owner: str, messages: Sequence[Message]) -> list[bytes]:
     """Digests of the dialogue's beginnings: entry n stands for the owner and the first n messages."""
-    keys = [hashlib.sha256(owner.encode()).digest()]
+    return keys_behind(hashlib.sha256(owner.encode()).digest(), messages)
+
+
+def keys_behind(key: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """The digests of a dialogue that goes on with these messages behind a beginning with this one, which is entry 0."""
+    keys = [key]
     for message in messages:
         canonical = json.dumps(message, sort_keys=True, ensure_ascii=True)
         keys.append(hashlib.sha256(keys[-1] + canonical.encode()).digest())

@@ -46,9 +46,10 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Erase = Callable[[Forget], Awaitable[bool]]
-COMMIT_PATIENCE_S = 10.0  # for a database that does not answer; then the reply ends with 503
+COMMIT_PATIENCE_S = 10.0  # after the first time that the database did not answer; then the reply ends with 503
 COMMIT_RETRY_S = 0.5
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
+WATCH_SECONDS = 1.0
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
@@ -173,7 +174,6 @@ class TurnManager:
         self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
         self._erasing: list[asyncio.Future[bool]] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._began: float | None = None  # since when the database works, event loop's time
         if store.shared:
             store.register()
             self._handed = self._erased = store.seen
@@ -183,16 +183,12 @@ class TurnManager:
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Runs a method of the store in its thread. Conversations that have expired by then are removed from the loop
-        too."""
+        too.
 
-        clock = asyncio.get_running_loop().time
+        A call waits for the ones before it as long as they take: only a database that does not answer is an error."""
 
         def work_and_look() -> tuple[Result, list[Gone], int]:
-            self._began = clock()
-            try:
-                return work(*args, **kwargs), self._store.take_expired(), self._store.seen
-            finally:
-                self._began = None
+            return work(*args, **kwargs), self._store.take_expired(), self._store.seen
 
         result, expired, seen = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
         for gone in expired:
@@ -201,11 +197,10 @@ class TurnManager:
         return result
 
     async def _watch(self) -> None:
-        """Ends calls to a database that neither answers nor closes the connection."""
+        """Ends a statement that a database neither answers nor refuses by closing the connection."""
         while True:
-            await asyncio.sleep(1)
-            began = self._began
-            if began is not None and asyncio.get_running_loop().time() - began > HUNG_SECONDS:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._store.waiting() > HUNG_SECONDS:
                 self._store.interrupt()
 
     async def _keep_in_step(self) -> None:
@@ -226,9 +221,9 @@ class TurnManager:
 
     async def close(self) -> None:
         """Called after the last commit."""
+        await self.run(self._store.close)  # behind a statement that may have to be ended
         for task in self._tasks:
             task.cancel()
-        await self.run(self._store.close)
         self._thread.shutdown()
 
     # -- turns
@@ -295,7 +290,7 @@ class TurnManager:
             before, past = stored = await self._continued(Name(owner, previous, "response"))
         dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
         if past is None:
-            past = self._recent.find(owner, dialogue)
+            past = self._recent.find(dialogue_keys(owner, dialogue))
         records: tuple[Record, ...] = ()
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
@@ -367,7 +362,7 @@ class TurnManager:
     ) -> tuple[StoredTurn | None, Stored | None]:
         """Returns the turn with the longest common beginning, and the stored history if the disk was asked. The disk is
         asked only for replies that the recent turns do not contain."""
-        recent = self._recent.find(owner, messages)
+        recent = self._recent.find(dialogue_keys(owner, messages))
         covered = _message_count(recent)
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
             return recent, None
@@ -426,7 +421,8 @@ class TurnManager:
     async def store_turn(
         self, records: Sequence[Record], opening: Opening | None, whole: Transcript, salt: bytes, body: str | None
     ) -> None:
-        """All of them or none. While the database does not answer it is asked again, for COMMIT_PATIENCE_S.
+        """All of them or none. While the database does not answer it is asked again: once at least, and for
+        COMMIT_PATIENCE_S.
 
         Raises RequestError as `OpenTurn.commit`."""
         now = time.time()
@@ -452,13 +448,15 @@ class TurnManager:
 
     async def _until_answered(self, work: Callable[[], Result]) -> Result:
         clock = asyncio.get_running_loop().time
-        until = clock() + COMMIT_PATIENCE_S
+        until: float | None = None
         while True:
             try:
                 return await self.run(work)
             except RequestError as error:
-                if error.status != 503 or clock() > until:
+                if error.status != 503 or (until is not None and clock() >= until):
                     raise
+                if until is None:  # the time in the queue before does not count
+                    until = clock() + COMMIT_PATIENCE_S
             await asyncio.sleep(COMMIT_RETRY_S)
 
     def _commit(
@@ -469,8 +467,9 @@ class TurnManager:
 
     def remember(self, owner: str, whole: Transcript) -> None:
         """Remembers the dialogue for clients that will send all of it again."""
-        past = self._recent.find(owner, whole.messages[:-1])
-        self._recent.add(owner, whole.messages, StoredTurn.behind(past, whole))
+        keys = dialogue_keys(owner, whole.messages)
+        past = self._recent.find(keys[:-1])
+        self._recent.add(keys, StoredTurn.behind(past, whole))
 
     # -- conversations
 

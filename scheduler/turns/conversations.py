@@ -18,7 +18,7 @@ from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
 from .quotas import Quotas
 from .timers import Timers
 
-Run = TypeVar("Run", "array[int]", str)
+Run = TypeVar("Run", "array[int]", str, "tuple[object, ...]")
 
 
 class Log(NamedTuple):
@@ -311,12 +311,18 @@ def _whereabouts(conversation_id: str, conversation: Conversation) -> Conversati
     return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
 
 
+COMPARED = 1 << 14  # at a time: larger copies are new pages each time
+
+
 def common_prefix(left: Run, right: Run) -> int:
-    """Returns how many leading tokens or characters are equal."""
+    """Returns how many leading tokens, characters or messages are equal."""
     size = min(len(left), len(right))
-    if left[:size] == right[:size]:
-        return size
-    low, high = 0, size  # left[:low] == right[:low], left[:high] != right[:high]
+    low, high = 0, min(COMPARED, size)
+    while left[low:high] == right[low:high]:
+        if high == size:
+            return size
+        low, high = high, min(high + COMPARED, size)
+    # left[:low] == right[:low], left[:high] != right[:high]
     while high - low > 1:
         middle = (low + high) // 2
         if left[low:middle] == right[low:middle]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
-from pensieve.runtime.conversations.databases import open_database, without_password
+from pensieve.runtime.conversations.databases import Postgres, open_database, without_password
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.launch.http_options import http_settings
@@ -135,3 +137,26 @@ def test_the_doctor_asks_the_database(tmp_path: Path, postgres: str) -> None:
     silent.close()
     (gone,) = findings(f"postgresql://me:secret@/x?host={tmp_path}")
     assert gone.level is doctor.Level.PROBLEM and "secret" not in gone.found + gone.advice
+
+
+def test_each_statement_waits_for_its_own_answer(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction of many slow ones is not one that hangs."""
+    database = open_database(postgres)
+    assert isinstance(database, Postgres) and database.asked is None
+    clock, asked = itertools.count(), []
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    execute = psycopg.Connection.execute
+
+    def noted(connection: Any, sql: Any, values: Any = None) -> Any:
+        asked.append(database.asked)
+        return execute(connection, sql, values)
+
+    monkeypatch.setattr(psycopg.Connection, "execute", noted)
+    with pytest.raises(ZeroDivisionError), database.transaction():
+        for _ in range(3):
+            database.execute("SELECT 1")
+            assert database.asked is None
+        raise ZeroDivisionError
+    assert len(asked) == 5 and None not in asked, "with the beginning and the end"
+    assert asked == sorted(set(asked)) and database.asked is None
+    database.close()

@@ -202,7 +202,7 @@ def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str, make
 
 
 def as_version_4(db: sqlite3.Connection, tokenizer: bytes | None = None) -> None:
-    for index in ("turns_unknown", "turns_id", "conversations_branches"):
+    for index in ("turns_unknown", "turns_id"):
         db.execute(f"DROP INDEX {index}")
     for column in ("tokenizer", "id"):
         db.execute(f"ALTER TABLE turns DROP COLUMN {column}")

@@ -17,6 +17,7 @@ from pensieve.runtime.conversations.transcript import (
     TextPieces,
     Transcript,
     common_beginning,
+    dialogue_keys,
     known_tokens,
     spliced,
     title_of,
@@ -194,7 +195,9 @@ def test_random_branches_put_together_are_what_was_committed():
         assert turns[-1].transcript() == whole
 
 
-def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings():
+@pytest.mark.parametrize("compared", [1, 3, 1 << 14])
+def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings(compared, monkeypatch):
+    monkeypatch.setattr("pensieve.scheduler.turns.conversations.COMPARED", compared)
     draw = random.Random(7)
     for _ in range(500):
         left = "".join(draw.choice("ab") for _ in range(draw.randrange(12)))
@@ -341,10 +344,10 @@ def test_each_message_of_a_long_dialogue_is_compared_once(edited):
 def test_recent_turns_of_a_long_dialogue_are_found_with_each_message_hashed_once(monkeypatch):
     past, messages, text = long_dialogue()
     recent, hashed, sha256 = RecentTurns(), [], hashlib.sha256
-    recent.add("me", messages, past)
+    recent.add(dialogue_keys("me", messages), past)
     monkeypatch.setattr("hashlib.sha256", lambda data: hashed.append(len(data)) or sha256(data))
-    assert recent.find("me", [*messages, user("new")]) is past
-    assert recent.find("me", [*messages[:7], user("new")]) is list(past.lineage())[-3]
+    assert recent.find(dialogue_keys("me", [*messages, user("new")])) is past
+    assert recent.find(dialogue_keys("me", [*messages[:7], user("new")])) is list(past.lineage())[-3]
     assert sum(hashed) < 2 * len(text) + 200 * len(messages)
 
 
@@ -359,31 +362,33 @@ def test_recent_turns_are_found_by_their_longest_beginning_and_by_nobody_else():
     long = [*short, user("c"), assistant("d")]
     first = plain_turn(None, short)
     second = plain_turn(first, long, 20)
-    recent.add("me", short, first)
-    recent.add("me", long, second)
-    assert recent.find("me", [*long, user("e")]) is second
-    assert recent.find("me", [*short, user("other")]) is first
-    assert recent.find("me", [user("a"), assistant("B"), user("c")]) is None
-    assert recent.find("you", [*long, user("e")]) is None
+    recent.add(dialogue_keys("me", short), first)
+    recent.add(dialogue_keys("me", long), second)
+    assert recent.find(dialogue_keys("me", [*long, user("e")])) is second
+    assert recent.find(dialogue_keys("me", [*short, user("other")])) is first
+    assert recent.find(dialogue_keys("me", [user("a"), assistant("B"), user("c")])) is None
+    assert recent.find(dialogue_keys("you", [*long, user("e")])) is None
     again = plain_turn(first, long, 25)
-    recent.add("me", long, again)
-    assert recent.find("me", [*long, user("e")]) is again
+    recent.add(dialogue_keys("me", long), again)
+    assert recent.find(dialogue_keys("me", [*long, user("e")])) is again
 
 
 def test_recent_turns_are_bounded_and_the_oldest_go_first_leaves_before_roots():
     recent = RecentTurns(most_tokens=100)
     dialogues = [[user(str(number)), assistant("x")] for number in range(20)]
     for dialogue in dialogues:
-        recent.add("", dialogue, plain_turn(None, dialogue))
-    assert [recent.find("", dialogue) is not None for dialogue in dialogues] == [False] * 10 + [True] * 10
-    root = recent.find("", dialogues[10])
+        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
+    assert [recent.find(dialogue_keys("", dialogue)) is not None for dialogue in dialogues] == [False] * 10 + [
+        True
+    ] * 10
+    root = recent.find(dialogue_keys("", dialogues[10]))
     longer = [*dialogues[10], user("y"), assistant("z")]
-    recent.add("", longer, plain_turn(root, longer, 30))
-    assert recent.find("", dialogues[10]) is root and recent.find("", longer) is not root
+    recent.add(dialogue_keys("", longer), plain_turn(root, longer, 30))
+    assert recent.find(dialogue_keys("", dialogues[10])) is root and recent.find(dialogue_keys("", longer)) is not root
     for number in range(30, 37):
         dialogue = [user(str(number)), assistant("x")]
-        recent.add("", dialogue, plain_turn(None, dialogue))
-    assert recent.find("", dialogues[10]) is root
+        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
+    assert recent.find(dialogue_keys("", dialogues[10])) is root
     assert recent._tokens == sum(len(turn.tokens) for turn in recent._turns.values()) <= 100
 
 

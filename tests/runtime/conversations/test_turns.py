@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import threading
 from array import array
 from collections.abc import Coroutine
 
 import pytest
 
+from pensieve.runtime.conversations import turns as turns_module
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.transcript import dialogue_keys
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
+from pensieve.scheduler.types import RequestError
+
+from .test_store import dialogue, transcript
 
 LOG = array("i", range(100, 140))
 SALT = b"owner:key"
@@ -82,6 +89,110 @@ def test_a_conversation_that_was_made_anew_keeps_its_claims_when_an_old_turn_end
         await settled()
         _, of_old = told
         assert of_old.conversation is None and of_old.tokens == LOG[:20] + array("i", [3])
+        await turns.close()
+
+    run(work())
+
+
+# -- calls in the one thread of the histories
+
+
+class Waiting(HistoryStore):
+    """Its statements wait as long as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(":memory:")
+        self.seconds, self.interrupted = 0.0, threading.Event()
+
+    def waiting(self) -> float:
+        return self.seconds
+
+    def interrupt(self) -> None:
+        self.seconds = 0.0
+        self.interrupted.set()
+
+
+def watched(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> TurnManager:
+    """The manager of a shared database."""
+    monkeypatch.setattr(turns_module, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(store, "shared", True)
+    monkeypatch.setattr(store, "register", lambda: None)
+    return TurnManager(store, lambda message: None, Told().erase, None)
+
+
+async def looks(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0.002)
+
+
+def test_calls_behind_a_slow_one_wait_and_are_answered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: its statements are answered."""
+    monkeypatch.setattr(turns_module, "HUNG_SECONDS", 0.0)
+
+    async def work() -> None:
+        store, go_on, done = Waiting(), threading.Event(), list[int]()
+        turns = watched(store, monkeypatch)
+        slow = asyncio.create_task(turns.run(go_on.wait))
+        behind = [asyncio.create_task(turns.run(done.append, number)) for number in range(3)]
+        await looks()
+        assert not slow.done() and not store.interrupted.is_set()
+        go_on.set()
+        await asyncio.gather(slow, *behind)
+        assert done == [0, 1, 2]
+        await turns.close()
+
+    run(work())
+
+
+def test_a_statement_without_an_answer_is_ended_also_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        store = Waiting()
+        turns = watched(store, monkeypatch)
+        hung = asyncio.create_task(turns.run(store.interrupted.wait))
+        store.seconds = turns_module.HUNG_SECONDS - 1
+        await looks()
+        assert not store.interrupted.is_set()
+        store.seconds = turns_module.HUNG_SECONDS + 1
+        await asyncio.wait_for(turns.close(), 60)
+        assert await hung
+
+    run(work())
+
+
+def test_a_commit_that_has_waited_for_long_is_tried_again_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call before it may have waited for the same database, which is back in a second."""
+    monkeypatch.setattr(turns_module, "COMMIT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(turns_module, "COMMIT_RETRY_S", 0.0)
+
+    async def work(failures: int) -> int:
+        turns, tried = manager(Told()), []
+
+        def commit() -> None:
+            tried.append(1)
+            if len(tried) <= failures:
+                raise RequestError(503, "the database does not answer")
+
+        try:
+            await turns._until_answered(commit)
+        finally:
+            await turns.close()
+        return len(tried)
+
+    assert asyncio.run(work(1)) == 2
+    with pytest.raises(RequestError):
+        asyncio.run(work(2))
+
+
+def test_a_dialogue_that_is_remembered_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        turns, hashed, sha256 = manager(Told()), list[int](), hashlib.sha256
+        monkeypatch.setattr("hashlib.sha256", lambda data: hashed.append(1) or sha256(data))
+        for count in (2, 4, 6):
+            hashed.clear()
+            turns.remember("me", transcript(*map(str, range(count))))
+            assert len(hashed) == 1 + count
+        found = turns._recent.find(dialogue_keys("me", dialogue(*map(str, range(7)))))
+        assert found is not None and found.transcript() == transcript(*map(str, range(6)))
         await turns.close()
 
     run(work())

@@ -1,0 +1,238 @@
+"""Random operations on the store and on a model of it: every answer and every refusal is the same."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from pensieve.runtime.conversations import store as module
+from pensieve.runtime.conversations.schema import Conversation, Name, Opening
+from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.transcript import StoredTurn, Transcript
+from pensieve.scheduler.types import RequestError
+
+from .store_model import ModelConversation, ModelOpening, StoreModel
+from .test_store import dialogue
+
+OWNERS = ("", "key")
+STATED = [field.name for field in fields(ModelConversation) if field.name not in ("number", "head")]
+
+
+def stated(found: Any) -> Any:
+    """The parts of an answer that the store and the model have in common."""
+    if isinstance(found, (Conversation, ModelConversation)):
+        return [getattr(found, name) for name in STATED]
+    if isinstance(found, StoredTurn):
+        return found.transcript()
+    if isinstance(found, tuple) and type(found) is tuple:
+        return [stated(part) for part in found]
+    if isinstance(found, list):
+        return [part.id if isinstance(part, Conversation) else part for part in found]
+    return found
+
+
+class Driver:
+    def __init__(self, seed: int, store: HistoryStore, model: StoreModel):
+        self.draw, self.store, self.model = random.Random(seed), store, model
+        self.now, self.turns = 1000.0, 0
+        self.open: list[tuple[list[Name], Opening, ModelOpening]] = []  # some have ended
+        self.statuses: set[int] = set()
+        self.kinds: set[str] = set()
+
+    def both(self, in_store: Callable[[], Any], call: str, *args: Any, **options: Any) -> tuple[Any, Any] | None:
+        """The answers of the store and the model; None: both refuse."""
+        answers = []
+        refused = []
+        for work in (in_store, lambda: self.model.do(self.now, getattr(self.model, call), *args, **options)):
+            try:
+                answers.append(work())
+            except RequestError as error:
+                refused.append(error.status)
+        assert len(answers) == 2 or refused == refused[:1] * 2, (call, args, answers, refused)
+        self.statuses.update(refused)
+        return (answers[0], answers[1]) if answers else None
+
+    def same(self, call: str, *args: Any, **options: Any) -> None:
+        found = self.both(lambda: getattr(self.store, call)(*args, **options), call, *args, **options)
+        assert found is None or stated(found[0]) == stated(found[1]), (call, args, found)
+
+    def name(self) -> Name:
+        if self.draw.random() < 0.2:
+            return Name(self.draw.choice(OWNERS), self.draw.choice("rst"), "response")
+        return Name(self.draw.choice(OWNERS), self.draw.choice("abc"))
+
+    def known(self) -> list[Name]:
+        """A branch that is younger than its conversation is there until the conversation is removed."""
+        names = list(self.model.state.conversations)
+        return names if self.model.history_ttl is None else [name for name in names if name.kind != "branch"]
+
+    def any_name(self) -> Name:
+        known = self.known()
+        return self.draw.choice(known) if known and self.draw.random() < 0.7 else self.name()
+
+    def whole(self, name: Name) -> Transcript:
+        """It goes on from the stored history, or from a part of it, or from another one."""
+        draw = self.draw
+        found = self.model.state.conversations.get(name if draw.random() < 0.8 else self.any_name())
+        past = self.model.state.turns[found.head].whole if found is not None and found.head is not None else None
+        if draw.random() < 0.25:
+            log = list(past.tokens) if past is not None and not past.messages else []
+            log = log[: draw.randrange(len(log) + 1)] if draw.random() < 0.3 else log
+            log += draw.choices((1, 2), k=draw.randrange(1, 4))
+            return Transcript((), array("i", log), "".join(map(str, log)), len(log))
+        said = [message["content"] for message in past.messages] if past is not None else []
+        said = said[: draw.randrange(len(said) + 1)] if draw.random() < 0.25 else said
+        said += draw.choices("xyz", k=draw.choice((1, 2, 2, 2, 3)))
+        tokens = [token for word in said for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
+        return Transcript(dialogue(*said), array("i", tokens), "".join(said), len(tokens))
+
+    def step(self) -> None:
+        draw = self.draw
+        self.now += draw.choice((0.5, 1.0, 1.0, 5.0))
+        name, now = self.name(), self.now
+        match draw.choice(("commit", "commit", "open", "open", "open", "end", "end", "end", "respond", "other")):
+            case "commit":
+                self.commit([name], None, None)
+            case "open":
+                self.turns += 1
+                turn, alone = self.turns.to_bytes(4, "big"), draw.random() < 0.4
+                if name.kind == "response":  # those of the server have new names
+                    name = name._replace(id=f"r{self.turns}")
+                names = [name] if draw.random() < 0.8 else [name, name._replace(id="d")]
+                opened = self.both(lambda: self.store.admit(names, now, turn, alone), "admit", names, now, turn, alone)
+                if opened is not None:
+                    assert opened[0].seen.keys() == opened[1].seen.keys()
+                    self.open.append((names, *opened))
+            case "end" if self.open:
+                names, opening, as_modelled = draw.choice(self.open)
+                if draw.random() < 0.2:
+                    self.same("release", opening.turn)
+                else:
+                    self.commit(names, opening, as_modelled)
+            case "respond":
+                behind = self.any_name()
+                if behind.kind != "branch":
+                    new = Name(behind.owner, draw.choice("rst"), "response")
+                    self.commit([new], None, None, behind, parent=behind.id, thread=behind.id, body="{}")
+            case "other":
+                self.step_aside()
+
+    def step_aside(self) -> None:
+        draw, now, name = self.draw, self.now, self.any_name()
+        match draw.choice(("create", "fork", "fork", "change", "delete", "page")):
+            case "create":
+                self.same("create", self.name(), now)
+            case "fork":
+                self.same("fork", name._replace(kind="conversation"), draw.choice("abcd"), now)
+            case "change" if name.kind != "branch":
+                values = {"history_ttl": (None, 5.0, 50.0), "ttl": (None, 9.0), "pinned_until": (0.0, 2000.0)}
+                which = draw.choice(list(values)[self.model.history_ttl is None :])
+                self.same("change", name, now, **{which: draw.choice(values[which])})
+            case "delete":
+                self.delete(name)
+            case "page":
+                after = draw.choice((None, "a", "b"))
+                self.same("page", name.owner, draw.randrange(1, 4), after, draw.random() < 0.5, now)
+
+    def delete(self, name: Name) -> None:
+        gone = self.both(lambda: self.store.delete(name, self.now), "delete", name, self.now)
+        if gone is not None and self.model.history_ttl is None:
+            assert gone[0] == gone[1]
+        elif gone is not None:  # what has expired may still share its log
+            assert (gone[0].name, gone[0].tokens, gone[0].salt) == (gone[1].name, gone[1].tokens, gone[1].salt)
+
+    def commit(
+        self,
+        names: list[Name],
+        opening: Opening | None,
+        as_modelled: ModelOpening | None,
+        behind: Name | None = None,
+        **about: str,
+    ) -> None:
+        """With an opening a second time, too: a commit whose answer was lost is repeated."""
+        name, now = names[0], self.now
+        if opening is not None:
+            committed = self.store.committed(opening.turn)
+            if self.model.history_ttl is None:
+                assert committed == self.model.committed(opening.turn)
+            if committed:  # perhaps in a conversation that has expired
+                return
+        whole, salt = self.whole(name), self.draw.randbytes(2)
+        found = self.both(
+            lambda: self.store.commit(name, whole, now, salt, behind, opening, **about).kind,
+            "commit",
+            *(name, whole, now, salt, behind, as_modelled),
+            **about,
+        )
+        if found is not None:
+            assert found[0] == found[1]
+            self.kinds.add(found[0])
+
+    def look(self) -> None:
+        """Reads everything."""
+        names = {Name(owner, id) for owner in OWNERS for id in "abcd"} | set(self.known())
+        for name in sorted(names):
+            self.same("find", name, self.now)
+        for owner in OWNERS:
+            self.same("page", owner, 99, None, True, self.now)
+
+    def check(self) -> None:
+        """The rows of a store whose conversations do not expire."""
+        store, model = self.store, self.model
+        told, known = store.take_expired(), model.state.expired
+        assert sorted(told, key=lambda gone: gone.name) == sorted(known, key=lambda gone: gone.name)
+        known.clear()
+        numbers = "SELECT count(*) FROM turns"
+        assert store._db.execute(numbers) == [(len(model.used_turns()),)], "no turn is left over"
+        lost = "SELECT parent FROM turns WHERE parent IS NOT NULL AND parent NOT IN (SELECT number FROM turns)"
+        assert store._db.execute(lost) == []
+        lost = "SELECT head FROM conversations WHERE head IS NOT NULL AND head NOT IN (SELECT number FROM turns)"
+        assert store._db.execute(lost) == []
+        held = store._db.execute("SELECT turn, alone FROM open_turns")
+        assert sorted(held) == sorted((turn, int(alone)) for turn, _, alone in model.state.open_turns)
+
+
+def drive(seed: int, where: str, steps: int, monkeypatch: pytest.MonkeyPatch, history_ttl: float | None) -> Driver:
+    monkeypatch.setattr(module, "MOST_BRANCHES", 3)
+    store = HistoryStore(where, history_ttl, quota=4)
+    store.lease = 9e9
+    if store.shared:
+        store.register()
+    driver = Driver(seed, store, StoreModel(history_ttl, 4, 3))
+    try:
+        for step in range(steps):
+            driver.step()
+            if step % 4 == 0:
+                driver.look()
+            if history_ttl is None:
+                driver.check()
+        driver.look()
+        for name in list(driver.model.state.conversations):
+            if history_ttl is None and name.kind != "branch":
+                driver.delete(name)
+        if history_ttl is None:
+            driver.check()
+            assert store._db.execute("SELECT number FROM turns") == []
+            assert store._db.execute("SELECT turn FROM open_turns") == []
+    finally:
+        store.close()
+    return driver
+
+
+@pytest.mark.parametrize("history_ttl", [None, 60.0], ids=["kept", "expiring"])
+def test_a_store_and_its_model_agree(history_ttl: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    drivers = [drive(seed, ":memory:", 300, monkeypatch, history_ttl) for seed in range(6)]
+    assert set().union(*(driver.statuses for driver in drivers)) == {404, 409, 429}
+    assert set().union(*(driver.kinds for driver in drivers)) == {"conversation", "response", "branch"}
+
+
+@pytest.mark.parametrize("history_ttl", [None, 60.0], ids=["kept", "expiring"])
+def test_a_shared_store_and_its_model_agree(
+    history_ttl: float | None, postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(1, postgres, 200, monkeypatch, history_ttl)
