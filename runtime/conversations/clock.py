@@ -9,6 +9,7 @@ lasted a day; meanwhile conversations are as old as without the jump.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -35,12 +36,14 @@ class HistoryClock:
         self._whose, self._wall, self._boot = whose, wall, boot
         self._right = wall() - boot()  # wall time minus boot time
         self._jumped = self._right  # after a jump: the same difference now
+        self._one_looks = threading.Lock()  # the database's thread looks too
         self._jumped_at: float | None = None  # boot time; None: there was no jump, or its time is right
 
     def now(self) -> float:
         """Wall time, seconds since the epoch."""
-        wall, boot = self._wall(), self._boot()
-        self._compare(wall - boot, boot)
+        with self._one_looks:
+            wall, boot = self._wall(), self._boot()
+            self._compare(wall - boot, boot)
         return wall
 
     @property

@@ -290,8 +290,9 @@ class Postgres:
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
                 connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
-            connection.execute("SET LOCAL statement_timeout = 0")  # of large tables of an older program
-            connection.execute(INDEXES + TOMBSTONES_NAMED)
+            if connection.execute(f"SELECT to_regclass('{SPACE}.tombstones_named')").fetchone() == (None,):
+                connection.execute("SET LOCAL statement_timeout = 0")  # tables of an older program may be large
+                connection.execute(INDEXES + TOMBSTONES_NAMED)
             found = connection.execute("SELECT version FROM layout").fetchone()
         if found != (VERSION,):
             version = found[0] if found is not None else "none"

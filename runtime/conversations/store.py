@@ -37,7 +37,7 @@ SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer s
 # Most that one transaction does. What is left is done in later ones.
 MOST_EXPIRED = 100  # conversations that `expire` deletes
 MOST_EXPIRED_TOKENS = 100_000  # of their logs; one conversation may have more
-MOST_EXPIRY_SECONDS = 0.1  # for finding them
+LONG_EXPIRY_SECONDS = 0.1  # after a transaction that took longer the next one has half as many
 MOST_TURNS = 1000  # turns that are deleted
 MOST_TOMBSTONES = 256  # tombstones that are read
 MOST_TOMBSTONE_BYTES = 4_000_000  # of their tokens; one tombstone may have more
@@ -55,21 +55,30 @@ LIVE = (
     "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
     "WHERE conversation = conversations.number AND until > {clock}))"
 )
-DUE_BY_DEFAULT = "history_ttl IS NULL AND active <= :due ORDER BY active"
-DUE = "history_ttl IS NOT NULL AND active + history_ttl <= :due ORDER BY active + history_ttl"
+DUE = """
+SELECT {columns} FROM conversations WHERE history_ttl {given} AND {since} <= :due AND kind <> 'removed' AND NOT {live}
+ORDER BY {since} LIMIT :most
+"""
 LINE = """
 WITH RECURSIVE line (number, depth) AS (SELECT number, 0 FROM turns WHERE number = :head
 UNION ALL SELECT parent, depth + 1 FROM line JOIN turns USING (number) WHERE parent IS NOT NULL)
 SELECT number, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
 FROM line JOIN turns USING (number) ORDER BY depth DESC
 """
-
-
+# A subquery finds each parent by its index. For a join PostgreSQL may read the whole table, once for each turn.
 TREE = """
 WITH RECURSIVE tree (number) AS (SELECT head FROM conversations WHERE number IN ({numbers}) AND head IS NOT NULL
-UNION SELECT parent FROM tree JOIN turns USING (number) WHERE parent IS NOT NULL)
+UNION SELECT (SELECT parent FROM turns WHERE turns.number = tree.number) FROM tree WHERE tree.number IS NOT NULL)
+SELECT number FROM tree WHERE number IS NOT NULL
+"""
+TREE_TURNS = """
 SELECT number, parent, kept, tokens, (SELECT count(*) FROM turns AS next WHERE next.parent = turns.number)
-+ (SELECT count(*) FROM conversations WHERE head = turns.number) FROM tree JOIN turns USING (number)
++ (SELECT count(*) FROM conversations WHERE head = turns.number) FROM turns WHERE number IN ({numbers})
+"""
+BRANCHES = """
+SELECT {columns} FROM conversations AS whole JOIN conversations AS branch
+ON branch.owner = whole.owner AND branch.parent = whole.id AND branch.kind = 'branch'
+WHERE whole.kind = 'conversation' AND whole.number IN ({numbers}) ORDER BY branch.number
 """
 UNUSED = """
 WITH RECURSIVE unused (number, parent, depth) AS (SELECT number, parent, 0 FROM turns WHERE number = :head
@@ -132,6 +141,7 @@ class HistoryStore:
         self._server, self.seen = server or self._process, 0
         self._history_ttl, self.quota = history_ttl, quota
         self._expired: list[Gone] = []
+        self._most_expired = MOST_EXPIRED  # fewer if the database is slow
         self._tokenizer = b""
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
@@ -296,18 +306,17 @@ class HistoryStore:
                 self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
                 self._told_early.add(number)
 
-    def _bury(self, gone: Gone) -> Gone:
-        """Records the deletion for the other servers."""
-        if self.shared:
-            row = gone.name._asdict() | {
-                "process": self._process,
-                "thread": gone.thread,
-                "tokens": _packed(gone.tokens),
-                "shared": gone.shared,
-                "salt": gone.salt,
-            }
-            self._db.execute(f"INSERT INTO tombstones {_columns(row)}", row)
-        return gone
+    def _bury(self, deleted: Sequence[Gone]) -> None:
+        """Records the deletions for the other servers."""
+        if not self.shared or not deleted:
+            return
+        columns = ("process", "owner", "id", "kind", "thread", "tokens", "shared", "salt")
+        values: dict[str, Any] = {}
+        for at, (name, thread, tokens, shared, salt) in enumerate(deleted):
+            row = (self._process, *name, thread, _packed(tokens), shared, salt)
+            values |= {f"{column}_{at}": value for column, value in zip(columns, row, strict=True)}
+        rows = ", ".join(f"({', '.join(f':{column}_{at}' for column in columns)})" for at in range(len(deleted)))
+        self._db.execute(f"INSERT INTO tombstones ({', '.join(columns)}) VALUES {rows}", values)
 
     def _hold(self, found: Conversation, turn: bytes, alone: bool) -> None:
         values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
@@ -675,10 +684,12 @@ class HistoryStore:
     def _remove_all(self, conversations: Sequence[Conversation]) -> list[Gone]:
         """Deletes them in this order."""
         numbers = _listed([conversation.number for conversation in conversations])
-        tree = {
-            number: TreeTurn(parent, kept, _unpacked(tokens), uses)
-            for number, parent, kept, tokens, uses in self._db.execute(TREE.format(numbers=numbers))
-        }
+        turns = [turn for (turn,) in self._db.execute(TREE.format(numbers=numbers))]
+        tree: dict[int, TreeTurn] = {}
+        for at in range(0, len(turns), MOST_TURNS):
+            some = TREE_TURNS.format(numbers=_listed(turns[at : at + MOST_TURNS]))
+            for number, parent, kept, tokens, uses in self._db.execute(some):
+                tree[number] = TreeTurn(parent, kept, _unpacked(tokens), uses)
         self._db.execute(f"DELETE FROM open_turns WHERE conversation IN ({numbers})")
         self._db.execute(f"DELETE FROM conversations WHERE number IN ({numbers})")
         unused, all_gone = [], []
@@ -689,16 +700,17 @@ class HistoryStore:
                 turn = tree[turn].parent
             own = _release(line, tree)
             unused.append(line[:own])
-            tokens = array("i")
+            log = array("i")
             for turn in reversed(line):
-                del tokens[tree[turn].kept :]
-                tokens += tree[turn].tokens
+                del log[tree[turn].kept :]
+                log += tree[turn].tokens
             alone = own == len(line)
-            shared = 0 if alone else min((tree[turn].kept for turn in line[:own]), default=len(tokens))
+            shared = 0 if alone else min((tree[turn].kept for turn in line[:own]), default=len(log))
             name = Name(conversation.owner, conversation.id, conversation.kind)
             known = name.kind == "conversation" or (alone and name.kind == "response")
             thread = conversation.thread if known else None
-            all_gone.append(self._bury(Gone(name, thread, tokens, shared, conversation.salt)))
+            all_gone.append(Gone(name, thread, log, shared, conversation.salt))
+        self._bury(all_gone)
         self._delete_turns(unused)
         return all_gone
 
@@ -732,36 +744,48 @@ class HistoryStore:
         if self.clock.suspended or not self._db.try_lock():
             return Swept(0, more=False)
         with self.transaction():
+            began = time.monotonic()
             if self._delete_removed():
                 return Swept(0, more=True)
             expired = self._some_expired(now)
             if expired:
                 self._expired += self._remove_all(expired)
+                slow = time.monotonic() - began > LONG_EXPIRY_SECONDS
+                most = self._most_expired // 2 if slow else 2 * self._most_expired
+                self._most_expired = min(max(1, most), MOST_EXPIRED)
                 return Swept(len(expired), more=True)
         self._db.unlock()
         return Swept(0, more=False)
 
     def _some_expired(self, now: float) -> list[Conversation]:
-        """Expired conversations, each behind its branches."""
-        rows = list[Any]()
-        for which, ttl in ((DUE_BY_DEFAULT, self._history_ttl), (DUE, 0.0)):
-            condition, order, column = which.partition(" ORDER BY ")
-            if ttl is not None and not rows:
-                rows = self._db.execute(
-                    f"SELECT {COLUMNS} FROM conversations WHERE {condition} AND kind <> '{REMOVED}' "
-                    f"AND NOT {self._live}{order}{column} LIMIT :most",
-                    self._times(now) | {"due": now - ttl, "most": MOST_EXPIRED},
-                )
-        until = time.monotonic() + MOST_EXPIRY_SECONDS
+        """Expired conversations, each behind its branches, which may be deleted before it."""
+        due: list[Conversation] = []
+        if self._history_ttl is not None:
+            due = self._due(now, "IS NULL", "active", now - self._history_ttl)
+        due = due or self._due(now, "IS NOT NULL", "active + history_ttl", now)
+        if not due:
+            return []
+        columns = ", ".join(f"branch.{column}" for column in COLUMNS.split(", "))
+        numbers = _listed([conversation.number for conversation in due])
+        branches: dict[tuple[str, str | None], list[Conversation]] = {}
+        for row in self._db.execute(BRANCHES.format(columns=columns, numbers=numbers)):
+            branch = Conversation(*row)
+            branches.setdefault((branch.owner, branch.parent), []).append(branch)
         found: dict[int, Conversation] = {}
         tokens = 0
-        for due in (Conversation(*row) for row in rows):
-            for one in (*self._branches(due), due):
+        for conversation in due:
+            own = branches.get((conversation.owner, conversation.id), ()) if conversation.kind == "conversation" else ()
+            for one in (*own, conversation):
+                if found and (tokens >= MOST_EXPIRED_TOKENS or len(found) >= self._most_expired):
+                    return list(found.values())
                 found[one.number] = one
                 tokens += one.tokens
-            if tokens >= MOST_EXPIRED_TOKENS or len(found) >= MOST_EXPIRED or time.monotonic() > until:
-                break
         return list(found.values())
+
+    def _due(self, now: float, given: str, since: str, due: float) -> list[Conversation]:
+        sql = DUE.format(columns=COLUMNS, given=given, since=since, live=self._live)
+        rows = self._db.execute(sql, self._times(now) | {"due": due, "most": self._most_expired})
+        return [Conversation(*row) for row in rows]
 
     def _delete_removed(self) -> bool:
         """Deletes turns that `_delete_turns` has left. False if there are none."""

@@ -235,10 +235,7 @@ class TurnManager:
 
     async def _expire(self) -> None:
         while True:
-            try:
-                await self._sweep()
-            except RequestError as error:
-                log.warning("expired conversations could not be deleted now: %s", error.message)
+            await self._sweep()
             await asyncio.sleep(EXPIRY_SECONDS)
 
     async def _sweep(self) -> None:
@@ -246,22 +243,24 @@ class TurnManager:
         is free for as long as the piece took."""
         clock = asyncio.get_running_loop().time
         conversations, more = 0, True
-        try:
-            while more:
-                began = clock()
-                swept = await self.expire_some()
-                conversations += swept.conversations
-                more = swept.more
-                await asyncio.sleep(clock() - began if more else 0.0)
-                while self._unerased > MOST_UNERASED:
-                    await asyncio.sleep(CATCH_UP_SECONDS)
-        finally:
-            if conversations:
-                log.info("deleted %d expired conversations, branches and responses", conversations)
+        while more:
+            began = clock()
+            swept = await self.expire_some()
+            conversations += swept.conversations
+            more = swept.more
+            await asyncio.sleep(clock() - began)
+            while self._unerased > MOST_UNERASED:
+                await asyncio.sleep(CATCH_UP_SECONDS)
+        if conversations:
+            log.info("deleted %d expired conversations, branches and responses", conversations)
 
     async def expire_some(self) -> Swept:
-        """Deletes some of the expired conversations."""
-        return await self.run(self._store.expire, self.now())
+        """Deletes some of the expired conversations. If the database refuses, a later call does it."""
+        try:
+            return await self.run(self._store.expire, self.now())
+        except RequestError as error:
+            log.warning("expired conversations cannot be deleted now: %s", error.message)
+            return Swept(0, more=False)
 
     def now(self) -> float:
         """The time that conversations are stored with."""

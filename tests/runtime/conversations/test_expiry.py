@@ -66,9 +66,9 @@ def test_no_turn_deletes_what_has_expired(make: Make) -> None:
 
 def test_one_transaction_deletes_few_conversations(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By number, and by tokens. A conversation's branches go with it, and are told before it."""
+    monkeypatch.setattr(store_module, "MOST_EXPIRED", 3)
     store = make(history_ttl=100.0)
     expired(store, 7)
-    monkeypatch.setattr(store_module, "MOST_EXPIRED", 3)
     assert [store.expire(NOW) for _ in range(4)] == [(3, True), (3, True), (1, True), (0, False)]
     assert len(store.take_expired()) == 7
     expired(store, 5)
@@ -82,11 +82,14 @@ def test_one_transaction_deletes_few_conversations(make: Make, monkeypatch: pyte
     assert sorted(gone.name.kind for gone in store.take_expired()) == ["branch", "branch", "conversation"]
 
 
-def test_a_batch_ends_when_its_time_is_over(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_database_gets_smaller_batches(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MOST_EXPIRED", 5)
     store = make(history_ttl=100.0)
-    expired(store, 3)
-    monkeypatch.setattr(store_module, "MOST_EXPIRY_SECONDS", -1.0)
-    assert [store.expire(NOW) for _ in range(4)] == [(1, True), (1, True), (1, True), (0, False)]
+    expired(store, 20)
+    monkeypatch.setattr(store_module, "LONG_EXPIRY_SECONDS", -1.0)
+    assert [store.expire(NOW).conversations for _ in range(4)] == [5, 2, 1, 1]
+    monkeypatch.setattr(store_module, "LONG_EXPIRY_SECONDS", 1000.0)
+    assert [store.expire(NOW).conversations for _ in range(5)] == [1, 2, 4, 4, 0]
 
 
 def test_an_own_lifetime_counts_instead_of_the_default_one(make: Make) -> None:
@@ -113,7 +116,7 @@ def test_expired_conversations_are_found_by_an_index(tmp_path: Path, monkeypatch
     execute, plans = store._db.execute, list[str]()
 
     def explained(sql: str, values: Any = None) -> list[Any]:
-        if sql.startswith("SELECT"):
+        if sql.lstrip().startswith("SELECT"):
             plans.extend(row[3] for row in execute(f"EXPLAIN QUERY PLAN {sql}", values))
         return execute(sql, values)
 
