@@ -481,6 +481,18 @@ class HistoryStore:
             )
         return found
 
+    def delete_branches(self, name: Name, now: float) -> bool:
+        """Deletes some of the conversation's branches, so that its deletion is short. Returns whether it may have more.
+        Raises RequestError (404)."""
+        with self.transaction():
+            branches = self._branches(self.get(name, now))
+            some, tokens = list[Conversation](), 0
+            while len(some) < len(branches) and tokens < MOST_EXPIRED_TOKENS:
+                some.append(branches[len(some)])
+                tokens += some[-1].tokens
+            self._expired += self._remove_all(some)
+        return len(some) < len(branches)
+
     def delete(self, name: Name, now: float) -> Gone:
         """Deletes the conversation. Raises RequestError (404)."""
         with self.transaction():
@@ -683,6 +695,8 @@ class HistoryStore:
 
     def _remove_all(self, conversations: Sequence[Conversation]) -> list[Gone]:
         """Deletes them in this order."""
+        if not conversations:
+            return []
         numbers = _listed([conversation.number for conversation in conversations])
         turns = [turn for (turn,) in self._db.execute(TREE.format(numbers=numbers))]
         tree: dict[int, TreeTurn] = {}

@@ -550,6 +550,8 @@ class TurnManager:
 
         RequestError: 404, and 500 if it is deleted, but the disk refused to erase some of its KV.
         """
+        while await self.run(self._store.delete_branches, name, self.now()):
+            pass
         if not await self._forget(await self.run(self._store.delete, name, self.now())):
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
             raise RequestError(500, f"{what}: it could not be erased")

@@ -179,6 +179,32 @@ def test_a_long_conversation_is_deleted_a_few_turns_at_a_time(
     assert len(found) == 2 and not more
 
 
+def test_many_large_branches_are_deleted_one_after_the_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before their conversation, whose deletion then says that all of its log was its own."""
+    monkeypatch.setattr(store_module, "MOST_EXPIRED_TOKENS", 12)  # each has 6
+
+    async def work() -> None:
+        store, loop = make(), Loop()
+        openings = [store.admit([A], 1.0, bytes([at])) for at in range(6)]
+        for at, opening in enumerate(openings):
+            store.commit(A, transcript("0", str(at)), 1.0, opening=opening)
+        removed: list[int] = []
+        remove = store._remove_all
+        monkeypatch.setattr(store, "_remove_all", lambda some: removed.append(len(some)) or remove(some))
+        turns = TurnManager(store, lambda message: None, loop.erase, None)
+        deletion = asyncio.create_task(turns.delete(A))
+        await until(lambda: len(loop.told) == 6)
+        loop.answer()
+        await deletion
+        assert removed == [2, 2, 1, 1]
+        assert [message.shared for message in loop.told] == [0] * 6 and rows(store) == 0
+        with pytest.raises(RequestError, match="there is no conversation"):
+            await turns.delete(A)
+        await turns.close()
+
+    asyncio.run(work())
+
+
 def test_what_is_left_of_a_long_conversation_does_not_count(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a quota, for what another conversation shares, or in an import."""
     monkeypatch.setattr(store_module, "MOST_TURNS", 4)
