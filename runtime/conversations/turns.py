@@ -50,7 +50,7 @@ COMMIT_RETRY_S = 0.5
 EXPIRY_SECONDS = 60.0  # between two looks for expired conversations
 CATCH_UP_SECONDS = 0.1  # between two readings of deletions by a server that is behind
 FORGET_TOKENS = 100  # tokens that take as much memory as a message without any
-MOST_UNERASED = 4_000_000  # tokens of deleted conversations; above this no more are deleted until their KV is erased
+MOST_UNERASED = 400_000  # tokens of deleted conversations; above this no more are deleted until their KV is erased
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
