@@ -242,6 +242,7 @@ class LLM:
             raise RequestError(400, "a conversation takes one prompt at a time", name)
         if self._running:
             raise RuntimeError("read the stream that is open to its end, or close it, before the next call")
+        self._wait(self._histories.expire_some())
         jobs: list[_Job] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):

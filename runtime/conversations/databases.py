@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from ...scheduler.types import RequestError, SettingError
-from .schema import OPEN_TURNS, SCHEMA, SERVERS, VERSION
+from .schema import INDEXES, OPEN_TURNS, REMOVED, SCHEMA, SERVERS, VERSION
 
 if TYPE_CHECKING:
     import psycopg  # of the extra `postgres`
@@ -65,6 +65,12 @@ class Database(Protocol):
 
     @property
     def in_transaction(self) -> bool: ...
+
+    def try_lock(self) -> bool:
+        """Returns whether this server may do work that only one server at a time does: from now on until `unlock`, or
+        the end of the connection. Idempotent."""
+
+    def unlock(self) -> None: ...
 
     def text(self, text: str) -> str | bytes:
         """Converts a text of any characters to its stored form; reading returns the same text."""
@@ -154,7 +160,7 @@ class Sqlite:
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
         execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
-        self._db.executescript(SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
+        self._db.executescript(INDEXES + SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         return self._db.execute(sql, values or {}).fetchall()
@@ -180,6 +186,12 @@ class Sqlite:
     @property
     def in_transaction(self) -> bool:
         return self._db.in_transaction
+
+    def try_lock(self) -> bool:
+        return True
+
+    def unlock(self) -> None:
+        pass
 
     def text(self, text: str) -> str:
         return text
@@ -233,8 +245,10 @@ CREATE INDEX conversations_id ON conversations USING hash (id);
 CREATE TABLE layout (version BIGINT NOT NULL);
 """
 POSTGRES_BRANCHES = "CREATE INDEX IF NOT EXISTS branches_of ON conversations USING hash (parent) WHERE kind = 'branch'"
+TOMBSTONES_NAMED = "CREATE INDEX IF NOT EXISTS tombstones_named ON tombstones USING hash (id);"
 SPACE = "pensieve"  # the schema of the tables: the database may have others
 WRITER = 0x70656E73  # the advisory lock of the one open transaction
+ALONE = 0x70656E74  # the advisory lock of the one server with `try_lock`
 CONNECT_SECONDS = 3  # for the database to answer a new connection
 RETRY_SECONDS = 1.0  # seconds after a failure for which calls are refused at once
 SETTINGS = {  # milliseconds
@@ -284,7 +298,9 @@ class Postgres:
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
                 connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
-            connection.execute(POSTGRES_BRANCHES)
+            if connection.execute(f"SELECT to_regclass('{SPACE}.tombstones_named')").fetchone() == (None,):
+                connection.execute("SET LOCAL statement_timeout = 0")  # tables of an older program may be large
+                connection.execute(INDEXES + TOMBSTONES_NAMED + POSTGRES_BRANCHES)
             found = connection.execute("SELECT version FROM layout").fetchone()
         if found != (VERSION,):
             version = found[0] if found is not None else "none"
@@ -392,6 +408,12 @@ class Postgres:
     def in_transaction(self) -> bool:
         return self._in_transaction
 
+    def try_lock(self) -> bool:
+        return bool(self.execute(f"SELECT pg_try_advisory_lock({ALONE})")[0][0])
+
+    def unlock(self) -> None:
+        self.execute("SELECT pg_advisory_unlock_all()")
+
     def text(self, text: str) -> bytes:
         return text.encode()
 
@@ -420,7 +442,8 @@ def look_at(url: str) -> tuple[str, list[tuple[str, float]]]:
         found = f"{database.where}, PostgreSQL {version.partition(' ')[0]}"
         if not made:
             return f"{found}, without histories yet", []
-        ((conversations,),) = database.execute("SELECT count(*) FROM conversations")
+        counted = f"SELECT count(*) FROM conversations WHERE kind <> '{REMOVED}'"
+        ((conversations,),) = database.execute(counted)
         servers = database.execute(f"SELECT id, {database.clock} - alive FROM servers ORDER BY id")
         return f"{found}, {conversations} conversations and responses", servers
     finally:

@@ -52,6 +52,14 @@ CREATE INDEX conversations_head ON conversations (head);
 CREATE INDEX conversations_listed ON conversations (owner, kind, number);
 """
 
+INDEXES = """
+CREATE INDEX IF NOT EXISTS conversations_due ON conversations (active) WHERE history_ttl IS NULL;
+CREATE INDEX IF NOT EXISTS conversations_due_own ON conversations ((active + history_ttl))
+WHERE history_ttl IS NOT NULL;
+CREATE INDEX IF NOT EXISTS conversations_removed ON conversations (number) WHERE kind = 'removed';
+"""
+"""Of expiry. Tables of an older program get them at the start; it may go on using the tables."""
+
 OPEN_TURNS = """
 CREATE {lasting} TABLE open_turns (  -- a conversation does not expire while a turn of it is open
     turn {bytes} NOT NULL,
@@ -81,6 +89,9 @@ CREATE TABLE tombstones (            -- as `Gone`; kept until every server has s
     salt {bytes} NOT NULL
 );
 """
+
+REMOVED = "removed"
+"""The kind of a row that is no conversation: it holds turns of a deleted one until they are deleted too."""
 
 Kind = Literal["conversation", "response", "branch"]
 """A branch is a turn that was committed although another one had been: its `parent` is the conversation's id. It is not

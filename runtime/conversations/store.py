@@ -17,7 +17,7 @@ import time
 import uuid
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,16 +25,26 @@ from typing import Any, NamedTuple
 
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
+from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
-from .schema import Conversation, Gone, Name, Opening
+from .schema import REMOVED, Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, keys_behind, title_of
 
 log = logging.getLogger(__name__)
 
-EXPIRY_INTERVAL_S = 60.0
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
 MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
+
+# Most that one transaction does. What is left is done in later ones.
+MOST_EXPIRED = 100  # conversations that `expire` deletes
+MOST_EXPIRED_TOKENS = 100_000  # of their logs; one conversation may have more
+LONG_EXPIRY_SECONDS = 0.1  # after a transaction that took longer the next one has half as many
+MOST_TURNS = 1000  # turns that are deleted
+MOST_TOMBSTONES = 256  # tombstones that are read
+MOST_TOMBSTONE_BYTES = 4_000_000  # of their tokens; one tombstone may have more
+MOST_ERASED_TOMBSTONES = 1000  # tombstones that are deleted
+MOST_ADOPTED = 1000  # turns that get a tokenizer
 
 TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
@@ -47,6 +57,10 @@ LIVE = (
     "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
     "WHERE conversation = conversations.number AND until > {clock}))"
 )
+DUE = """
+SELECT {columns} FROM conversations WHERE history_ttl {given} AND {since} <= :due AND kind <> 'removed' AND NOT {live}
+ORDER BY {since} LIMIT :most
+"""
 LINE = """
 WITH RECURSIVE line (number, depth) AS (SELECT number, 0 FROM turns WHERE number = :head
 UNION ALL SELECT parent, depth + 1 FROM line JOIN turns USING (number) WHERE parent IS NOT NULL)
@@ -60,6 +74,53 @@ WITH RECURSIVE past (number) AS (SELECT number FROM turns WHERE number IN ({list
 UNION SELECT parent FROM past JOIN turns USING (number) WHERE parent IS NOT NULL)
 SELECT {columns} FROM past JOIN turns USING (number)
 """
+# A subquery finds each parent by its index. For a join PostgreSQL may read the whole table, once for each turn.
+TREE = """
+WITH RECURSIVE tree (number) AS (SELECT head FROM conversations WHERE number IN ({numbers}) AND head IS NOT NULL
+UNION SELECT (SELECT parent FROM turns WHERE turns.number = tree.number) FROM tree WHERE tree.number IS NOT NULL)
+SELECT number FROM tree WHERE number IS NOT NULL
+"""
+TREE_TURNS = """
+SELECT number, parent, kept, tokens, (SELECT count(*) FROM turns AS next WHERE next.parent = turns.number)
++ (SELECT count(*) FROM conversations WHERE head = turns.number) FROM turns WHERE number IN ({numbers})
+"""
+BRANCHES = """
+SELECT {columns} FROM conversations AS whole JOIN conversations AS branch
+ON branch.owner = whole.owner AND branch.parent = whole.id AND branch.kind = 'branch'
+WHERE whole.kind = 'conversation' AND whole.number IN ({numbers}) ORDER BY branch.number
+"""
+UNUSED = """
+WITH RECURSIVE unused (number, parent, depth) AS (SELECT number, parent, 0 FROM turns WHERE number = :head
+AND NOT EXISTS (SELECT 1 FROM conversations WHERE head = turns.number)
+AND NOT EXISTS (SELECT 1 FROM turns AS next WHERE next.parent = turns.number)
+UNION ALL SELECT turns.number, turns.parent, depth + 1 FROM unused JOIN turns ON turns.number = unused.parent
+WHERE NOT EXISTS (SELECT 1 FROM conversations WHERE head = turns.number)
+AND NOT EXISTS (SELECT 1 FROM turns AS next WHERE next.parent = turns.number AND next.number <> unused.number))
+SELECT number FROM unused ORDER BY depth
+"""
+CHAIN = """
+WITH RECURSIVE chain (number, parent, depth) AS (SELECT number, parent, 1 FROM turns WHERE number = :head
+UNION ALL SELECT turns.number, turns.parent, depth + 1 FROM chain JOIN turns ON turns.number = chain.parent
+WHERE depth < :most) SELECT number, parent FROM chain ORDER BY depth
+"""
+
+
+@dataclass(slots=True)
+class TreeTurn:
+    """A turn without its messages. `uses`: conversations and turns that point to it."""
+
+    parent: int | None
+    kept: int
+    tokens: array[int]
+    uses: int
+
+
+class Swept(NamedTuple):
+    """The work of one call of `expire`. `conversations`: how many it deleted; `more`: whether another call may find
+    more to do."""
+
+    conversations: int
+    more: bool
 
 
 class LineTurn(NamedTuple):
@@ -119,19 +180,32 @@ class HistoryStore:
         history_ttl: float | None = None,
         quota: int | None = None,
         server: str | None = None,
+        wall: Callable[[], float] = time.time,
+        boot: Callable[[], float] = boot_time,
     ):
-        """Raises SettingError if the database cannot be used."""
+        """`wall`, `boot`: clocks, in seconds; the wall clock of a shared database is its own. Raises SettingError if
+        the database cannot be used."""
         self._process = uuid.uuid4().hex
         self._server, self.seen = server or self._process, 0
         self._history_ttl, self.quota = history_ttl, quota
-        self._expiry_due = 0.0
         self._expired: list[Gone] = []
+        self._most_expired = MOST_EXPIRED  # fewer if the database is slow
         self._tokenizer = b""
         self._lines: OrderedDict[int, Line] = OrderedDict()  # by their heads, the last used one last
         self._known = 0
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
         self._live = LIVE.format(clock=self._db.clock)
+        self.behind = False  # others have deleted more than this server has read
+        self._told_early: set[int] = set()  # tombstones beyond `seen` that have been read
+        self._boot, self._database_ahead = boot, 0.0
+        if self.shared:
+            try:
+                self._read_clock()
+            except RequestError as error:
+                raise SettingError(db.setting, error.message) from error
+            wall = self._database_now
+        self.clock = HistoryClock(db.kind if self.shared else "this machine", wall, boot)
 
     def close(self) -> None:
         self._db.close()
@@ -145,6 +219,17 @@ class HistoryStore:
         asked = self._db.asked
         return time.monotonic() - asked if asked is not None else 0.0
 
+    def now(self) -> float:
+        """The time for all calls, seconds since the epoch; of a shared database by its own clock."""
+        return self.clock.now()
+
+    def _database_now(self) -> float:
+        return self._boot() + self._database_ahead
+
+    def _read_clock(self) -> None:
+        ((now,),) = self._db.execute(f"SELECT {self._db.clock}")
+        self._database_ahead = now - self._boot()
+
     def use_tokenizer(self, digest: bytes) -> None:
         """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
         (`Transcript.inside` is OTHERS) the text is valid, but the ids are not. Turns of an older program, which stored
@@ -152,9 +237,15 @@ class HistoryStore:
         self._tokenizer = digest
         self._lines.clear()
         self._known = 0
+        adopt = (
+            "UPDATE turns SET tokenizer = :digest WHERE number IN "
+            "(SELECT number FROM turns WHERE tokenizer IS NULL LIMIT :most) RETURNING number"
+        )
+        adopted = True
         try:
-            with self._db.transaction():
-                self._db.execute("UPDATE turns SET tokenizer = :digest WHERE tokenizer IS NULL", {"digest": digest})
+            while adopted:
+                with self._db.transaction():
+                    adopted = bool(self._db.execute(adopt, {"digest": digest, "most": MOST_ADOPTED}))
         except RequestError as error:
             raise SettingError(self._db.setting, error.message) from error
 
@@ -207,53 +298,82 @@ class HistoryStore:
         except RequestError as error:
             raise SettingError(self._db.setting, error.message) from error
 
-    def keep_in_step(self, turns: Sequence[bytes], erased: int) -> None:
+    def keep_in_step(self, turns: Sequence[bytes], erased: int, read: bool = True) -> None:
         """Of a shared database: renews the open turns, and learns what others have deleted (`take_expired`). To be
-        called before `lease` seconds are over. `erased`: all up to this tombstone (`seen`) is erased here.
+        called before `lease` seconds are over; at once if this server is `behind`. `erased`: all up to this tombstone
+        (`seen`) is erased here. `read`: False if too much is not erased yet.
 
         Each statement is a transaction of its own, so that no writer waits for the many servers that do this."""
+        self._read_clock()
+        self.now()
         self.renew(turns)
-        self._forget_silent_servers()
+        if not self.clock.suspended:
+            self._forget_silent_servers()
+            long_ago = {"silent": SILENT_SECONDS}
+            self._db.execute(f"DELETE FROM open_turns WHERE until < {self._db.clock} - :silent", long_ago)
         self._db.execute(
             f"UPDATE servers SET seen = :erased, alive = {self._db.clock} WHERE id = :server",
             {"erased": erased, "server": self._server},
         )
-        self._read_tombstones()
-        long_ago = {"silent": SILENT_SECONDS}
-        self._db.execute(f"DELETE FROM open_turns WHERE until < {self._db.clock} - :silent", long_ago)
-        self._db.execute("DELETE FROM tombstones WHERE number <= (SELECT min(seen) FROM servers)")
+        if read:
+            self._read_tombstones()
+        self._db.execute(
+            "DELETE FROM tombstones WHERE number IN (SELECT number FROM tombstones "
+            "WHERE number <= (SELECT min(seen) FROM servers) ORDER BY number LIMIT :most)",
+            {"most": MOST_ERASED_TOMBSTONES},
+        )
 
     def _forget_silent_servers(self) -> None:
         self._db.execute(f"DELETE FROM servers WHERE alive < {self._db.clock} - :silent", {"silent": SILENT_SECONDS})
 
-    def _read_tombstones(self) -> None:
+    def _read_tombstones(self, names: Sequence[Name] = ()) -> None:
+        """Learns of the oldest deletions that are new here, at most MOST_TOMBSTONES, and of all of these names."""
         rows = self._db.execute(
-            "SELECT tombstones.number, process, owner, tombstones.id, kind, thread, tokens, shared, salt FROM servers "
-            "LEFT JOIN tombstones ON tombstones.number > :seen WHERE servers.id = :server ORDER BY tombstones.number",
-            {"seen": self.seen, "server": self._server},
+            "SELECT new.number, new.size FROM servers LEFT JOIN (SELECT number, length(tokens) AS size FROM tombstones "
+            "WHERE number > :seen ORDER BY number LIMIT :most) AS new ON true WHERE servers.id = :server "
+            "ORDER BY new.number",
+            {"seen": self.seen, "server": self._server, "most": MOST_TOMBSTONES + 1},
         )
         if not rows:
             what = "this server was cut off from the database of the histories for too long: restart it"
             raise RequestError(503, what)
-        if rows[0][0] is None:
-            return
-        for number, process, owner, id, kind, thread, tokens, shared, salt in rows:
-            if process != self._process:
-                self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
-            self.seen = number
+        new = [(number, size) for number, size in rows if number is not None]
+        read, bytes_read = 0, 0
+        while read < min(len(new), MOST_TOMBSTONES) and (not read or bytes_read + new[read][1] <= MOST_TOMBSTONE_BYTES):
+            bytes_read += new[read][1]
+            read += 1
+        if read:
+            last = new[read - 1][0]
+            self._learn("number <= :last", {"last": last})
+            self.seen = last
+            self._told_early = {number for number in self._told_early if number > last}
+        self.behind = read < len(new)
+        for name in names if self.behind else ():
+            self._learn("owner = :owner AND kind = :kind AND id = :id", name._asdict())
 
-    def _bury(self, gone: Gone) -> Gone:
-        """Records the deletion for the other servers."""
-        if self.shared:
-            row = gone.name._asdict() | {
-                "process": self._process,
-                "thread": gone.thread,
-                "tokens": _packed(gone.tokens),
-                "shared": gone.shared,
-                "salt": gone.salt,
-            }
-            self._db.execute(f"INSERT INTO tombstones {_columns(row)}", row)
-        return gone
+    def _learn(self, which: str, values: Mapping[str, Any]) -> None:
+        """Reads new tombstones of other servers."""
+        found = self._db.execute(
+            "SELECT number, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
+            f"WHERE number > :seen AND process <> :process AND {which} ORDER BY number",
+            {"seen": self.seen, "process": self._process, **values},
+        )
+        for number, owner, id, kind, thread, tokens, shared, salt in found:
+            if number not in self._told_early:
+                self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
+                self._told_early.add(number)
+
+    def _bury(self, deleted: Sequence[Gone]) -> None:
+        """Records the deletions for the other servers."""
+        if not self.shared or not deleted:
+            return
+        columns = ("process", "owner", "id", "kind", "thread", "tokens", "shared", "salt")
+        values: dict[str, Any] = {}
+        for at, (name, thread, tokens, shared, salt) in enumerate(deleted):
+            row = (self._process, *name, thread, _packed(tokens), shared, salt)
+            values |= {f"{column}_{at}": value for column, value in zip(columns, row, strict=True)}
+        rows = ", ".join(f"({', '.join(f':{column}_{at}' for column in columns)})" for at in range(len(deleted)))
+        self._db.execute(f"INSERT INTO tombstones ({', '.join(columns)}) VALUES {rows}", values)
 
     def _hold(self, found: Conversation, turn: bytes, alone: bool) -> None:
         values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
@@ -303,7 +423,7 @@ class HistoryStore:
         On return the turn is on the disk, unless this is part of a longer transaction. Raises RequestError (507) if it
         cannot be written; then the store is unchanged.
         """
-        with self.transaction(now):
+        with self.transaction():
             before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
             kept = found is None or opening is None or self._unchanged(name, found, opening)
@@ -396,7 +516,7 @@ class HistoryStore:
     def create(self, name: Name, now: float) -> Conversation:
         """Creates an empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's
         quota."""
-        with self.transaction(now):
+        with self.transaction():
             self._need_free(name, now)
             return self._insert(name, now)
 
@@ -404,7 +524,7 @@ class HistoryStore:
         """Creates a second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429
         beyond the owner's quota."""
         new = name._replace(id=new_id)
-        with self.transaction(now):
+        with self.transaction():
             source = self.get(name, now)
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
@@ -418,7 +538,7 @@ class HistoryStore:
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
-        with self.transaction(now):
+        with self.transaction():
             found = replace(self.get(name, now), **values)  # type: ignore[arg-type]
             self._db.execute(
                 "UPDATE conversations SET ttl = :ttl, history_ttl = :history_ttl, pinned_until = :pinned_until "
@@ -427,9 +547,21 @@ class HistoryStore:
             )
         return found
 
+    def delete_branches(self, name: Name, now: float) -> bool:
+        """Deletes some of the conversation's branches, so that its deletion is short. Returns whether it may have more.
+        Raises RequestError (404)."""
+        with self.transaction():
+            branches = self._branches(self.get(name, now))
+            some, tokens = list[Conversation](), 0
+            while len(some) < len(branches) and tokens < MOST_EXPIRED_TOKENS:
+                some.append(branches[len(some)])
+                tokens += some[-1].tokens
+            self._expired += self._remove_all(some)
+        return len(some) < len(branches)
+
     def delete(self, name: Name, now: float) -> Gone:
         """Deletes the conversation. Raises RequestError (404)."""
-        with self.transaction(now):
+        with self.transaction():
             return self._remove(self.get(name, now))
 
     def admit(self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False) -> Opening:
@@ -438,9 +570,9 @@ class HistoryStore:
 
         RequestError: 429 if one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
         seen = {}
-        with self.transaction(now, durable=False):
+        with self.transaction(durable=False):
             if self.shared:
-                self._read_tombstones()
+                self._read_tombstones(names)
             for name in names:
                 if (found := self.get(name, now) if alone else self._find(name, now)) is not None:
                     seen[name] = found
@@ -465,7 +597,8 @@ class HistoryStore:
         with self._db.transaction():
             for (number,) in source.execute("SELECT number FROM turns ORDER BY number"):  # parents come first
                 turns[number] = self._copied(source, "turns", TURN_COLUMNS, number, turns)
-            for (number,) in source.execute("SELECT number FROM conversations ORDER BY number"):
+            listed = f"SELECT number FROM conversations WHERE kind <> '{REMOVED}' ORDER BY number"
+            for (number,) in source.execute(listed):
                 named = "SELECT owner, kind, id FROM conversations WHERE number = :number"
                 ((owner, kind, id),) = source.execute(named, {"number": number})
                 taken = "SELECT 1 FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
@@ -494,24 +627,24 @@ class HistoryStore:
     # -- within
 
     @contextmanager
-    def transaction(self, now: float, durable: bool = True) -> Iterator[None]:
+    def transaction(self, *, durable: bool = True) -> Iterator[None]:
         """All changes or none; within another transaction it is a part of that one. Raises RequestError as
         `Database.transaction`."""
         if self._db.in_transaction:
             yield
             return
-        told, seen = len(self._expired), self.seen
+        told, told_early, seen = len(self._expired), self._told_early.copy(), self.seen
         try:
             with self._db.transaction(durable):
-                self._expire(now)
                 yield
         except BaseException:
             del self._expired[told:]
+            self._told_early = told_early
             self.seen = seen
             raise
 
     def _times(self, now: float) -> dict[str, Any]:
-        return {"now": now, "default_ttl": self._history_ttl}
+        return {"now": now - self.clock.ahead, "default_ttl": self._history_ttl}
 
     def _find(self, name: Name, now: float) -> Conversation | None:
         rows = self._db.execute(
@@ -528,7 +661,10 @@ class HistoryStore:
     def _need_room(self, owner: str, now: float) -> None:
         if self.quota is None:
             return
-        counted = f"SELECT count(*) FROM conversations WHERE owner = :owner AND kind <> 'branch' AND {self._live}"
+        counted = (
+            "SELECT count(*) FROM conversations "
+            f"WHERE owner = :owner AND kind IN ('conversation', 'response') AND {self._live}"
+        )
         ((count,),) = self._db.execute(counted, self._times(now) | {"owner": owner})
         if count >= self.quota:
             message = f"{count} conversations and responses are stored for this key, the most it may have: delete some"
@@ -696,45 +832,144 @@ class HistoryStore:
 
     def _remove(self, conversation: Conversation) -> Gone:
         """Deletes the conversation with its branches, which are reported like expired ones."""
-        self._expired += [self._remove(branch) for branch in self._branches(conversation)]
-        past = self._load(conversation.head)
-        for table, column in (("open_turns", "conversation"), ("conversations", "number")):
-            self._db.execute(f"DELETE FROM {table} WHERE {column} = :number", {"number": conversation.number})
-        own = self._prune(conversation.head)
-        name = Name(conversation.owner, conversation.id, conversation.kind)
-        if past is None:
-            return self._bury(Gone(name, conversation.thread, array("i"), 0, conversation.salt))
-        line, tokens = list(past.lineage()), past.transcript().tokens
-        alone = own == len(line)
-        shared = 0 if alone else min((turn.kept for turn in line[:own]), default=len(tokens))
-        thread = conversation.thread if name.kind == "conversation" or (alone and name.kind == "response") else None
-        return self._bury(Gone(name, thread, tokens, shared, conversation.salt))
+        *branches, gone = self._remove_all([*self._branches(conversation), conversation])
+        self._expired += branches
+        return gone
 
-    def _prune(self, turn: int | None) -> int:
-        """Deletes the turn and the ones before it that neither a conversation nor another turn needs.
+    def _remove_all(self, conversations: Sequence[Conversation]) -> list[Gone]:
+        """Deletes them in this order."""
+        if not conversations:
+            return []
+        numbers = _listed([conversation.number for conversation in conversations])
+        turns = [turn for (turn,) in self._db.execute(TREE.format(numbers=numbers))]
+        tree: dict[int, TreeTurn] = {}
+        for at in range(0, len(turns), MOST_TURNS):
+            some = TREE_TURNS.format(numbers=_listed(turns[at : at + MOST_TURNS]))
+            for number, parent, kept, tokens, uses in self._db.execute(some):
+                tree[number] = TreeTurn(parent, kept, _unpacked(tokens), uses)
+        self._db.execute(f"DELETE FROM open_turns WHERE conversation IN ({numbers})")
+        self._db.execute(f"DELETE FROM conversations WHERE number IN ({numbers})")
+        unused, all_gone = [], []
+        for conversation in conversations:
+            self._forget_line(conversation.head)
+            line, turn = list[int](), conversation.head  # from its last turn to the first
+            while turn is not None:
+                line.append(turn)
+                turn = tree[turn].parent
+            own = _release(line, tree)
+            unused.append(line[:own])
+            log = array("i")
+            for turn in reversed(line):
+                del log[tree[turn].kept :]
+                log += tree[turn].tokens
+            alone = own == len(line)
+            shared = 0 if alone else min((tree[turn].kept for turn in line[:own]), default=len(log))
+            name = Name(conversation.owner, conversation.id, conversation.kind)
+            known = name.kind == "conversation" or (alone and name.kind == "response")
+            thread = conversation.thread if known else None
+            all_gone.append(Gone(name, thread, log, shared, conversation.salt))
+        self._bury(all_gone)
+        self._delete_turns(unused)
+        return all_gone
 
-        Returns how many.
-        """
-        deleted = 0
-        while turn is not None:
-            gone = self._db.execute(
-                "DELETE FROM turns WHERE number = :turn "
-                "AND NOT EXISTS (SELECT 1 FROM conversations WHERE head = :turn) "
-                "AND NOT EXISTS (SELECT 1 FROM turns AS next WHERE next.parent = :turn) RETURNING parent",
-                {"turn": turn},
-            )
-            if not gone:
-                return deleted
-            turn, deleted = gone[0][0], deleted + 1
-        return deleted
+    def _prune(self, turn: int | None) -> None:
+        """Deletes the turn and the ones before it that neither a conversation nor another turn needs."""
+        if turn is not None:
+            self._delete_turns([[number for (number,) in self._db.execute(UNUSED, {"head": turn})]])
 
-    def _expire(self, now: float) -> None:
-        """Deletes expired conversations. They are already invisible, so this need not run often."""
-        if now < self._expiry_due:
-            return
-        self._expiry_due = now + EXPIRY_INTERVAL_S
-        expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT {self._live}", self._times(now))
-        self._expired += [self._remove(Conversation(*row)) for row in expired]
+    def _delete_turns(self, chains: Sequence[Sequence[int]]) -> None:
+        """Deletes chains of turns, each from its last turn to the first, to which nothing else points.
+
+        At most MOST_TURNS. Other chains are only cut off from the turns before them, and kept for `expire` by a row of
+        their own, so that no other conversation seems to share the turns before."""
+        doomed: list[int] = []
+        for chain in chains:
+            if len(doomed) + len(chain) <= MOST_TURNS:
+                doomed += chain
+                continue
+            self._db.execute("UPDATE turns SET parent = NULL WHERE number = :first", {"first": chain[-1]})
+            row = {"owner": "", "id": uuid.uuid4().hex, "kind": REMOVED, "thread": "", "head": chain[0]}
+            row |= dict.fromkeys(("created", "active", "pinned_until", "tokens"), 0)
+            self._db.execute(f"INSERT INTO conversations {_columns(row)}", row)
+        if doomed:
+            self._db.execute(f"DELETE FROM turns WHERE number IN ({_listed(doomed)})")
+
+    # -- expiry
+
+    def expire(self, now: float) -> Swept:
+        """Deletes some of the expired conversations, or some turns of a deleted one, in a short transaction. Expired
+        conversations are invisible before. Of the servers with one database, one does this at a time."""
+        if self.clock.suspended or not self._db.try_lock():
+            return Swept(0, more=False)
+        with self.transaction():
+            began = time.monotonic()
+            if self._delete_removed():
+                return Swept(0, more=True)
+            expired = self._some_expired(now)
+            if expired:
+                self._expired += self._remove_all(expired)
+                slow = time.monotonic() - began > LONG_EXPIRY_SECONDS
+                most = self._most_expired // 2 if slow else 2 * self._most_expired
+                self._most_expired = min(max(1, most), MOST_EXPIRED)
+                return Swept(len(expired), more=True)
+        self._db.unlock()
+        return Swept(0, more=False)
+
+    def _some_expired(self, now: float) -> list[Conversation]:
+        """Expired conversations, each behind its branches, which may be deleted before it."""
+        due: list[Conversation] = []
+        if self._history_ttl is not None:
+            due = self._due(now, "IS NULL", "active", now - self._history_ttl)
+        due = due or self._due(now, "IS NOT NULL", "active + history_ttl", now)
+        if not due:
+            return []
+        columns = ", ".join(f"branch.{column}" for column in COLUMNS.split(", "))
+        numbers = _listed([conversation.number for conversation in due])
+        branches: dict[tuple[str, str | None], list[Conversation]] = {}
+        for row in self._db.execute(BRANCHES.format(columns=columns, numbers=numbers)):
+            branch = Conversation(*row)
+            branches.setdefault((branch.owner, branch.parent), []).append(branch)
+        found: dict[int, Conversation] = {}
+        tokens = 0
+        for conversation in due:
+            own = branches.get((conversation.owner, conversation.id), ()) if conversation.kind == "conversation" else ()
+            for one in (*own, conversation):
+                if found and (tokens >= MOST_EXPIRED_TOKENS or len(found) >= self._most_expired):
+                    return list(found.values())
+                found[one.number] = one
+                tokens += one.tokens
+        return list(found.values())
+
+    def _due(self, now: float, given: str, since: str, due: float) -> list[Conversation]:
+        sql = DUE.format(columns=COLUMNS, given=given, since=since, live=self._live)
+        rows = self._db.execute(sql, self._times(now) | {"due": due, "most": self._most_expired})
+        return [Conversation(*row) for row in rows]
+
+    def _delete_removed(self) -> bool:
+        """Deletes turns that `_delete_turns` has left. False if there are none."""
+        found = self._db.execute(f"SELECT number, head FROM conversations WHERE kind = '{REMOVED}' LIMIT 1")
+        for number, head in found:
+            chain = self._db.execute(CHAIN, {"head": head, "most": MOST_TURNS})
+            values = {"number": number, "head": chain[-1][1]}
+            if values["head"] is None:
+                self._db.execute("DELETE FROM conversations WHERE number = :number", values)
+            else:
+                self._db.execute("UPDATE conversations SET head = :head WHERE number = :number", values)
+            self._db.execute(f"DELETE FROM turns WHERE number IN ({_listed([turn for turn, _ in chain])})")
+        return bool(found)
+
+
+def _release(line: Sequence[int], tree: Mapping[int, TreeTurn]) -> int:
+    """A pointer to the line's head goes. Returns to how many turns nothing points then: the first of the line."""
+    for count, turn in enumerate(line):
+        tree[turn].uses -= 1
+        if tree[turn].uses > 0:
+            return count
+    return len(line)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +24,7 @@ from ...scheduler.types import RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import CONTINUED_TOKENS, Tokenizer
 from .schema import Conversation, Gone, Kind, Name, Opening
-from .store import HistoryStore
+from .store import HistoryStore, Swept
 from .transcript import (
     OTHERS,
     Message,
@@ -48,6 +47,10 @@ Tell = Callable[[Fork | Keep], None]
 Erase = Callable[[Forget], Awaitable[bool]]
 COMMIT_PATIENCE_S = 10.0  # after the first time that the database did not answer; then the reply ends with 503
 COMMIT_RETRY_S = 0.5
+EXPIRY_SECONDS = 60.0  # between two looks for expired conversations
+CATCH_UP_SECONDS = 0.1  # between two readings of deletions by a server that is behind
+FORGET_TOKENS = 100  # tokens that take as much memory as a message without any
+MOST_UNERASED = 400_000  # tokens of deleted conversations; above this no more are deleted until their KV is erased
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 WATCH_SECONDS = 1.0
 Stored = tuple[Conversation, StoredTurn | None]
@@ -173,6 +176,7 @@ class TurnManager:
         self.kind, self.healthy = store.kind, True  # healthy: a shared database has answered when last asked
         self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
         self._erasing: list[asyncio.Future[bool]] = []
+        self._unerased = 0  # tokens that the loop has been told to erase
         self._tasks: list[asyncio.Task[None]] = []
         if store.shared:
             store.register()
@@ -206,18 +210,56 @@ class TurnManager:
     async def _keep_in_step(self) -> None:
         """Renews this server's leases and learns of deletions on the other servers."""
         while True:
-            await asyncio.sleep(self._store.lease / 3)
+            await asyncio.sleep(CATCH_UP_SECONDS if self._store.behind else self._store.lease / 3)
             # KV that could not be erased is erased after the next start: its tombstone stays until then.
             self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
             if not self._erasing and not self._deleted:
                 self._erased = self._handed
             try:
-                await self.run(self._store.keep_in_step, list(self._open), self._erased)
+                read = self._unerased <= MOST_UNERASED
+                await self.run(self._store.keep_in_step, list(self._open), self._erased, read)
                 self.healthy = True
             except RequestError as error:
                 if self.healthy:
                     log.warning("the histories: %s", error.message)
                 self.healthy = False
+
+    def expire_in_background(self) -> None:
+        """Deletes expired conversations from now on. Called on the event loop."""
+        self._tasks.append(asyncio.create_task(self._expire()))
+
+    async def _expire(self) -> None:
+        while True:
+            await self._sweep()
+            await asyncio.sleep(EXPIRY_SECONDS)
+
+    async def _sweep(self) -> None:
+        """Deletes what has expired, a few conversations at a time. Turns come between: after each piece the database
+        is free for as long as the piece took."""
+        clock = asyncio.get_running_loop().time
+        conversations, more = 0, True
+        while more:
+            began = clock()
+            swept = await self.expire_some()
+            conversations += swept.conversations
+            more = swept.more
+            await asyncio.sleep(clock() - began)
+            while self._unerased > MOST_UNERASED:
+                await asyncio.sleep(CATCH_UP_SECONDS)
+        if conversations:
+            log.info("deleted %d expired conversations, branches and responses", conversations)
+
+    async def expire_some(self) -> Swept:
+        """Deletes some of the expired conversations. If the database refuses, a later call does it."""
+        try:
+            return await self.run(self._store.expire, self.now())
+        except RequestError as error:
+            log.warning("expired conversations cannot be deleted now: %s", error.message)
+            return Swept(0, more=False)
+
+    def now(self) -> float:
+        """The time that conversations are stored with."""
+        return self._store.now()
 
     async def close(self) -> None:
         """Called after the last commit."""
@@ -280,7 +322,7 @@ class TurnManager:
         snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
         if conversation is not None:
             if snapshot is not None:
-                await self.run(self._store.admit, [snapshot], time.time())
+                await self.run(self._store.admit, [snapshot], self.now())
             turn = await self.open_chat(owner, conversation, messages, with_instructions, server_history=True)
             if snapshot is not None:
                 turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
@@ -313,7 +355,7 @@ class TurnManager:
             if name is not None and server_history:
                 return await self._continue_log(name, prompt, held)
             opening = await self._admit(records, held)
-            stored = await self.run(self._store.find, name, time.time()) if name is not None else None
+            stored = await self.run(self._store.find, name, self.now()) if name is not None else None
             if not isinstance(prompt, str):
                 return OpenTurn(self, owner, (), prompt, "", 0, records, opening, held.pop_all(), stored)
             assert self.tokenizer is not None
@@ -366,7 +408,7 @@ class TurnManager:
         covered = _message_count(recent)
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
             return recent, None
-        stored = await self.run(self._store.find, name, time.time())
+        stored = await self.run(self._store.find, name, self.now())
         found = common_beginning(stored[1], messages) if stored is not None else None
         return (found if _message_count(found) > covered else recent), stored
 
@@ -382,7 +424,7 @@ class TurnManager:
         and 409 if there is another, on any server."""
 
         def admit_and_find(names: Sequence[Name], now: float, turn: bytes) -> Opening:
-            with self._store.transaction(now, durable=False):
+            with self._store.transaction(durable=False):
                 opening = self._store.admit(names, now, turn, alone=True)
                 found.append(self._store.find(name, now))
             return opening
@@ -398,7 +440,7 @@ class TurnManager:
         turn = uuid.uuid4().bytes
         self._open[turn] = names
         held.callback(self._release, turn)
-        return await self.run(admit, names, time.time(), turn)
+        return await self.run(admit, names, self.now(), turn)
 
     def _release(self, turn: bytes) -> None:
         """Releases the turn if it is not committed; a commit releases it."""
@@ -413,7 +455,7 @@ class TurnManager:
                 self._thread.submit(release)
 
     async def _continued(self, name: Name) -> Stored:
-        found = await self.run(self._store.find, name, time.time())
+        found = await self.run(self._store.find, name, self.now())
         if found is None:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
         return found
@@ -425,10 +467,10 @@ class TurnManager:
         COMMIT_PATIENCE_S.
 
         Raises RequestError as `OpenTurn.commit`."""
-        now = time.time()
+        now = self.now()
 
         def commit() -> list[Conversation]:
-            with self._store.transaction(now):
+            with self._store.transaction():
                 if opening is not None and self._store.committed(opening.turn):
                     return []
                 first, *others = records
@@ -475,7 +517,7 @@ class TurnManager:
 
     async def get(self, name: Name) -> Conversation:
         """RequestError (404)."""
-        return await self.run(self._store.get, name, time.time())
+        return await self.run(self._store.get, name, self.now())
 
     async def load(self, name: Name) -> tuple[Conversation, Transcript]:
         """The conversation with all of its history. RequestError (404)."""
@@ -483,20 +525,20 @@ class TurnManager:
         return found, past.transcript() if past is not None else Transcript((), array("i"), "", 0)
 
     async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[Conversation], bool]:
-        return await self.run(self._store.page, owner, limit, after, ascending, time.time())
+        return await self.run(self._store.page, owner, limit, after, ascending, self.now())
 
     async def create(self, name: Name) -> Conversation:
-        return await self.run(self._store.create, name, time.time())
+        return await self.run(self._store.create, name, self.now())
 
     async def fork(self, name: Name, new_id: str) -> Conversation:
         """Copies the history at once, and the claims on its KV if the loop has them."""
-        fork = await self.run(self._store.fork, name, new_id, time.time())
+        fork = await self.run(self._store.fork, name, new_id, self.now())
         self._tell(Fork(kv_name(name, name.id), kv_name(name, new_id)))
         return fork
 
     async def change(self, name: Name, **values: Any) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`."""
-        now = time.time()
+        now = self.now()
         changed = await self.run(self._store.change, name, now, **values)
         self._keep(changed, now)
         return changed
@@ -507,7 +549,9 @@ class TurnManager:
 
         RequestError: 404, and 500 if it is deleted, but the disk refused to erase some of its KV.
         """
-        if not await self._forget(await self.run(self._store.delete, name, time.time())):
+        while await self.run(self._store.delete_branches, name, self.now()):
+            pass
+        if not await self._forget(await self.run(self._store.delete, name, self.now())):
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
             raise RequestError(500, f"{what}: it could not be erased")
 
@@ -526,6 +570,13 @@ class TurnManager:
     def _erase_kv(self, gone: Gone) -> Awaitable[bool]:
         known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt)))
+        size = len(gone.tokens) + FORGET_TOKENS
+
+        def erased(_: object) -> None:
+            self._unerased -= size
+
+        self._unerased += size
+        erasing.add_done_callback(erased)
         if self._store.shared:
             self._erasing.append(erasing)
         return erasing

@@ -5,7 +5,6 @@ All paths need the owner's key if keys are used. Another owner's conversation is
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import Annotated, Any, ClassVar
 
@@ -87,9 +86,12 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
     """Adds the endpoints. An id may contain slashes, so paths with a part after the id come first."""
     router = APIRouter(prefix="/v1/conversations")
 
+    def described(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+        return describe(conversation, histories.now(), transcript)
+
     def sized(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
         found = client.kv_map.find(kv_name(Name(conversation.owner, conversation.id), conversation.thread))
-        return describe(conversation, transcript) | {"kv_chunks": None if found is None else by_tier(found)}
+        return described(conversation, transcript) | {"kv_chunks": None if found is None else by_tier(found)}
 
     @router.get("")
     async def page(request: Request) -> dict[str, Any]:
@@ -103,22 +105,22 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
     @router.post("")
     async def create(request: Request) -> dict[str, Any]:
         body = await parsed(NewConversation, request)
-        return describe(await histories.create(Name(owner_of(request), body.id or new_id())))
+        return described(await histories.create(Name(owner_of(request), body.id or new_id())))
 
     @router.post("/{id:any}/fork")
     async def fork(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(NewConversation, request)
-        return describe(await histories.fork(Name(owner_of(request), id), body.id or new_id()))
+        return described(await histories.fork(Name(owner_of(request), id), body.id or new_id()))
 
     @router.post("/{id:any}/pin")
     async def pin(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(Pin, request)
-        until = time.time() + body.ttl_s
-        return describe(await histories.change(Name(owner_of(request), id), pinned_until=until))
+        until = histories.now() + body.ttl_s
+        return described(await histories.change(Name(owner_of(request), id), pinned_until=until))
 
     @router.post("/{id:any}/unpin")
     async def unpin(id: str, request: Request) -> dict[str, Any]:
-        return describe(await histories.change(Name(owner_of(request), id), pinned_until=0.0))
+        return described(await histories.change(Name(owner_of(request), id), pinned_until=0.0))
 
     @router.get("/{id:any}")
     async def look(id: str, request: Request) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
     async def change(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(Lifetime, request)
         values = {name.removesuffix("_s"): getattr(body, name) for name in body.model_fields_set}
-        return describe(await histories.change(Name(owner_of(request), id), **values))
+        return described(await histories.change(Name(owner_of(request), id), **values))
 
     @router.delete("/{id:any}")
     async def delete(id: str, request: Request) -> dict[str, Any]:
@@ -159,9 +161,8 @@ def by_tier(conversation: ConversationKV) -> dict[str, int]:
     return {tier: getattr(conversation, tier) for tier in ("gpu", "host", "disk", "dropped")}
 
 
-def describe(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+def describe(conversation: Conversation, now: float, transcript: Transcript | None = None) -> dict[str, Any]:
     """The conversation in the form for its owner, with the messages if `transcript` is given."""
-    now = time.time()
     pinned = conversation.pinned_until if conversation.pinned_until > now else None
     described: dict[str, Any] = {
         "id": conversation.id,

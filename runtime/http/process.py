@@ -127,6 +127,7 @@ async def _start_and_stop(
             )
             histories = TurnManager(store, client.tell, client.forget, tokenizer)
             behind.push_async_callback(histories.close)
+            histories.expire_in_background()
             door.open(create_app(client, ready, tokenizer, settings, histories, tracing))
             await client.closed.wait()
     finally:

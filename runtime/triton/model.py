@@ -159,6 +159,7 @@ class TritonFrontend:
     def __init__(self, client: EngineClient, ready: Ready, tokenizer: Tokenizer | None, store: HistoryStore):
         self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, ready.chunk_tokens
         self._histories = TurnManager(store, client.tell, client.forget, tokenizer)
+        self._histories.expire_in_background()
         self._calls = RequestBuilder(ready, tokenizer, self._histories, client.new_id)
         self._visits: dict[TritonRequest, asyncio.Task[None] | None] = {}
         self._metrics = TritonMetrics()

@@ -11,6 +11,7 @@ import pytest
 
 from pensieve.builder import engine_cache
 from pensieve.builder.manifest import Manifest
+from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.runtime.offline.settings import read_settings
 from pensieve.scheduler.types import RequestError, SettingError
@@ -211,6 +212,10 @@ def test_conversations_survive_on_disk(cache, tmp_path):
     with LLM("demo", **options) as llm:
         assert len(llm._executor.disk_records()) >= len(first.prompt_token_ids) // 8
         (second,) = llm.chat(NEXT, GREEDY, conversation="c", history="server")
+        store = llm._histories._store
+        store.change(Name("", "c"), 1.0, history_ttl=1e-9)
+        llm.generate("hello", GREEDY)
+        assert store._db.execute("SELECT count(*) FROM conversations") == [(0,)], "any call deletes what has expired"
     # The tokens of the first turn were loaded, or computed again where that is sooner.
     assert second.usage.disk + second.usage.recomputed >= len(first.prompt_token_ids)
 

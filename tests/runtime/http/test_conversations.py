@@ -7,13 +7,11 @@ import contextlib
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-from pensieve.runtime.conversations import turns as histories
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.http.auth import key_digest
@@ -401,16 +399,16 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
     """Nor is it created again without its settings. Its TTL starts again at the turn's end, or ends if there is
     none."""
     clock = [1_000_000.0]
-    monkeypatch.setattr(histories, "time", SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(HistoryStore, "now", lambda self: clock[0])
 
     async def begun(server: Any, turn: int) -> asyncio.Task[Any]:
-        """The conversation's time is over while this runs, and others give the store reason to clear away."""
+        """The conversation's time is over while this runs, and the store deletes what has expired."""
         contents = ["more"] if history == "server" else ["hello", "there", "more"]
         running = asyncio.create_task(server.chat(*contents, conversation="a", history=history))
         while len(server.requests) < turn:
             await asyncio.sleep(0.005)
         clock[0] += 1000
-        await server.post(CONVERSATIONS)
+        await server.histories.expire_some()
         return running
 
     async def work() -> None:

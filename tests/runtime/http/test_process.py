@@ -17,10 +17,14 @@ import httpx
 import openai
 import pytest
 
+from pensieve.runtime.conversations.schema import Name
+from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, listen, serve_http
-from pensieve.runtime.messages import Abort, Fatal, Submit
+from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.messages import Abort, Fatal, Forget, Submit
 from pensieve.scheduler.types import SettingError
 
+from ..conversations.test_store import transcript
 from ..fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer
 
 
@@ -32,12 +36,12 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     """The HTTP process over a FakeLoop."""
 
-    def __init__(self, loop: FakeLoop, directory: Path):
+    def __init__(self, loop: FakeLoop, directory: Path, *settings: HTTPSettings):
         self.loop = loop
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=serve_http, args=(loop.client_end, listener))
+        self.process = context.Process(target=serve_http, args=(loop.client_end, listener, *settings))
         self.process.start()
         listener.close()
         loop.client_end.close()
@@ -159,3 +163,15 @@ def test_a_taken_port_is_named_at_once() -> None:
         listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(SettingError, match="--host"):
         listen("not an address", 0)
+
+
+def test_what_has_expired_is_forgotten_without_a_request(tokenizer_directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    store = HistoryStore(path)
+    store.commit(Name("", "old"), transcript("0", "1"), 1.0)
+    store.commit(Name("", "new"), transcript("2", "3"), store.now())
+    store.close()
+    server = Server(FakeLoop(echo), tokenizer_directory, HTTPSettings(histories=path, history_ttl=1000.0))
+    eventually(lambda: len(server.loop.said(Forget)) == 1)
+    server.close()
+    assert [message.conversation for message in server.loop.said(Forget)] == ["old"]

@@ -191,6 +191,7 @@ def test_forks_pins_lifetimes_and_quotas_are_the_same_on_all_servers(postgres: s
     two.change(a, 2.0, pinned_until=9.0, history_ttl=5.0)
     assert one.get(a, 3.0).pinned_until == 9.0 and one.find(a, 100.0) is None
     one.create(c, 100.0)
+    one.expire(100.0)
     two.keep_in_step([], two.seen)
     for store in (one, two):
         assert [gone.name.id for gone in store.take_expired()] == ["a"]

@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 
 from pensieve.runtime.conversations import transcript as past_turns
+from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.frontend.engine_client import EngineClient
+from pensieve.runtime.messages import Forget
 from pensieve.runtime.text.tokenizer import Tokenizer
 
+from ..conversations.test_store import transcript
 from ..fake_loop import FakeLoop, eventually, ready, save_tokenizer, say
 
 NAME = "pensieve.runtime.triton.model"
@@ -112,10 +115,10 @@ class Asking:
 
 
 @contextlib.asynccontextmanager
-async def desk_before(loop, directory):
+async def desk_before(loop, directory, history_ttl=None):
     """A desk whose engine is played by hand, which ends with it."""
     directory, client = save_tokenizer(directory), EngineClient(loop.client_end)
-    store = HistoryStore(directory / "history.sqlite", None)
+    store = HistoryStore(directory / "history.sqlite", history_ttl)
     desk = sys.modules[NAME].TritonFrontend(client, ready(), Tokenizer.load(directory), store)
     yield desk
     loop.close()
@@ -124,6 +127,18 @@ async def desk_before(loop, directory):
 
 
 PROMPT = {"text_input": b"x", "sampling_param_max_tokens": 100}
+
+
+def test_what_has_expired_is_forgotten_without_a_request(triton, tmp_path):
+    loop, store = FakeLoop(say("y")), HistoryStore(tmp_path / "history.sqlite")
+    store.commit(Name("", "old"), transcript("0", "1"), 1.0)
+    store.close()
+
+    async def one():
+        async with desk_before(loop, tmp_path, history_ttl=1000.0):
+            await asyncio.to_thread(eventually, lambda: len(loop.said(Forget)) == 1)
+
+    asyncio.run(one())
 
 
 def test_a_request_is_stopped_while_its_prompt_is_still_looked_at(triton, tmp_path):

@@ -1,0 +1,73 @@
+"""The time that histories are stored with, and the time by which they expire.
+
+Both are the wall clock's, of PostgreSQL the database's. A wall clock may jump: a wrong time is set, or a machine starts
+with one and is corrected. A jump ahead would delete all histories. So the wall clock is compared with CLOCK_BOOTTIME,
+which nobody can set and which counts while the machine sleeps. After a jump expiry is suspended until the new time has
+lasted a day; meanwhile conversations are as old as without the jump.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+JUMP_SECONDS = 3600.0  # a smaller change is a clock that is set right, or drifts
+LASTING_SECONDS = 86400.0
+JUMPED = (
+    "the clock of the histories (%s) has jumped by %+.0f s: no conversation expires until the clock is right again, "
+    "or has kept its new time for a day; if the new time is wrong, set the clock; if it is right, a restart accepts it"
+)
+
+
+def boot_time() -> float:
+    """Seconds since the machine's start, also while it slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class HistoryClock:
+    """`whose`: the clock's name for users. `wall`, `boot`: they return seconds. The time at the first look is right: a
+    process may start after any time."""
+
+    def __init__(self, whose: str, wall: Callable[[], float], boot: Callable[[], float] = boot_time):
+        self._whose, self._wall, self._boot = whose, wall, boot
+        self._right = wall() - boot()  # wall time minus boot time
+        self._jumped = self._right  # after a jump: the same difference now
+        self._one_looks = threading.Lock()  # the database's thread looks too
+        self._jumped_at: float | None = None  # boot time; None: there was no jump, or its time is right
+
+    def now(self) -> float:
+        """Wall time, seconds since the epoch."""
+        with self._one_looks:
+            wall, boot = self._wall(), self._boot()
+            self._compare(wall - boot, boot)
+        return wall
+
+    @property
+    def suspended(self) -> bool:
+        """True if the clock has jumped, and nothing may be deleted because of its time."""
+        return self._jumped_at is not None
+
+    @property
+    def ahead(self) -> float:
+        """Seconds by which a conversation seems older than it is: after a jump ahead the jump, else 0."""
+        return max(0.0, self._jumped - self._right) if self.suspended else 0.0
+
+    def _compare(self, difference: float, boot: float) -> None:
+        if abs(difference - self._right) <= JUMP_SECONDS:
+            if self.suspended:
+                log.warning("the clock of the histories (%s) is right again: conversations expire", self._whose)
+            self._right = difference
+            self._jumped_at = None
+            return
+        if self._jumped_at is None or abs(difference - self._jumped) > JUMP_SECONDS:
+            log.warning(JUMPED, self._whose, difference - self._right)
+            self._jumped_at = boot
+        self._jumped = difference
+        if boot - self._jumped_at >= LASTING_SECONDS:
+            log.warning("the clock of the histories (%s) has kept its new time: conversations expire", self._whose)
+            self._right = difference
+            self._jumped_at = None
