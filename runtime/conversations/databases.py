@@ -298,7 +298,7 @@ class Postgres:
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
                 connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
-            if connection.execute(f"SELECT to_regclass('{SPACE}.tombstones_named')").fetchone() == (None,):
+            if connection.execute(f"SELECT to_regclass('{SPACE}.branches_of')").fetchone() == (None,):
                 connection.execute("SET LOCAL statement_timeout = 0")  # tables of an older program may be large
                 connection.execute(INDEXES + TOMBSTONES_NAMED + POSTGRES_BRANCHES)
             found = connection.execute("SELECT version FROM layout").fetchone()

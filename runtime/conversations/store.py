@@ -63,18 +63,19 @@ ORDER BY {since} LIMIT :most
 """
 LINE = """
 WITH RECURSIVE line (number, depth) AS (SELECT number, 0 FROM turns WHERE number = :head
-UNION ALL SELECT parent, depth + 1 FROM line JOIN turns USING (number) WHERE parent IS NOT NULL)
+UNION ALL SELECT (SELECT parent FROM turns WHERE turns.number = line.number), depth + 1 FROM line
+WHERE line.number IS NOT NULL)
 SELECT number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
 FROM line JOIN turns USING (number) ORDER BY depth DESC
 """
+# A subquery finds each parent by its index. For a join PostgreSQL may read the whole table, once for each turn.
 TRACE_COLUMNS = "number, parent, digest, kept, length(tokens) / 4 AS own"
 TRACES = "SELECT {columns} FROM turns WHERE number IN ({listed})"
 TRACES_OF_LINES = """
 WITH RECURSIVE past (number) AS (SELECT number FROM turns WHERE number IN ({listed})
-UNION SELECT parent FROM past JOIN turns USING (number) WHERE parent IS NOT NULL)
+UNION SELECT (SELECT parent FROM turns WHERE turns.number = past.number) FROM past WHERE past.number IS NOT NULL)
 SELECT {columns} FROM past JOIN turns USING (number)
 """
-# A subquery finds each parent by its index. For a join PostgreSQL may read the whole table, once for each turn.
 TREE = """
 WITH RECURSIVE tree (number) AS (SELECT head FROM conversations WHERE number IN ({numbers}) AND head IS NOT NULL
 UNION SELECT (SELECT parent FROM turns WHERE turns.number = tree.number) FROM tree WHERE tree.number IS NOT NULL)
@@ -780,10 +781,6 @@ class HistoryStore:
         ((number,),) = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
         # the caller may go on changing its own messages
         return LineTurn(int(number), id, digest, replace(turn, messages=tuple(json.loads(messages))))
-
-    def _load(self, head: int | None) -> StoredTurn | None:
-        line = self._line(head)
-        return Line(line).last.turn if line else None
 
     def _line(self, head: int | None) -> dict[int, LineTurn]:
         """The turns from the first one to this one, by number."""

@@ -119,7 +119,7 @@ class Driver:
             case "fail":
                 whole = self.whole()
                 for store in self.stores:
-                    with pytest.raises(ZeroDivisionError), store.transaction(1.0):
+                    with pytest.raises(ZeroDivisionError), store.transaction():
                         store.commit(name, whole, 1.0)
                         raise ZeroDivisionError
 
