@@ -15,11 +15,11 @@ import logging
 import sys
 import uuid
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
@@ -28,6 +28,8 @@ from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 EXPIRY_INTERVAL_S = 60.0
 MOST_BRANCHES = 16  # of a conversation: each commit reads all of them
@@ -80,6 +82,7 @@ class HistoryStore:
         self._tokenizer = b""
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
+        self.errors = db.errors
         self._live = LIVE.format(clock=self._db.clock)
 
     def close(self) -> None:
@@ -88,6 +91,15 @@ class HistoryStore:
     def interrupt(self) -> None:
         """Called from another thread: makes a call that waits for the database fail (503)."""
         self._db.interrupt()
+
+    @property
+    def fault(self) -> RequestError | None:
+        """The reason why nothing can be written, until `recover` succeeds."""
+        return self._db.fault
+
+    def recover(self) -> None:
+        """Called while there is a `fault`: ends it, or raises RequestError."""
+        self._db.recover()
 
     def use_tokenizer(self, digest: bytes) -> None:
         """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
@@ -362,14 +374,31 @@ class HistoryStore:
 
     def delete(self, name: Name, now: float) -> Gone:
         """Deletes the conversation. Raises RequestError (404)."""
-        with self.transaction(now):
-            return self._remove(self.get(name, now))
+
+        def remove() -> Gone:
+            with self.transaction(now):
+                return self._remove(self.get(name, now))
+
+        return self.with_reserve(remove)
+
+    def with_reserve(self, remove: Callable[[], Result]) -> Result:
+        """Calls a function that deletes in one transaction. On a full disk it is called again, with the room that is
+        kept for deletions."""
+        try:
+            return remove()
+        except RequestError as error:
+            if error.status != 507 or not self._db.use_reserve():
+                raise
+        return remove()
 
     def admit(self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False) -> Opening:
         """Admits a turn with this id, which will commit to these names. Existing histories do not expire until
         `release(turn)`. `alone`: the histories must exist, and no other turn continues them at the same time.
 
-        RequestError: 429 if one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
+        RequestError: 429 if one would be new and its owner has as many as the quota allows; the `fault` if there is
+        one, because the turn could not be committed; `alone`: 404 and 409."""
+        if self.fault is not None:
+            raise RequestError(self.fault.status, self.fault.message)
         seen = {}
         with self.transaction(now, durable=False):
             if self.shared:

@@ -16,8 +16,9 @@ import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
@@ -49,6 +50,8 @@ Erase = Callable[[Forget], Awaitable[bool]]
 COMMIT_PATIENCE_S = 10.0  # for a database that does not answer; then the reply ends with 503
 COMMIT_RETRY_S = 0.5
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
+RECOVERY_S = 1.0  # between two looks whether a full disk has room again
+COMPLAINT_S = 60.0  # least time between two log messages about the same background work
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
@@ -169,7 +172,8 @@ class TurnManager:
         self._deleted: dict[bytes, Gone] = {}  # those whose conversation was deleted meanwhile
         self._store, self._tell, self._erase = store, tell, forget
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
-        self.kind, self.healthy = store.kind, True  # healthy: a shared database has answered when last asked
+        self.kind = store.kind
+        self._faults: dict[str, str] = {}  # of background work, by its name
         self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
         self._erasing: list[asyncio.Future[bool]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -177,7 +181,9 @@ class TurnManager:
         if store.shared:
             store.register()
             self._handed = self._erased = store.seen
-            self._tasks = [asyncio.create_task(work()) for work in (self._keep_in_step, self._watch)]
+            self._repeat("renewal of leases", lambda: store.lease / 3, self._keep_in_step)
+            self._repeat("watch over the database", lambda: 1.0, self._watch)
+        self._repeat("recovery of the histories", lambda: RECOVERY_S, self._recover)
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
@@ -200,29 +206,63 @@ class TurnManager:
         self._handed = max(self._handed, seen)
         return result
 
-    async def _watch(self) -> None:
-        """Ends calls to a database that neither answers nor closes the connection."""
+    # -- in the background
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the histories, for users; None: they are read and written."""
+        if self._store.fault is not None:
+            return self._store.fault.message
+        return next(iter(self._faults.values()), None)
+
+    def _repeat(self, name: str, seconds: Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:
+        """Begins background work, which waits `seconds()` before each time. Errors of the database do not end it: they
+        are its `fault` until it succeeds, and are logged once a minute. Another error is a mistake of this program. It
+        ends the work, and stays its fault."""
+        task = asyncio.create_task(self._repeated(name, seconds, work))
+        task.add_done_callback(partial(self._ended, name))
+        self._tasks.append(task)
+
+    async def _repeated(self, name: str, seconds: Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:
+        clock, silent_until = asyncio.get_running_loop().time, 0.0
         while True:
-            await asyncio.sleep(1)
-            began = self._began
-            if began is not None and asyncio.get_running_loop().time() - began > HUNG_SECONDS:
-                self._store.interrupt()
+            await asyncio.sleep(seconds())
+            try:
+                await work()
+            except (RequestError, self._store.errors) as error:
+                known = isinstance(error, RequestError)
+                self._faults[name] = str(error) if known else f"{name}: the database refuses it"
+                if clock() >= silent_until:
+                    silent_until = clock() + COMPLAINT_S
+                    log.error("%s: %s", name, error, exc_info=None if known else error)
+            else:
+                if self._faults.pop(name, None) is not None:
+                    log.warning("%s: it works again", name)
+                    silent_until = 0.0
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._faults[name] = f"{name}: it has ended by a mistake of this program; restart the server"
+            log.critical("%s", self._faults[name], exc_info=error)
+
+    async def _recover(self) -> None:
+        """While nothing can be written, turns are refused before they are computed."""
+        if self._store.fault is not None:
+            await self.run(self._store.recover)
+
+    async def _watch(self) -> None:
+        """Ends a call to a database that neither answers nor closes the connection."""
+        began = self._began
+        if began is not None and asyncio.get_running_loop().time() - began > HUNG_SECONDS:
+            self._store.interrupt()
 
     async def _keep_in_step(self) -> None:
         """Renews this server's leases and learns of deletions on the other servers."""
-        while True:
-            await asyncio.sleep(self._store.lease / 3)
-            # KV that could not be erased is erased after the next start: its tombstone stays until then.
-            self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
-            if not self._erasing and not self._deleted:
-                self._erased = self._handed
-            try:
-                await self.run(self._store.keep_in_step, list(self._open), self._erased)
-                self.healthy = True
-            except RequestError as error:
-                if self.healthy:
-                    log.warning("the histories: %s", error.message)
-                self.healthy = False
+        # KV that could not be erased is erased after the next start: its tombstone stays until then.
+        self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
+        if not self._erasing and not self._deleted:
+            self._erased = self._handed
+        await self.run(self._store.keep_in_step, list(self._open), self._erased)
 
     async def close(self) -> None:
         """Called after the last commit."""
@@ -415,7 +455,7 @@ class TurnManager:
         if self._open.pop(turn, None) is not None:
             self._deleted.pop(turn, None)
             with contextlib.suppress(RuntimeError):  # the store is closed: its server ends
-                self._thread.submit(release)
+                self._thread.submit(release).add_done_callback(Future.result)  # a fault is logged
 
     async def _continued(self, name: Name) -> Stored:
         found = await self.run(self._store.find, name, time.time())

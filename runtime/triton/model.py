@@ -257,6 +257,7 @@ class TritonFrontend:
 
     async def _tell_metrics(self) -> None:
         while True:
+            self._client.metrics.histories_healthy = self._histories.fault is None
             self._metrics.update(self._client.metrics.text())
             await asyncio.sleep(METRICS_INTERVAL_S)
 

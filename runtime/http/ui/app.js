@@ -174,8 +174,8 @@ function draw(state) {
 }
 
 // Which server this is, and where its histories are.
-function showReplica({ replica, histories: { store, healthy } }) {
-  $("replica").textContent = [replica, healthy ? store : `${store} does not answer`].filter(Boolean).join(" · ");
+function showReplica({ replica, histories: { store, healthy, reason } }) {
+  $("replica").textContent = [replica, healthy ? store : `${store}: ${reason}`].filter(Boolean).join(" · ");
   $("replica").classList.toggle("wrong", !healthy);
 }
 
