@@ -32,6 +32,7 @@ LOOK_SECONDS = 1.0  # seconds for another process to release a file that is only
 FOREVER = 9e99  # open turns of a server with its own database end with the server
 LEASE_SECONDS = 10.0  # open turns of a server that is silent for this long are lost
 ROOM_BYTES = 2**20  # bytes that a database must take before turns are computed again
+RECOVERY_BYTES = 4 * ROOM_BYTES  # these in SQLite's log, their removal, and both in the file
 
 SCHEMES = ("postgresql", "postgres")
 
@@ -210,7 +211,7 @@ class Sqlite:
             with self._reserve.open("ab") as file:
                 held = file.tell()
                 free = shutil.disk_usage(self._reserve.parent).free
-                size = min(RESERVE_BYTES, held + free - 2 * ROOM_BYTES)
+                size = min(RESERVE_BYTES, held + free - RECOVERY_BYTES)
                 if max(size, held) < RESERVE_BYTES // 2:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if size > held:
@@ -258,6 +259,7 @@ class Sqlite:
         self.execute("DROP TABLE IF EXISTS room")  # of a process that was killed in the middle
         self.execute(f"CREATE TABLE room AS SELECT zeroblob({ROOM_BYTES}) AS bytes")
         self.execute("DROP TABLE room")
+        self.execute("PRAGMA wal_checkpoint(RESTART)")  # the next turns find room in the log and in the file
         self.fault = None
 
     def use_reserve(self) -> bool:

@@ -266,7 +266,7 @@ def test_a_server_starts_without_room_for_the_reserve(tmp_path: Path, monkeypatc
     store = HistoryStore(path)
     refused(507, store.admit, [Name("", "a")], 1.0)
     refused(507, store.recover)
-    enough = 2 * databases.ROOM_BYTES + databases.RESERVE_BYTES // 2
+    enough = databases.RECOVERY_BYTES + databases.RESERVE_BYTES // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=enough))
     store.recover()
     store.admit([Name("", "a")], 1.0)
