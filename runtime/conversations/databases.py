@@ -44,8 +44,10 @@ class Database(Protocol):
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
-    `errors`      class of the driver's errors. One that is not raised as RequestError is a mistake of this program
-    `fault`       the reason why nothing can be written, from the first call that showed it to a `recover` that succeeds
+    `errors`      class of the driver's errors. One that is not raised as RequestError is a mistake
+                  of this program
+    `fault`       the reason why nothing can be written, from the first call that showed it to a
+                  `recover` that succeeds
     """
 
     where: str
@@ -58,8 +60,8 @@ class Database(Protocol):
     fault: RequestError | None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
-        """Returns the rows. Raises RequestError: 503 if the database does not answer, 507 if it cannot write, 400 if it
-        cannot hold a value, 500 if it is damaged."""
+        """Returns the rows. Raises RequestError: 503 if the database does not answer, 507 if it
+        cannot write, 400 if it cannot hold a value, 500 if it is damaged."""
 
     def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
         """A context manager: all changes or none, and no other transaction of any server at the same time. On return it
@@ -72,10 +74,12 @@ class Database(Protocol):
     def in_transaction(self) -> bool: ...
 
     def recover(self) -> None:
-        """Writes ROOM_BYTES and removes them, which ends the `fault`. Raises RequestError as `execute`."""
+        """Writes ROOM_BYTES and removes them, which ends the `fault`. Raises RequestError as
+        `execute`."""
 
     def use_reserve(self) -> bool:
-        """Frees the room that is kept for deletions on a full disk. False if this database keeps none."""
+        """Frees the room that is kept for deletions on a full disk. False if this database keeps
+        none."""
 
     def text(self, text: str) -> str | bytes:
         """Converts a text of any characters to its stored form; reading returns the same text."""
@@ -138,17 +142,18 @@ SQLITE_STATUSES = {
     sqlite3.SQLITE_IOERR: 507,
     sqlite3.SQLITE_READONLY: 507,
 }
-"""By SQLite's error code, or by its last byte, which is the kind of error. Others are mistakes of this program."""
+"""By SQLite's error code, or by its last byte, which is the kind of error. Others are mistakes of
+this program."""
 SQLITE_MESSAGES = {
     400: "the histories cannot hold this: {}",
-    500: "the file of the histories is damaged ({}): stop the server and restore the file from a backup",
+    500: "the file of the histories is damaged ({}): stop the server and restore a backup",
     503: "the histories cannot be read now ({}); try again",
-    507: "the histories cannot be written to ({}): make room on their disk, or delete conversations",
+    507: "the histories cannot be written to ({}): make room on the disk or delete conversations",
 }
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
 RESERVE_BYTES = 16 * 2**20
-"""Room for deletions on a full disk: the write-ahead log of a large one, and what the file grows by when the 4 MB of
-log before it are moved there."""
+"""Room for deletions on a full disk: for the write-ahead log of a large one, and for the 4 MB of log
+before it, which are moved to the file."""
 
 
 class Sqlite:
@@ -203,8 +208,8 @@ class Sqlite:
         self._db.executescript(OPEN_TURNS.format(**SQLITE_TYPES))
 
     def _keep_reserve(self) -> None:
-        """Allocates the reserve. A smaller one will do where deletions have used a part, but not less than half of it.
-        Raises RequestError (507)."""
+        """Allocates the reserve. A quarter of it will do where deletions have used the rest. Raises
+        RequestError (507)."""
         if self._reserve is None:
             return
         try:
@@ -212,7 +217,7 @@ class Sqlite:
                 held = file.tell()
                 free = shutil.disk_usage(self._reserve.parent).free
                 size = min(RESERVE_BYTES, held + free - RECOVERY_BYTES)
-                if max(size, held) < RESERVE_BYTES // 2:
+                if max(size, held) < RESERVE_BYTES // 4:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if size > held:
                     _allocate(file.fileno(), held, size)
@@ -259,7 +264,8 @@ class Sqlite:
         self.execute("DROP TABLE IF EXISTS room")  # of a process that was killed in the middle
         self.execute(f"CREATE TABLE room AS SELECT zeroblob({ROOM_BYTES}) AS bytes")
         self.execute("DROP TABLE room")
-        self.execute("PRAGMA wal_checkpoint(RESTART)")  # the next turns find room in the log and in the file
+        # The next turns find room in the log and in the file.
+        self.execute("PRAGMA wal_checkpoint(RESTART)")
         self.fault = None
 
     def use_reserve(self) -> bool:
@@ -267,7 +273,7 @@ class Sqlite:
             return False
         with contextlib.suppress(FileNotFoundError):
             os.truncate(self._reserve, 0)
-        # The log is written from its beginning again. If that fails it can still grow into the free room.
+        # The log is written from its beginning again. If that fails it may still grow.
         with contextlib.suppress(RequestError):
             self.execute("PRAGMA wal_checkpoint(RESTART)")
         return True
@@ -291,7 +297,8 @@ class Sqlite:
 
 
 def _allocate(file: int, held: int, size: int) -> None:
-    """Makes a file of `held` bytes `size` bytes long, with room on the disk, or leaves it as it is. Raises OSError."""
+    """Makes a file of `held` bytes `size` bytes long, with room on the disk, or leaves it as it is.
+    Raises OSError."""
     try:
         os.posix_fallocate(file, 0, size)
     except OSError:
@@ -364,7 +371,9 @@ POSTGRES_STATUSES = {
     "58": 503,  # the system, such as a disk that fails
     "XX": 500,  # damaged tables
 }
-"""By SQLSTATE, or by its first two characters, which are its class. Others are mistakes of this program."""
+"""By SQLSTATE, or by its first two characters, which are its class. Others are mistakes of this
+program."""
+READ_ONLY = "25006"
 AWAY = "the database of the histories does not answer; try again"
 POSTGRES_MESSAGES = {
     400: "the histories cannot hold this: {}",
@@ -473,7 +482,7 @@ class Postgres:
             status = self._status(error)
             if status is None:
                 raise
-            if isinstance(error, self._psycopg.errors.ReadOnlySqlTransaction) and self._connection is not None:
+            if error.sqlstate == READ_ONLY and self._connection is not None:
                 self._connection.close()  # another one may be the primary now
             refusal = RequestError(status, POSTGRES_MESSAGES[status].format(_first_line(error)))
             if status == 507:
@@ -486,7 +495,8 @@ class Postgres:
             return POSTGRES_STATUSES.get(state) or POSTGRES_STATUSES.get(state[:2])
         if isinstance(error, self._psycopg.DataError):  # found by psycopg itself
             return 400
-        return 503 if isinstance(error, self._psycopg.OperationalError) else None  # the connection is lost
+        lost = isinstance(error, self._psycopg.OperationalError)  # the connection
+        return 503 if lost else None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         with self._told():
@@ -517,11 +527,13 @@ class Postgres:
                 self._in_transaction = False
 
     def recover(self) -> None:
-        turn = "(digest, messages, kept, tokens, inside, text_kept, text) VALUES ('', '[]', 0, :room, 0, 0, '')"
+        row = {"digest": b"", "messages": "[]", "kept": 0, "inside": 0, "text_kept": 0, "text": b""}
+        row["tokens"] = os.urandom(ROOM_BYTES)  # zeros would be compressed
+        columns, values = ", ".join(row), ", ".join(f":{name}" for name in row)
         with self._told():
             try:
                 self._first("BEGIN")
-                self._rows(f"INSERT INTO turns {turn}", {"room": os.urandom(ROOM_BYTES)})  # zeros would be compressed
+                self._rows(f"INSERT INTO turns ({columns}) VALUES ({values})", row)
             finally:
                 self._roll_back()
         self.fault = None

@@ -382,8 +382,8 @@ class HistoryStore:
         return self.with_reserve(remove)
 
     def with_reserve(self, remove: Callable[[], Result]) -> Result:
-        """Calls a function that deletes in one transaction. On a full disk it is called again, with the room that is
-        kept for deletions."""
+        """Calls a function that deletes in one transaction. On a full disk it is called again, with
+        the room that is kept for deletions."""
         try:
             return remove()
         except RequestError as error:
@@ -395,8 +395,8 @@ class HistoryStore:
         """Admits a turn with this id, which will commit to these names. Existing histories do not expire until
         `release(turn)`. `alone`: the histories must exist, and no other turn continues them at the same time.
 
-        RequestError: 429 if one would be new and its owner has as many as the quota allows; the `fault` if there is
-        one, because the turn could not be committed; `alone`: 404 and 409."""
+        RequestError: the `fault` if there is one, because the turn could not be committed; 429 if
+        one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
         if self.fault is not None:
             raise RequestError(self.fault.status, self.fault.message)
         seen = {}

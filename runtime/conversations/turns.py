@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
+Work = Callable[[], Awaitable[None]]
 Erase = Callable[[Forget], Awaitable[bool]]
 COMMIT_PATIENCE_S = 10.0  # for a database that does not answer; then the reply ends with 503
 COMMIT_RETRY_S = 0.5
@@ -215,15 +216,15 @@ class TurnManager:
             return self._store.fault.message
         return next(iter(self._faults.values()), None)
 
-    def _repeat(self, name: str, seconds: Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:
-        """Begins background work, which waits `seconds()` before each time. Errors of the database do not end it: they
-        are its `fault` until it succeeds, and are logged once a minute. Another error is a mistake of this program. It
-        ends the work, and stays its fault."""
+    def _repeat(self, name: str, seconds: Callable[[], float], work: Work) -> None:
+        """Begins background work, which waits `seconds()` before each time. Errors of the database
+        do not end it: they are a `fault` until it succeeds, and are logged once a minute. Another
+        error is a mistake of this program. It ends the work, and stays a fault."""
         task = asyncio.create_task(self._repeated(name, seconds, work))
         task.add_done_callback(partial(self._ended, name))
         self._tasks.append(task)
 
-    async def _repeated(self, name: str, seconds: Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:
+    async def _repeated(self, name: str, seconds: Callable[[], float], work: Work) -> None:
         clock, silent_until = asyncio.get_running_loop().time, 0.0
         while True:
             await asyncio.sleep(seconds())
@@ -242,7 +243,7 @@ class TurnManager:
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._faults[name] = f"{name}: it has ended by a mistake of this program; restart the server"
+            self._faults[name] = f"{name}: ended by a mistake of this program; restart the server"
             log.critical("%s", self._faults[name], exc_info=error)
 
     async def _recover(self) -> None:

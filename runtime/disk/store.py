@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 READERS, WRITERS = 8, 4  # threads; a solid-state disk is fastest with several requests at once
 MERGED_BYTES = 4 * 2**20  # bytes of one call; larger calls are not faster
 COMPLAINT_SECONDS = 60.0  # least time between two log messages about failures
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a user's quota, a limit on a file's size
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's quota, a file's limit
 
 Work = TypeVar("Work", Spill, Promotion)
 

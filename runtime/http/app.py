@@ -208,12 +208,13 @@ def create_app(
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
     def about() -> dict[str, Any]:
-        """Which of several servers this is, where its histories are, what is wrong with them, and whether there is room
-        for KV on the disk."""
+        """Which of several servers this is, where its histories are, what is wrong with them, and
+        whether there is room for KV on the disk."""
         store: dict[str, Any] = {"store": histories.kind, "healthy": histories.fault is None}
         if histories.fault is not None:
             store["reason"] = histories.fault
-        return {"replica": settings.server, "histories": store, "kv_disk_full": client.metrics.disk.full > 0}
+        full = client.metrics.disk.full > 0
+        return {"replica": settings.server, "histories": store, "kv_disk_full": full}
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:
@@ -293,7 +294,7 @@ def create_app(
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Health of the engine. Without the histories it still answers requests without a conversation."""
+        """Health of the engine. Without the histories it still answers requests without a name."""
         return JSONResponse(about(), status_code=200 if client.accepting else 503)
 
     @app.get("/live")

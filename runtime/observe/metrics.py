@@ -35,8 +35,8 @@ class Metrics(Collector):
     """Written by one thread, the event loop's; read as a whole at each scrape.
 
     `stats`, `copied`, `disk` and `loop` are the loop's latest counts since its start. `generation_tokens` counts tokens
-    as they arrive, including those generated after a stop string. `histories_healthy` is set before a scrape. A metric
-    with the meaning of a vLLM metric has its name.
+    as they arrive, including those generated after a stop string. `histories_healthy` is set before
+    each scrape. A metric with the meaning of a vLLM metric has its name.
     """
 
     def __init__(self) -> None:

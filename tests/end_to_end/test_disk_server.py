@@ -71,8 +71,11 @@ def limit_files(process, size):
 
 def user_of(path, server):
     """The process of the server that has the file open."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if path in map(os.path.realpath, Path(f"/proc/{pid}/fd").iterdir()))
+    main = server.process.pid
+    for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split():
+        if str(path) in map(os.path.realpath, Path(f"/proc/{pid}/fd").iterdir()):
+            return int(pid)
+    raise AssertionError(f"no process of the server has {path} open")
 
 
 def test_a_full_disk_hurts_what_needs_it_only_and_ends_by_itself(tmp_path):
@@ -87,24 +90,31 @@ def test_a_full_disk_hurts_what_needs_it_only_and_ends_by_itself(tmp_path):
         wait_for(lambda: health()["kv_disk_full"] and server.metric("pensieve:kv_disk_full") == 1)
         turn(server, prompt(2), conversation="b")
         limit_files(server.process.pid, resource.RLIM_INFINITY)
-        more = itertools.count(3)  # the tier pauses for some seconds after a record that could not be written
-        wait_for(lambda: turn(server, prompt(next(more)), conversation="c") and not health()["kv_disk_full"])
+        number = itertools.count(3)  # the tier pauses for some seconds after a refused record
+
+        def saved():
+            turn(server, prompt(next(number)), conversation="c")
+            return not health()["kv_disk_full"]
+
+        wait_for(saved)
         assert server.metric(SAVED) > 0
 
-        limit_files(user_of(str(tmp_path / "history.sqlite"), server), (tmp_path / "history.sqlite-wal").stat().st_size)
+        frontend = user_of(tmp_path / "history.sqlite", server)
+        limit_files(frontend, (tmp_path / "history.sqlite-wal").stat().st_size)
         body = dict(prompt=[7], max_tokens=9, ignore_eos=True)
         named = body | dict(conversation="a", history="server")
         assert server.post("/v1/completions", **named).status_code == 507
         wait_for(lambda: not health()["histories"]["healthy"])
         computed = server.metric("pensieve:generation_tokens_total")
         refused = server.post("/v1/completions", **named)
-        assert refused.status_code == 507 and refused.json()["error"]["message"] == health()["histories"]["reason"]
+        assert refused.status_code == 507
+        assert refused.json()["error"]["message"] == health()["histories"]["reason"]
         assert server.metric("pensieve:generation_tokens_total") == computed
         assert server.post("/v1/completions", **body).is_success
         HTTP.delete(f"{server.url}/v1/conversations/b", timeout=30).raise_for_status()
         assert server.metric("pensieve:histories_healthy") == 0
 
-        limit_files(user_of(str(tmp_path / "history.sqlite"), server), resource.RLIM_INFINITY)
+        limit_files(frontend, resource.RLIM_INFINITY)
         wait_for(lambda: health()["histories"]["healthy"])
         assert server.metric("pensieve:histories_healthy") == 1
         assert server.post("/v1/completions", **named).is_success

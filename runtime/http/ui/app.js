@@ -175,7 +175,8 @@ function draw(state) {
 
 // Which server this is, and where its histories are.
 function showReplica({ replica, histories: { store, healthy, reason } }) {
-  $("replica").textContent = [replica, healthy ? store : `${store}: ${reason}`].filter(Boolean).join(" · ");
+  const histories = healthy ? store : `${store}: ${reason}`;
+  $("replica").textContent = [replica, histories].filter(Boolean).join(" · ");
   $("replica").classList.toggle("wrong", !healthy);
 }
 

@@ -111,7 +111,8 @@ def test_background_work_survives_errors_of_the_database(told: Told, caplog: pyt
         turns = manager(told)
         assert turns.fault is None
         faults: list[str | None] = []
-        script = Script(*[RequestError(503, "it does not answer")] * 5, *[sqlite3.IntegrityError("no")] * 3)
+        away, mistake = RequestError(503, "it does not answer"), sqlite3.IntegrityError("no")
+        script = Script(*[away] * 5, *[mistake] * 3)
 
         async def noting() -> None:
             faults.append(turns.fault)

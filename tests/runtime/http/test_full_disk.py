@@ -1,4 +1,4 @@
-"""The disk of the histories is full: nothing is computed for nothing, deletions work, and it ends by itself."""
+"""The disk of the histories is full: no turn is computed for nothing, and deletions work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def full(server: Served, postgres: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["SQLite", "PostgreSQL"])
 def test_a_turn_is_refused_before_it_is_computed_and_deletions_work(
-    kind: str, serve: Any, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    serve: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(turns, "RECOVERY_S", 0.01)
     postgres = request.getfixturevalue("postgres") if kind == "PostgreSQL" else ""
@@ -43,7 +47,8 @@ def test_a_turn_is_refused_before_it_is_computed_and_deletions_work(
             for name in "abc":
                 await server.chat("hello", conversation=name)
             with full(server, postgres):
-                body = dict(messages=[{"role": "user", "content": "more"}], conversation="a", history="server")
+                messages = [{"role": "user", "content": "more"}]
+                body = dict(messages=messages, conversation="a", history="server")
                 error = (await server.post(CHAT, 507, **body))["error"]
                 assert "make room" in error["message"]
                 said = await server.until_healthy(False)
@@ -52,7 +57,7 @@ def test_a_turn_is_refused_before_it_is_computed_and_deletions_work(
                 computed = len(server.requests)
                 assert computed == 4
                 await server.post(CHAT, 507, **body)
-                await server.post(CHAT, 507, messages=body["messages"], conversation="new")
+                await server.post(CHAT, 507, messages=messages, conversation="new")
                 await server.post("/v1/responses", 507, input="hello")
                 await server.post("/v1/completions", 507, prompt="hello", conversation="b")
                 assert len(server.requests) == computed, "before anything is computed"
