@@ -133,8 +133,6 @@ SQLITE_STATUSES = {
     sqlite3.SQLITE_BUSY: 503,
     sqlite3.SQLITE_INTERRUPT: 503,
     sqlite3.SQLITE_LOCKED: 503,
-    sqlite3.SQLITE_NOMEM: 503,
-    sqlite3.SQLITE_PROTOCOL: 503,
     sqlite3.SQLITE_IOERR_READ: 503,
     sqlite3.SQLITE_IOERR_SHORT_READ: 503,
     sqlite3.SQLITE_CANTOPEN: 507,
@@ -152,8 +150,8 @@ SQLITE_MESSAGES = {
 }
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
 RESERVE_BYTES = 16 * 2**20
-"""Room for deletions on a full disk: for the write-ahead log of a large one, and for the 4 MB of log
-before it, which are moved to the file."""
+"""Room for deletions on a full disk: for the write-ahead log of a large one, and for the 4 MB of
+log before it, which are moved to the file."""
 
 
 class Sqlite:
@@ -262,7 +260,7 @@ class Sqlite:
             raise RequestError(self.fault.status, self.fault.message)
         self._keep_reserve()
         self.execute("DROP TABLE IF EXISTS room")  # of a process that was killed in the middle
-        self.execute(f"CREATE TABLE room AS SELECT zeroblob({ROOM_BYTES}) AS bytes")
+        self.execute(f"CREATE TABLE room AS SELECT randomblob({ROOM_BYTES}) AS bytes")
         self.execute("DROP TABLE room")
         # The next turns find room in the log and in the file.
         self.execute("PRAGMA wal_checkpoint(RESTART)")
@@ -529,7 +527,8 @@ class Postgres:
     def recover(self) -> None:
         row = {"digest": b"", "messages": "[]", "kept": 0, "inside": 0, "text_kept": 0, "text": b""}
         row["tokens"] = os.urandom(ROOM_BYTES)  # zeros would be compressed
-        columns, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+        columns = ", ".join(row)
+        values = ", ".join(f":{name}" for name in row)
         with self._told():
             try:
                 self._first("BEGIN")

@@ -212,8 +212,9 @@ class TurnManager:
     @property
     def fault(self) -> str | None:
         """What is wrong with the histories, for users; None: they are read and written."""
-        if self._store.fault is not None:
-            return self._store.fault.message
+        fault = self._store.fault  # another thread may end it at any time
+        if fault is not None:
+            return fault.message
         return next(iter(self._faults.values()), None)
 
     def _repeat(self, name: str, seconds: Callable[[], float], work: Work) -> None:
@@ -225,7 +226,9 @@ class TurnManager:
         self._tasks.append(task)
 
     async def _repeated(self, name: str, seconds: Callable[[], float], work: Work) -> None:
-        clock, silent_until = asyncio.get_running_loop().time, 0.0
+        clock = asyncio.get_running_loop().time
+        silent_until = 0.0
+        said = False  # the latest error is in the log
         while True:
             await asyncio.sleep(seconds())
             try:
@@ -235,11 +238,13 @@ class TurnManager:
                 self._faults[name] = str(error) if known else f"{name}: the database refuses it"
                 if clock() >= silent_until:
                     silent_until = clock() + COMPLAINT_S
+                    said = True
                     log.error("%s: %s", name, error, exc_info=None if known else error)
             else:
-                if self._faults.pop(name, None) is not None:
+                self._faults.pop(name, None)
+                if said:
+                    said = False
                     log.warning("%s: it works again", name)
-                    silent_until = 0.0
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -210,9 +210,10 @@ def create_app(
     def about() -> dict[str, Any]:
         """Which of several servers this is, where its histories are, what is wrong with them, and
         whether there is room for KV on the disk."""
-        store: dict[str, Any] = {"store": histories.kind, "healthy": histories.fault is None}
-        if histories.fault is not None:
-            store["reason"] = histories.fault
+        fault = histories.fault
+        store: dict[str, Any] = {"store": histories.kind, "healthy": fault is None}
+        if fault is not None:
+            store["reason"] = fault
         full = client.metrics.disk.full > 0
         return {"replica": settings.server, "histories": store, "kv_disk_full": full}
 
