@@ -120,7 +120,7 @@ class LLM:
             self._running = False  # from the making of a call's prompts to their end
             self._late: list[Output] = []  # last outputs that `finish` returned
             self._erasing: deque[asyncio.Future[bool]] = deque()
-            self._histories = TurnManager(HistoryStore(history), self._tell, self._forget, self._tokenizer)
+            self._histories = self._wait(self._open_histories(history))
             opened.callback(lambda: self._wait(self._histories.close()))
             self._builder = RequestBuilder(self._ready, self._tokenizer, self._histories, self._new_id)
             opened.callback(self._save)
@@ -375,6 +375,9 @@ class LLM:
     def _check_open(self) -> None:
         if self._events.is_closed():
             raise RuntimeError("this LLM is closed; make a new one")
+
+    async def _open_histories(self, where: str) -> TurnManager:
+        return TurnManager(HistoryStore(where), self._tell, self._forget, self._tokenizer)
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._events).result()

@@ -196,11 +196,11 @@ def _replica(url: str) -> Finding:
         said = Server(url, None, PROGRAM_S).ask("GET", "/health")
     except ServerError as error:
         return Finding("replica", Level.PROBLEM, url, f"not ready: {error}")
-    store, healthy = said["histories"]["store"], said["histories"]["healthy"]
-    found = f"{said['replica']} at {url} is ready, histories in {store}"
-    if healthy:
+    histories = said["histories"]
+    found = f"{said['replica']} at {url} is ready, histories in {histories['store']}"
+    if histories["healthy"]:
         return Finding("replica", Level.OK, found)
-    return Finding("replica", Level.PROBLEM, f"{found}, which does not answer", "start the database, or its network")
+    return Finding("replica", Level.PROBLEM, f"{found}, which has a fault", histories["reason"])
 
 
 def _open_files() -> Finding:

@@ -7,8 +7,10 @@ calls block. One thread at a time may use a database.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import shutil
 import socket
 import sqlite3
 import time
@@ -29,6 +31,8 @@ LOCK_SECONDS = 15.0  # seconds for the previous process with the file to end
 LOOK_SECONDS = 1.0  # seconds for another process to release a file that is only read
 FOREVER = 9e99  # open turns of a server with its own database end with the server
 LEASE_SECONDS = 10.0  # open turns of a server that is silent for this long are lost
+ROOM_BYTES = 2**20  # bytes that a database must take before turns are computed again
+RECOVERY_BYTES = 4 * ROOM_BYTES  # these in SQLite's log, their removal, and both in the file
 
 SCHEMES = ("postgresql", "postgres")
 
@@ -42,6 +46,10 @@ class Database(Protocol):
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
     `asked`       when the statement was sent whose answer is awaited, by `time.monotonic`; None: there is none, or it
                   is computed in this process
+    `errors`      class of the driver's errors. One that is not raised as RequestError is a mistake
+                  of this program
+    `fault`       the reason why nothing can be written, from the first call that showed it to a
+                  `recover` that succeeds
     """
 
     where: str
@@ -51,14 +59,16 @@ class Database(Protocol):
     lease: float
     clock: str
     asked: float | None
+    errors: type[Exception]
+    fault: RequestError | None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
-        """Returns the rows. Raises RequestError (503) if the database does not answer."""
+        """Returns the rows. Raises RequestError: 503 if the database does not answer, 507 if it
+        cannot write, 400 if it cannot hold a value, 500 if it is damaged."""
 
     def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
         """A context manager: all changes or none, and no other transaction of any server at the same time. On return it
-        is on the disk; not `durable`: a crash may undo it. Raises RequestError: 503 if the database does not answer,
-        507 if it cannot write."""
+        is on the disk; not `durable`: a crash may undo it. Raises RequestError as `execute`."""
 
     def snapshot(self) -> AbstractContextManager[None]:
         """A context manager: all reads within see one moment. It may already be in a transaction."""
@@ -71,6 +81,13 @@ class Database(Protocol):
         the end of the connection. Idempotent."""
 
     def unlock(self) -> None: ...
+    def recover(self) -> None:
+        """Writes ROOM_BYTES and removes them, which ends the `fault`. Raises RequestError as
+        `execute`."""
+
+    def use_reserve(self) -> bool:
+        """Frees the room that is kept for deletions on a full disk. False if this database keeps
+        none."""
 
     def text(self, text: str) -> str | bytes:
         """Converts a text of any characters to its stored form; reading returns the same text."""
@@ -119,6 +136,32 @@ SQLITE_NAMES = "CREATE UNIQUE INDEX conversations_named ON conversations (owner,
 SQLITE_BRANCHES = """
 CREATE INDEX IF NOT EXISTS branches_of ON conversations (owner, parent, number) WHERE kind = 'branch';
 """
+SQLITE_STATUSES = {
+    sqlite3.SQLITE_TOOBIG: 400,
+    sqlite3.SQLITE_CORRUPT: 500,
+    sqlite3.SQLITE_NOTADB: 500,
+    sqlite3.SQLITE_BUSY: 503,
+    sqlite3.SQLITE_INTERRUPT: 503,
+    sqlite3.SQLITE_LOCKED: 503,
+    sqlite3.SQLITE_IOERR_READ: 503,
+    sqlite3.SQLITE_IOERR_SHORT_READ: 503,
+    sqlite3.SQLITE_CANTOPEN: 507,
+    sqlite3.SQLITE_FULL: 507,
+    sqlite3.SQLITE_IOERR: 507,
+    sqlite3.SQLITE_READONLY: 507,
+}
+"""By SQLite's error code, or by its last byte, which is the kind of error. Others are mistakes of
+this program."""
+SQLITE_MESSAGES = {
+    400: "the histories cannot hold this: {}",
+    500: "the file of the histories is damaged ({}): stop the server and restore a backup",
+    503: "the histories cannot be read now ({}); try again",
+    507: "the histories cannot be written to ({}): make room on the disk or delete conversations",
+}
+NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
+RESERVE_BYTES = 16 * 2**20
+"""Room for deletions on a full disk: for the write-ahead log of a large one, and for the 4 MB of
+log before it, which are moved to the file."""
 
 
 class Sqlite:
@@ -127,16 +170,27 @@ class Sqlite:
     kind, setting, shared, lease = "SQLite", "--state-dir", False, FOREVER
     asked: float | None = None
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
+    errors: type[Exception] = sqlite3.Error
 
     def __init__(self, path: str | Path):
         """`path`: the file, created if it is missing, or ":memory:". Raises SettingError if the file is in use,
         damaged, of a newer program, or not writable."""
         self.where = str(path)
+        self.fault: RequestError | None = None
+        self._reserve = Path(f"{path}-reserve") if path != ":memory:" else None
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-            self._open()
+            try:
+                self._open()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in NO_ROOM or not self.use_reserve():
+                    raise
+                self._open()
+            self._keep_reserve()
+        except RequestError as error:
+            self.fault = error  # conversations can be read, and deleted
         except (sqlite3.Error, OSError) as error:
             raise SettingError(self.setting, _why_unusable(path, error)) from error
 
@@ -162,13 +216,47 @@ class Sqlite:
         execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
         self._db.executescript(INDEXES + SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
 
+    def _keep_reserve(self) -> None:
+        """Allocates the reserve. A quarter of it will do where deletions have used the rest. Raises
+        RequestError (507)."""
+        if self._reserve is None:
+            return
+        try:
+            with self._reserve.open("ab") as file:
+                held = file.tell()
+                free = shutil.disk_usage(self._reserve.parent).free
+                size = min(RESERVE_BYTES, held + free - RECOVERY_BYTES)
+                if max(size, held) < RESERVE_BYTES // 4:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if size > held:
+                    _allocate(file.fileno(), held, size)
+        except OSError as error:
+            raise RequestError(507, SQLITE_MESSAGES[507].format(error.strerror)) from error
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turns errors of the database into RequestError."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+            kind = code & 0xFF
+            status = SQLITE_STATUSES.get(code) or SQLITE_STATUSES.get(kind)
+            if status is None:
+                raise
+            refusal = RequestError(status, SQLITE_MESSAGES[status].format(error))
+            if status in (500, 507) or kind == sqlite3.SQLITE_IOERR:
+                self.fault = refusal
+            raise refusal from error
+
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
-        return self._db.execute(sql, values or {}).fetchall()
+        with self._told():
+            return self._db.execute(sql, values or {}).fetchall()
 
     @contextmanager
     def transaction(self, durable: bool = True) -> Iterator[None]:
         """Always durable: a transaction that need not be writes no page of the file, and costs nothing."""
-        try:
+        with self._told():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -176,8 +264,28 @@ class Sqlite:
             finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-        except sqlite3.OperationalError as error:
-            raise RequestError(507, f"the histories could not be written to: {error}") from error
+
+    def recover(self) -> None:
+        """A file that is damaged does not recover."""
+        if self.fault is not None and self.fault.status == 500:
+            raise RequestError(self.fault.status, self.fault.message)
+        self._keep_reserve()
+        self.execute("DROP TABLE IF EXISTS room")  # of a process that was killed in the middle
+        self.execute(f"CREATE TABLE room AS SELECT randomblob({ROOM_BYTES}) AS bytes")
+        self.execute("DROP TABLE room")
+        # The next turns find room in the log and in the file.
+        self.execute("PRAGMA wal_checkpoint(RESTART)")
+        self.fault = None
+
+    def use_reserve(self) -> bool:
+        if self._reserve is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self._reserve, 0)
+        # The log is written from its beginning again. If that fails it may still grow.
+        with contextlib.suppress(RequestError):
+            self.execute("PRAGMA wal_checkpoint(RESTART)")
+        return True
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -201,6 +309,16 @@ class Sqlite:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _allocate(file: int, held: int, size: int) -> None:
+    """Makes a file of `held` bytes `size` bytes long, with room on the disk, or leaves it as it is.
+    Raises OSError."""
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.ftruncate(file, held)
+        raise
 
 
 def stored_tokenizer(path: str | Path) -> bytes | None:
@@ -257,7 +375,30 @@ SETTINGS = {  # milliseconds
     "lock_timeout": 10_000,
     "idle_in_transaction_session_timeout": 10_000,  # a server that is cut off lets others write
 }
+POSTGRES_STATUSES = {
+    "08": 503,  # the connection
+    "22": 400,  # the data, such as a name with a zero byte
+    "25": 503,  # the transaction was ended after a pause, or the database only reads now
+    "28": 503,  # the login
+    "40": 503,  # rolled back, as after a deadlock
+    "53": 503,  # memory, connections
+    "53100": 507,  # the disk is full
+    "54": 400,  # the size of the data
+    "55": 503,  # a lock
+    "57": 503,  # cancelled, or shut down
+    "58": 503,  # the system, such as a disk that fails
+    "XX": 500,  # damaged tables
+}
+"""By SQLSTATE, or by its first two characters, which are its class. Others are mistakes of this
+program."""
+READ_ONLY = "25006"
 AWAY = "the database of the histories does not answer; try again"
+POSTGRES_MESSAGES = {
+    400: "the histories cannot hold this: {}",
+    500: "the database of the histories is damaged ({}): its log says more",
+    503: AWAY,
+    507: "the histories cannot be written to ({}): make room on the disk of their database",
+}
 
 
 class Postgres:
@@ -268,6 +409,7 @@ class Postgres:
 
     kind, setting, shared, lease = "PostgreSQL", "--history-url", True, LEASE_SECONDS
     clock = "extract(epoch FROM clock_timestamp())::double precision"
+    errors: type[Exception]
 
     def __init__(self, url: str, make: bool = True):
         """`make`: creates missing tables. Raises SettingError if the database does not answer, or has tables of another
@@ -278,11 +420,13 @@ class Postgres:
         self._retry_at = 0.0
         self._in_transaction = False
         self.asked: float | None = None
+        self.fault: RequestError | None = None
         try:
             import psycopg
         except ImportError:
             raise SettingError(self.setting, "needs more packages: pip install 'pensieve[postgres]'") from None
-        self._errors = psycopg
+        self._psycopg = psycopg
+        self.errors = psycopg.Error
         try:
             if make:
                 self._open()
@@ -313,10 +457,10 @@ class Postgres:
         if self._connection is not None and not self._connection.closed:
             return self._connection
         if time.monotonic() < self._retry_at:
-            raise self._errors.OperationalError(AWAY)
+            raise self._psycopg.OperationalError(AWAY)
         options = " ".join(f"-c {name}={value}" for name, value in SETTINGS.items())
         try:
-            self._connection = self._errors.connect(
+            self._connection = self._psycopg.connect(
                 self._url,
                 autocommit=True,
                 options=options,
@@ -332,7 +476,7 @@ class Postgres:
                 "SELECT set_config('synchronous_commit', 'on', false) "
                 "WHERE current_setting('synchronous_commit') = 'off'"
             )
-        except self._errors.OperationalError:
+        except self._psycopg.OperationalError:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             raise
         return self._connection
@@ -342,7 +486,7 @@ class Postgres:
         known = self._connection
         try:
             return self._rows(sql, values)
-        except self._errors.OperationalError:
+        except self.errors:
             if known is None or not known.closed:
                 raise
         return self._rows(sql, values)
@@ -360,14 +504,25 @@ class Postgres:
         """Turns errors of the database into RequestError."""
         try:
             yield
-        except self._errors.errors.DiskFull as error:
-            raise RequestError(507, f"the histories could not be written to: {_first_line(error)}") from error
-        except (self._errors.OperationalError, self._errors.errors.ReadOnlySqlTransaction) as error:
-            if isinstance(error, self._errors.errors.ReadOnlySqlTransaction) and self._connection is not None:
+        except self._psycopg.Error as error:
+            status = self._status(error)
+            if status is None:
+                raise
+            if error.sqlstate == READ_ONLY and self._connection is not None:
                 self._connection.close()  # another one may be the primary now
-            raise RequestError(503, AWAY) from error
-        except self._errors.DataError as error:  # a name with a zero byte
-            raise RequestError(400, f"the histories cannot hold this: {_first_line(error)}") from error
+            refusal = RequestError(status, POSTGRES_MESSAGES[status].format(_first_line(error)))
+            if status == 507:
+                self.fault = refusal
+            raise refusal from error
+
+    def _status(self, error: psycopg.Error) -> int | None:
+        state = error.sqlstate
+        if state is not None:
+            return POSTGRES_STATUSES.get(state) or POSTGRES_STATUSES.get(state[:2])
+        if isinstance(error, self._psycopg.DataError):  # found by psycopg itself
+            return 400
+        lost = isinstance(error, self._psycopg.OperationalError)  # the connection
+        return 503 if lost else None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         with self._told():
@@ -397,11 +552,27 @@ class Postgres:
             finally:
                 self._in_transaction = False
 
+    def recover(self) -> None:
+        row = {"digest": b"", "messages": "[]", "kept": 0, "inside": 0, "text_kept": 0, "text": b""}
+        row["tokens"] = os.urandom(ROOM_BYTES)  # zeros would be compressed
+        columns = ", ".join(row)
+        values = ", ".join(f":{name}" for name in row)
+        with self._told():
+            try:
+                self._first("BEGIN")
+                self._rows(f"INSERT INTO turns ({columns}) VALUES ({values})", row)
+            finally:
+                self._roll_back()
+        self.fault = None
+
+    def use_reserve(self) -> bool:
+        return False
+
     def _roll_back(self) -> None:
         if self._connection is not None and not self._connection.closed:
             try:
                 self._rows("ROLLBACK", None)
-            except self._errors.Error:
+            except self._psycopg.Error:
                 self._connection.close()
 
     @property
@@ -419,7 +590,7 @@ class Postgres:
 
     def interrupt(self) -> None:
         connection = self._connection
-        with contextlib.suppress(OSError, self._errors.Error):  # it may end by itself just now
+        with contextlib.suppress(OSError, self._psycopg.Error):  # it may end by itself just now
             if connection is None:
                 return
             with socket.socket(fileno=os.dup(connection.fileno())) as wire:

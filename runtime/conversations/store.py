@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
@@ -31,6 +31,8 @@ from .schema import REMOVED, Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, keys_behind, title_of
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
 MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
@@ -196,6 +198,7 @@ class HistoryStore:
         self._known = 0
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
+        self.errors = db.errors
         self._live = LIVE.format(clock=self._db.clock)
         self.behind = False  # others have deleted more than this server has read
         self._told_early: set[int] = set()  # tombstones beyond `seen` that have been read
@@ -230,6 +233,15 @@ class HistoryStore:
     def _read_clock(self) -> None:
         ((now,),) = self._db.execute(f"SELECT {self._db.clock}")
         self._database_ahead = now - self._boot()
+
+    @property
+    def fault(self) -> RequestError | None:
+        """The reason why nothing can be written, until `recover` succeeds."""
+        return self._db.fault
+
+    def recover(self) -> None:
+        """Called while there is a `fault`: ends it, or raises RequestError."""
+        self._db.recover()
 
     def use_tokenizer(self, digest: bytes) -> None:
         """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
@@ -551,25 +563,46 @@ class HistoryStore:
     def delete_branches(self, name: Name, now: float) -> bool:
         """Deletes some of the conversation's branches, so that its deletion is short. Returns whether it may have more.
         Raises RequestError (404)."""
-        with self.transaction():
-            branches = self._branches(self.get(name, now))
-            some, tokens = list[Conversation](), 0
-            while len(some) < len(branches) and tokens < MOST_EXPIRED_TOKENS:
-                some.append(branches[len(some)])
-                tokens += some[-1].tokens
-            self._expired += self._remove_all(some)
-        return len(some) < len(branches)
+
+        def remove() -> bool:
+            with self.transaction():
+                branches = self._branches(self.get(name, now))
+                some, tokens = list[Conversation](), 0
+                while len(some) < len(branches) and tokens < MOST_EXPIRED_TOKENS:
+                    some.append(branches[len(some)])
+                    tokens += some[-1].tokens
+                self._expired += self._remove_all(some)
+            return len(some) < len(branches)
+
+        return self.with_reserve(remove)
 
     def delete(self, name: Name, now: float) -> Gone:
         """Deletes the conversation. Raises RequestError (404)."""
-        with self.transaction():
-            return self._remove(self.get(name, now))
+
+        def remove() -> Gone:
+            with self.transaction():
+                return self._remove(self.get(name, now))
+
+        return self.with_reserve(remove)
+
+    def with_reserve(self, remove: Callable[[], Result]) -> Result:
+        """Calls a function that deletes in one transaction. On a full disk it is called again, with
+        the room that is kept for deletions."""
+        try:
+            return remove()
+        except RequestError as error:
+            if error.status != 507 or not self._db.use_reserve():
+                raise
+        return remove()
 
     def admit(self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False) -> Opening:
         """Admits a turn with this id, which will commit to these names. Existing histories do not expire until
         `release(turn)`. `alone`: the histories must exist, and no other turn continues them at the same time.
 
-        RequestError: 429 if one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
+        RequestError: the `fault` if there is one, because the turn could not be committed; 429 if
+        one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
+        if self.fault is not None:
+            raise RequestError(self.fault.status, self.fault.message)
         seen = {}
         with self.transaction(durable=False):
             if self.shared:
@@ -898,6 +931,12 @@ class HistoryStore:
         conversations are invisible before. Of the servers with one database, one does this at a time."""
         if self.clock.suspended or not self._db.try_lock():
             return Swept(0, more=False)
+        swept = self.with_reserve(lambda: self._expire(now))
+        if not swept.more:
+            self._db.unlock()
+        return swept
+
+    def _expire(self, now: float) -> Swept:
         with self.transaction():
             began = time.monotonic()
             if self._delete_removed():
@@ -909,7 +948,6 @@ class HistoryStore:
                 most = self._most_expired // 2 if slow else 2 * self._most_expired
                 self._most_expired = min(max(1, most), MOST_EXPIRED)
                 return Swept(len(expired), more=True)
-        self._db.unlock()
         return Swept(0, more=False)
 
     def _some_expired(self, now: float) -> list[Conversation]:

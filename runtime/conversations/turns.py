@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
+Work = Callable[[], Awaitable[None]]
 Erase = Callable[[Forget], Awaitable[bool]]
 COMMIT_PATIENCE_S = 10.0  # after the first time that the database did not answer; then the reply ends with 503
 COMMIT_RETRY_S = 0.5
@@ -53,6 +56,8 @@ FORGET_TOKENS = 100  # tokens that take as much memory as a message without any
 MOST_UNERASED = 400_000  # tokens of deleted conversations; above this no more are deleted until their KV is erased
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 WATCH_SECONDS = 1.0
+RECOVERY_S = 1.0  # between two looks whether a full disk has room again
+COMPLAINT_S = 60.0  # least time between two log messages about the same background work
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
@@ -173,7 +178,8 @@ class TurnManager:
         self._deleted: dict[bytes, Gone] = {}  # those whose conversation was deleted meanwhile
         self._store, self._tell, self._erase = store, tell, forget
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
-        self.kind, self.healthy = store.kind, True  # healthy: a shared database has answered when last asked
+        self.kind = store.kind
+        self._faults: dict[str, str] = {}  # of background work, by its name
         self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
         self._erasing: list[asyncio.Future[bool]] = []
         self._unerased = 0  # tokens that the loop has been told to erase
@@ -181,7 +187,9 @@ class TurnManager:
         if store.shared:
             store.register()
             self._handed = self._erased = store.seen
-            self._tasks = [asyncio.create_task(work()) for work in (self._keep_in_step, self._watch)]
+            self._repeat("renewal of leases", self._until_renewal, self._keep_in_step)
+            self._repeat("watch over the database", lambda: WATCH_SECONDS, self._watch)
+        self._repeat("recovery of the histories", lambda: RECOVERY_S, self._recover)
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
@@ -200,38 +208,76 @@ class TurnManager:
         self._handed = max(self._handed, seen)
         return result
 
+    # -- in the background
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the histories, for users; None: they are read and written."""
+        fault = self._store.fault  # another thread may end it at any time
+        if fault is not None:
+            return fault.message
+        return next(iter(self._faults.values()), None)
+
+    def _repeat(self, name: str, seconds: Callable[[], float], work: Work) -> None:
+        """Begins background work, which waits `seconds()` before each time. Errors of the database
+        do not end it: they are a `fault` until it succeeds, and are logged once a minute. Another
+        error is a mistake of this program. It ends the work, and stays a fault."""
+        task = asyncio.create_task(self._repeated(name, seconds, work))
+        task.add_done_callback(partial(self._ended, name))
+        self._tasks.append(task)
+
+    async def _repeated(self, name: str, seconds: Callable[[], float], work: Work) -> None:
+        clock = asyncio.get_running_loop().time
+        silent_until = 0.0
+        said = False  # the latest error is in the log
+        while True:
+            await asyncio.sleep(seconds())
+            try:
+                await work()
+            except (RequestError, self._store.errors) as error:
+                known = isinstance(error, RequestError)
+                self._faults[name] = str(error) if known else f"{name}: the database refuses it"
+                if clock() >= silent_until:
+                    silent_until = clock() + COMPLAINT_S
+                    said = True
+                    log.error("%s: %s", name, error, exc_info=None if known else error)
+            else:
+                self._faults.pop(name, None)
+                if said:
+                    said = False
+                    log.warning("%s: it works again", name)
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._faults[name] = f"{name}: ended by a mistake of this program; restart the server"
+            log.critical("%s", self._faults[name], exc_info=error)
+
+    async def _recover(self) -> None:
+        """While nothing can be written, turns are refused before they are computed."""
+        if self._store.fault is not None:
+            await self.run(self._store.recover)
+
     async def _watch(self) -> None:
         """Ends a statement that a database neither answers nor refuses by closing the connection."""
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            if self._store.waiting() > HUNG_SECONDS:
-                self._store.interrupt()
+        if self._store.waiting() > HUNG_SECONDS:
+            self._store.interrupt()
 
     async def _keep_in_step(self) -> None:
         """Renews this server's leases and learns of deletions on the other servers."""
-        while True:
-            await asyncio.sleep(CATCH_UP_SECONDS if self._store.behind else self._store.lease / 3)
-            # KV that could not be erased is erased after the next start: its tombstone stays until then.
-            self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
-            if not self._erasing and not self._deleted:
-                self._erased = self._handed
-            try:
-                read = self._unerased <= MOST_UNERASED
-                await self.run(self._store.keep_in_step, list(self._open), self._erased, read)
-                self.healthy = True
-            except RequestError as error:
-                if self.healthy:
-                    log.warning("the histories: %s", error.message)
-                self.healthy = False
+        # KV that could not be erased is erased after the next start: its tombstone stays until then.
+        self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
+        if not self._erasing and not self._deleted:
+            self._erased = self._handed
+        read = self._unerased <= MOST_UNERASED
+        await self.run(self._store.keep_in_step, list(self._open), self._erased, read)
+
+    def _until_renewal(self) -> float:
+        return CATCH_UP_SECONDS if self._store.behind else self._store.lease / 3
 
     def expire_in_background(self) -> None:
         """Deletes expired conversations from now on. Called on the event loop."""
-        self._tasks.append(asyncio.create_task(self._expire()))
-
-    async def _expire(self) -> None:
-        while True:
-            await self._sweep()
-            await asyncio.sleep(EXPIRY_SECONDS)
+        waits = itertools.chain((0.0,), itertools.repeat(EXPIRY_SECONDS))
+        self._repeat("expiry", partial(next, waits), self._sweep)
 
     async def _sweep(self) -> None:
         """Deletes what has expired, a few conversations at a time. Turns come between: after each piece the database
@@ -240,7 +286,7 @@ class TurnManager:
         conversations, more = 0, True
         while more:
             began = clock()
-            swept = await self.expire_some()
+            swept = await self.run(self._store.expire, self.now())
             conversations += swept.conversations
             more = swept.more
             await asyncio.sleep(clock() - began)
@@ -452,7 +498,7 @@ class TurnManager:
         if self._open.pop(turn, None) is not None:
             self._deleted.pop(turn, None)
             with contextlib.suppress(RuntimeError):  # the store is closed: its server ends
-                self._thread.submit(release)
+                self._thread.submit(release).add_done_callback(Future.result)  # a fault is logged
 
     async def _continued(self, name: Name) -> Stored:
         found = await self.run(self._store.find, name, self.now())

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 READERS, WRITERS = 8, 4  # threads; a solid-state disk is fastest with several requests at once
 MERGED_BYTES = 4 * 2**20  # bytes of one call; larger calls are not faster
 COMPLAINT_SECONDS = 60.0  # least time between two log messages about failures
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's quota, a file's limit
 
 Work = TypeVar("Work", Spill, Promotion)
 
@@ -229,7 +230,7 @@ class DiskStore:
             try:
                 done |= transfer(run)
             except OSError as error:
-                if len(run) > 1 and error.errno != errno.ENOSPC:
+                if len(run) > 1 and error.errno not in NO_ROOM:
                     done |= self._one_or_all(([work] for work in run), transfer)
                 else:
                     self._trouble(error)
@@ -319,7 +320,7 @@ class DiskStore:
     def _trouble(self, error: OSError) -> None:
         """Handles a refusal of the system. A full disk is logged once, until it accepts a record again."""
         self._count(errors=1)
-        if error.errno != errno.ENOSPC:
+        if error.errno not in NO_ROOM:
             self._complain(f"the disk fails: {error}")
             return
         with self._changed:

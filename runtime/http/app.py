@@ -208,9 +208,14 @@ def create_app(
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
     def about() -> dict[str, Any]:
-        """Which of several servers this is, where its histories are, and whether a shared database answers."""
-        store = {"store": histories.kind, "healthy": histories.healthy}
-        return {"replica": settings.server, "histories": store}
+        """Which of several servers this is, where its histories are, what is wrong with them, and
+        whether there is room for KV on the disk."""
+        fault = histories.fault
+        store: dict[str, Any] = {"store": histories.kind, "healthy": fault is None}
+        if fault is not None:
+            store["reason"] = fault
+        full = client.metrics.disk.full > 0
+        return {"replica": settings.server, "histories": store, "kv_disk_full": full}
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:
@@ -290,7 +295,7 @@ def create_app(
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Health of the engine. Without the history database it still answers requests without a conversation."""
+        """Health of the engine. Without the histories it still answers requests without a name."""
         return JSONResponse(about(), status_code=200 if client.accepting else 503)
 
     @app.get("/live")
@@ -307,6 +312,7 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        client.metrics.histories_healthy = histories.fault is None
         return Response(client.metrics.text() + vllm_metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     describe_bodies(app)

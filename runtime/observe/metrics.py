@@ -35,8 +35,8 @@ class Metrics(Collector):
     """Written by one thread, the event loop's; read as a whole at each scrape.
 
     `stats`, `copied`, `disk` and `loop` are the loop's latest counts since its start. `generation_tokens` counts tokens
-    as they arrive, including those generated after a stop string. A metric with the meaning of a vLLM metric has its
-    name.
+    as they arrive, including those generated after a stop string. `histories_healthy` is set before
+    each scrape. A metric with the meaning of a vLLM metric has its name.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,7 @@ class Metrics(Collector):
         self.loop = LoopStats()
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
         self.generation_tokens = 0
+        self.histories_healthy = True
         self.finished: Counter[str] = Counter()
         self.client_errors: Counter[str] = Counter()
         self._registry = CollectorRegistry()
@@ -104,6 +105,11 @@ class Metrics(Collector):
         yield _counters("pensieve:requests", "Requests ended, by how", "finish", self.finished)
         yield _counters(
             "pensieve:client_errors", "Answers with a status from 400 to 499, by status", "status", self.client_errors
+        )
+        yield GaugeMetricFamily(
+            "pensieve:histories_healthy",
+            "1 while histories can be read and written; /health has the reason of a 0",
+            value=self.histories_healthy,
         )
         yield from self._cache()
         yield from self._disk()

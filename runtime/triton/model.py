@@ -164,6 +164,8 @@ class TritonFrontend:
         self._visits: dict[TritonRequest, asyncio.Task[None] | None] = {}
         self._metrics = TritonMetrics()
         self._watches = [asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)]
+        for watch in self._watches:
+            watch.add_done_callback(_log_fault)
 
     @property
     def accepting(self) -> bool:
@@ -258,8 +260,14 @@ class TritonFrontend:
 
     async def _tell_metrics(self) -> None:
         while True:
+            self._client.metrics.histories_healthy = self._histories.fault is None
             self._metrics.update(self._client.metrics.text())
             await asyncio.sleep(METRICS_INTERVAL_S)
+
+
+def _log_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("%s has ended by a mistake of this program", task.get_name(), exc_info=error)
 
 
 ERRORS = {

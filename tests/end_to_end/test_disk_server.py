@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +62,62 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
     with Server(tmp_path, *CACHE, "--chunk-tokens", 8) as server:
         wait_for(lambda: any("dropped 1 files of KV" in line for line in server.log))
         assert server.metric(ON_DISK) == 0
+
+
+def limit_files(process, size):
+    """No file of this process may grow beyond so many bytes, as if the disk were full."""
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def user_of(path, server):
+    """The process of the server that has the file open."""
+    main = server.process.pid
+    for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split():
+        if str(path) in map(os.path.realpath, Path(f"/proc/{pid}/fd").iterdir()):
+            return int(pid)
+    raise AssertionError(f"no process of the server has {path} open")
+
+
+def test_a_full_disk_hurts_what_needs_it_only_and_ends_by_itself(tmp_path):
+    with Server(tmp_path, *CACHE) as server:
+
+        def health():
+            return HTTP.get(f"{server.url}/health", timeout=30).json()
+
+        assert not health()["kv_disk_full"]
+        limit_files(server.process.pid, 2**16)  # of the engine, which writes KV
+        turn(server, prompt(1), conversation="a")
+        wait_for(lambda: health()["kv_disk_full"] and server.metric("pensieve:kv_disk_full") == 1)
+        turn(server, prompt(2), conversation="b")
+        limit_files(server.process.pid, resource.RLIM_INFINITY)
+        number = itertools.count(3)  # the tier pauses for some seconds after a refused record
+
+        def saved():
+            turn(server, prompt(next(number)), conversation="c")
+            return not health()["kv_disk_full"]
+
+        wait_for(saved)
+        assert server.metric(SAVED) > 0
+
+        frontend = user_of(tmp_path / "history.sqlite", server)
+        limit_files(frontend, (tmp_path / "history.sqlite-wal").stat().st_size)
+        body = dict(prompt=[7], max_tokens=9, ignore_eos=True)
+        named = body | dict(conversation="a", history="server")
+        assert server.post("/v1/completions", **named).status_code == 507
+        wait_for(lambda: not health()["histories"]["healthy"])
+        computed = server.metric("pensieve:generation_tokens_total")
+        refused = server.post("/v1/completions", **named)
+        assert refused.status_code == 507
+        assert refused.json()["error"]["message"] == health()["histories"]["reason"]
+        assert server.metric("pensieve:generation_tokens_total") == computed
+        assert server.post("/v1/completions", **body).is_success
+        HTTP.delete(f"{server.url}/v1/conversations/b", timeout=30).raise_for_status()
+        assert server.metric("pensieve:histories_healthy") == 0
+
+        limit_files(frontend, resource.RLIM_INFINITY)
+        wait_for(lambda: health()["histories"]["healthy"])
+        assert server.metric("pensieve:histories_healthy") == 1
+        assert server.post("/v1/completions", **named).is_success
 
 
 def test_sigterm_saves_within_the_grace_time_and_no_longer(tmp_path):

@@ -113,7 +113,7 @@ def longest_reply(page, tokens):
 
 def test_the_page_says_which_replica_it_is_and_whether_its_store_answers(server, browser):
     replica = server.ask("GET", "/health")["replica"]
-    histories = {"store": "PostgreSQL"}
+    histories = {"store": "PostgreSQL", "reason": "no room"}
 
     def state(route):
         route.fulfill(json=route.fetch().json() | {"histories": histories})
@@ -123,7 +123,7 @@ def test_the_page_says_which_replica_it_is_and_whether_its_store_answers(server,
         line = page.locator("#replica")
         expect(line).to_have_text(f"{replica} · SQLite")
         page.route("**/ui/state", state)
-        for histories["healthy"], said in ((False, "PostgreSQL does not answer"), (True, "PostgreSQL")):
+        for histories["healthy"], said in ((False, "PostgreSQL: no room"), (True, "PostgreSQL")):
             expect(line).to_have_text(f"{replica} · {said}")
         page.unroute_all(behavior="wait")
 

@@ -11,12 +11,19 @@ from typing import Any
 import httpx
 import pytest
 
+from pensieve.runtime.conversations import databases
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings
 from pensieve.runtime.text.tokenizer import Tokenizer
 
 from .fake_loop import FakeLoop, ready, save_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def a_small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the many files of histories, whose directories are kept for a while."""
+    monkeypatch.setattr(databases, "RESERVE_BYTES", 2**16)
 
 
 @pytest.fixture(scope="module")

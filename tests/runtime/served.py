@@ -66,6 +66,13 @@ class Served:
         answer = await self.post(CHAT, messages=messages, **body)
         return answer["choices"][0]["message"]["content"] if "choices" in answer else answer
 
+    async def until_healthy(self, wanted: bool) -> dict[str, Any]:
+        """Returns what /health says of the histories then."""
+        async with asyncio.timeout(60):
+            while (said := (await self.ask("GET", "/health"))["histories"])["healthy"] != wanted:
+                await asyncio.sleep(0.01)
+        return dict(said)
+
     @property
     def requests(self) -> list[Request]:
         return [message.request for message in self.loop.said(Submit)]  # type: ignore[attr-defined]

@@ -348,7 +348,8 @@ def test_health_and_the_page_say_which_replica_it_is_and_where_its_histories_are
         return [(await http.get(path)).json() for path in ("/health", "/ui/state")]
 
     health, state = serve(FakeLoop(), ask, HTTPSettings(server="one-1"))
-    assert health == {"replica": "one-1", "histories": {"store": "SQLite", "healthy": True}}
+    histories = {"store": "SQLite", "healthy": True}
+    assert health == {"replica": "one-1", "histories": histories, "kv_disk_full": False}
     assert state | health == state
 
 

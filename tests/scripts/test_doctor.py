@@ -88,12 +88,13 @@ def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
     ("status", "healthy", "level", "said"),
     [
         (200, True, Level.OK, "one-1 at http://127.0.0.1:PORT is ready, histories in PostgreSQL"),
-        (200, False, Level.PROBLEM, "histories in PostgreSQL, which does not answer"),
+        (200, False, Level.PROBLEM, "histories in PostgreSQL, which has a fault"),
         (503, True, Level.PROBLEM, "http://127.0.0.1:PORT"),
     ],
 )
 def test_a_server_that_runs_says_which_it_is(status: int, healthy: bool, level: Level, said: str) -> None:
-    health = {"replica": "one-1", "histories": {"store": "PostgreSQL", "healthy": healthy}}
+    histories = {"store": "PostgreSQL", "healthy": healthy, "reason": "make room"}
+    health = {"replica": "one-1", "histories": histories}
 
     class Health(Handler):
         def do_GET(self) -> None:
@@ -103,6 +104,7 @@ def test_a_server_that_runs_says_which_it_is(status: int, healthy: bool, level: 
         found = doctor._replica(server.url)
     assert found.level is level and found.found.replace(server.url.rpartition(":")[2], "PORT").endswith(said)
     assert (status == 503) == ("not ready" in found.advice)
+    assert healthy == ("make room" not in found.advice)
     gone = doctor._replica(server.url)
     assert gone.level is Level.PROBLEM and "refused" in gone.advice
 

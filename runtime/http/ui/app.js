@@ -174,8 +174,9 @@ function draw(state) {
 }
 
 // Which server this is, and where its histories are.
-function showReplica({ replica, histories: { store, healthy } }) {
-  $("replica").textContent = [replica, healthy ? store : `${store} does not answer`].filter(Boolean).join(" · ");
+function showReplica({ replica, histories: { store, healthy, reason } }) {
+  const histories = healthy ? store : `${store}: ${reason}`;
+  $("replica").textContent = [replica, histories].filter(Boolean).join(" · ");
   $("replica").classList.toggle("wrong", !healthy);
 }
 

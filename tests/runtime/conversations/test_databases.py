@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,17 @@ from typing import Any
 import psycopg
 import pytest
 
-from pensieve.runtime.conversations.databases import Postgres, open_database, without_password
+from pensieve.runtime.conversations import databases
+from pensieve.runtime.conversations.databases import Postgres, Sqlite, open_database, without_password
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.settings import HISTORY_URL, ServeSettings
-from pensieve.scheduler.types import SettingError
+from pensieve.scheduler.types import RequestError, SettingError
 from pensieve.scripts import doctor, import_histories
 
-from .test_store import dialogue, rows, stored, transcript
+from .full_disk import full_file
+from .test_store import dialogue, refused, rows, stored, transcript
 
 
 def test_an_option_comes_before_the_environment_and_a_file_in_the_state_directory_is_the_default(
@@ -160,3 +164,149 @@ def test_each_statement_waits_for_its_own_answer(postgres: str, monkeypatch: pyt
     assert len(asked) == 5 and None not in asked, "with the beginning and the end"
     assert asked == sorted(set(asked)) and database.asked is None
     database.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ("08006", 503),
+        ("22021", 400),
+        ("25006", 503),
+        ("25P03", 503),
+        ("28000", 503),
+        ("40001", 503),
+        ("40P01", 503),
+        ("53100", 507),
+        ("53300", 503),
+        ("54000", 400),
+        ("55P03", 503),
+        ("57014", 503),
+        ("57P01", 503),
+        ("58030", 503),
+        ("XX001", 500),
+    ],
+)
+def test_errors_of_postgres_by_their_class(postgres: str, state: str, status: int) -> None:
+    database = open_database(postgres)
+    raising = f"DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '{state}'; END $$"
+    for _ in range(2):
+        refused(status, database.execute, raising)
+        with pytest.raises(RequestError) as error, database.transaction():
+            database.execute(raising)
+        assert error.value.status == status and not database.in_transaction
+    assert (database.fault is not None) == (status == 507)
+    if status == 507:
+        database.recover()
+    assert database.fault is None and database.execute("SELECT 1") == [(1,)]
+    assert database.execute("SELECT count(*) FROM turns") == [(0,)]
+    database.close()
+
+
+@pytest.mark.parametrize("state", ["23505", "42P01"])
+def test_mistakes_of_this_program_are_not_hidden(postgres: str, state: str) -> None:
+    database = open_database(postgres)
+    with pytest.raises(psycopg.Error):
+        database.execute(f"DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '{state}'; END $$")
+    file = open_database(":memory:")
+    for statement in ("SELECT nothing", "INSERT INTO conversations (owner) VALUES (NULL)"):
+        with pytest.raises(sqlite3.Error):
+            file.execute(statement)
+    assert database.fault is None and file.fault is None
+    for one in (database, file):
+        one.close()
+
+
+def test_errors_of_a_file_outside_of_transactions(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    database = Sqlite(path)
+
+    def interrupted() -> None:
+        database._db.set_progress_handler(lambda: 1, 1)
+        try:
+            database.execute("SELECT count(*) FROM sqlite_schema")
+        finally:
+            database._db.set_progress_handler(None, 1)
+
+    refused(503, interrupted)
+    database._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
+    refused(400, database.execute, "SELECT :it", {"it": "x" * 2000})
+    assert database.fault is None
+    database.close()
+    database = Sqlite(path)
+    with path.open("r+b") as file:  # all but the first page
+        file.seek(4096)
+        file.write(b"\x7f" * (path.stat().st_size - 4096))
+    database.execute("PRAGMA shrink_memory")
+    refused(500, database.execute, "SELECT * FROM conversations")
+    assert database.fault is not None and "backup" in database.fault.message
+    refused(500, database.recover)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (sqlite3.SQLITE_IOERR_READ, 503),
+        (sqlite3.SQLITE_IOERR_WRITE, 507),
+        (sqlite3.SQLITE_READONLY, 507),
+    ],
+)
+def test_a_file_whose_disk_fails(code: int, status: int) -> None:
+    database = Sqlite(":memory:")
+
+    def fail() -> None:
+        with database.transaction():
+            error = sqlite3.OperationalError("it fails")
+            error.sqlite_errorcode = code
+            raise error
+
+    refused(status, fail)
+    assert database.fault is not None
+    database.recover()
+    assert database.fault is None
+    database.close()
+
+
+def test_deletions_have_room_on_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    store = HistoryStore(path)
+    names = [Name("", name) for name in "abc"]
+    for name in names:
+        store.commit(name, transcript("0", "1" * 30_000), 1.0)
+    more = transcript("0", "1", "2", "3" * 300_000)
+    with full_file(path):
+        refused(507, store.commit, names[0], more, 2.0)
+        assert store.fault is not None
+        refused(507, store.admit, names[:1], 2.0, b"turn")
+        refused(507, store.recover)
+        for name in names[1:]:
+            store.delete(name, 2.0)
+        refused(507, store.recover)
+        assert stored(store, names[0]).messages == dialogue("0", "1" * 30_000)
+    store.recover()
+    assert store.fault is None
+    assert Path(f"{path}-reserve").stat().st_size == databases.RESERVE_BYTES
+    store.commit(names[0], more, 2.0)
+    assert rows(store) == 1
+    assert store._db.execute("SELECT name FROM sqlite_schema WHERE name = 'room'") == []
+    store.close()
+
+
+def test_a_server_starts_without_room_for_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses turns until there is some. A quarter will do where deletions have used the rest."""
+    path = tmp_path / "history.sqlite"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    store = HistoryStore(path)
+    refused(507, store.admit, [Name("", "a")], 1.0)
+    refused(507, store.recover)
+    enough = databases.RECOVERY_BYTES + databases.RESERVE_BYTES // 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=enough))
+    store.recover()
+    store.admit([Name("", "a")], 1.0)
+    store.close()
+    assert Path(f"{path}-reserve").stat().st_size == databases.RESERVE_BYTES // 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    store = HistoryStore(path)
+    assert store.fault is None, "it has kept its reserve"
+    store.close()

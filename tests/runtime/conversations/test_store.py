@@ -76,6 +76,15 @@ def rows(store: HistoryStore) -> int:
     return int(store._db.execute("SELECT count(*) FROM turns")[0][0])
 
 
+def full_disk(shared: bool) -> Exception:
+    """What the database's driver raises."""
+    if shared:
+        return psycopg.errors.DiskFull("no space left on device")
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return error
+
+
 def refused(status: int, call: object, *args: object) -> None:
     with pytest.raises(RequestError) as error:
         call(*args)  # type: ignore[operator]
@@ -379,9 +388,7 @@ def test_a_failing_transaction_changes_nothing(store: HistoryStore, monkeypatch:
     store.commit(A, transcript("0", "1"), 1.0)
 
     def full(*_: object) -> None:
-        if store._db.shared:
-            raise psycopg.errors.DiskFull("no space left on device")
-        raise sqlite3.OperationalError("database or disk is full")
+        raise full_disk(store.shared)
 
     monkeypatch.setattr(store, "_prune", full)
     refused(507, store.commit, A, transcript("0", "1", "2", "3"), 2.0)

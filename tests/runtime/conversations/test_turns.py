@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sqlite3
 import threading
 from array import array
 from collections.abc import Coroutine
@@ -16,7 +17,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import dialogue_keys
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import InvariantError, RequestError
 
 from .test_store import dialogue, transcript
 
@@ -196,3 +197,61 @@ def test_a_dialogue_that_is_remembered_is_hashed_once(monkeypatch: pytest.Monkey
         await turns.close()
 
     run(work())
+
+
+class Script:
+    """Background work: each call has the next outcome, and then none is left."""
+
+    def __init__(self, *outcomes: Exception | None):
+        self._outcomes = list(outcomes)
+        self.ended = asyncio.Event()
+
+    async def __call__(self) -> None:
+        if not self._outcomes:
+            self.ended.set()
+            return
+        if (outcome := self._outcomes.pop(0)) is not None:
+            raise outcome
+
+
+def test_background_work_survives_errors_of_the_database(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    """They are in the log once a minute, and in `fault` until the work succeeds."""
+
+    async def work() -> None:
+        turns = manager(told)
+        assert turns.fault is None
+        faults: list[str | None] = []
+        away, mistake = RequestError(503, "it does not answer"), sqlite3.IntegrityError("no")
+        script = Script(*[away] * 5, *[mistake] * 3)
+
+        async def noting() -> None:
+            faults.append(turns.fault)
+            await script()
+
+        turns._repeat("the work", lambda: 0.0, noting)
+        await script.ended.wait()
+        assert faults[:6] == [None, *["it does not answer"] * 5]
+        assert faults[6:9] == ["the work: the database refuses it"] * 3
+        await settled()
+        assert turns.fault is None
+        await turns.close()
+
+    run(work())
+    assert [record.getMessage() for record in caplog.records] == [
+        "the work: it does not answer",
+        "the work: it works again",
+    ]
+
+
+def test_background_work_that_ends_by_a_mistake_is_noticed(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        turns = manager(told)
+        turns._repeat("the work", lambda: 0.0, Script(InvariantError("the books disagree")))
+        while turns.fault is None:
+            await asyncio.sleep(0)
+        assert "restart the server" in turns.fault
+        await turns.close()
+
+    run(work())
+    (record,) = caplog.records
+    assert record.levelname == "CRITICAL" and "the books disagree" in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import psycopg
 import pytest
 
 from pensieve.runtime.conversations import databases, turns
+from pensieve.runtime.conversations.store import HistoryStore
 
 from ...postgres import PrivatePostgres
 from ..served import CHAT, run, serve
@@ -32,6 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(databases, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(databases.Postgres, "lease", 0.3)
     monkeypatch.setattr(turns, "COMMIT_RETRY_S", 0.05)
+    monkeypatch.setattr(turns, "RECOVERY_S", 0.01)
 
 
 async def begun(server: Any, *contents: str, **body: Any) -> asyncio.Task[Any]:
@@ -42,11 +46,6 @@ async def begun(server: Any, *contents: str, **body: Any) -> asyncio.Task[Any]:
     while len(server.requests) == count:
         await asyncio.sleep(0.005)
     return turn
-
-
-async def healthy(server: Any, wanted: bool) -> None:
-    while (await server.ask("GET", "/health"))["histories"] != {"store": "PostgreSQL", "healthy": wanted}:
-        await asyncio.sleep(0.01)
 
 
 async def messages(server: Any, name: str) -> list[str]:
@@ -60,11 +59,12 @@ def test_a_reply_waits_for_a_database_that_comes_back(serve: Any, database: Priv
             turn = await begun(server, "more", conversation="a", history="server")
             await asyncio.to_thread(database.stop, "immediate")
             server.loop.go_on()
-            await healthy(server, False)
+            await server.until_healthy(False)
             assert not turn.done()
+            assert "does not answer" in (await server.ask("GET", "/health"))["histories"]["reason"]
             await asyncio.to_thread(database.start)
             reply = await turn
-            await healthy(server, True)
+            await server.until_healthy(True)
             assert await messages(server, "a") == ["hello", first, "more", reply]
 
     run(work())
@@ -143,9 +143,9 @@ def test_a_database_that_hangs_is_given_up_and_found_again(
             monkeypatch.setattr(turns, "HUNG_SECONDS", 2.0)
             database.pause()
             await server.ask("GET", f"{CONVERSATIONS}/a", 503)
-            await healthy(server, False)
+            await server.until_healthy(False)
             database.pause(signal.SIGCONT)
-            await healthy(server, True)
+            await server.until_healthy(True)
             assert await messages(server, "a") == ["hello", first]
 
     run(work())
@@ -166,5 +166,75 @@ def test_one_answer_of_a_database_that_was_restarted_is_not_missed(serve: Any, d
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'pensieve'"
                 )
             await server.chat("and", conversation="hello", history="server")
+
+    run(work())
+
+
+@contextlib.contextmanager
+def refusing(url: str, table: str, state: str) -> Iterator[None]:
+    """While it is open, the database answers changes of the table's rows with this SQLSTATE."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "CREATE OR REPLACE FUNCTION pensieve.refuse() RETURNS trigger LANGUAGE plpgsql AS "
+            f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{state}'; END $$"
+        )
+        connection.execute(
+            f"CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON pensieve.{table} "
+            "FOR EACH ROW EXECUTE FUNCTION pensieve.refuse()"
+        )
+        yield
+        connection.execute(f"DROP TRIGGER refuse ON pensieve.{table}")
+
+
+@pytest.mark.parametrize("state", ["25P03", "40P01", "53100", "58030", "XX000", "42P01", "23505"])
+def test_leases_are_renewed_again_after_any_error_of_the_database(serve: Any, postgres: str, state: str) -> None:
+    async def work() -> None:
+        async with serve(postgres) as server:
+            await server.chat("hello", conversation="a")
+            with refusing(postgres, "servers", state):
+                said = await server.until_healthy(False)
+                assert said["reason"]
+                assert "pensieve:histories_healthy 0.0" in (await server.http.get("/metrics")).text
+            await server.until_healthy(True)
+            assert "pensieve:histories_healthy 1.0" in (await server.http.get("/metrics")).text
+            await server.chat("more", conversation="a", history="server")
+
+    run(work())
+
+
+def test_a_transaction_that_pauses_for_too_long_is_tried_again_later(
+    serve: Any, postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a stop of the whole process: the database has ended the session meanwhile."""
+    monkeypatch.setitem(databases.SETTINGS, "idle_in_transaction_session_timeout", 20)
+    find, paused = HistoryStore._find, list[str]()
+
+    def pausing(store: HistoryStore, *args: Any) -> Any:
+        found = find(store, *args)
+        if paused:
+            waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
+            with psycopg.connect(postgres, autocommit=True) as connection:
+                pid = store._db._connection.info.backend_pid  # type: ignore[attr-defined]
+                while connection.execute(waiting, [pid]).fetchone() != (0,):
+                    time.sleep(0.005)
+            paused.pop()
+        return found
+
+    monkeypatch.setattr(HistoryStore, "_find", pausing)
+
+    async def work() -> None:
+        async with serve(postgres) as server:
+            first = await server.chat("hello", conversation="a")
+            body = dict(messages=[{"role": "user", "content": "more"}], conversation="a")
+            paused.append("while the turn opens")
+            refused = await server.http.post(CHAT, json=body | {"history": "server"})
+            assert refused.status_code == 503, refused.text
+            assert refused.headers["retry-after"] == "1"
+            turn = await begun(server, "more", conversation="a", history="server")
+            paused.append("while it is stored")
+            server.loop.go_on()
+            reply = await turn
+            assert not paused
+            assert await messages(server, "a") == ["hello", first, "more", reply]
 
     run(work())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Any
 
 import openai
-import psycopg
 import pytest
 
 from pensieve.runtime.messages import Forget
 
+from ..conversations.test_store import full_disk
 from ..served import Served, run, serve
 
 __all__ = ["serve"]  # a fixture
@@ -127,14 +126,13 @@ def test_a_turn_is_in_its_conversation_and_a_response_or_in_neither(serve: Any) 
             insert = server.store._insert
 
             def full(*_: Any, **__: Any) -> Any:
-                if server.store._db.shared:
-                    raise psycopg.errors.DiskFull("no space left on device")
-                raise sqlite3.OperationalError("database or disk is full")
+                raise full_disk(server.store.shared)
 
             server.store._insert = full  # of the response: the conversation is there
             await respond(server, 507, input="hello", conversation="talk")
             assert (await server.ask("GET", f"{CONVERSATIONS}/talk"))["messages"] == []
             server.store._insert = insert
+            await server.until_healthy(True)
             answer = await respond(server, input="hello", conversation="talk")
             messages = (await server.ask("GET", f"{CONVERSATIONS}/talk"))["messages"]
             assert [message["content"] for message in messages] == ["hello", text_of(answer)]
