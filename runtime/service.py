@@ -167,8 +167,8 @@ class Service:
     def _wait_for_news(self) -> None:
         """Sleeps until a message arrives, because there is nothing to do. Checks the state once.
 
-        It does not sleep long while a reply waits for its confirmation (its client may be slow): requests behind it may
-        reach their time-out.
+        It does not sleep long while a reply waits for its confirmation (the HTTP process may be busy): requests behind
+        it may reach their time-out.
         """
         draining = self._drain_until - time.monotonic()
         try:

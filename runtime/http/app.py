@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -23,7 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import Output, RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
@@ -37,6 +38,7 @@ from ..observe.vllm_metrics import VllmMetrics
 from ..text.tokenizer import Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
+from .event_sender import EventSender
 from .limits import BodyLimit, ClientErrors, ClientLimit, SecurityHeaders, caller_of
 from .message_writer import MessageWriter
 from .messages import MessageBody, PromptBody
@@ -50,10 +52,16 @@ from .tokenize import add_tokenize
 if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
-EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+log = logging.getLogger(__name__)
+
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
 """Paths that need no API key."""
 
+MOST_UNREAD_BYTES = 64 * 1024**2
+"""Of a streamed answer, while its replies still grow. More ends its requests, so that its client cannot fill the
+server's memory."""
+
+UNREAD = f"the client has not read {MOST_UNREAD_BYTES // 1024**2} MiB of the answer, so the reply ends here"
 MOST_OF_PATH = 200  # characters of a path that an error repeats
 REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
 
@@ -101,12 +109,25 @@ class Answer(Response):
             stream.close()
 
     async def _send_events(self, stream: OutputStream, replies: dict[int, Reply], send: Send) -> None:
-        """Sends server-sent events; those of one wake-up in one write."""
+        """Sends server-sent events. The replies come to their end, and their turn is committed, also if the client
+        reads nothing meanwhile."""
+        writer = self._call.writer
+        outputs = await stream.next()
+        sender = EventSender(send, [(REQUEST_ID.encode(), writer.id.encode())])
+        try:
+            await self._write_events(stream, outputs, replies, sender)
+            stream.close()
+            self._call.close(replies.values())
+            await sender.end()  # from here on only the client is waited for
+        finally:
+            sender.close()
+
+    async def _write_events(
+        self, stream: OutputStream, outputs: list[Output], replies: dict[int, Reply], sender: EventSender
+    ) -> None:
+        """Writes the events of all outputs, of which `outputs` are the first; those of one wake-up in one piece."""
         writer = self._call.writer
         index = {request: number for number, request in enumerate(replies)}
-        outputs = await stream.next()
-        headers = [*EVENT_HEADERS, (REQUEST_ID.encode(), writer.id.encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
         events = [writer.opening(list(replies.values()))]
         unfinished = len(replies)
         try:
@@ -118,15 +139,20 @@ class Answer(Response):
                     unfinished -= output.finish is not None
                 if not unfinished:
                     break
-                if text := "".join(events):
-                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                sender.put("".join(events))
                 events = []
+                self._check_unread(sender)
                 outputs = await stream.next()
             await self._commit(replies)
             events.append(writer.closing(list(replies.values())))
         except RequestError as error:  # too late for a status
             events.append(writer.failure(error))
-        await send({"type": "http.response.body", "body": "".join(events).encode()})
+        sender.put("".join(events))
+
+    def _check_unread(self, sender: EventSender) -> None:
+        if sender.unread_bytes > MOST_UNREAD_BYTES:
+            log.warning("%s: %s", self._call.writer.id, UNREAD)
+            raise RequestError(503, UNREAD)
 
     async def _commit(self, replies: dict[int, Reply]) -> None:
         """Makes the first reply's turn durable before any end is sent."""

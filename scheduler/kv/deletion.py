@@ -14,11 +14,11 @@ KEYS_A_STEP = 1000  # keys looked up in one plan: a millisecond or two
 
 
 class Deletion(NamedTuple):
-    """`keys`: of the chunks still to be looked up; `refused`: the value of `DiskTier.refused` before the deletion
+    """`keys`: of the chunks still to be looked up; `before`: the value of `DiskTier.deleted` before the deletion
     began."""
 
     keys: Iterator[ChunkKey]
-    refused: int
+    before: int
 
 
 class Deletions:
@@ -40,10 +40,10 @@ class Deletions:
         """True if anything is still to be erased."""
         return bool(self._looking or (self._erasing and self._erasing[-1][1] > self._store.disk.erased_up_to))
 
-    def begin(self, keys: Iterable[ChunkKey], refused: int) -> None:
+    def begin(self, keys: Iterable[ChunkKey], before: int) -> None:
         """Drops the chunks of these keys that no conversation claims and no row uses. Many keys are spread over several
-        plans. `refused`: the value of `DiskTier.refused` when the deletion began."""
-        self._looking.append(Deletion(iter(keys), refused))
+        plans. `before`: the value of `DiskTier.deleted` when the deletion began."""
+        self._looking.append(Deletion(iter(keys), before))
         self.go_on()
 
     def go_on(self) -> None:
@@ -62,5 +62,6 @@ class Deletions:
         the disk refused to erase one, so a record may remain."""
         disk, ended = self._store.disk, []
         while self._erasing and self._erasing[0][1] <= disk.erased_up_to:
-            ended.append(self._erasing.popleft()[0].refused == disk.refused)
+            deletion, last = self._erasing.popleft()
+            ended.append(not disk.refused(deletion.before, last))
         return ended

@@ -12,9 +12,10 @@ its slots to the work, which frees them at its end.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
+from heapq import heappop, heappush
 
 from ..plan import Promotion, Spill, StepResult
 from ..types import ChunkKey, InvariantError
@@ -55,8 +56,7 @@ class DiskTier:
 
     spilled, promoted, failed_writes, failed_reads, erased
                 chunks since the start
-    deleted     slots since the start that must be erased because a chunk was deleted
-    refused     slots that could not be erased; one counts again for each deleted chunk that it may hold
+    deleted     erasures since the start that a deleted chunk needs: one for each slot that may hold its record
     paused_until
                 time before which nothing is spilled, seconds
     """
@@ -66,14 +66,17 @@ class DiskTier:
         self.count = count
         self.writing = self.reading = 0
         self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = 0
-        self.deleted = self.refused = 0
+        self.deleted = 0
         self.paused_until = 0.0
         self._states = [SlotState.FREE] * count
         self._moves: dict[int, Move] = {}  # moves of the slots WRITING and READING
         self._released: dict[int, None] = {}  # the slots RELEASED, the latest last
         self._delete: list[int] = []  # the slots DELETE
         self._erasing: deque[tuple[int, tuple[int, ...]]] = deque()  # the slots ERASING, by step
-        self._must_erase: dict[int, int] = {}  # slots in any state, with the number of their deletion
+        self._must_erase: dict[int, list[int]] = {}  # slots in any state, with the numbers of their erasures
+        self._erasures: OrderedDict[int, int] = OrderedDict()  # the same by number, ascending
+        self._refused: list[int] = []  # a heap: numbers of the erasures that the disk refused
+        self._overwritten: set[int] = set()  # slots WRITING over the record of a deleted chunk
         self._erase_failed: set[int] = set()  # reported before their plan's result
         # by key: slots that its chunk has given up and that may hold its record
         self._former_slots: dict[ChunkKey, list[int]] = {}
@@ -118,27 +121,36 @@ class DiskTier:
     def delete(self, key: ChunkKey, chunk: Chunk | None) -> None:
         """Deletes the key's chunk, if there is one: every slot that holds, receives or may hold its record must be
         erased."""
-        slots = self._former_slots.get(key, [])
-        if chunk is not None:
-            slots = [*slots, chunk.disk if chunk.moving is None else chunk.moving.disk]
-        for slot in slots:
-            if slot == NO_SLOT or slot in self._must_erase:
-                continue
-            if self._states[slot] is SlotState.BAD:
-                self.refused += 1
+        former = self._former_slots.get(key, [])
+        own = NO_SLOT if chunk is None else chunk.disk if chunk.moving is None else chunk.moving.disk
+        for slot in dict.fromkeys((*former, own)):
+            if slot == NO_SLOT:
                 continue
             self.deleted += 1
-            self._must_erase[slot] = self.deleted
+            if self._states[slot] is SlotState.BAD:
+                heappush(self._refused, self.deleted)
+                continue
+            self._must_erase.setdefault(slot, []).append(self.deleted)
+            self._erasures[self.deleted] = slot
             if self._states[slot] is SlotState.RELEASED:
                 del self._released[slot]
                 self._states[slot] = SlotState.DELETE
                 self._delete.append(slot)
+            elif self._states[slot] is SlotState.WRITING and self._moves[slot].key != key:
+                self._overwritten.add(slot)
 
     @property
     def erased_up_to(self) -> int:
-        """How many of the slots counted in `deleted` are done (erased, or BAD), counted in their order up to the first
+        """How many of the erasures counted in `deleted` are done or refused, counted in their order up to the first
         that is not."""
-        return next(iter(self._must_erase.values()), self.deleted + 1) - 1
+        return next(iter(self._erasures), self.deleted + 1) - 1
+
+    def refused(self, after: int, up_to: int) -> bool:
+        """True if the disk refused one of the erasures above number `after` and up to `up_to`. No caller asks for
+        `after` and earlier ones again."""
+        while self._refused and self._refused[0] <= after:
+            heappop(self._refused)
+        return bool(self._refused) and self._refused[0] <= up_to
 
     def host_slots_moving(self) -> int:
         """HOST slots in use by moves alone: read into, or spilled from a chunk that is not on the GPU."""
@@ -203,7 +215,8 @@ class DiskTier:
         for slot in result.spilled:
             move = self._end(slot, spills=True)
             self.spilled += 1
-            self._forget_former(slot)
+            if slot not in self._overwritten:
+                self._forget_former(slot)
             yield move, True
         for slot in result.promoted:
             move = self._end(slot, spills=False)
@@ -219,15 +232,24 @@ class DiskTier:
             yield move, False
 
     def _erasure_ended(self, slot: int) -> None:
-        self._must_erase.pop(slot, None)
+        numbers = self._end_erasures(slot)
         if slot in self._erase_failed:
             self._erase_failed.remove(slot)
             self._states[slot] = SlotState.BAD
-            self.refused += 1
+            for number in numbers:
+                heappush(self._refused, number)
         else:
             self._forget_former(slot)
             self._states[slot] = SlotState.FREE
             self.pool.give(slot)
+
+    def _end_erasures(self, slot: int) -> list[int]:
+        """The slot need not be erased any more. Returns the numbers of its erasures."""
+        self._overwritten.discard(slot)
+        numbers = self._must_erase.pop(slot, [])
+        for number in numbers:
+            del self._erasures[number]
+        return numbers
 
     def _end(self, slot: int, spills: bool | None = None) -> Move:
         move = self._moves.pop(slot, None)
@@ -242,9 +264,10 @@ class DiskTier:
 
     def wanted(self, slot: int, chunk: Chunk) -> bool:
         """Returns False if the record must be erased: the chunk was deleted while a row held it and the slot was being
-        written or read, and no conversation has claimed it since."""
-        if chunk.claims:
-            self._must_erase.pop(slot, None)
+        written or read, and no conversation has claimed it since. Or it was written over the record of a chunk that was
+        deleted meanwhile: only an erased record is certainly gone."""
+        if chunk.claims and slot not in self._overwritten:
+            self._end_erasures(slot)
         return slot not in self._must_erase
 
     # -- records of an earlier process
@@ -287,6 +310,10 @@ class DiskTier:
         listed |= dict.fromkeys(self._released, SlotState.RELEASED) | dict.fromkeys(self._delete, SlotState.DELETE)
         for _, slots in self._erasing:
             listed |= dict.fromkeys(slots, SlotState.ERASING)
+        if {n: slot for slot, numbers in self._must_erase.items() for n in numbers} != dict(self._erasures):
+            raise InvariantError("the slots that must be erased and the numbers of their erasures disagree")
+        if not self._overwritten <= self._must_erase.keys():
+            raise InvariantError("a spill overwrites the record of a deleted chunk, and its slot need not be erased")
         bad = [slot for slot, state in enumerate(self._states) if state is SlotState.BAD]
         idle = (SlotState.FREE, SlotState.VALID, SlotState.BAD)
         if listed != {slot: state for slot, state in enumerate(self._states) if state not in idle}:

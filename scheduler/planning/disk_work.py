@@ -43,7 +43,7 @@ class DiskWork:
     def erase(self, keys: Iterable[ChunkKey]) -> None:
         """As `Conversations.delete`, for a conversation that has not been active since the start: drops these chunks. A
         long log takes a few plans."""
-        self._deletions.begin(keys, self._store.disk.refused)
+        self._deletions.begin(keys, self._store.disk.deleted)
 
     def take_erased(self) -> list[bool]:
         """Returns, for each `Conversations.delete` and `erase` that has ended since the last call, in their order,

@@ -189,11 +189,11 @@ class Conversations:
 
         `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError (404) for an unknown id.
         """
-        conversation, refused = self._known(conversation_id), self._store.disk.refused
+        conversation, before = self._known(conversation_id), self._store.disk.deleted
         tokens, salt = conversation.tokens, conversation.salt
         self._remove(conversation_id, shared // self._chunk_tokens)
         outgrown = self._chunk_keys.first_seen(len(tokens)) > 0  # then it also has KV that it does not claim
-        self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), refused)
+        self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), before)
 
     def _remove(self, conversation_id: str, shared: int = 0) -> None:
         """Drops the log, its tail, and the chunks that no other conversation claims, except the first `shared`."""

@@ -48,9 +48,9 @@ class Served:
         tokenizer = Tokenizer.load(directory)
         self.store = HistoryStore(path)
         self.histories = TurnManager(self.store, client.tell, client.forget, tokenizer)
-        app = create_app(client, odd_ready(), tokenizer, settings, self.histories)
+        self.app = create_app(client, odd_ready(), tokenizer, settings, self.histories)
         self.closed = client.closed
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
 
     async def post(self, path: str, status: int = 200, key: str | None = None, **body: Any) -> Any:
         return await self.ask("POST", path, status, key, json=body)
