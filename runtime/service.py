@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
-from ..scheduler.turns.conversations import common_prefix
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
 from .gc_control import GarbageCollector
@@ -308,14 +307,11 @@ def forget(scheduler: Scheduler, message: Forget) -> None:
     """Begins to erase the conversation's own KV; `scheduler.disk.take_erased` reports the end. A conversation that was
     not active since the start may also have records on disk."""
     conversation, tokens, shared, salt = message
-    stored = scheduler.disk.keys(tokens, salt, shared)
     if conversation is None or conversation not in scheduler.conversations:
-        scheduler.disk.erase(stored)
-        return
-    log = scheduler.conversations.tokens(conversation)
-    # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
-    shared, others = min(shared, common_prefix(log, tokens)), stored if log != tokens else ()
-    scheduler.conversations.delete(conversation, shared, others)
+        scheduler.disk.erase(scheduler.disk.keys(tokens, salt, shared))
+    else:
+        # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
+        scheduler.conversations.delete(conversation, shared, tokens, salt)
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

@@ -51,6 +51,7 @@ from .types import (
     RequestError,
     RequestId,
 )
+from .work import Backlog, WorkBudget
 
 
 class Scheduler:
@@ -62,8 +63,12 @@ class Scheduler:
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
-        self._deletions = Deletions(self._store)
-        self.conversations = Conversations(config, self._store, self._chunk_keys, self._deletions)
+        self.work = WorkBudget()
+        self._backlog = Backlog(self.work)
+        self._deletions = Deletions(self._store, self._backlog)
+        self.conversations = Conversations(
+            *(config, self._store, self._chunk_keys, self._deletions, self._backlog, self.work)
+        )
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
@@ -161,6 +166,18 @@ class Scheduler:
             return None
         return output
 
+    # -- work in pieces
+
+    def go_on(self, now: float) -> None:
+        """Does one step's share of the work that is done in pieces. What is left of the budget is for messages."""
+        self.work.renew()
+        self.conversations.expire(now, self._write_behind.withheld)
+        self._backlog.go_on(self.work.most // 3)
+
+    def has_work(self, now: float) -> bool:
+        """True if work that is done in pieces is left to a later step."""
+        return bool(self._backlog) or self.conversations.overdue(now)
+
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
@@ -176,8 +193,7 @@ class Scheduler:
         builder = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
-        self.conversations.expire(now, self._write_behind.withheld)
-        self._deletions.go_on()
+        self.go_on(now)
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
@@ -339,7 +355,7 @@ class Scheduler:
             return True
         if self._inflight:
             return False
-        return builder.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
+        return builder.polls or self.disk.busy or self._awaits_copies() or self.has_work(builder.now)
 
     def _awaits_copies(self) -> bool:
         """True if a waiting request may depend on a copy on HOST that is not confirmed yet."""

@@ -11,7 +11,8 @@ from ..context_window import ContextWindow
 from ..types import ChunkKey
 
 NO_KEY = ChunkKey(b"")
-"""Stands for chunks before a context's start, which do not exist. No chunk has this key."""
+"""Stands for chunks before a context's start, which do not exist, and for keys that do not count. No chunk has this
+key."""
 
 
 def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
@@ -51,16 +52,15 @@ class ChunkKeys:
         return chunk_key(self._root(salt, context_start), tokens, context_start, context_start + self._size)
 
     def all(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """Yields the keys of a log's full chunks for every possible context start, without those in its first `shared`
-        tokens. Their number grows with the square of the log's length, so they are made one by one."""
+        """Makes the keys of a log's full chunks for every possible context start, one by one: their number grows with
+        the square of the log's length. Yields NO_KEY for those in its first `shared` tokens."""
         size = self._size
         for context_start in range(0, self.first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
             keys: list[ChunkKey] = []
             done = max(context_start, shared) // size
             for end in range(context_start + size, len(tokens) // size * size + 1, size):
                 self.extend(keys, context_start, salt, tokens, end)
-                if end > done * size:
-                    yield keys[-1]
+                yield keys[-1] if end > done * size else NO_KEY
 
     def first_seen(self, count: int, context_start: int = 0) -> int:
         """The first position that the last of `count` tokens sees."""
