@@ -37,6 +37,7 @@ from .planning.lookup import CacheLookup
 from .planning.plan_builder import PlanBuilder
 from .planning.plan_copies import StepCopies
 from .planning.prefetch import Prefetcher
+from .planning.preparation import Preparation
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
 from .planning.write_behind import WriteBehind
@@ -64,6 +65,7 @@ class Scheduler:
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
         self.work = WorkBudget()
+        self._releases = Backlog(self.work)  # of rows that have left: slots that others may wait for
         self._backlog = Backlog(self.work)
         self._deletions = Deletions(self._store, self._backlog)
         self.conversations = Conversations(
@@ -79,6 +81,10 @@ class Scheduler:
         )
         self._write_behind = WriteBehind(config, cost, self._store)
         self._prefetcher = Prefetcher(config, cost, self._store, self.conversations, self._lookup, self._order)
+        self._preparing = Preparation(
+            *(config, self._chunk_keys, self._store, self.conversations, self._lookup, self._queues, self._order),
+            self.work,
+        )
         self._committer = Committer(config, self._chunk_keys, self._store, self.conversations, self._prefetcher)
         self.disk = DiskWork(self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind)
         self._turns: dict[RequestId, Turn] = {}
@@ -97,22 +103,33 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
+        self._preparing.finish(self._begin(request, now))
+
+    def submit(self, request: Request, now: float) -> None:
+        """As `add`, but a long prompt is prepared in pieces, and queued when that is done."""
+        self._begin(request, now)
+        self._preparing.go_on()
+
+    def _begin(self, request: Request, now: float) -> Turn:
         check_length(request, self.config.max_model_len, self._windows)
         if request.id in self._turns:
             raise RequestError(400, f"request {request.id} is being served already", "id")
-        if len(self._queues.waiting) >= self.config.max_queue:
-            raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
+        waiting = len(self._queues.waiting) + len(self._preparing)
+        if waiting >= self.config.max_queue:
+            raise RequestError(429, f"{waiting} requests wait already", None)
         # expire first: this turn must not revive an expired conversation
         self.conversations.expire(now, self._write_behind.withheld)
+        if request.conversation is not None:
+            self.conversations.end_if_over(request.conversation, now, self._write_behind.withheld)
         self._arrivals += 1
-        turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
+        turn = Turn(request, self._arrivals, now)
         turn.drafts = self._batcher.drafting.begin(request)
-        self._order.arrived(turn)
         self._turns[request.id] = turn
-        self._touch(turn, now)
-        self._queues.enqueue(turn)
+        self.conversations.touch(request, now)
+        self._preparing.begin(turn, now)
         if self.config.queue_timeout is not None:
             self._timing_out.append(turn)
+        return turn
 
     def abort(self, request: RequestId, now: float) -> None:
         """Ends the request without committing its turn. Its full chunks stay as cache. An unknown id has already
@@ -121,12 +138,14 @@ class Scheduler:
         if turn is None:
             return
         self._close(turn)
-        if turn in self._queues.waiting:
+        if turn in self._preparing:
+            self._preparing.leave(turn)
+        elif turn in self._queues.waiting:
             self._queues.leave_queue(turn)
             if turn.tail is not None and turn.tail.resident:
                 self._store.drop(turn.tail)
         else:
-            self._queues.release_row(self._take_row(turn), None, now)
+            self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
 
     def expire(self, now: float) -> list[RequestId]:
         """Ends the requests that have waited longer than `queue_timeout` for their first seat. Returns their ids."""
@@ -172,11 +191,14 @@ class Scheduler:
         """Does one step's share of the work that is done in pieces. What is left of the budget is for messages."""
         self.work.renew()
         self.conversations.expire(now, self._write_behind.withheld)
+        self._releases.go_on(self.work.most * 2 // 3)
+        self._preparing.forget_latest()
+        self._preparing.go_on(self.work.most * 2 // 3)
         self._backlog.go_on(self.work.most // 3)
 
     def has_work(self, now: float) -> bool:
         """True if work that is done in pieces is left to a later step."""
-        return bool(self._backlog) or self.conversations.overdue(now)
+        return bool(self._releases or self._preparing or self._backlog) or self.conversations.overdue(now)
 
     # -- steps
 
@@ -252,10 +274,10 @@ class Scheduler:
             row = by_id.get(row_id)
             if row is None:
                 continue
-            row.tokens.append(token)
+            row.reply.append(token)
             requests.append(row_id.request)
             tokens.append(token)
-            count = len(row.tokens)
+            count = row.begin - 1 + len(row.reply)
             if (count - 1) % chunk_tokens == 0:
                 self._committer.publish_full(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
@@ -289,7 +311,7 @@ class Scheduler:
         store, queues, drafting = self._store, self._queues, self._batcher.drafting
         return SchedulerStats(
             running=len(queues.rows) + len(queues.loading),
-            waiting=len(queues.waiting),
+            waiting=len(queues.waiting) + len(self._preparing),
             suspensions=queues.suspensions,
             drafts=drafting.checks,
             drafted=drafting.drafted,
@@ -314,26 +336,12 @@ class Scheduler:
     def check(self) -> None:
         """Checks that slots, users and claims agree, counted anew from rows and conversations. Raises InvariantError.
         Cost: all chunks."""
-        check_requests(self._store, self._queues, self._held, self._turns)
-        users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
+        check_requests(self._store, self._queues, self._held, self._turns, self._preparing)
+        rows = (*self._queues.joined(), *self._queues.releasing, *self._held.values())
+        users = Counter(chunk for row in rows for chunk in row.chunks)
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal
-
-    def _touch(self, turn: Turn, now: float) -> None:
-        """Marks the conversation as active at a request's arrival. If requests wait or no seat is free, its
-        chunks become the last victims.
-
-        Otherwise the next plan takes the chunks into use, or makes them the last victims if the request does not fit.
-        """
-        self.conversations.touch(turn.request, now)
-        if not self._queues.waiting and len(self._queues.free_seats) > len(self._queues.loading):
-            return
-        conversation = self.conversations.of(turn.request)
-        chunks = [self._store.find(key) for key in self._lookup.seen_keys(turn)]
-        if conversation is not None and conversation.tail is not None:
-            chunks.append(conversation.tail)
-        self._queues.await_chunks(turn, chunks, self._store.stamp(now))
 
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or than the first waiting

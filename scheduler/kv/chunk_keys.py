@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from ..context_window import ContextWindow
-from ..types import ChunkKey
+from ..types import ChunkKey, Tokens
 
 NO_KEY = ChunkKey(b"")
 """Stands for chunks before a context's start, which do not exist, and for keys that do not count. No chunk has this
@@ -21,7 +21,7 @@ def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
     return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
 
 
-def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> ChunkKey:
+def chunk_key(previous: ChunkKey, tokens: Tokens, start: int, end: int) -> ChunkKey:
     return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
 
 
@@ -35,7 +35,7 @@ class ChunkKeys:
     def __init__(self, seed: bytes, chunk_tokens: int, windows: ContextWindow | None):
         self._seed, self._size, self._windows = seed, chunk_tokens, windows
 
-    def extend(self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: array[int], end: int) -> None:
+    def extend(self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: Tokens, end: int) -> None:
         """Extends `keys`, the keys of a context (perhaps empty), to its full chunks up to position `end`."""
         size, windows = self._size, self._windows
         begin = context_start // size
@@ -47,7 +47,7 @@ class ChunkKeys:
                 previous = self._marked(previous)
             keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
 
-    def first(self, context_start: int, salt: bytes, tokens: array[int]) -> ChunkKey:
+    def first(self, context_start: int, salt: bytes, tokens: Tokens) -> ChunkKey:
         """The key of the first chunk of a context that begins at `context_start`; `tokens` fill at least that chunk."""
         return chunk_key(self._root(salt, context_start), tokens, context_start, context_start + self._size)
 

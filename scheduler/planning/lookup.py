@@ -116,12 +116,11 @@ class CacheLookup:
         first = self._chunk_keys.first_seen(len(turn.tokens), turn.context_start) // self._chunk_tokens
         return turn.keys[first:] if first else turn.keys  # not copied: a step may ask for thousands of turns
 
-    def work(self, turn: Turn) -> float:
+    def work(self, turn: Turn, there: int) -> float:
         """Predicted seconds, above 0, that computing the tokens seen by the turn's last position and held by no tier
-        adds to a step. The step's fixed part does not count: rows that generate need it anyway."""
-        find, keys = self._store.find, self.seen_keys(turn)
-        there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
-        tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
+        adds to a step, if `there` of the chunks that it sees are in some tier. The step's fixed part does not count:
+        rows that generate need it anyway."""
+        tokens = len(turn.tokens) - (len(turn.keys) - len(self.seen_keys(turn)) + there) * self._chunk_tokens
         return self._step_growth(tokens, len(turn.tokens))
 
     def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
@@ -259,7 +258,7 @@ class CacheLookup:
             return None, 0
         tail, common, begun = turn.tail, len(turn.tokens), turn.context_start
         if tail is None and conversation is not None and conversation.tail is not None:
-            tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
+            tail, common = conversation.tail, _common(conversation, turn)
             begun = conversation.context_start
         if tail is None or not tail.resident or self._store.unconfirmed(tail) or begun != context_start:
             return None, 0
@@ -351,8 +350,14 @@ class CacheLookup:
             return 0
         if conversation is None:
             return turn.request.known
-        had_kv = min(common_prefix(conversation.tokens, turn.tokens), len(conversation.tokens) - 1)
+        had_kv = min(_common(conversation, turn), len(conversation.tokens) - 1)
         return max(turn.request.known, had_kv)
+
+
+def _common(conversation: Conversation, turn: Turn) -> int:
+    """How many leading tokens the conversation's log and the turn have in common."""
+    log = conversation.tokens
+    return common_prefix(log, turn.tokens[: len(log)])
 
 
 def _to_read(chunk: Chunk) -> bool:

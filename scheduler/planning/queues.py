@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
+from ..work import LARGEST_PIECE, Pieces
 
 
 class RequestQueues:
@@ -25,6 +27,7 @@ class RequestQueues:
         self.seats = config.max_num_seqs
         self.free_seats = deque(range(self.seats))
         self.suspensions = 0
+        self.releasing: dict[RunningTurn, None] = {}  # rows that have left; their chunks are released in pieces
         self._leaving: list[RunningTurn] = []
 
     def joined(self) -> Iterator[RunningTurn]:
@@ -41,20 +44,26 @@ class RequestQueues:
     def enqueue(self, turn: Turn) -> None:
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
-    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
-        """The turn waits in the queue, so the idle chunks among its hits are evicted last.
+    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> int:
+        """The turn waits in the queue, so the idle chunks among its hits are evicted last. Returns their number.
 
         This does not hold for the chunks of a suspended request.
         """
-        place = None if turn.resumes else turn.order
+        place, idle = None if turn.resumes else turn.order, 0
         for chunk in chunks:
             if chunk is not None and chunk.resident and not chunk.users:
+                idle += 1
                 self._store.touch(chunk, now, place)
                 if place is not None:
                     turn.awaited[chunk] = None
+        return idle
 
     def leave_queue(self, turn: Turn) -> None:
         self.waiting.remove(turn)
+        self.stop_waiting(turn)
+
+    def stop_waiting(self, turn: Turn) -> None:
+        """The turn waits for no chunks any more."""
         self._store.end_wait(turn.awaited, turn.order)
         turn.awaited.clear()
 
@@ -87,6 +96,20 @@ class RequestQueues:
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []
+
+    def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
+        """As `release_row`, for a row that keeps no tail."""
+        self.releasing[row] = None
+        while row.chunks or row.pending:
+            piece = row.chunks[:LARGEST_PIECE]
+            self._store.cancel_loads([chunk for chunk in piece if chunk.loading])
+            for key in list(islice(row.pending, LARGEST_PIECE)):
+                del row.pending[key], self._store.pending[key]
+            self.release(row, piece, None, now)
+            del row.chunks[:LARGEST_PIECE]
+            yield len(piece)
+        row.loads.clear()
+        del self.releasing[row]
 
     def release(self, row: RunningTurn, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
         for chunk in chunks:
