@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
+from ..scheduler.work import MESSAGE
 from .executor import Executor
 from .gc_control import GarbageCollector
 from .loop import EngineLoop
@@ -53,7 +55,8 @@ from .observe.loop_stats import LoopCounters
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
-LOOKED_AT = 32_768  # chunks in the answer to one `Look`: a millisecond or two
+LOOKED_AT = 8192  # chunks in the answer to one `Look`
+SHARE_S = 2e-3  # a share of the work that is done in pieces takes less on any machine that serves
 LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
 STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
@@ -85,9 +88,11 @@ class Service:
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
+        self._submitted: deque[Request] = deque()  # of the latest `Submit`: they come before further messages
         self._compiling: dict[RequestId, None] = {}  # requests whose grammar is being compiled; they are not added yet
         self._drain_until = float("inf")
         self._stats_due = 0.0
+        self._changed = False  # a message has changed the statistics since they were sent
         self._trace = trace
         self._counters = LoopCounters(trace)
         self._timing = timing
@@ -111,16 +116,18 @@ class Service:
         self._send(Applied())  # sizes and the disk's contents, before the first request
         try:
             while not self._drained():
-                while not self._inbox.empty():
-                    self._take(self._inbox.get())
+                self._take_messages()
                 self._refuse_expired()
                 slack = self._timing.slack(time.monotonic())
                 if self._garbage.due(slack):
                     with self._counters.wait:
                         self._garbage.collect_new()
                     continue
-                if slack > 0:
+                if slack > 0 and not self._has_work():
                     self._wait_for_message(slack)
+                    continue
+                if slack > SHARE_S:
+                    self._scheduler.go_on(time.monotonic())
                     continue
                 self._step()
         except BaseException as error:
@@ -132,6 +139,20 @@ class Service:
             self._executor.close()
             if self._trace is not None:
                 self._trace.close()
+
+    def _take_messages(self) -> None:
+        """Takes messages as long as the scheduler's budget of work lasts. The others are taken after the next step."""
+        while self._scheduler.work.left > 0 and not (self._inbox.empty() and not self._submitted):
+            if self._submitted:
+                self._submit(self._submitted.popleft(), time.monotonic())
+            else:
+                self._take(self._inbox.get())
+        if self._changed:
+            self._send(Applied())
+
+    def _has_work(self) -> bool:
+        """True if work is left, or the budget of work is used up."""
+        return self._scheduler.work.left <= 0 or self._scheduler.has_work(time.monotonic())
 
     def _wait_for_message(self, seconds: float) -> None:
         """Waits for a message for at most `seconds`, while the device is busy."""
@@ -155,7 +176,7 @@ class Service:
         applied = self._loop.step()
         self._tell_erased()  # before the return: each plan looks up a part of a long log, even without a step
         if applied is None:
-            if self._loop.idle:
+            if self._loop.idle and not self._submitted:
                 self._wait_for_news()
             return
         news = applied.requests or applied.events or applied.prompt_logprobs or applied.stuck
@@ -192,9 +213,10 @@ class Service:
 
     def _take(self, message: FromHTTP | Compiled) -> None:
         now = time.monotonic()
+        self._scheduler.work.spend(MESSAGE)
         match message:
-            case Submit(request):
-                self._submit(request, now)
+            case Submit(requests):
+                self._submitted.extend(requests)
             case Compiled(request, outcome):
                 compiled = outcome.result()
                 if request.id in self._compiling:  # otherwise it was aborted meanwhile
@@ -203,10 +225,12 @@ class Service:
             case Abort(request):
                 self._compiling.pop(request, None)
                 self._scheduler.abort(request, now)
-                self._send(Applied())
+                self._changed = True
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
-                self._send(Applied(events=[output] if output else []))
+                if output:
+                    self._outbox.put(StepMessage(events=(output,)))
+                self._changed = True
             case Forget():
                 forget(self._scheduler, message)
                 self._tell_erased()
@@ -214,7 +238,7 @@ class Service:
                 change_conversation(self._scheduler, message, now)
             case Look(start):
                 self._outbox.put(self._scheduler.conversations.residency(start, LOOKED_AT))
-                self._send(Applied())
+                self._changed = True
             case Drain(seconds):
                 self._log_drain(seconds)
                 self._drain_until = min(self._drain_until, now + seconds)
@@ -223,6 +247,7 @@ class Service:
     def _submit(self, request: Request, now: float) -> None:
         """Adds the request. A grammar takes up to a second to compile: another thread does it, and the request waits
         for it."""
+        self._scheduler.work.spend(MESSAGE)
         grammar = request.sampling.grammar
         if self._drain_until < float("inf"):
             self._refuse(request.id, RequestError(503, "the server is shutting down"))
@@ -234,7 +259,7 @@ class Service:
 
     def _add(self, request: Request, now: float, compiled: Any = None) -> None:
         try:
-            self._scheduler.add(request, now)
+            self._scheduler.submit(request, now)
         except RequestError as error:
             self._refuse(request.id, error)
             return
@@ -277,7 +302,7 @@ class Service:
         intervals."""
         stats = copied = disk = loop = None
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
-            self._stats_due = time.monotonic() + STATS_INTERVAL_S
+            self._stats_due, self._changed = time.monotonic() + STATS_INTERVAL_S, False
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())

@@ -29,7 +29,7 @@ def check_requests(
         raise InvariantError("keys are pending that no row computes, or the other way round")
     placed = [*queues.waiting, *preparing, *(row.turn for row in (*joined, *held.values()))]
     places: dict[Chunk, list[QueuePlace]] = {chunk: [] for chunk in store.resident_chunks()}
-    for turn in sorted([*queues.waiting, *preparing], key=lambda turn: turn.order):
+    for turn in sorted([*queues.waiting, *preparing, *queues.ending], key=lambda turn: turn.order):
         for chunk in turn.awaited:
             places.setdefault(chunk, []).append(turn.order)
     if any(chunk.queue_places != awaited for chunk, awaited in places.items()):

@@ -52,7 +52,7 @@ from .types import (
     RequestError,
     RequestId,
 )
-from .work import Backlog, WorkBudget
+from .work import LOOKED_AT, Backlog, WorkBudget
 
 
 class Scheduler:
@@ -140,17 +140,24 @@ class Scheduler:
         self._close(turn)
         if turn in self._preparing:
             self._preparing.leave(turn)
+            self._releases.begin(self._queues.end_waits(turn))
         elif turn in self._queues.waiting:
-            self._queues.leave_queue(turn)
+            self.work.spend(len(self._queues.waiting) // LOOKED_AT)
+            self._queues.waiting.remove(turn)
+            self._releases.begin(self._queues.end_waits(turn))
             if turn.tail is not None and turn.tail.resident:
                 self._store.drop(turn.tail)
         else:
             self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
 
     def expire(self, now: float) -> list[RequestId]:
-        """Ends the requests that have waited longer than `queue_timeout` for their first seat. Returns their ids."""
+        """Ends requests that have waited longer than `queue_timeout` for their first seat, as long as the budget of
+        work lasts. Returns their ids."""
         expired, patience = [], self.config.queue_timeout
         while patience is not None and self._timing_out and self._timing_out[0].arrived + patience <= now:
+            if self.work.left <= 0:
+                break
+            self.work.spend(1)
             turn = self._timing_out.popleft()
             if turn.queued is None and self._turns.get(turn.request.id) is turn:
                 self.abort(turn.request.id, now)
@@ -163,6 +170,7 @@ class Scheduler:
         turn = self._turns.get(request)
         if turn is None:
             return None
+        self.work.spend(len(turn.keys))
         if not 0 < tokens <= len(turn.tokens) - len(turn.request.prompt):
             raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
         ended = request in self._held

@@ -182,7 +182,7 @@ class EngineClient:
         stream = OutputStream(self, requests)
         for request in requests:
             self._open[request.id] = _Open(stream, arrived, request.choice == 0)
-            self._outbox.put(Submit(request))
+        self._outbox.put(Submit(tuple(requests)))
         return stream
 
     def abort(self, request: RequestId) -> None:

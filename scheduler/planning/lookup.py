@@ -6,8 +6,10 @@ A lookup changes no state. If the request fits, it later gets all its slots at o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from ..context_window import RECOMPUTE, ContextWindow
@@ -159,17 +161,20 @@ class CacheLookup:
         it.
         """
         windows, last = self._windows, len(turn.tokens) - 1
-        if windows is None or last < windows.length:
-            return self._needs_from(turn, conversation, rows, 0)
-        if turn.usage is not None and windows.mode != RECOMPUTE:
-            return self._needs_from(turn, conversation, rows, turn.context_start)
-        *others, anew = windows.context_starts(last, turn.context_start)
+        anew = 0
+        others: Sequence[int] = ()
+        if turn.usage is not None and windows is not None and windows.mode != RECOMPUTE and last >= windows.length:
+            anew = turn.context_start
+        elif windows is not None and last >= windows.length:
+            *others, anew = windows.context_starts(last, turn.context_start)
         for context_start in others:
             if context_start == turn.context_start or self._known_start(turn, context_start):
-                found = self._needs_from(turn, conversation, rows, context_start)
-                if not isinstance(found, RequestNeeds) or found.computed <= last - anew:
+                found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
+                if found is not None and not (isinstance(found, RequestNeeds) and found.computed > last - anew):
                     return found
-        return self._needs_from(turn, conversation, rows, anew)
+        needs = self._needs_from(turn, conversation, rows, anew)
+        assert needs is not None
+        return needs
 
     def _keys(self, turn: Turn, context_start: int, end: int) -> list[ChunkKey]:
         """The turn's keys from that context start, at least up to position `end`."""
@@ -189,8 +194,10 @@ class CacheLookup:
         return key in self._store.pending or self._store.known(key)
 
     def _needs_from(
-        self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int
-    ) -> RequestNeeds | NeedsDisk | ChunkKey:
+        self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int, most: float = inf
+    ) -> RequestNeeds | NeedsDisk | ChunkKey | None:
+        """None if surely more than `most` tokens must be computed: a prompt of a million tokens is not read to its end
+        to count them."""
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
         keys = self._keys(turn, context_start, count)
         view = _View(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
@@ -204,6 +211,7 @@ class CacheLookup:
         hits: list[Chunk | None] = []
         known: list[bool] = []
         on_disk: list[Chunk] = []
+        unknown = 0
         find, load, reads = self._store.find, self._cost.load(), _to_read if overflows else self.readable
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
@@ -220,6 +228,9 @@ class CacheLookup:
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
+            unknown += chunk is None
+            if (unknown - 2) * size > most:  # of one chunk a tail may have a part, and of another there may be no more
+                return None
         if on_disk and (overflows or self._worth_reading(on_disk, rows)):
             return NeedsDisk(on_disk, hits)
         missing = -(-count // size) - view.first - len(hits)

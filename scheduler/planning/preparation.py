@@ -59,7 +59,6 @@ class Preparation:
     def leave(self, turn: Turn) -> None:
         """The turn has ended before it was in the queue."""
         del self._work[turn]
-        self._queues.stop_waiting(turn)
 
     def go_on(self, reserve: int = 0) -> None:
         """Goes on until only `reserve` units are left in the budget."""

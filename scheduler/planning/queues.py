@@ -28,6 +28,7 @@ class RequestQueues:
         self.free_seats = deque(range(self.seats))
         self.suspensions = 0
         self.releasing: dict[RunningTurn, None] = {}  # rows that have left; their chunks are released in pieces
+        self.ending: dict[Turn, None] = {}  # turns that have left the queue, and whose waits end in pieces
         self._leaving: list[RunningTurn] = []
 
     def joined(self) -> Iterator[RunningTurn]:
@@ -60,12 +61,17 @@ class RequestQueues:
 
     def leave_queue(self, turn: Turn) -> None:
         self.waiting.remove(turn)
-        self.stop_waiting(turn)
-
-    def stop_waiting(self, turn: Turn) -> None:
-        """The turn waits for no chunks any more."""
         self._store.end_wait(turn.awaited, turn.order)
         turn.awaited.clear()
+
+    def end_waits(self, turn: Turn) -> Pieces:
+        """The turn has ended, and has left the queue: it waits for no chunks any more."""
+        self.ending[turn] = None
+        while turn.awaited:
+            piece = [turn.awaited.popitem()[0] for _ in range(min(LARGEST_PIECE, len(turn.awaited)))]
+            self._store.end_wait(piece, turn.order)
+            yield len(piece)
+        del self.ending[turn]
 
     # -- seats
 

@@ -15,12 +15,13 @@ from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
 from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
-from ..work import Backlog, Pieces, WorkBudget, all_at_once
+from ..work import LOOKED_AT, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
 
 Run = TypeVar("Run", "array[int]", str)
 
+PASSED = 64  # conversations that are passed over in one unit
 COMPARED, COMPARED_UNITS = 16_384, 32  # tokens that are compared in one piece, and the units of that
 
 
@@ -415,11 +416,14 @@ class Conversations:
         """Returns the tiers of conversations' chunks, from conversation number `start` on. Cost: about `most`
         chunks."""
         found: list[ConversationKV] = []
+        self._budget.spend(start // PASSED)
         for conversation_id, conversation in islice(self._by_id.items(), start, None):
             if most <= 0:
                 return Residency(self._chunk_tokens, found, start + len(found), start)
             found.append(_whereabouts(conversation_id, conversation))
-            most -= len(conversation.keys) - conversation.first + 1
+            chunks = len(conversation.keys) - conversation.first + 1
+            self._budget.spend(1 + chunks // LOOKED_AT)
+            most -= chunks
         return Residency(self._chunk_tokens, found, 0, start)
 
     def _drop_tail(self, conversation: Conversation) -> None:
