@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the loop's process, over one pipe in each direction.
 
-HTTP -> loop: one message for each call (`Submit`), event of a request (`Abort`, `Finish`) or change of a conversation
-(`Fork`, `Forget`, `Keep`); `Look` while the page is open. The loop sends `Drain` to itself after a signal.
+HTTP -> loop: one message for each request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`,
+`Forget`, `Keep`); `Look` while the page is open. The loop sends `Drain` to itself after a signal.
 Loop -> HTTP: one `StepMessage` for each step with results; `Ready` once at the start; `Draining` when it refuses new
 requests; `Residency` for a `Look`; `Erased` for a `Forget`; `Fatal` if the loop dies.
 All are plain picklable data.
@@ -20,10 +20,10 @@ from .counters import DiskCounters, KVCounters, LoopStats
 
 
 class Submit(NamedTuple):
-    """The new requests of one call. Each is answered by an `Output` or a `Refusal` of its id. Choices of one prompt are
-    sent with one copy of it."""
+    """A new request. Answered by an `Output` or a `Refusal` of the same request id. Those of one call are sent as one
+    list: pickle then sends one copy of a prompt that they share."""
 
-    requests: tuple[Request, ...]
+    request: Request
 
 
 class Abort(NamedTuple):

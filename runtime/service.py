@@ -17,7 +17,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -88,7 +87,6 @@ class Service:
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
-        self._submitted: deque[Request] = deque()  # of the latest `Submit`: they come before further messages
         self._compiling: dict[RequestId, None] = {}  # requests whose grammar is being compiled; they are not added yet
         self._drain_until = float("inf")
         self._stats_due = 0.0
@@ -142,11 +140,8 @@ class Service:
 
     def _take_messages(self) -> None:
         """Takes messages as long as the scheduler's budget of work lasts. The others are taken after the next step."""
-        while self._scheduler.work.left > 0 and not (self._inbox.empty() and not self._submitted):
-            if self._submitted:
-                self._submit(self._submitted.popleft(), time.monotonic())
-            else:
-                self._take(self._inbox.get())
+        while self._scheduler.work.left > 0 and not self._inbox.empty():
+            self._take(self._inbox.get())
         if self._changed:
             self._send(Applied())
 
@@ -176,7 +171,7 @@ class Service:
         applied = self._loop.step()
         self._tell_erased()  # before the return: each plan looks up a part of a long log, even without a step
         if applied is None:
-            if self._loop.idle and not self._submitted:
+            if self._loop.idle:
                 self._wait_for_news()
             return
         news = applied.requests or applied.events or applied.prompt_logprobs or applied.stuck
@@ -215,8 +210,8 @@ class Service:
         now = time.monotonic()
         self._scheduler.work.spend(MESSAGE)
         match message:
-            case Submit(requests):
-                self._submitted.extend(requests)
+            case Submit(request):
+                self._submit(request, now)
             case Compiled(request, outcome):
                 compiled = outcome.result()
                 if request.id in self._compiling:  # otherwise it was aborted meanwhile
@@ -247,7 +242,6 @@ class Service:
     def _submit(self, request: Request, now: float) -> None:
         """Adds the request. A grammar takes up to a second to compile: another thread does it, and the request waits
         for it."""
-        self._scheduler.work.spend(MESSAGE)
         grammar = request.sampling.grammar
         if self._drain_until < float("inf"):
             self._refuse(request.id, RequestError(503, "the server is shutting down"))
@@ -343,7 +337,9 @@ def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
     """Thread: passes on the HTTP process's messages. If that process ends, no client is left, and the loop drains."""
     try:
         while True:
-            inbox.put(connection.recv())
+            received = connection.recv()
+            for message in received if isinstance(received, list) else (received,):
+                inbox.put(message)
     except (EOFError, OSError):
         inbox.put(Drain(0.0))
 
