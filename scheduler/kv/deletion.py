@@ -41,11 +41,12 @@ class Deletions:
         yield from work
         self._erasing.append(Deletion(refused, self._store.disk.deleted))
 
-    def drop(self, keys: Iterable[ChunkKey]) -> Pieces:
-        """Drops the chunks of these keys that no conversation claims and no row uses."""
+    def drop(self, keys: Iterable[ChunkKey], units: int = 1) -> Pieces:
+        """Drops the chunks of these keys that no conversation claims and no row uses. `units`: of one; 2 if the key is
+        made first."""
         for key in keys:
             self._store.delete(key)
-            yield 1
+            yield units
 
     def take_ended(self) -> list[bool]:
         """Returns, for each deletion that has ended since the last call, whether all of its records are erased. False:

@@ -41,9 +41,9 @@ class DiskWork:
         return self._chunk_keys.all(tokens, salt, shared)
 
     def erase(self, keys: Iterable[ChunkKey]) -> None:
-        """As `Conversations.delete`, for a conversation that has not been active since the start: drops these chunks. A
-        long log takes several plans."""
-        self._deletions.begin(self._deletions.drop(keys))
+        """As `Conversations.delete`, for a conversation that has not been active since the start: drops the chunks of
+        these keys, which are made one by one. A long log takes several plans."""
+        self._deletions.begin(self._deletions.drop(keys, units=2))
 
     def take_erased(self) -> list[bool]:
         """Returns, for each `Conversations.delete` and `erase` that has ended since the last call, in their order,

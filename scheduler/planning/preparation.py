@@ -103,6 +103,6 @@ class Preparation:
         conversation = self._conversations.of(turn.request)
         if waits and conversation is not None and conversation.tail is not None:
             queues.await_chunks(turn, [conversation.tail], stamp)
+        yield 1 + len(queues.waiting) // LOOKED_AT
         self._order.arrived(turn, there)
         queues.enqueue(turn)
-        yield 1 + len(queues.waiting) // LOOKED_AT

@@ -67,6 +67,9 @@ class RequestQueues:
     def end_waits(self, turn: Turn) -> Pieces:
         """The turn has ended, and has left the queue: it waits for no chunks any more."""
         self.ending[turn] = None
+        return self._end_waits(turn)
+
+    def _end_waits(self, turn: Turn) -> Pieces:
         while turn.awaited:
             piece = [turn.awaited.popitem()[0] for _ in range(min(LARGEST_PIECE, len(turn.awaited)))]
             self._store.end_wait(piece, turn.order)
@@ -106,6 +109,9 @@ class RequestQueues:
     def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
         """As `release_row`, for a row that keeps no tail."""
         self.releasing[row] = None
+        return self._release_pieces(row, now)
+
+    def _release_pieces(self, row: RunningTurn, now: float) -> Pieces:
         while row.chunks or row.pending:
             piece = row.chunks[:LARGEST_PIECE]
             self._store.cancel_loads([chunk for chunk in piece if chunk.loading])

@@ -256,9 +256,9 @@ class Conversations:
                 others = None
         yield from self._end(gone, own)
         if self._chunk_keys.first_seen(len(log)) > 0:  # then it also has KV that it does not claim
-            yield from self._deletions.drop(self._chunk_keys.all(log, gone.salt, own))
+            yield from self._deletions.drop(self._chunk_keys.all(log, gone.salt, own), units=2)
         if others is not None:
-            yield from self._deletions.drop(self._chunk_keys.all(others, salt, shared))
+            yield from self._deletions.drop(self._chunk_keys.all(others, salt, shared), units=2)
 
     def _end(self, gone: Conversation, shared: int = 0) -> Pieces:
         """Gives up its claims, and drops the chunks that no other conversation claims, except those of the first
@@ -379,6 +379,7 @@ class Conversations:
         if before == claims:
             return
         conversation.counted = claims
+        units = sum(old != new for old, new in zip(before, claims, strict=True))
         for chunk in conversation.chunks:
             if not (before.claims or chunk.claims or self._store.has(chunk)):
                 # It was dropped between the fork and this claim: the claims end here.
@@ -386,7 +387,7 @@ class Conversations:
                 break
             self._count(chunk, before, claims)
             conversation.walked += 1
-            yield 1
+            yield units
         conversation.before, conversation.walked = claims, 0
 
     def _count(self, chunk: Chunk, before: Claims, after: Claims) -> None:
