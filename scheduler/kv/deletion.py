@@ -51,7 +51,8 @@ class Deletions:
     def take_ended(self) -> list[bool]:
         """Returns, for each deletion that has ended since the last call, whether all of its records are erased. False:
         the disk refused to erase one, so a record may remain."""
-        disk, ended = self._store.disk, []
-        while self._erasing and self._erasing[0].deleted <= disk.erased_up_to:
-            ended.append(self._erasing.popleft().refused == disk.refused)
+        refused, erased_up_to = self._store.disk.refused, self._store.disk.erased_up_to
+        ended = []
+        while self._erasing and self._erasing[0].deleted <= erased_up_to:
+            ended.append(self._erasing.popleft().refused == refused)
         return ended

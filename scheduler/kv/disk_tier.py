@@ -12,7 +12,7 @@ its slots to the work, which frees them at its end.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
@@ -73,7 +73,8 @@ class DiskTier:
         self._released: dict[int, None] = {}  # the slots RELEASED, the latest last
         self._delete: list[int] = []  # the slots DELETE
         self._erasing: deque[tuple[int, tuple[int, ...]]] = deque()  # the slots ERASING, by step
-        self._must_erase: dict[int, int] = {}  # slots in any state, with the number of their deletion
+        # slots in any state, with the number of their deletion; ordered, so that the first is found in constant time
+        self._must_erase: OrderedDict[int, int] = OrderedDict()
         self._erase_failed: set[int] = set()  # reported before their plan's result
         # by key: slots that its chunk has given up and that may hold its record
         self._former_slots: dict[ChunkKey, list[int]] = {}
