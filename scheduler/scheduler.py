@@ -1,11 +1,12 @@
 """The scheduler decides what to compute next, what to copy, and what to keep. It touches no device.
 
-    add(request)      a turn joins the queue
+    submit(request)   a turn joins the queue, when its prompt is prepared; add(request): at once
     next_plan(now)    one step: generation, pieces of prompts, joining requests, copies
     apply(result)     the step's tokens; replies that end are committed to their conversations
     abort, finish     a client has left; the length of a reply is known
     conversations     the logs: fork, keep, delete, residency of their KV
     disk              records of an earlier process, chunks to save, records to erase
+    work              the budget of work until the next plan
 
 `next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied. Results are applied in
 order.

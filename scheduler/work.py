@@ -1,14 +1,13 @@
-"""The bound of work between two steps: counts, so it is the same on each machine and needs no clock.
+"""The bound of work between two steps: counts, so it needs no clock (docs/design/steps.md#between-two-steps).
 
-One unit of work takes about a microsecond. It is one of
+One unit takes about a microsecond. It is one of
 
-    a chunk whose tokens are hashed or compared, or that is claimed, given up, pinned, dropped or looked for on DISK
-    16 chunks that are only looked at
-    `COPIED` bytes that are copied
+    a chunk whose tokens are hashed, or that is claimed, given up, pinned, marked, awaited, released or dropped
+    LOOKED_AT chunks that are only looked at
+    COPIED bytes that are copied
 
-A message to the loop costs `MESSAGE` units besides. Between two steps at most `WORK_A_STEP` units are done, and one
-piece more: a message is taken, or a piece of long work is begun, while any unit is left. `LARGEST_PIECE` says how large
-a piece of long work may be.
+A message costs MESSAGE units besides. Work goes on while any unit is left. So at most WORK_A_STEP units are done
+between two steps, and the rest of one piece.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from collections.abc import Iterator
 
 WORK_A_STEP = 1024
 MESSAGE = 4
-LARGEST_PIECE = 64
-LOOKED_AT = 16  # chunks that are only looked at, in one unit
-COPIED = 4096  # bytes copied in one unit
+LARGEST_PIECE = 64  # units of a piece of long work, about
+LOOKED_AT = 16
+COPIED = 4096
 
 Pieces = Iterator[int]
 """Long work. Each `next` does a piece and returns its units; the state is consistent between any two pieces."""

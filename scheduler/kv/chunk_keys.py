@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..context_window import ContextWindow
 from ..types import ChunkKey, Tokens
@@ -15,6 +15,7 @@ NO_KEY = ChunkKey(b"")
 key."""
 
 
+@lru_cache(maxsize=256)
 def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
     """The key before the first chunk: a digest of the salt and of everything except the tokens that changes KV."""
     parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)

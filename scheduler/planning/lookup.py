@@ -6,9 +6,10 @@ A lookup changes no state. If the request fits, it later gets all its slots at o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -167,11 +168,10 @@ class CacheLookup:
             anew = turn.context_start
         elif windows is not None and last >= windows.length:
             *others, anew = windows.context_starts(last, turn.context_start)
-        for context_start in others:
-            if context_start == turn.context_start or self._known_start(turn, context_start):
-                found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
-                if found is not None and not (isinstance(found, RequestNeeds) and found.computed > last - anew):
-                    return found
+        for context_start in self._known_starts(turn, others):
+            found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
+            if found is not None and not (isinstance(found, RequestNeeds) and found.computed > last - anew):
+                return found
         needs = self._needs_from(turn, conversation, rows, anew)
         assert needs is not None
         return needs
@@ -184,14 +184,21 @@ class CacheLookup:
         self._chunk_keys.extend(keys, context_start, turn.request.salt, turn.tokens, end)
         return keys
 
-    def _known_start(self, turn: Turn, context_start: int) -> bool:
-        """True if any context began there. This looks at one chunk, before keys are made for all of them."""
-        if not self._reuse:
-            return False
-        key = turn.first_keys.get(context_start)
-        if key is None:
-            key = turn.first_keys[context_start] = self._chunk_keys.first(context_start, turn.request.salt, turn.tokens)
-        return key in self._store.pending or self._store.known(key)
+    def _known_starts(self, turn: Turn, starts: Sequence[int]) -> Iterator[int]:
+        """Yields the turn's context start, and those where any context began. This looks at one chunk of each, before
+        keys are made for all chunks."""
+        first_keys, pending, known = turn.first_keys, self._store.pending, self._store.known
+        for start in starts:
+            if start == turn.context_start:
+                yield start
+                continue
+            if not self._reuse:
+                continue
+            key = first_keys.get(start)
+            if key is None:
+                key = first_keys[start] = self._chunk_keys.first(start, turn.request.salt, turn.tokens)
+            if key in pending or known(key):
+                yield start
 
     def _needs_from(
         self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int, most: float = inf
@@ -203,6 +210,12 @@ class CacheLookup:
         view = _View(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
         end, overflows = count, False
         if windows is not None and count > windows.length:
+            if (
+                most < inf
+                and view.tail is None
+                and not self._sees_any(turn, keys, windows.start(count - 1, context_start))
+            ):
+                return None
             start = windows.reach(count - 1, context_start, partial(self._first_missing, view))
             end, overflows = min(count, windows.end(start)), True
             view.seen, view.first = windows.start(count - 1, context_start), start // size
@@ -243,6 +256,10 @@ class CacheLookup:
             else:
                 view.tail, view.tail_tokens = None, 0
         return self._needs(view, hits, known)
+
+    def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
+        """True if any chunk from position `start` on is available without computing it."""
+        return any(self._there(turn, key) for key in islice(keys, start // self._chunk_tokens, None))
 
     def _first_missing(self, view: _View, position: int) -> int:
         """Returns the first position, from `position` (a chunk's first) on, whose KV must be computed (see
