@@ -13,14 +13,15 @@ from ..turns.conversations import Conversations
 from ..turns.prompt_keys import PromptKeys
 from ..turns.turn import Turn
 from ..types import Request
-from ..work import LOOKED_AT, Pieces, WorkBudget, all_at_once
+from ..work import LARGEST_PIECE, LOOKED_AT, Pieces, WorkBudget, all_at_once
 from .lookup import CacheLookup
 from .queue_order import QueueOrder
 from .queues import RequestQueues
 
 
 class Preparation:
-    """A piece of each request's work in turn, so a short prompt does not wait for a long one."""
+    """A piece of work for each prompt in turn, so a short one does not wait for a long one. Choices of one prompt come
+    one after the other."""
 
     def __init__(
         self,
@@ -36,44 +37,51 @@ class Preparation:
         self._size, self._reuse, self._chunk_keys = config.chunk_tokens, config.reuse, chunk_keys
         self._store, self._conversations, self._lookup = store, conversations, lookup
         self._queues, self._order, self._budget = queues, order, budget
-        self._work: OrderedDict[Turn, Pieces] = OrderedDict()
+        self._prompts: OrderedDict[PromptKeys, OrderedDict[Turn, Pieces]] = OrderedDict()
+        self._turns: dict[Turn, PromptKeys] = {}
         self._latest: PromptKeys | None = None  # of the latest request: the next may be of the same prompt
 
     def __len__(self) -> int:
-        return len(self._work)
+        return len(self._turns)
 
     def __iter__(self) -> Iterator[Turn]:
-        return iter(self._work)
+        return iter(self._turns)
 
     def __contains__(self, turn: Turn) -> bool:
-        return turn in self._work
+        return turn in self._turns
 
     def begin(self, turn: Turn, now: float) -> None:
         """The turn has arrived now."""
-        self._work[turn] = self._prepare(turn, self._keys(turn.request), now)
+        prompt = self._turns[turn] = self._keys(turn.request)
+        self._prompts.setdefault(prompt, OrderedDict())[turn] = self._prepare(turn, prompt, now)
 
     def finish(self, turn: Turn) -> None:
         """Prepares the turn at once."""
-        all_at_once(self._work.pop(turn))
+        all_at_once(self._prompts[self._turns[turn]][turn])
+        self.leave(turn)
 
     def leave(self, turn: Turn) -> None:
-        """The turn has ended before it was in the queue."""
-        del self._work[turn]
+        """The turn is in the queue, or has ended."""
+        prompt = self._turns.pop(turn)
+        del self._prompts[prompt][turn]
+        if not self._prompts[prompt]:
+            del self._prompts[prompt]
 
     def go_on(self, reserve: int = 0) -> None:
         """Goes on until only `reserve` units are left in the budget."""
-        while self._work and self._budget.left > reserve:
-            turn, work = next(iter(self._work.items()))
+        while self._prompts and self._budget.left > reserve:
+            prompt, turns = next(iter(self._prompts.items()))
+            turn, work = next(iter(turns.items()))
+            self._prompts.move_to_end(prompt)
             units = next(work, None)
             if units is None:
-                del self._work[turn]
+                self.leave(turn)
             else:
                 self._budget.spend(units)
-                self._work.move_to_end(turn)
 
     def forget_latest(self) -> None:
         """A call's requests arrive together, so keys need not be kept for later ones."""
-        if not self._work:
+        if not self._turns:
             self._latest = None
 
     def _keys(self, request: Request) -> PromptKeys:
@@ -96,10 +104,10 @@ class Preparation:
         waits = bool(queues.waiting) or len(queues.free_seats) <= len(queues.loading)
         stamp = self._store.stamp(now) if waits else now
         keys, there = self._lookup.seen_keys(turn), 0
-        for first in range(0, len(keys), LOOKED_AT):
-            chunks = [find(key) for key in keys[first : first + LOOKED_AT]]
+        for first in range(0, len(keys), LARGEST_PIECE):
+            chunks = [find(key) for key in keys[first : first + LARGEST_PIECE]]
             there += sum(chunk is not None and chunk.resident for chunk in chunks)
-            yield 1 + (queues.await_chunks(turn, chunks, stamp) if waits else 0)
+            yield 1 + len(chunks) // LOOKED_AT + (queues.await_chunks(turn, chunks, stamp) if waits else 0)
         conversation = self._conversations.of(turn.request)
         if waits and conversation is not None and conversation.tail is not None:
             queues.await_chunks(turn, [conversation.tail], stamp)
