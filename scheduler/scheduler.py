@@ -104,7 +104,9 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
-        self._preparing.finish(self._begin(request, now))
+        turn = self._begin(request, now)
+        self.conversations.expire(now, self._write_behind.withheld)
+        self._preparing.finish(turn)
 
     def submit(self, request: Request, now: float) -> None:
         """As `add`, but a long prompt is prepared in pieces, and queued when that is done."""
@@ -118,9 +120,7 @@ class Scheduler:
         waiting = len(self._queues.waiting) + len(self._preparing)
         if waiting >= self.config.max_queue:
             raise RequestError(429, f"{waiting} requests wait already", None)
-        # expire first: this turn must not revive an expired conversation
-        self.conversations.expire(now, self._write_behind.withheld)
-        if request.conversation is not None:
+        if request.conversation is not None:  # this turn must not revive an expired conversation
             self.conversations.end_if_over(request.conversation, now, self._write_behind.withheld)
         self._arrivals += 1
         turn = Turn(request, self._arrivals, now)
@@ -199,11 +199,12 @@ class Scheduler:
     def go_on(self, now: float) -> None:
         """Does one step's share of the work that is done in pieces. What is left of the budget is for messages."""
         self.work.renew()
-        self.conversations.expire(now, self._write_behind.withheld)
-        self._releases.go_on(self.work.most * 2 // 3)
+        quarter = self.work.most // 4
+        self._releases.go_on(3 * quarter)
+        self.conversations.expire(now, self._write_behind.withheld, 3 * quarter)
         self._preparing.forget_latest()
-        self._preparing.go_on(self.work.most * 2 // 3)
-        self._backlog.go_on(self.work.most // 3)
+        self._preparing.go_on(2 * quarter)
+        self._backlog.go_on(quarter)
 
     def has_work(self, now: float) -> bool:
         """True if work that is done in pieces is left to a later step."""

@@ -6,8 +6,8 @@ One unit takes about a microsecond. It is one of
     LOOKED_AT chunks that are only looked at
     COPIED bytes that are copied
 
-A message costs MESSAGE units besides. Work goes on while any unit is left. So at most WORK_A_STEP units are done
-between two steps, and the rest of one piece.
+A message, or a conversation that ends, costs MESSAGE units besides. Work goes on while any unit is left. So at most
+WORK_A_STEP units are done between two steps, and the rest of one piece.
 """
 
 from __future__ import annotations

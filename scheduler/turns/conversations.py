@@ -15,14 +15,14 @@ from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
 from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
-from ..work import LOOKED_AT, Backlog, Pieces, WorkBudget, all_at_once
+from ..work import LOOKED_AT, MESSAGE, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
 
 Run = TypeVar("Run", "array[int]", str)
 
 PASSED = 64  # conversations that are passed over in one unit
-COMPARED, COMPARED_UNITS = 16_384, 32  # tokens that are compared in one piece, and the units of that
+COMPARED, A_UNIT = 16_384, 512  # tokens that are compared in one piece, and in one unit
 
 
 class Log(NamedTuple):
@@ -292,21 +292,21 @@ class Conversations:
         self._pin(conversation, pinned_until > now)
         self._schedule(conversation_id, conversation)
 
-    def expire(self, now: float, withheld: Iterable[Request]) -> None:
-        """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large, as
-        long as the budget of work lasts: `overdue` says whether some are left.
+    def expire(self, now: float, withheld: Iterable[Request], reserve: int = 0) -> None:
+        """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large, until
+        only `reserve` units are left in the budget of work. `overdue` says whether some are left.
 
         `withheld`: requests whose last output is kept back. Their conversations count as active: a client can continue
         one only after it gets that output.
         """
         for request in withheld:
             self.touch(request, now)
-        while self._due.next <= now and self._budget.left > 0:
+        while self._due.next <= now and self._budget.left > reserve:
             for conversation_id in self._due.take(now):
                 self._end_what_is_over(conversation_id, now)
                 break
-        while self._too_many_logged and self._budget.left > 0:
-            self._budget.spend(1)
+        while self._too_many_logged and self._budget.left > reserve:
+            self._budget.spend(MESSAGE)
             self._backlog.begin(self._leave(self._detach(next(iter(self._by_activity)))))
 
     def overdue(self, now: float) -> bool:
@@ -326,7 +326,7 @@ class Conversations:
             self._end_what_is_over(conversation_id, now)
 
     def _end_what_is_over(self, conversation_id: str, now: float) -> None:
-        self._budget.spend(1)
+        self._budget.spend(MESSAGE)
         conversation = self._by_id[conversation_id]
         if conversation.active + conversation.ttl <= now:
             self._backlog.begin(self._end(self._detach(conversation_id)))
@@ -468,7 +468,7 @@ def equal_tokens(left: array[int], right: array[int]) -> Generator[int, None, in
     for start in range(0, size, COMPARED):
         end = min(start + COMPARED, size)
         common = common_prefix(left[start:end], right[start:end])
-        yield COMPARED_UNITS
+        yield 1 + (end - start) // A_UNIT
         if start + common < end:
             return start + common
     return size
