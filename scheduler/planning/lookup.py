@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -162,11 +161,12 @@ class CacheLookup:
         it.
         """
         windows, last = self._windows, len(turn.tokens) - 1
-        anew = 0
         others: Sequence[int] = ()
-        if turn.usage is not None and windows is not None and windows.mode != RECOMPUTE and last >= windows.length:
+        if windows is None or last < windows.length:
+            anew = 0
+        elif turn.usage is not None and windows.mode != RECOMPUTE:
             anew = turn.context_start
-        elif windows is not None and last >= windows.length:
+        else:
             *others, anew = windows.context_starts(last, turn.context_start)
         for context_start in self._known_starts(turn, others):
             found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
@@ -259,7 +259,7 @@ class CacheLookup:
 
     def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
         """True if any chunk from position `start` on is available without computing it."""
-        return any(self._there(turn, key) for key in islice(keys, start // self._chunk_tokens, None))
+        return any(self._there(turn, keys[index]) for index in range(start // self._chunk_tokens, len(keys)))
 
     def _first_missing(self, view: _View, position: int) -> int:
         """Returns the first position, from `position` (a chunk's first) on, whose KV must be computed (see
