@@ -20,7 +20,8 @@ from .counters import DiskCounters, KVCounters, LoopStats
 
 
 class Submit(NamedTuple):
-    """A new request. Answered by an `Output` or a `Refusal` of the same request id."""
+    """A new request. Answered by an `Output` or a `Refusal` of the same request id. Those of one call are sent as one
+    list: pickle then sends one copy of a prompt that they share."""
 
     request: Request
 

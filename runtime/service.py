@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
-from ..scheduler.turns.conversations import common_prefix
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
+from ..scheduler.work import MESSAGE
 from .executor import Executor
 from .gc_control import GarbageCollector
 from .loop import EngineLoop
@@ -54,7 +54,8 @@ from .observe.loop_stats import LoopCounters
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
-LOOKED_AT = 32_768  # chunks in the answer to one `Look`: a millisecond or two
+LOOKED_AT = 8192  # chunks in the answer to one `Look`
+SHARE_S = 2e-3  # a share of the work that is done in pieces takes less on any machine that serves
 LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
 STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
@@ -89,6 +90,7 @@ class Service:
         self._compiling: dict[RequestId, None] = {}  # requests whose grammar is being compiled; they are not added yet
         self._drain_until = float("inf")
         self._stats_due = 0.0
+        self._changed = False  # a message has changed the statistics since they were sent
         self._trace = trace
         self._counters = LoopCounters(trace)
         self._timing = timing
@@ -112,16 +114,18 @@ class Service:
         self._send(Applied())  # sizes and the disk's contents, before the first request
         try:
             while not self._drained():
-                while not self._inbox.empty():
-                    self._take(self._inbox.get())
+                self._take_messages()
                 self._refuse_expired()
                 slack = self._timing.slack(time.monotonic())
                 if self._garbage.due(slack):
                     with self._counters.wait:
                         self._garbage.collect_new()
                     continue
-                if slack > 0:
+                if slack > 0 and not self._has_work():
                     self._wait_for_message(slack)
+                    continue
+                if slack > SHARE_S:
+                    self._scheduler.go_on(time.monotonic())
                     continue
                 self._step()
         except BaseException as error:
@@ -133,6 +137,17 @@ class Service:
             self._executor.close()
             if self._trace is not None:
                 self._trace.close()
+
+    def _take_messages(self) -> None:
+        """Takes messages as long as the scheduler's budget of work lasts. The others are taken after the next step."""
+        while self._scheduler.work.left > 0 and not self._inbox.empty():
+            self._take(self._inbox.get())
+        if self._changed:
+            self._send(Applied())
+
+    def _has_work(self) -> bool:
+        """True if work is left, or the budget of work is used up."""
+        return self._scheduler.work.left <= 0 or self._scheduler.has_work(time.monotonic())
 
     def _wait_for_message(self, seconds: float) -> None:
         """Waits for a message for at most `seconds`, while the device is busy."""
@@ -193,6 +208,7 @@ class Service:
 
     def _take(self, message: FromHTTP | Compiled) -> None:
         now = time.monotonic()
+        self._scheduler.work.spend(MESSAGE)
         match message:
             case Submit(request):
                 self._submit(request, now)
@@ -204,10 +220,12 @@ class Service:
             case Abort(request):
                 self._compiling.pop(request, None)
                 self._scheduler.abort(request, now)
-                self._send(Applied())
+                self._changed = True
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
-                self._send(Applied(events=[output] if output else []))
+                if output:
+                    self._outbox.put(StepMessage(events=(output,)))
+                self._changed = True
             case Forget():
                 forget(self._scheduler, message)
                 self._tell_erased()
@@ -215,7 +233,7 @@ class Service:
                 change_conversation(self._scheduler, message, now)
             case Look(start):
                 self._outbox.put(self._scheduler.conversations.residency(start, LOOKED_AT))
-                self._send(Applied())
+                self._changed = True
             case Drain(seconds):
                 self._log_drain(seconds)
                 self._drain_until = min(self._drain_until, now + seconds)
@@ -235,7 +253,7 @@ class Service:
 
     def _add(self, request: Request, now: float, compiled: Any = None) -> None:
         try:
-            self._scheduler.add(request, now)
+            self._scheduler.submit(request, now)
         except RequestError as error:
             self._refuse(request.id, error)
             return
@@ -278,7 +296,7 @@ class Service:
         intervals."""
         stats = copied = disk = loop = None
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
-            self._stats_due = time.monotonic() + STATS_INTERVAL_S
+            self._stats_due, self._changed = time.monotonic() + STATS_INTERVAL_S, False
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
@@ -308,21 +326,20 @@ def forget(scheduler: Scheduler, message: Forget) -> None:
     """Begins to erase the conversation's own KV; `scheduler.disk.take_erased` reports the end. A conversation that was
     not active since the start may also have records on disk."""
     conversation, tokens, shared, salt = message
-    stored = scheduler.disk.keys(tokens, salt, shared)
     if conversation is None or conversation not in scheduler.conversations:
-        scheduler.disk.erase(stored)
-        return
-    log = scheduler.conversations.tokens(conversation)
-    # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
-    shared, others = min(shared, common_prefix(log, tokens)), stored if log != tokens else ()
-    scheduler.conversations.delete(conversation, shared, others)
+        scheduler.disk.erase(scheduler.disk.keys(tokens, salt, shared))
+    else:
+        # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
+        scheduler.conversations.delete(conversation, shared, tokens, salt)
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
     """Thread: passes on the HTTP process's messages. If that process ends, no client is left, and the loop drains."""
     try:
         while True:
-            inbox.put(connection.recv())
+            received = connection.recv()
+            for message in received if isinstance(received, list) else (received,):
+                inbox.put(message)
     except (EOFError, OSError):
         inbox.put(Drain(0.0))
 

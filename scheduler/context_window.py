@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from .types import Request, RequestError
 
 LONGEST_LOG = 2**20
-"""The longest prompt, in tokens, that may outgrow the context. Only the window is computed, but the lookup reads the
-whole prompt while every other request waits: a third of a second for this length."""
+"""The longest prompt, in tokens, that may outgrow the context. Only the window is computed, but all of the prompt is
+hashed: for this length in about eighty steps."""
 
 KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
 """keep         kept KV stays valid: positions continue, which rotary embeddings allow

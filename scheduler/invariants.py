@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet
 from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
@@ -15,18 +17,19 @@ def check_requests(
     queues: RequestQueues,
     held: dict[RequestId, RunningTurn],
     turns: dict[RequestId, Turn],
+    preparing: Iterable[Turn],
 ) -> None:
-    """Checks that each request is in exactly one place: queued, loading, in a seat, or held until its length is
-    confirmed."""
+    """Checks that each request is in exactly one place: being prepared, queued, loading, in a seat, or held until its
+    length is confirmed."""
     joined = list(queues.joined())
     seats = sorted([*queues.free_seats, *(row.seat for row in queues.rows)])
     if seats != list(range(queues.seats)):
         raise InvariantError(f"seats, free and taken: {seats}")
-    if {key for row in joined for key in row.pending} != set(store.pending):
+    if {key for row in (*joined, *queues.releasing) for key in row.pending} != set(store.pending):
         raise InvariantError("keys are pending that no row computes, or the other way round")
-    placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
+    placed = [*queues.waiting, *preparing, *(row.turn for row in (*joined, *held.values()))]
     places: dict[Chunk, list[QueuePlace]] = {chunk: [] for chunk in store.resident_chunks()}
-    for turn in queues.waiting:  # by place
+    for turn in sorted([*queues.waiting, *preparing, *queues.ending], key=lambda turn: turn.order):
         for chunk in turn.awaited:
             places.setdefault(chunk, []).append(turn.order)
     if any(chunk.queue_places != awaited for chunk, awaited in places.items()):

@@ -1,11 +1,12 @@
 """The scheduler decides what to compute next, what to copy, and what to keep. It touches no device.
 
-    add(request)      a turn joins the queue
+    submit(request)   a turn joins the queue, when its prompt is prepared; add(request): at once
     next_plan(now)    one step: generation, pieces of prompts, joining requests, copies
     apply(result)     the step's tokens; replies that end are committed to their conversations
     abort, finish     a client has left; the length of a reply is known
     conversations     the logs: fork, keep, delete, residency of their KV
     disk              records of an earlier process, chunks to save, records to erase
+    work              the budget of work until the next plan
 
 `next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied. Results are applied in
 order.
@@ -37,6 +38,7 @@ from .planning.lookup import CacheLookup
 from .planning.plan_builder import PlanBuilder
 from .planning.plan_copies import StepCopies
 from .planning.prefetch import Prefetcher
+from .planning.preparation import Preparation
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
 from .planning.write_behind import WriteBehind
@@ -51,6 +53,7 @@ from .types import (
     RequestError,
     RequestId,
 )
+from .work import LOOKED_AT, Backlog, WorkBudget
 
 
 class Scheduler:
@@ -62,8 +65,13 @@ class Scheduler:
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
-        self._deletions = Deletions(self._store)
-        self.conversations = Conversations(config, self._store, self._chunk_keys, self._deletions)
+        self.work = WorkBudget()
+        self._releases = Backlog(self.work)  # of rows that have left: slots that others may wait for
+        self._backlog = Backlog(self.work)
+        self._deletions = Deletions(self._store, self._backlog)
+        self.conversations = Conversations(
+            *(config, self._store, self._chunk_keys, self._deletions, self._backlog, self.work)
+        )
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
@@ -74,6 +82,10 @@ class Scheduler:
         )
         self._write_behind = WriteBehind(config, cost, self._store)
         self._prefetcher = Prefetcher(config, cost, self._store, self.conversations, self._lookup, self._order)
+        self._preparing = Preparation(
+            *(config, self._chunk_keys, self._store, self.conversations, self._lookup, self._queues, self._order),
+            self.work,
+        )
         self._committer = Committer(config, self._chunk_keys, self._store, self.conversations, self._prefetcher)
         self.disk = DiskWork(self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind)
         self._turns: dict[RequestId, Turn] = {}
@@ -92,22 +104,33 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
+        turn = self._begin(request, now)
+        self.conversations.expire(now, self._write_behind.withheld)
+        self._preparing.finish(turn)
+
+    def submit(self, request: Request, now: float) -> None:
+        """As `add`, but a long prompt is prepared in pieces, and queued when that is done."""
+        self._begin(request, now)
+        self._preparing.go_on()
+
+    def _begin(self, request: Request, now: float) -> Turn:
         check_length(request, self.config.max_model_len, self._windows)
         if request.id in self._turns:
             raise RequestError(400, f"request {request.id} is being served already", "id")
-        if len(self._queues.waiting) >= self.config.max_queue:
-            raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
-        # expire first: this turn must not revive an expired conversation
-        self.conversations.expire(now, self._write_behind.withheld)
+        waiting = len(self._queues.waiting) + len(self._preparing)
+        if waiting >= self.config.max_queue:
+            raise RequestError(429, f"{waiting} requests wait already", None)
+        if request.conversation is not None:  # this turn must not revive an expired conversation
+            self.conversations.end_if_over(request.conversation, now, self._write_behind.withheld)
         self._arrivals += 1
-        turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
+        turn = Turn(request, self._arrivals, now)
         turn.drafts = self._batcher.drafting.begin(request)
-        self._order.arrived(turn)
         self._turns[request.id] = turn
-        self._touch(turn, now)
-        self._queues.enqueue(turn)
+        self.conversations.touch(request, now)
+        self._preparing.begin(turn, now)
         if self.config.queue_timeout is not None:
             self._timing_out.append(turn)
+        return turn
 
     def abort(self, request: RequestId, now: float) -> None:
         """Ends the request without committing its turn. Its full chunks stay as cache. An unknown id has already
@@ -116,17 +139,26 @@ class Scheduler:
         if turn is None:
             return
         self._close(turn)
-        if turn in self._queues.waiting:
-            self._queues.leave_queue(turn)
+        if turn in self._preparing:
+            self._preparing.leave(turn)
+            self._releases.begin(self._queues.end_waits(turn))
+        elif turn in self._queues.waiting:
+            self.work.spend(len(self._queues.waiting) // LOOKED_AT)
+            self._queues.waiting.remove(turn)
+            self._releases.begin(self._queues.end_waits(turn))
             if turn.tail is not None and turn.tail.resident:
                 self._store.drop(turn.tail)
         else:
-            self._queues.release_row(self._take_row(turn), None, now)
+            self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
 
     def expire(self, now: float) -> list[RequestId]:
-        """Ends the requests that have waited longer than `queue_timeout` for their first seat. Returns their ids."""
+        """Ends requests that have waited longer than `queue_timeout` for their first seat, as long as the budget of
+        work lasts. Returns their ids."""
         expired, patience = [], self.config.queue_timeout
         while patience is not None and self._timing_out and self._timing_out[0].arrived + patience <= now:
+            if self.work.left <= 0:
+                break
+            self.work.spend(1)
             turn = self._timing_out.popleft()
             if turn.queued is None and self._turns.get(turn.request.id) is turn:
                 self.abort(turn.request.id, now)
@@ -139,6 +171,7 @@ class Scheduler:
         turn = self._turns.get(request)
         if turn is None:
             return None
+        self.work.spend(len(turn.keys))
         if not 0 < tokens <= len(turn.tokens) - len(turn.request.prompt):
             raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
         ended = request in self._held
@@ -161,6 +194,22 @@ class Scheduler:
             return None
         return output
 
+    # -- work in pieces
+
+    def go_on(self, now: float) -> None:
+        """Does one step's share of the work that is done in pieces. What is left of the budget is for messages."""
+        self.work.renew()
+        quarter = self.work.most // 4
+        self._releases.go_on(3 * quarter)
+        self.conversations.expire(now, self._write_behind.withheld, 3 * quarter)
+        self._preparing.forget_latest()
+        self._preparing.go_on(2 * quarter)
+        self._backlog.go_on(quarter)
+
+    def has_work(self, now: float) -> bool:
+        """True if work that is done in pieces is left to a later step."""
+        return bool(self._releases or self._preparing or self._backlog) or self.conversations.overdue(now)
+
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
@@ -176,8 +225,7 @@ class Scheduler:
         builder = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
-        self.conversations.expire(now, self._write_behind.withheld)
-        self._deletions.go_on()
+        self.go_on(now)
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
@@ -236,10 +284,10 @@ class Scheduler:
             row = by_id.get(row_id)
             if row is None:
                 continue
-            row.tokens.append(token)
+            row.reply.append(token)
             requests.append(row_id.request)
             tokens.append(token)
-            count = len(row.tokens)
+            count = row.begin - 1 + len(row.reply)
             if (count - 1) % chunk_tokens == 0:
                 self._committer.publish_full(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
@@ -273,7 +321,7 @@ class Scheduler:
         store, queues, drafting = self._store, self._queues, self._batcher.drafting
         return SchedulerStats(
             running=len(queues.rows) + len(queues.loading),
-            waiting=len(queues.waiting),
+            waiting=len(queues.waiting) + len(self._preparing),
             suspensions=queues.suspensions,
             drafts=drafting.checks,
             drafted=drafting.drafted,
@@ -298,26 +346,12 @@ class Scheduler:
     def check(self) -> None:
         """Checks that slots, users and claims agree, counted anew from rows and conversations. Raises InvariantError.
         Cost: all chunks."""
-        check_requests(self._store, self._queues, self._held, self._turns)
-        users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
+        check_requests(self._store, self._queues, self._held, self._turns, self._preparing)
+        rows = (*self._queues.joined(), *self._queues.releasing, *self._held.values())
+        users = Counter(chunk for row in rows for chunk in row.chunks)
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal
-
-    def _touch(self, turn: Turn, now: float) -> None:
-        """Marks the conversation as active at a request's arrival. If requests wait or no seat is free, its
-        chunks become the last victims.
-
-        Otherwise the next plan takes the chunks into use, or makes them the last victims if the request does not fit.
-        """
-        self.conversations.touch(turn.request, now)
-        if not self._queues.waiting and len(self._queues.free_seats) > len(self._queues.loading):
-            return
-        conversation = self.conversations.of(turn.request)
-        chunks = [self._store.find(key) for key in self._lookup.seen_keys(turn)]
-        if conversation is not None and conversation.tail is not None:
-            chunks.append(conversation.tail)
-        self._queues.await_chunks(turn, chunks, self._store.stamp(now))
 
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or than the first waiting
@@ -339,7 +373,7 @@ class Scheduler:
             return True
         if self._inflight:
             return False
-        return builder.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
+        return builder.polls or self.disk.busy or self._awaits_copies() or self.has_work(builder.now)
 
     def _awaits_copies(self) -> bool:
         """True if a waiting request may depend on a copy on HOST that is not confirmed yet."""

@@ -10,12 +10,20 @@ from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from math import inf
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Protocol
 
 ChunkKey = NewType("ChunkKey", bytes)
 """SHA-256 over the previous chunk's key and the chunk's token ids, so it stands for the whole prefix."""
 
 RequestId = NewType("RequestId", int)
+
+
+class Tokens(Protocol):
+    """Token ids: an array, or one that is made when it is read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> array[int]: ...
 
 
 class SettingError(ValueError):

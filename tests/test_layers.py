@@ -4,7 +4,8 @@ from pensieve.scripts.check.house import circles, import_graph
 
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
-    "scheduler.types scheduler.plan scheduler.context_window scheduler.config scheduler.cost scheduler.step_timing",
+    "scheduler.types scheduler.plan scheduler.context_window scheduler.config scheduler.cost scheduler.step_timing "
+    "scheduler.work",
     "scheduler.kv",
     "scheduler.turns",
     "scheduler.planning",

@@ -156,7 +156,7 @@ class EngineClient:
         self._told = asyncio.Event()  # set when a part of `kv_map` arrives
         self._looking, self._rounds = asyncio.Lock(), 0  # rounds of `refresh_all` that have begun
         self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order of their answers
-        self._outbox: SimpleQueue[FromHTTP | None] = SimpleQueue()
+        self._outbox: SimpleQueue[FromHTTP | list[Submit] | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
             threading.Thread(target=work, args=(connection,), name=name, daemon=True).start()
 
@@ -182,7 +182,7 @@ class EngineClient:
         stream = OutputStream(self, requests)
         for request in requests:
             self._open[request.id] = _Open(stream, arrived, request.choice == 0)
-            self._outbox.put(Submit(request))
+        self._outbox.put([Submit(request) for request in requests])
         return stream
 
     def abort(self, request: RequestId) -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..context_window import ContextWindow
-from ..types import ChunkKey
+from ..types import ChunkKey, Tokens
 
 NO_KEY = ChunkKey(b"")
-"""Stands for chunks before a context's start, which do not exist. No chunk has this key."""
+"""Stands for chunks before a context's start, which do not exist, and for keys that do not count. No chunk has this
+key."""
 
 
+@lru_cache(maxsize=256)
 def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
     """The key before the first chunk: a digest of the salt and of everything except the tokens that changes KV."""
     parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)
     return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
 
 
-def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> ChunkKey:
+def chunk_key(previous: ChunkKey, tokens: Tokens, start: int, end: int) -> ChunkKey:
     return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
 
 
@@ -34,7 +36,7 @@ class ChunkKeys:
     def __init__(self, seed: bytes, chunk_tokens: int, windows: ContextWindow | None):
         self._seed, self._size, self._windows = seed, chunk_tokens, windows
 
-    def extend(self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: array[int], end: int) -> None:
+    def extend(self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: Tokens, end: int) -> None:
         """Extends `keys`, the keys of a context (perhaps empty), to its full chunks up to position `end`."""
         size, windows = self._size, self._windows
         begin = context_start // size
@@ -46,21 +48,20 @@ class ChunkKeys:
                 previous = self._marked(previous)
             keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
 
-    def first(self, context_start: int, salt: bytes, tokens: array[int]) -> ChunkKey:
+    def first(self, context_start: int, salt: bytes, tokens: Tokens) -> ChunkKey:
         """The key of the first chunk of a context that begins at `context_start`; `tokens` fill at least that chunk."""
         return chunk_key(self._root(salt, context_start), tokens, context_start, context_start + self._size)
 
     def all(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """Yields the keys of a log's full chunks for every possible context start, without those in its first `shared`
-        tokens. Their number grows with the square of the log's length, so they are made one by one."""
+        """Makes the keys of a log's full chunks for every possible context start, one by one: their number grows with
+        the square of the log's length. Yields NO_KEY for those in its first `shared` tokens."""
         size = self._size
         for context_start in range(0, self.first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
             keys: list[ChunkKey] = []
             done = max(context_start, shared) // size
             for end in range(context_start + size, len(tokens) // size * size + 1, size):
                 self.extend(keys, context_start, salt, tokens, end)
-                if end > done * size:
-                    yield keys[-1]
+                yield keys[-1] if end > done * size else NO_KEY
 
     def first_seen(self, count: int, context_start: int = 0) -> int:
         """The first position that the last of `count` tokens sees."""

@@ -76,6 +76,10 @@ class ChunkStore:
         """True if the key's chunk was computed here before, even if it is in no tier now."""
         return key in self._by_key or key in self._forgotten
 
+    def has(self, chunk: Chunk) -> bool:
+        """True if the keyed chunk has not left the store."""
+        return chunk.key is not None and self._by_key.get(chunk.key) is chunk
+
     @property
     def available(self) -> int:
         """GPU slots that can be taken without a copy or a loss."""

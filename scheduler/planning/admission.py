@@ -163,7 +163,8 @@ class Admission:
             for index, chunk in enumerate(needs.chunks, needs.first)
         ]
         self._epochs += 1
-        turn.context_start, turn.keys, turn.key_chains, turn.first_keys = needs.context_start, needs.keys, {}, {}
+        turn.context_start, turn.keys = needs.context_start, needs.keys[:]  # its own from now on
+        turn.key_chains, turn.first_keys = {}, {}
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(turn, self._epochs, needs.first, chunks, needs.spans, needs.loads, window_end)
         if tail is not None:
@@ -227,14 +228,13 @@ class Admission:
 def _join(row: RunningTurn) -> Join:
     """Includes the tokens so far if the next token depends on them."""
     request, tokens = row.turn.request, row.turn.tokens
-    prompt, sampling = len(request.prompt), request.sampling
-    may_end = prompt + request.min_tokens
+    sampling, may_end = request.sampling, len(request.prompt) + request.min_tokens
     return Join(
         row.seat,
         row.id,
         sampling,
-        prompt=tokens[:prompt] if sampling.penalised else (),
-        reply=tokens[prompt:] if sampling.penalised else (),
+        prompt=request.prompt if sampling.penalised else (),
+        reply=tokens.reply[:] if sampling.penalised else (),
         prompt_logprobs=request.prompt_logprobs,
         stop_ids=sorted(request.stop_ids) if len(tokens) < may_end else (),
         may_end=may_end,

@@ -8,9 +8,8 @@ from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
-from ..turns.conversations import Conversations, Log, common_prefix
+from ..turns.conversations import Conversations, Log
 from ..turns.turn import RunningTurn, Turn
-from ..types import ChunkKey, Request
 from .prefetch import Prefetcher
 
 
@@ -28,26 +27,6 @@ class Committer:
         self._size, self._reuse = config.chunk_tokens, config.reuse
         self._chunk_keys, self._store, self._conversations = chunk_keys, store, conversations
         self._prefetcher = prefetcher
-
-    def prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
-        """Returns the context start, as known from the request's conversation, and a key for each full chunk from there
-        on.
-
-        The part that the conversation's log contains is not hashed again.
-        """
-        if not self._reuse:
-            return 0, []
-        context_start, prompt = 0, request.prompt
-        keys: list[ChunkKey] = []
-        log = self._conversations.of(request)
-        if log is not None:
-            common = common_prefix(log.tokens, prompt)
-            if log.context_start == 0 or (
-                common > log.context_start and self._chunk_keys.first_seen(len(prompt)) >= log.context_start
-            ):
-                context_start, keys = log.context_start, log.keys[: common // self._size]
-        self._chunk_keys.extend(keys, context_start, request.salt, prompt, len(prompt))
-        return context_start, keys
 
     def on_computed(self, row: RunningTurn, start: int, end: int) -> None:
         """The KV of [start, end) is written: chunks that are full now get their keys."""

@@ -36,14 +36,14 @@ class DiskWork:
         self._store.adopt(records, now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """Yields the keys of a log's full chunks for every possible context start, without those in its first `shared`
-        tokens. Their number grows with the square of the log's length, so they are made one by one."""
+        """Yields the keys of a log's full chunks for every possible context start, and NO_KEY for those in its first
+        `shared` tokens. Their number grows with the square of the log's length, so they are made one by one."""
         return self._chunk_keys.all(tokens, salt, shared)
 
     def erase(self, keys: Iterable[ChunkKey]) -> None:
-        """As `Conversations.delete`, for a conversation that has not been active since the start: drops these chunks. A
-        long log takes a few plans."""
-        self._deletions.begin(keys, self._store.disk.deleted)
+        """As `Conversations.delete`, for a conversation that has not been active since the start: drops the chunks of
+        these keys, which are made one by one. A long log takes several plans."""
+        self._deletions.begin(self._deletions.drop(keys, units=2))
 
     def take_erased(self) -> list[bool]:
         """Returns, for each `Conversations.delete` and `erase` that has ended since the last call, in their order,

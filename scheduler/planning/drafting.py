@@ -73,7 +73,7 @@ class Drafting:
             row.drafts.checked = builder.step
         builder.spans.append(Span(row.seat, start, start + count, start, count))
         builder.span_rows.append(row)
-        builder.token_ids.append(row.tokens[start])
+        builder.token_ids.append(row.tokens.at(start))
         builder.token_ids += drafts
         return [row.id] * count
 

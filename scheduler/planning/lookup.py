@@ -6,8 +6,10 @@ A lookup changes no state. If the request fits, it later gets all its slots at o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from ..context_window import RECOMPUTE, ContextWindow
@@ -116,12 +118,11 @@ class CacheLookup:
         first = self._chunk_keys.first_seen(len(turn.tokens), turn.context_start) // self._chunk_tokens
         return turn.keys[first:] if first else turn.keys  # not copied: a step may ask for thousands of turns
 
-    def work(self, turn: Turn) -> float:
+    def work(self, turn: Turn, there: int) -> float:
         """Predicted seconds, above 0, that computing the tokens seen by the turn's last position and held by no tier
-        adds to a step. The step's fixed part does not count: rows that generate need it anyway."""
-        find, keys = self._store.find, self.seen_keys(turn)
-        there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
-        tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
+        adds to a step, if `there` of the chunks that it sees are in some tier. The step's fixed part does not count:
+        rows that generate need it anyway."""
+        tokens = len(turn.tokens) - (len(turn.keys) - len(self.seen_keys(turn)) + there) * self._chunk_tokens
         return self._step_growth(tokens, len(turn.tokens))
 
     def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
@@ -160,17 +161,20 @@ class CacheLookup:
         it.
         """
         windows, last = self._windows, len(turn.tokens) - 1
+        others: Sequence[int] = ()
         if windows is None or last < windows.length:
-            return self._needs_from(turn, conversation, rows, 0)
-        if turn.usage is not None and windows.mode != RECOMPUTE:
-            return self._needs_from(turn, conversation, rows, turn.context_start)
-        *others, anew = windows.context_starts(last, turn.context_start)
-        for context_start in others:
-            if context_start == turn.context_start or self._known_start(turn, context_start):
-                found = self._needs_from(turn, conversation, rows, context_start)
-                if not isinstance(found, RequestNeeds) or found.computed <= last - anew:
-                    return found
-        return self._needs_from(turn, conversation, rows, anew)
+            anew = 0
+        elif turn.usage is not None and windows.mode != RECOMPUTE:
+            anew = turn.context_start
+        else:
+            *others, anew = windows.context_starts(last, turn.context_start)
+        for context_start in self._known_starts(turn, others):
+            found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
+            if found is not None and not (isinstance(found, RequestNeeds) and found.computed > last - anew):
+                return found
+        needs = self._needs_from(turn, conversation, rows, anew)
+        assert needs is not None
+        return needs
 
     def _keys(self, turn: Turn, context_start: int, end: int) -> list[ChunkKey]:
         """The turn's keys from that context start, at least up to position `end`."""
@@ -180,23 +184,38 @@ class CacheLookup:
         self._chunk_keys.extend(keys, context_start, turn.request.salt, turn.tokens, end)
         return keys
 
-    def _known_start(self, turn: Turn, context_start: int) -> bool:
-        """True if any context began there. This looks at one chunk, before keys are made for all of them."""
-        if not self._reuse:
-            return False
-        key = turn.first_keys.get(context_start)
-        if key is None:
-            key = turn.first_keys[context_start] = self._chunk_keys.first(context_start, turn.request.salt, turn.tokens)
-        return key in self._store.pending or self._store.known(key)
+    def _known_starts(self, turn: Turn, starts: Sequence[int]) -> Iterator[int]:
+        """Yields the turn's context start, and those where any context began. This looks at one chunk of each, before
+        keys are made for all chunks."""
+        first_keys, pending, known = turn.first_keys, self._store.pending, self._store.known
+        for start in starts:
+            if start == turn.context_start:
+                yield start
+                continue
+            if not self._reuse:
+                continue
+            key = first_keys.get(start)
+            if key is None:
+                key = first_keys[start] = self._chunk_keys.first(start, turn.request.salt, turn.tokens)
+            if key in pending or known(key):
+                yield start
 
     def _needs_from(
-        self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int
-    ) -> RequestNeeds | NeedsDisk | ChunkKey:
+        self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int, most: float = inf
+    ) -> RequestNeeds | NeedsDisk | ChunkKey | None:
+        """None if surely more than `most` tokens must be computed: a prompt of a million tokens is not read to its end
+        to count them."""
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
         keys = self._keys(turn, context_start, count)
         view = _View(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
         end, overflows = count, False
         if windows is not None and count > windows.length:
+            if (
+                most < inf
+                and view.tail is None
+                and not self._sees_any(turn, keys, windows.start(count - 1, context_start))
+            ):
+                return None
             start = windows.reach(count - 1, context_start, partial(self._first_missing, view))
             end, overflows = min(count, windows.end(start)), True
             view.seen, view.first = windows.start(count - 1, context_start), start // size
@@ -205,6 +224,7 @@ class CacheLookup:
         hits: list[Chunk | None] = []
         known: list[bool] = []
         on_disk: list[Chunk] = []
+        unknown = 0
         find, load, reads = self._store.find, self._cost.load(), _to_read if overflows else self.readable
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
@@ -221,6 +241,9 @@ class CacheLookup:
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
+            unknown += chunk is None
+            if (unknown - 2) * size > most:  # of one chunk a tail may have a part, and of another there may be no more
+                return None
         if on_disk and (overflows or self._worth_reading(on_disk, rows)):
             return NeedsDisk(on_disk, hits)
         missing = -(-count // size) - view.first - len(hits)
@@ -233,6 +256,10 @@ class CacheLookup:
             else:
                 view.tail, view.tail_tokens = None, 0
         return self._needs(view, hits, known)
+
+    def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
+        """True if any chunk from position `start` on is available without computing it."""
+        return any(self._there(turn, keys[index]) for index in range(start // self._chunk_tokens, len(keys)))
 
     def _first_missing(self, view: _View, position: int) -> int:
         """Returns the first position, from `position` (a chunk's first) on, whose KV must be computed (see
@@ -259,7 +286,7 @@ class CacheLookup:
             return None, 0
         tail, common, begun = turn.tail, len(turn.tokens), turn.context_start
         if tail is None and conversation is not None and conversation.tail is not None:
-            tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
+            tail, common = conversation.tail, _common(conversation, turn)
             begun = conversation.context_start
         if tail is None or not tail.resident or self._store.unconfirmed(tail) or begun != context_start:
             return None, 0
@@ -351,8 +378,14 @@ class CacheLookup:
             return 0
         if conversation is None:
             return turn.request.known
-        had_kv = min(common_prefix(conversation.tokens, turn.tokens), len(conversation.tokens) - 1)
+        had_kv = min(_common(conversation, turn), len(conversation.tokens) - 1)
         return max(turn.request.known, had_kv)
+
+
+def _common(conversation: Conversation, turn: Turn) -> int:
+    """How many leading tokens the conversation's log and the turn have in common."""
+    log = conversation.tokens
+    return common_prefix(log, turn.tokens[: len(log)])
 
 
 def _to_read(chunk: Chunk) -> bool:

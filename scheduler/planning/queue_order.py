@@ -48,9 +48,10 @@ class QueueOrder:
         self._reply_tokens = float(FIRST_REPLY_TOKENS)
         self._held: Counter[str] = Counter()
 
-    def arrived(self, turn: Turn) -> None:
-        """Predicts the turn's work and sets its allowance. Called before the turn is queued."""
-        turn.work = self._lookup.work(turn)
+    def arrived(self, turn: Turn, there: int) -> None:
+        """Predicts the turn's work and sets its allowance. Called before the turn is queued. `there`: how many of the
+        chunks that its last position sees are in some tier."""
+        turn.work = self._lookup.work(turn, there)
         reply_tokens = min(turn.request.max_tokens, self._reply_tokens)
         row_seconds = self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
         turn.reply_work = reply_tokens * row_seconds

@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
+from ..work import LARGEST_PIECE, Pieces
 
 
 class RequestQueues:
@@ -25,6 +27,8 @@ class RequestQueues:
         self.seats = config.max_num_seqs
         self.free_seats = deque(range(self.seats))
         self.suspensions = 0
+        self.releasing: dict[RunningTurn, None] = {}  # rows that have left; their chunks are released in pieces
+        self.ending: dict[Turn, None] = {}  # turns that have left the queue, and whose waits end in pieces
         self._leaving: list[RunningTurn] = []
 
     def joined(self) -> Iterator[RunningTurn]:
@@ -41,22 +45,36 @@ class RequestQueues:
     def enqueue(self, turn: Turn) -> None:
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
-    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
-        """The turn waits in the queue, so the idle chunks among its hits are evicted last.
+    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> int:
+        """The turn waits in the queue, so the idle chunks among its hits are evicted last. Returns their number.
 
         This does not hold for the chunks of a suspended request.
         """
-        place = None if turn.resumes else turn.order
+        place, idle = None if turn.resumes else turn.order, 0
         for chunk in chunks:
             if chunk is not None and chunk.resident and not chunk.users:
+                idle += 1
                 self._store.touch(chunk, now, place)
                 if place is not None:
                     turn.awaited[chunk] = None
+        return idle
 
     def leave_queue(self, turn: Turn) -> None:
         self.waiting.remove(turn)
         self._store.end_wait(turn.awaited, turn.order)
         turn.awaited.clear()
+
+    def end_waits(self, turn: Turn) -> Pieces:
+        """The turn has ended, and has left the queue: it waits for no chunks any more."""
+        self.ending[turn] = None
+        return self._end_waits(turn)
+
+    def _end_waits(self, turn: Turn) -> Pieces:
+        while turn.awaited:
+            piece = [turn.awaited.popitem()[0] for _ in range(min(LARGEST_PIECE, len(turn.awaited)))]
+            self._store.end_wait(piece, turn.order)
+            yield len(piece)
+        del self.ending[turn]
 
     # -- seats
 
@@ -87,6 +105,23 @@ class RequestQueues:
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []
+
+    def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
+        """As `release_row`, for a row that keeps no tail."""
+        self.releasing[row] = None
+        return self._release_pieces(row, now)
+
+    def _release_pieces(self, row: RunningTurn, now: float) -> Pieces:
+        while row.chunks or row.pending:
+            piece = row.chunks[:LARGEST_PIECE]
+            self._store.cancel_loads([chunk for chunk in piece if chunk.loading])
+            for key in list(islice(row.pending, LARGEST_PIECE)):
+                del row.pending[key], self._store.pending[key]
+            self.release(row, piece, None, now)
+            del row.chunks[:LARGEST_PIECE]
+            yield len(piece)
+        row.loads.clear()
+        del self.releasing[row]
 
     def release(self, row: RunningTurn, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
         for chunk in chunks:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import chain, islice
+from collections.abc import Generator, Iterable
+from itertools import islice
 from math import inf
 from typing import NamedTuple, TypeVar
 
@@ -15,10 +15,15 @@ from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
 from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
+from ..work import LOOKED_AT, MESSAGE, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
 
 Run = TypeVar("Run", "array[int]", str, "tuple[object, ...]")
+
+PASSED = 64  # conversations that are passed over in one unit
+COMPARED = 16_384  # tokens that are compared in one piece: larger copies are new pages each time
+A_UNIT = 512  # tokens that are compared in one unit
 
 
 class Log(NamedTuple):
@@ -47,12 +52,18 @@ class Conversation:
     pinned    its chunks are evicted last, until `pinned_until`
     over_quota
               it is over its owner's quota
+    unsettled pieces of work in the backlog that change its claims
+
+    Claims of many chunks change in pieces: those of the first `walked` chunks are `counted`, those of the others are
+    still `before`.
     """
 
     __slots__ = (
         "active",
+        "before",
         "chunks",
         "context_start",
+        "counted",
         "first",
         "keys",
         "over_quota",
@@ -63,6 +74,8 @@ class Conversation:
         "tail",
         "tokens",
         "ttl",
+        "unsettled",
+        "walked",
     )
 
     def __init__(self, owner: str, salt: bytes, ttl: float, now: float):
@@ -74,6 +87,13 @@ class Conversation:
         self.tail: Chunk | None = None
         self.active, self.ttl = now, ttl
         self.pinned, self.pinned_until, self.over_quota = False, -inf, False
+        self.before = self.counted = Claims(0)
+        self.walked = self.unsettled = 0
+
+    @property
+    def claims(self) -> Claims:
+        """How it counts for each of its chunks."""
+        return Claims(1, int(self.pinned), int(self.over_quota))
 
 
 class Conversations:
@@ -83,12 +103,22 @@ class Conversations:
                 turn
     """
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, chunk_keys: ChunkKeys, deletions: Deletions):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        store: ChunkStore,
+        chunk_keys: ChunkKeys,
+        deletions: Deletions,
+        backlog: Backlog,
+        budget: WorkBudget,
+    ):
         self._store, self._chunk_keys, self._deletions = store, chunk_keys, deletions
+        self._backlog, self._budget = backlog, budget
         self._chunk_tokens, self._ttl = config.chunk_tokens, config.conversation_ttl
         self._quotas = None if config.owner_kv_chunks is None else Quotas(config.owner_kv_chunks)
         self._most_logged, self._logged = config.log_chunks, 0
         self._by_id: dict[str, Conversation] = {}
+        self._leaving: dict[Conversation, None] = {}  # without a name; their claims are given up in pieces
         self._by_activity: OrderedDict[str, None] = OrderedDict()  # ids, the longest idle first
         self.expected = Timers()
         self._due = Timers()  # at or before the time at which a conversation expires or its pin ends
@@ -136,27 +166,47 @@ class Conversations:
         self._set(request.conversation, request.owner, request.salt, log, now)
 
     def _set(self, conversation_id: str, owner: str, salt: bytes, log: Log, now: float) -> None:
-        conversation = self._by_id.setdefault(conversation_id, Conversation(owner, salt, self._ttl, now))
-        self._mark(conversation, over_quota=False)
+        conversation = self._by_id.get(conversation_id)
+        if conversation is None:
+            conversation = self._by_id[conversation_id] = Conversation(owner, salt, self._ttl, now)
+        elif conversation.unsettled:
+            conversation = self._by_id[conversation_id] = self._replaced(conversation)
+        conversation.over_quota = False
+        all_at_once(self._settle(conversation))
         shared = 0
         for before, after in zip(conversation.chunks, log.chunks, strict=False):
             if before is not after:
                 break
             shared += 1
         for chunk in log.chunks[shared:]:
-            self._store.claim(chunk)
-            if conversation.pinned:
-                self._store.change_pins(chunk, 1)
-        self._release(conversation, shared)
+            self._count(chunk, Claims(0), conversation.claims)
+        for chunk in conversation.chunks[shared:]:
+            self._count(chunk, conversation.claims, Claims(0))
+        conversation.before = conversation.counted = conversation.claims
+        self._drop_tail(conversation)
+        conversation.chunks = log.chunks
+        self._take_log(conversation_id, conversation, salt, log, now)
+
+    def _take_log(self, conversation_id: str, conversation: Conversation, salt: bytes, log: Log, now: float) -> None:
         conversation.salt = salt
         self._be_active(conversation_id, now)
         self._logged += self._log_size(log.tokens) - self._log_size(conversation.tokens)
         conversation.tokens, conversation.context_start, conversation.keys, conversation.first = log[:4]
-        conversation.chunks, conversation.tail = log.chunks, log.tail
+        conversation.tail = log.tail
         self._schedule(conversation_id, conversation)
         if self._quotas is not None:
             for other, over_quota in self._quotas.put(conversation.owner, conversation_id, len(log.chunks)):
                 self._mark(self._by_id[other], over_quota)
+
+    def _replaced(self, conversation: Conversation) -> Conversation:
+        """Work on its chunks is left, which needs them as they are: returns another conversation with the same log
+        and times, and without chunks. The claims of this one are given up behind that work."""
+        new = Conversation(conversation.owner, conversation.salt, conversation.ttl, conversation.active)
+        new.tokens, new.pinned, new.pinned_until = conversation.tokens, conversation.pinned, conversation.pinned_until
+        self._drop_tail(conversation)
+        self._leaving[conversation] = None
+        self._backlog.begin(self._leave(conversation))
+        return new
 
     def touch(self, request: Request, now: float) -> None:
         """The user has written: the conversation is active."""
@@ -180,39 +230,56 @@ class Conversations:
         source = self._known(conversation_id)
         if new_id in self._by_id:
             raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
-        log = Log(source.tokens[:], source.context_start, source.keys[:], source.first, source.chunks[:], None)
-        self._set(new_id, source.owner, source.salt, log, now)
+        log = Log(source.tokens, source.context_start, source.keys, source.first, source.chunks, None)
+        fork = self._by_id[new_id] = Conversation(source.owner, source.salt, self._ttl, now)
+        fork.chunks = source.chunks
+        self._take_log(new_id, fork, source.salt, log, now)
+        self._change_claims(fork)
 
-    def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
-        """Deletes the log and drops its chunks, and the chunks of the keys in `others`. A chunk stays if another
-        conversation claims it, if a request uses it, or if it belongs to the first `shared` tokens.
+    def delete(
+        self, conversation_id: str, shared: int = 0, others: array[int] | None = None, salt: bytes = b""
+    ) -> None:
+        """Deletes the log and drops its chunks. A chunk stays if another conversation claims it, if a request uses it,
+        or if it belongs to the first `shared` tokens. `others`: another log of the conversation, with this salt. If it
+        differs, its chunks are dropped too, and `shared` counts for the log as far as both are equal.
 
         `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError (404) for an unknown id.
         """
-        conversation, before = self._known(conversation_id), self._store.disk.deleted
-        tokens, salt = conversation.tokens, conversation.salt
-        self._remove(conversation_id, shared // self._chunk_tokens)
-        outgrown = self._chunk_keys.first_seen(len(tokens)) > 0  # then it also has KV that it does not claim
-        self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), before)
+        self._known(conversation_id)
+        self._deletions.begin(self._delete(self._detach(conversation_id), shared, others, salt))
 
-    def _remove(self, conversation_id: str, shared: int = 0) -> None:
-        """Drops the log, its tail, and the chunks that no other conversation claims, except the first `shared`."""
-        for key in self._forget(conversation_id)[shared:]:  # claims end at the first chunk gone at the last commit
-            self._store.delete(key)
+    def _delete(self, gone: Conversation, shared: int, others: array[int] | None, salt: bytes) -> Pieces:
+        log, own = gone.tokens, shared
+        if others is not None:
+            common = yield from equal_tokens(log, others)
+            own = min(shared, common)
+            if common == len(log) == len(others) and salt == gone.salt:
+                others = None
+        yield from self._end(gone, own)
+        if self._chunk_keys.first_seen(len(log)) > 0:  # then it also has KV that it does not claim
+            yield from self._deletions.drop(self._chunk_keys.all(log, gone.salt, own), units=2)
+        if others is not None:
+            yield from self._deletions.drop(self._chunk_keys.all(others, salt, shared), units=2)
 
-    def _forget(self, conversation_id: str) -> list[ChunkKey]:
-        """Drops the log and its tail. Returns the keys of its other chunks, which stay as cache."""
+    def _end(self, gone: Conversation, shared: int = 0) -> Pieces:
+        """Gives up its claims, and drops the chunks that no other conversation claims, except those of the first
+        `shared` tokens. Its claims ended at the first chunk that was gone at the last commit; its keys did not."""
+        yield from self._leave(gone)
+        yield from self._deletions.drop(islice(gone.keys, shared // self._chunk_tokens, None))
+
+    def _detach(self, conversation_id: str) -> Conversation:
+        """The id names no conversation any more. The caller gives up its claims. Its full chunks stay as cache."""
         conversation = self._by_id.pop(conversation_id)
+        self._leaving[conversation] = None
         del self._by_activity[conversation_id]
         self._logged -= self._log_size(conversation.tokens)
         self._due.set(conversation_id, inf)
         self.expected.set(conversation_id, inf)
-        self._mark(conversation, over_quota=False)
-        self._release(conversation)
+        self._drop_tail(conversation)
         if self._quotas is not None:
             for other, over_quota in self._quotas.remove(conversation.owner, conversation_id):
                 self._mark(self._by_id[other], over_quota)
-        return conversation.keys
+        return conversation
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Sets when the conversation's claims end: `ttl` seconds after its last activity (None: `conversation_ttl`).
@@ -226,24 +293,48 @@ class Conversations:
         self._pin(conversation, pinned_until > now)
         self._schedule(conversation_id, conversation)
 
-    def expire(self, now: float, withheld: Iterable[Request]) -> None:
-        """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large.
+    def expire(self, now: float, withheld: Iterable[Request], reserve: int = 0) -> None:
+        """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large, until
+        only `reserve` units are left in the budget of work. `overdue` says whether some are left.
 
         `withheld`: requests whose last output is kept back. Their conversations count as active: a client can continue
         one only after it gets that output.
         """
         for request in withheld:
             self.touch(request, now)
-        for conversation_id in self._due.take(now):
-            conversation = self._by_id[conversation_id]
-            if conversation.active + conversation.ttl <= now:
-                self._remove(conversation_id)
-                continue
-            if conversation.pinned_until <= now:
-                self._pin(conversation, False)
-            self._schedule(conversation_id, conversation)
-        while self._logged > self._most_logged and len(self._by_id) > 1:
-            self._forget(next(iter(self._by_activity)))
+        while self._due.next <= now and self._budget.left > reserve:
+            for conversation_id in self._due.take(now):
+                self._end_what_is_over(conversation_id, now)
+                break
+        while self._too_many_logged and self._budget.left > reserve:
+            self._budget.spend(MESSAGE)
+            self._backlog.begin(self._leave(self._detach(next(iter(self._by_activity)))))
+
+    def overdue(self, now: float) -> bool:
+        """True if `expire` has left work to a later step."""
+        return self._due.next <= now or self._too_many_logged
+
+    @property
+    def _too_many_logged(self) -> bool:
+        return self._logged > self._most_logged and len(self._by_id) > 1
+
+    def end_if_over(self, conversation_id: str, now: float, withheld: Iterable[Request]) -> None:
+        """As `expire`, for one conversation: a turn that arrives now must not revive it."""
+        if self._due.time(conversation_id) <= now:
+            for request in withheld:
+                self.touch(request, now)
+            self._due.set(conversation_id, inf)
+            self._end_what_is_over(conversation_id, now)
+
+    def _end_what_is_over(self, conversation_id: str, now: float) -> None:
+        self._budget.spend(MESSAGE)
+        conversation = self._by_id[conversation_id]
+        if conversation.active + conversation.ttl <= now:
+            self._backlog.begin(self._end(self._detach(conversation_id)))
+            return
+        if conversation.pinned_until <= now:
+            self._pin(conversation, False)
+        self._schedule(conversation_id, conversation)
 
     def _schedule(self, conversation_id: str, conversation: Conversation) -> None:
         """Keeps one timer for each conversation, at or before its due time: later activity only moves that time
@@ -257,41 +348,87 @@ class Conversations:
     def _pin(self, conversation: Conversation, pinned: bool) -> None:
         if conversation.pinned != pinned:
             conversation.pinned = pinned
-            for chunk in conversation.chunks:
-                self._store.change_pins(chunk, 1 if pinned else -1)
+            self._change_claims(conversation)
 
     def _mark(self, conversation: Conversation, over_quota: bool) -> None:
         if conversation.over_quota != over_quota:
             conversation.over_quota = over_quota
-            for chunk in conversation.chunks:
-                self._store.change_over_quota(chunk, 1 if over_quota else -1)
+            self._change_claims(conversation)
+
+    # -- claims
+
+    def _change_claims(self, conversation: Conversation) -> None:
+        conversation.unsettled += 1
+        self._backlog.begin(self._settled(conversation))
+
+    def _settled(self, conversation: Conversation) -> Pieces:
+        yield from self._settle(conversation)
+        conversation.unsettled -= 1
+
+    def _settle(self, conversation: Conversation) -> Pieces:
+        """Makes its claims count as they are now; nothing if they do already."""
+        return self._walk(conversation, conversation.claims)
+
+    def _leave(self, conversation: Conversation) -> Pieces:
+        """Gives up its claims."""
+        yield from self._walk(conversation, Claims(0))
+        del self._leaving[conversation]
+
+    def _walk(self, conversation: Conversation, claims: Claims) -> Pieces:
+        """Makes `claims` count for all of the conversation's chunks."""
+        before = conversation.before
+        if before == claims:
+            return
+        conversation.counted = claims
+        units = sum(old != new for old, new in zip(before, claims, strict=True))
+        for chunk in conversation.chunks:
+            if not (before.claims or chunk.claims or self._store.has(chunk)):
+                # It was dropped between the fork and this claim: the claims end here.
+                conversation.chunks = conversation.chunks[: conversation.walked]
+                break
+            self._count(chunk, before, claims)
+            conversation.walked += 1
+            yield units
+        conversation.before, conversation.walked = claims, 0
+
+    def _count(self, chunk: Chunk, before: Claims, after: Claims) -> None:
+        """The conversation counted as `before` for the chunk; from now on it counts as `after`."""
+        store = self._store
+        if after.claims > before.claims:
+            store.claim(chunk)
+        if after.pins != before.pins:
+            store.change_pins(chunk, after.pins - before.pins)
+        if after.over_quota != before.over_quota:
+            store.change_over_quota(chunk, after.over_quota - before.over_quota)
+        if after.claims < before.claims:
+            store.unclaim(chunk)
 
     def claims(self) -> dict[Chunk, Claims]:
         """Claims by chunk, counted anew (for `check`)."""
         counted: dict[Chunk, Claims] = {}
-        for conversation in self._by_id.values():
-            for chunk in conversation.chunks:
-                claims, pins, over_quota = counted.get(chunk, (0, 0, 0))
-                counted[chunk] = Claims(claims + 1, pins + conversation.pinned, over_quota + conversation.over_quota)
+        for conversation in (*self._by_id.values(), *self._leaving):
+            for place, chunk in enumerate(conversation.chunks):
+                ours = conversation.counted if place < conversation.walked else conversation.before
+                if ours.claims:
+                    others = counted.get(chunk, Claims(0))
+                    counted[chunk] = Claims(*map(sum, zip(ours, others, strict=True)))
         return counted
 
     def residency(self, start: int, most: int) -> Residency:
         """Returns the tiers of conversations' chunks, from conversation number `start` on. Cost: about `most`
         chunks."""
         found: list[ConversationKV] = []
+        self._budget.spend(start // PASSED)
         for conversation_id, conversation in islice(self._by_id.items(), start, None):
             if most <= 0:
                 return Residency(self._chunk_tokens, found, start + len(found), start)
             found.append(_whereabouts(conversation_id, conversation))
-            most -= len(conversation.keys) - conversation.first + 1
+            chunks = len(conversation.keys) - conversation.first + 1
+            self._budget.spend(1 + chunks // LOOKED_AT)
+            most -= chunks
         return Residency(self._chunk_tokens, found, 0, start)
 
-    def _release(self, conversation: Conversation, kept: int = 0) -> None:
-        """Gives up the claims after the first `kept` chunks, and the tail."""
-        for chunk in conversation.chunks[kept:]:
-            if conversation.pinned:
-                self._store.change_pins(chunk, -1)
-            self._store.unclaim(chunk)
+    def _drop_tail(self, conversation: Conversation) -> None:
         if conversation.tail is not None and conversation.tail.resident:
             self._store.drop(conversation.tail)
         conversation.tail = None
@@ -311,9 +448,6 @@ def _whereabouts(conversation_id: str, conversation: Conversation) -> Conversati
     return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
 
 
-COMPARED = 1 << 14  # at a time: larger copies are new pages each time
-
-
 def common_prefix(left: Run, right: Run) -> int:
     """Returns how many leading tokens, characters or messages are equal."""
     size = min(len(left), len(right))
@@ -330,3 +464,15 @@ def common_prefix(left: Run, right: Run) -> int:
         else:
             high = middle
     return low
+
+
+def equal_tokens(left: array[int], right: array[int]) -> Generator[int, None, int]:
+    """As `common_prefix`, in pieces: returns how many leading tokens are equal."""
+    size = min(len(left), len(right))
+    for start in range(0, size, COMPARED):
+        end = min(start + COMPARED, size)
+        common = common_prefix(left[start:end], right[start:end])
+        yield 1 + (end - start) // A_UNIT
+        if start + common < end:
+            return start + common
+    return size

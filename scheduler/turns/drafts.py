@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from ..types import Request
+from ..types import Request, Tokens
 from .conversations import common_prefix
 
 LONGEST, SHORTEST = 6, 4  # tokens of a match; a longer match is preferred
@@ -30,14 +30,14 @@ class Drafts:
         self._mean = FIRST_MEAN
         self.checked = 0  # the last step that checks drafts
 
-    def next(self, tokens: array[int], needed: int) -> array[int]:
+    def next(self, tokens: Tokens, needed: int) -> array[int]:
         """Returns the tokens that the open proposal expects after `tokens`, MOST_DRAFTS at most. Returns none if no
         more than `needed` of them are expected to come true. `tokens` only ever grows."""
         came = self._settle(tokens)
         left = self._proposal[came:]
         return left if min(self._mean, len(left)) > needed else array("i")
 
-    def _settle(self, tokens: array[int]) -> int:
+    def _settle(self, tokens: Tokens) -> int:
         """Makes a new proposal if the open one is settled. Returns how many tokens of the open one have come true."""
         said = tokens[self._begin : self._begin + len(self._proposal)]
         came = common_prefix(said, self._proposal)

@@ -8,14 +8,16 @@ from ..kv.chunk import Chunk
 from ..plan import Span
 from ..types import ChunkKey, QueuePlace, Request, RowId, Usage
 from .drafts import Drafts
+from .prompt_keys import PromptKeys
+from .turn_tokens import TurnTokens
 
 
 class Turn:
     """tokens     the prompt and every applied token of the reply
     context_start the position at which its context begins: nothing before it exists (see `ContextWindow`)
     keys          one for each full chunk of `tokens`, as in `ChunkKeys`
-    key_chains    keys from other context starts, as far as they have been tried
-    first_keys    the first chunk's key for each other context start that has been tried
+    key_chains, first_keys
+                  as in `PromptKeys`; until its first seat it shares these and `keys` with other choices
     order         its permanent place in the queue
     arrived       time of its arrival, seconds
     work          predicted seconds that computing the part of its prompt in no tier adds to a step
@@ -61,15 +63,15 @@ class Turn:
         "work",
     )
 
-    def __init__(self, request: Request, arrival: int, context_start: int, keys: list[ChunkKey], now: float):
+    def __init__(self, request: Request, arrival: int, now: float):
         self.request = request
         self.order: QueuePlace = (request.priority, arrival)
         self.arrived = now
         self.work = self.reply_work = self.allowance = 0.0
         self.queued: float | None = None
-        self.tokens = request.prompt[:]
-        self.context_start = context_start
-        self.keys = keys
+        self.tokens = TurnTokens(request.prompt)
+        self.context_start = 0
+        self.keys: list[ChunkKey] = []
         self.key_chains: dict[int, list[ChunkKey]] = {}
         self.first_keys: dict[int, ChunkKey] = {}
         self.scored = 0
@@ -83,6 +85,10 @@ class Turn:
         self.prefetched = False
         self.usage: Usage | None = None
         self.drafts: Drafts | None = None
+
+    def take_keys(self, prompt: PromptKeys) -> None:
+        self.context_start, self.keys = prompt.context_start, prompt.keys
+        self.key_chains, self.first_keys = prompt.key_chains, prompt.first_keys
 
     @property
     def total_work(self) -> float:
@@ -135,6 +141,7 @@ class RunningTurn:
         "moved",
         "pending",
         "position",
+        "reply",
         "seat",
         "spans",
         "stop_ids",
@@ -164,7 +171,7 @@ class RunningTurn:
         self.end = len(turn.request.prompt) + turn.request.max_tokens
         self.last_position = self.end - 2
         self.stop_ids = turn.request.stop_ids
-        self.tokens = turn.tokens
+        self.tokens, self.reply = turn.tokens, turn.tokens.reply
         self.window_end = window_end
         self.first_without_slot = min(chunks[-1].end, window_end)
         self.moved = first > 0

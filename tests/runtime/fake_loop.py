@@ -208,35 +208,39 @@ class FakeLoop:
                 self._pipe.send(Fatal("the books disagree"))
                 return
 
-    def _note(self, message: Submit | Abort | Finish | Drain) -> None:
-        self.log.append(message)
-        if isinstance(message, Finish):
-            self.confirmed[message.request] = message.tokens
+    def _note(self, received: Any) -> list[Any]:
+        messages = received if isinstance(received, list) else [received]
+        self.log += messages
+        self.confirmed |= {message.request: message.tokens for message in messages if isinstance(message, Finish)}
+        return messages
 
     def _hear(self) -> tuple[list[Output], list[Refusal]]:
         outputs, refusals = [], []
         while self._pipe.poll(0 if self._running and not self._paused.is_set() else 0.005):
             try:
-                message = self._pipe.recv()
+                received = self._pipe.recv()
             except (EOFError, OSError):
                 self._ended.set()
                 break
-            self._note(message)
-            match message:
-                case Submit(request) if len(self._running) < self._queue:
-                    self._running[request.id] = (request, deque(self._answers(request)), 0)
-                case Submit(request):
-                    refusals.append(Refusal(request.id, RequestError(429, "the queue is full")))
-                case Abort(request):
-                    self._running.pop(request, None)
-                case Look():
-                    self._pipe.send(Residency(32, [ConversationKV("c", 1, 2, 3, 4)], 0))
-                case Forget() if self.erases_wholly is not None:
-                    self._pipe.send(Erased(self.erases_wholly))
-                case Finish(request, _):
-                    if self._running.pop(request, None) is not None:
-                        outputs.append(Output(request, (), FinishReason.STOP))
+            for message in self._note(received):
+                self._answer(message, outputs, refusals)
         return outputs, refusals
+
+    def _answer(self, message: object, outputs: list[Output], refusals: list[Refusal]) -> None:
+        match message:
+            case Submit(request) if len(self._running) < self._queue:
+                self._running[request.id] = (request, deque(self._answers(request)), 0)
+            case Submit(request):
+                refusals.append(Refusal(request.id, RequestError(429, "the queue is full")))
+            case Abort(request):
+                self._running.pop(request, None)
+            case Look():
+                self._pipe.send(Residency(32, [ConversationKV("c", 1, 2, 3, 4)], 0))
+            case Forget() if self.erases_wholly is not None:
+                self._pipe.send(Erased(self.erases_wholly))
+            case Finish(request, _):
+                if self._running.pop(request, None) is not None:
+                    outputs.append(Output(request, (), FinishReason.STOP))
 
     def _step(self) -> Iterator[Output]:
         for id, (request, rest, count) in list(self._running.items()):

@@ -7,7 +7,6 @@ import multiprocessing
 import threading
 import time
 from array import array
-from collections.abc import Iterable
 from concurrent.futures import Future
 from queue import Empty
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Re
 from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
+from pensieve.scheduler.work import WorkBudget
 
 
 class Scheduler(SimpleNamespace):
@@ -28,11 +28,12 @@ class Scheduler(SimpleNamespace):
 
     def __init__(self, **answers: Any):
         super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
+        self.work, self.has_work = WorkBudget(), lambda now: False
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
         self.disk = SimpleNamespace(saving=False, **disk)
 
-    def add(self, request: Request, now: float) -> None:
+    def submit(self, request: Request, now: float) -> None:
         self.asked.append(("add", request.id))
 
     def abort(self, request: RequestId, now: float) -> None:
@@ -63,11 +64,8 @@ class Conversations:
     def __contains__(self, name: str) -> bool:
         return name in self._scheduler.known
 
-    def tokens(self, name: str) -> array[int]:
-        return self._scheduler.known[name]
-
-    def delete(self, name: str, shared: int, others: Iterable[bytes]) -> None:
-        self._scheduler.asked.append(("delete", name, shared, list(others)))
+    def delete(self, name: str, shared: int, others: array[int], salt: bytes) -> None:
+        self._scheduler.asked.append(("delete", name, shared, others, salt))
 
 
 @pytest.fixture
@@ -138,21 +136,19 @@ def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler,
 
 def test_a_deletion_erases_active_and_inactive_conversations(service: Service, scheduler: Scheduler) -> None:
     tokens = array("i", range(14))
-    scheduler.known = {"active": tokens, "raced": array("i", [0, 1, 2, 3, 9, 9])}
+    scheduler.known = {"active": tokens}
     service._take(Forget("active", tokens, 0, b"s"))
     service._take(Forget("active", tokens, 9, b"s"))
     service._take(Forget("stored", tokens, 0, b"s"))
     service._take(Forget("fork", tokens, 9, b"s"))  # nine tokens are another's too: two whole chunks
     service._take(Forget(None, tokens, 9, b"s"))  # a response that is not the last of its line
-    service._take(Forget("raced", tokens, 9, b"s"))  # another branch is in the history file than was here the last
     whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
     assert scheduler.asked == [
-        ("delete", "active", 0, []),
-        ("delete", "active", 9, []),
+        ("delete", "active", 0, tokens, b"s"),
+        ("delete", "active", 9, tokens, b"s"),
         ("erase", whole),
         ("erase", whole[2:]),
         ("erase", whole[2:]),
-        ("delete", "raced", 4, whole[2:]),
     ]
     assert service._outbox.empty()
     scheduler.erased, scheduler.apply = [True, False], lambda result, now: Applied()

@@ -85,7 +85,7 @@ class Driver(Harness):
         if len(self.results) == MOST_IN_FLIGHT:
             return
         self.launch()
-        suspended = any(turn.tokens != turn.request.prompt for turn in self.scheduler._queues.waiting)
+        suspended = any(bool(turn.tokens.reply) for turn in self.scheduler._queues.waiting)
         if suspended and self.random.random() < 0.6:
             self.random.choice((self.lose_some, self.stow))()
         for request_id in self.coming_back():

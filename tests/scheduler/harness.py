@@ -11,6 +11,7 @@ from random import Random
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import DiskRecord, Request
@@ -211,7 +212,8 @@ class Harness:
 
     def _delete(self, name, shared=0):
         conversation = self.scheduler.conversations.get(name)
-        keys = list(self.scheduler.disk.keys(conversation.tokens, conversation.salt, shared))
+        made = self.scheduler.disk.keys(conversation.tokens, conversation.salt, shared)
+        keys = [key for key in made if key != NO_KEY]
         self.scheduler.conversations.delete(name, shared)
         self.erasing.append(keys)
         self.lives.pop(name, None)

@@ -35,7 +35,7 @@ def queue(waits, **settings):
     waiting = []
     for number, (name, (arrived, work)) in enumerate(waits.items(), start=1):
         request = Request(RequestId(number), array("i", [1]), 1, conversation=name, priority=-(name == "urgent"))
-        turn = Turn(request, number, 0, [], arrived)
+        turn = Turn(request, number, arrived)
         turn.work, turn.allowance = work, 100.0
         waiting.append(turn)
     waiting.sort(key=lambda turn: turn.order)
@@ -134,8 +134,8 @@ class Bound:
         self._arrived, self._joins = self.order.arrived, self.order.joins
         self.order.arrived, self.order.joins = self.arrived, self.joins
 
-    def arrived(self, turn):
-        self._arrived(turn)
+    def arrived(self, turn, there):
+        self._arrived(turn, there)
         before = [other for other in self.scheduler._queues.waiting if other.order < turn.order and not other.resumes]
         self.most[turn] = OVERTAKING[self.scheduler.config.queue_order] * (
             sum(other.work + other.reply_work for other in before) + turn.work + turn.reply_work

@@ -311,7 +311,8 @@ def one_step(scheduler, flight):
 
 def state(scheduler):
     rows = [
-        (row.id, row.position, row.launched, row.first_without_slot, list(row.tokens)) for row in scheduler._queues.rows
+        (row.id, row.position, row.launched, row.first_without_slot, row.tokens[:].tolist())
+        for row in scheduler._queues.rows
     ]
     return rows, [(plan.step, plan.generate, plan.positions, plan.samples) for plan, _ in scheduler._inflight]
 

@@ -84,7 +84,7 @@ def test_delete_keeps_inactive_conversations_chunks_and_drops_an_abandoned_branc
     left = harness.logs["a"]
     harness.turn([*range(10), *range(70, 78)], 2, "a")
     log, scheduler = harness.logs["a"], harness.scheduler
-    scheduler.conversations.delete("a", 9, scheduler.disk.keys(left, b"", 9))
+    scheduler.conversations.delete("a", 9, left)
     there = [
         scheduler._store.find(key) is not None for tokens in (log, left) for key in scheduler.disk.keys(tokens, b"")
     ]
