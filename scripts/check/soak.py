@@ -38,6 +38,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +62,7 @@ from .soak_faults import (
     ShortLived,
     SlowReader,
     Stage,
+    expired_left,
     look_at_health,
     put_expired,
 )
@@ -143,6 +145,10 @@ class Life:
         return any(_target(file).startswith(self._histories) for file in Path(f"/proc/{process}/fd").iterdir())
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 def _target(file: Path) -> str:
     try:
         return os.readlink(file)
@@ -174,7 +180,6 @@ WARM_UP_SECONDS = 45.0  # of a life, before memory counts
 MORE_MEMORY = 48 * 2**20  # bytes that a process may grow by afterwards
 MORE_FILES = 16
 OTHER_CLIENTS = 6  # beside CLIENTS: each may have a connection and an open answer
-SWEEP_SECONDS = 150.0  # of a life, after which some of the expired conversations are gone
 MORE_HISTORY = 4 * 2**20  # bytes that the history may grow by in the second half
 
 
@@ -319,12 +324,13 @@ class Soak(Stage):
             shares = [self._random.uniform(0.3, 1.7) for _ in range(lives)]
             for number, share in enumerate(shares, start=1):
                 if "expiry" in self._faults:
-                    put_expired(histories)
+                    self.count("old conversations removed", -expired_left(histories))
+                    self.count("old conversations removed", put_expired(histories))
                 self.life = Life(state, engine, options, environment)
                 down.close()
                 growth.append(self._live(seconds * share / sum(shares)))
                 self._end(number == lives or number % 3 == 0 or "kills" not in self._faults, down)
-                history.append(sum(file.stat().st_size for file in state.glob(f"{HISTORY_FILE}*")))
+                history.append(_size(state / HISTORY_FILE) + _size(state / f"{HISTORY_FILE}-wal"))
                 self._check_files(state)
         finally:
             self.over.set()
@@ -336,6 +342,10 @@ class Soak(Stage):
                 self.life.process.kill()
                 self.life.process.wait()
         self.raise_failure()
+        if "expiry" in self._faults:
+            self.count("old conversations removed", -expired_left(histories))
+            if not self.counts["old conversations removed"]:
+                raise Wrong("no expired conversation was removed")
         if history[-1] - history[len(history) // 2] > MORE_HISTORY:
             raise Wrong(f"the history grows without end: {history} bytes")
         if self.watch.wrong:
@@ -473,8 +483,8 @@ def soak(args: argparse.Namespace) -> int:
                 print((state / "server.log").read_text()[-4000:], file=sys.stderr)
             wrong += [f"{name}: {what}" for what in run.watch.wrong]
     print(table(watches))
-    for what in wrong:
-        print(f"wrong: {what}")
+    for what, times in Counter(wrong).items():
+        print(f"wrong, {times} times: {what}")
     print(f"FAIL: {len(wrong)} wrong results" if wrong else "PASS")
     print(json.dumps(results | {"wrong": len(wrong)}))
     return 1 if wrong else 0

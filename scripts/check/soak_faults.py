@@ -27,7 +27,17 @@ from ...runtime.conversations.store import HistoryStore
 from ...runtime.conversations.transcript import Transcript
 from ..chat import Server, ServerError
 from .postgres import PrivatePostgres
-from .soak_watch import CUT_OFF, LONGEST_GAP, LONGEST_WAIT, Watch, Wrong
+from .soak_watch import (
+    CUT_OFF,
+    FAULTS,
+    LONGEST_GAP,
+    LONGEST_WAIT,
+    TELL_SECONDS,
+    Watch,
+    Window,
+    Wrong,
+    failing_parts,
+)
 
 AWAY_SECONDS = 0.2  # until a client tries a server again that has failed it
 PROBE_TOKENS = 120
@@ -38,9 +48,10 @@ READER_CHOICES = 3
 READER_TOKENS = 120
 READER_LOGPROBS = 20
 READER_BUFFER = 4096  # bytes that its socket takes without being read
+READER_PACKET = 536  # bytes
 READER_HOLDS = LONGEST_WAIT + 5.0  # seconds without a read: longer than other clients may wait
 
-EXPIRED = 4000  # conversations of one turn, in the database before the server starts
+EXPIRED = 3000  # conversations of one turn, in the database before the server starts
 EXPIRED_PREFIX = "old "
 DAY = 86400.0
 SHORT_TTL = 2.0  # seconds
@@ -269,6 +280,8 @@ class SlowReader:
         connection = http.client.HTTPConnection(address.netloc)
         connection.sock = socket.socket()
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READER_BUFFER)
+        # The system sizes the server's buffer by this: packets of the loopback device would let it take megabytes.
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, READER_PACKET)
         connection.sock.settimeout(PATIENCE)
         connection.sock.connect((address.hostname, address.port))
         body = {
@@ -310,18 +323,19 @@ class SlowReader:
 
 
 def put_expired(where: str | Path) -> int:
-    """Fills the database up to EXPIRED expired conversations, while no server uses a file. Returns how many there
-    were."""
-    there = expired_left(where)
-    store, long_ago = HistoryStore(where), time.time() - DAY
+    """Fills the database up to EXPIRED expired conversations; no server may use a file meanwhile. Returns how many
+    there are."""
+    there, long_ago = expired_left(where), time.time() - DAY
     log = Transcript((), array("i", range(64)), "", 0)
-    with store.transaction(long_ago):
-        for number in range(EXPIRED - there):
-            name = Name("", f"{EXPIRED_PREFIX}{time.time_ns()} {number}")
-            store.commit(name, log, long_ago)
-            store.change(name, long_ago, history_ttl=1.0)
+    store = HistoryStore(where)
+    for number in range(EXPIRED - there):
+        store.commit(Name("", f"{EXPIRED_PREFIX}{time.time_ns()} {number}"), log, long_ago)
     store.close()
-    return there
+    database = open_database(where)
+    with database.transaction():
+        database.execute("UPDATE conversations SET history_ttl = 1 WHERE id LIKE :name", {"name": f"{EXPIRED_PREFIX}%"})
+    database.close()
+    return EXPIRED
 
 
 def expired_left(where: str | Path) -> int:
@@ -415,12 +429,13 @@ class Faults:
             self._database.stop("immediate")
             try:
                 self._until(503)
-                window.met = time.monotonic()
+                self._until_told([window])
                 self._last()
             finally:
                 window.lifted = time.monotonic()
                 self._database.start()
             self._until(200)
+            self._until_untold([window])
 
     def _fill_disk(self, histories: bool, disk_tier: bool) -> None:
         """No mount is needed: a process with RLIMIT_FSIZE 0 may write to no file."""
@@ -429,26 +444,25 @@ class Faults:
         processes = stage.life.history_processes() if histories else []
         processes += stage.life.other_processes() if disk_tier else []
         with contextlib.ExitStack() as stack:
-            windows = {kind: stack.enter_context(stage.watch.fault(kind)) for kind, full in kinds.items() if full}
+            windows = [stack.enter_context(stage.watch.fault(kind)) for kind, full in kinds.items() if full]
             faults = self._metric(FAULTED)
             try:
                 limit_files(processes, 0)
                 if histories:
                     self._until(507)
-                    windows["full histories"].met = time.monotonic()
                 if disk_tier:
                     self._until_more(FAULTED, faults)
-                    windows["full disk tier"].met = time.monotonic()
+                self._until_told(windows)
                 self._last()
             finally:
-                for window in windows.values():
+                for window in windows:
                     window.lifted = time.monotonic()
                 limit_files(processes, resource.RLIM_INFINITY)
             if histories:
                 self._until(200)
-                windows["full histories"].ended = time.monotonic()
             if disk_tier:
                 self._until_more(SAVED, self._metric(SAVED))
+            self._until_untold(windows)
 
     def _until(self, wanted: int) -> None:
         """Returns when a small turn has got this status. Raises Wrong if none does for too long."""
@@ -456,6 +470,43 @@ class Faults:
         while (status := self._turn()) != wanted and not stage.over.is_set():
             if time.monotonic() > until:
                 raise Wrong(f"turns get {status} instead of {wanted} for {PATIENCE} s")
+            time.sleep(AWAY_SECONDS)
+
+    def _until_told(self, windows: Sequence[Window]) -> None:
+        """Requests have met these faults: returns when /health says so."""
+        parts = {part for window in windows for part in FAULTS[window.kind].parts}
+        longest = self._stage.watch.longest
+        took, said = self._looked(parts.issubset)
+        if took is None:
+            missing = " and ".join(sorted(parts - said))
+            self._stage.watch.report(f"/health does not say within {TELL_SECONDS} s that the {missing} fail")
+            return
+        longest.told = max(longest.told, took)
+        for window in windows:
+            window.told = time.monotonic()
+
+    def _until_untold(self, windows: Sequence[Window]) -> None:
+        """Requests have found these faults gone: returns when /health says nothing of them."""
+        parts = {part for window in windows for part in FAULTS[window.kind].parts}
+        longest = self._stage.watch.longest
+        took, said = self._looked(parts.isdisjoint)
+        if took is None:
+            still = " and ".join(sorted(parts & said))
+            self._stage.watch.report(f"/health still says {TELL_SECONDS} s after its end that the {still} fail")
+            return
+        longest.recovered = max(longest.recovered, took)
+
+    def _looked(self, wanted: Callable[[set[str]], bool]) -> tuple[float | None, set[str]]:
+        """Seconds until /health names parts as wanted, None: it does not within TELL_SECONDS. And those that it named
+        last."""
+        began = time.monotonic()
+        while True:
+            since = time.monotonic()
+            said = failing_parts(self._stage.life.server.ask("GET", "/health"))
+            if wanted(said):
+                return time.monotonic() - began, said
+            if since > began + TELL_SECONDS:
+                return None, said
             time.sleep(AWAY_SECONDS)
 
     def _turn(self) -> int:

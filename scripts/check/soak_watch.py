@@ -1,8 +1,9 @@
 """What the soak knows about a server while faults come and go, and what it accepts meanwhile.
 
 A fault has windows of time. What a client saw counts as wrong unless a fault that was active meanwhile excuses it
-(`FAULTS`). `/health` must say what the soak knows: a fault from the moment when a request has met it, and nothing from
-the moment when a request has found it gone.
+(`FAULTS`). When a request has met a fault, `/health` must say so within TELL_SECONDS, and then at every look until the
+fault's cause is gone. When a request has found it gone, `/health` must say that within the same time, and then at every
+look until the next fault.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..chat import ServerError
 
 LONGEST_GAP = 1.0  # seconds between two tokens of a stream
 LONGEST_WAIT = 10.0  # seconds for a stream's first token: others may have all seats for that long
+TELL_SECONDS = 6.0  # for /health to say what a request has met: a server asks its database every 3.3 s
 MOST_WRONG = 50  # results; then the soak ends
 
 CUT_OFF = 0  # in place of a status: the connection, or an event in the stream, ended the answer early
@@ -99,14 +101,14 @@ FAULTS = {
 class Window:
     """The time of one fault, by time.monotonic(); None: not yet.
 
-    met     a request has met it
+    told    /health has said so
     lifted  its cause is gone; the server does not know yet
-    ended   a request has found it gone
+    ended   /health has said that, or nothing is excused any more
     """
 
     kind: str
     began: float
-    met: float | None = None
+    told: float | None = None
     lifted: float | None = None
     ended: float | None = None
 
@@ -114,16 +116,19 @@ class Window:
         return self.began <= until and (self.ended is None or self.ended >= since)
 
     def holds(self, since: float, until: float) -> bool:
-        """True if the server knew of it during all of this time."""
-        return self.met is not None and self.met <= since and (self.lifted is None or self.lifted > until)
+        """True if /health must say so at a look from `since` to `until`."""
+        return self.told is not None and self.told <= since and (self.lifted is None or self.lifted > until)
 
 
 @dataclass
 class Longest:
-    """Of the streams that are always open, in seconds; without those that a fault excuses."""
+    """Seconds: between two tokens and for a first token, of the streams that are always open, unless a fault excuses
+    it; and until /health tells of a fault, and of its end."""
 
     gap: float = 0.0
     wait: float = 0.0
+    told: float = 0.0
+    recovered: float = 0.0
 
 
 class Watch:
@@ -193,12 +198,14 @@ class Watch:
         said = failing_parts(body)
         self.looks[", ".join(sorted(said)) or "healthy"] += 1
         active = self.active(since, until)
+        if HISTORIES in said and not body["histories"].get("reason"):
+            self.report("/health says that the histories fail, and gives no reason")
         for part in (HISTORIES, DISK_TIER):
             causes = [window for window in active if part in FAULTS[window.kind].parts]
             if part in said and not causes:
-                self.report(f"/health says that the {part} fail, and no fault is active: {body}")
+                self.report(f"/health says without a fault that the {part} fail: {body}")
             if part not in said and any(window.holds(since, until) for window in causes):
-                self.report(f"/health does not say that the {part} fail, with {self._described(since, until)}: {body}")
+                self.report(f"/health does not say any more that the {part} fail: {body}")
 
     def _excuse(self, kind: str, what: str) -> None:
         with self._lock:
@@ -226,8 +233,9 @@ def table(watches: Mapping[str, Watch]) -> str:
         looks = ", ".join(f"{count} {said}" for said, count in watch.looks.items())
         longest = watch.longest
         head.append(
-            f"\n{name}: longest wait between two tokens {longest.gap:.2f} s, for a first one {longest.wait:.2f} s; "
-            f"/health said: {looks or 'nothing'}"
+            f"\n{name}: at most {longest.gap:.2f} s between two tokens, {longest.wait:.2f} s for a first one, "
+            f"{longest.told:.2f} s until /health told of a fault, {longest.recovered:.2f} s of its end; "
+            f"looks at /health: {looks or 'none'}"
         )
     return "\n".join(head)
 
@@ -248,6 +256,6 @@ def failing_parts(body: dict[str, Any]) -> set[str]:
     failing = set()
     if not body["histories"]["healthy"]:
         failing.add(HISTORIES)
-    if not body.get("disk_tier", {"healthy": True})["healthy"]:
+    if body.get("kv_disk_full"):
         failing.add(DISK_TIER)
     return failing
