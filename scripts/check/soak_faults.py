@@ -44,7 +44,7 @@ PROBE_TOKENS = 120
 LOOK_SECONDS = 1.0  # between two looks at /health
 
 READERS = 2
-READER_CHOICES = 3
+READER_CHOICES = 4
 READER_TOKENS = 120
 READER_LOGPROBS = 20
 READER_BUFFER = 4096  # bytes that its socket takes without being read
@@ -367,13 +367,12 @@ class ShortLived:
         name = f"short {self._number}"
         path = f"/v1/conversations/{quote(name)}"
         server = stage.life.server
-        server.ask("POST", "/v1/conversations", {"id": name})
-        server.ask("POST", path, {"history_ttl_s": SHORT_TTL})
         prompt = [70 + at for at in range(30)]
         body = {"model": stage.life.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         began = time.time()
         answer = server.ask("POST", "/v1/completions", {**body, "conversation": name, "return_token_ids": True})
         stored = time.time()
+        server.ask("POST", path, {"history_ttl_s": SHORT_TTL})
         stage.reference.check([*prompt, *answer["choices"][0]["token_ids"]], len(prompt))
         there = self._is_there(path)
         if not there and time.time() < began + SHORT_TTL:
@@ -479,7 +478,7 @@ class Faults:
         took, said = self._looked(parts.issubset)
         if took is None:
             missing = " and ".join(sorted(parts - said))
-            self._stage.watch.report(f"/health does not say within {TELL_SECONDS} s that the {missing} fail")
+            self._stage.watch.report(f"/health does not tell within {TELL_SECONDS} s of a fault of {missing}")
             return
         longest.told = max(longest.told, took)
         for window in windows:
@@ -492,7 +491,7 @@ class Faults:
         took, said = self._looked(parts.isdisjoint)
         if took is None:
             still = " and ".join(sorted(parts & said))
-            self._stage.watch.report(f"/health still says {TELL_SECONDS} s after its end that the {still} fail")
+            self._stage.watch.report(f"/health still tells of a fault of {still}, {TELL_SECONDS} s after its end")
             return
         longest.recovered = max(longest.recovered, took)
 

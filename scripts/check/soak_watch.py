@@ -24,7 +24,7 @@ TELL_SECONDS = 6.0  # for /health to say what a request has met: a server asks i
 MOST_WRONG = 50  # results; then the soak ends
 
 CUT_OFF = 0  # in place of a status: the connection, or an event in the stream, ended the answer early
-HISTORIES, DISK_TIER = "histories", "disk tier"  # parts of which /health tells
+HISTORIES, DISK_TIER = "the histories", "the disk tier"  # parts of whose faults /health tells
 
 
 class Wrong(Exception):
@@ -39,7 +39,7 @@ class Fault:
     named         statuses of requests with a conversation
     plain         statuses of other requests
     slow          requests that may wait: "named", "all" or "" (none)
-    parts         of which /health must say that they fail
+    parts         whose faults /health must tell
     reason        of all that it excuses
     """
 
@@ -199,13 +199,13 @@ class Watch:
         self.looks[", ".join(sorted(said)) or "healthy"] += 1
         active = self.active(since, until)
         if HISTORIES in said and not body["histories"].get("reason"):
-            self.report("/health says that the histories fail, and gives no reason")
+            self.report("/health gives no reason for a fault of the histories")
         for part in (HISTORIES, DISK_TIER):
             causes = [window for window in active if part in FAULTS[window.kind].parts]
             if part in said and not causes:
-                self.report(f"/health says without a fault that the {part} fail: {body}")
+                self.report(f"/health tells of a fault of {part}, and there is none: {body}")
             if part not in said and any(window.holds(since, until) for window in causes):
-                self.report(f"/health does not say any more that the {part} fail: {body}")
+                self.report(f"/health does not tell any more of the fault of {part}: {body}")
 
     def _excuse(self, kind: str, what: str) -> None:
         with self._lock:
