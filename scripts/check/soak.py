@@ -207,11 +207,13 @@ class Reference:
 
 @dataclass
 class Conversation:
-    """`known`: the server's log equals the client's; unsure after a turn whose end did not arrive."""
+    """`known`: the server's log equals the client's; unsure after a turn whose end did not arrive. Until the time
+    `held` (by time.monotonic()) such a turn may hold the conversation of a shared database: others become branches."""
 
     name: str
     log: list[int] = field(default_factory=list)
     known: bool = False
+    held: float = 0.0
 
 
 class Client:
@@ -258,15 +260,17 @@ class Client:
             "return_token_ids": True,
             "return_sources": True,
         }
-        if chance.random() < 0.05:
-            conversation.known = False
-            self._hang_up(body)
-            return
         known, conversation.known = conversation.known, False
+        free = not self._soak.shared or time.monotonic() > conversation.held
+        if chance.random() < 0.05:
+            self._hang_up(body)
+            conversation.held = time.monotonic() + LEASE
+            return
         try:
             answer = self._soak.life.server.ask("POST", "/v1/completions", body)
         except ServerError as error:
             # Refused: the turn is not committed. Otherwise, and from a database that stops, that is unknown.
+            conversation.held = time.monotonic() + LEASE
             conversation.known = known and error.status == 503 and not self._soak.shared
             raise
         tokens = [*log, *new, *answer["choices"][0]["token_ids"]]
@@ -274,7 +278,7 @@ class Client:
         if answer["usage"]["prompt_tokens"] != len(log) + len(new):
             raise Wrong(f"{conversation.name}: a prompt of {len(log) + len(new)} tokens, said to be {answer['usage']}")
         branched = len(log) < len(conversation.log)
-        conversation.log, conversation.known = tokens, True
+        conversation.log, conversation.known = tokens, free
         self._soak.took(answer["usage"]["prompt_tokens_details"], body["max_tokens"], branched)
 
     def _hang_up(self, body: dict[str, Any]) -> None:
