@@ -75,7 +75,7 @@ class RunningServer(Protocol):
 
     server: Server
     model: str
-    log: Path
+    processes: list[int]
 
     def history_processes(self) -> list[int]: ...
 
@@ -197,28 +197,36 @@ class Probe:
 
     def _read(self, body: dict[str, Any], tokens: list[int]) -> None:
         """Adds to `tokens` as they arrive."""
-        last = time.monotonic()
+        last = self._now()
         with contextlib.closing(self._stage.life.server.events("/v1/completions", body)) as events:
             for event in events:
                 new = [token for choice in event["choices"] for token in choice["token_ids"]]
                 if new:
                     self._waited(last, "token" if tokens else "first token")
                     tokens += new
-                    last = time.monotonic()
+                    last = self._now()
         if len(tokens) < PROBE_TOKENS:
             raise ServerError("the stream ended early", CUT_OFF)
         self._waited(last, "end")
 
-    def _waited(self, since: float, what: str) -> None:
-        watch, seconds = self._stage.watch, time.monotonic() - since
+    def _now(self) -> tuple[float, float]:
+        """The time, and the seconds for which the server and this thread have waited for a processor until then."""
+        return time.monotonic(), waited_for_processor(self._stage.life.processes)
+
+    def _waited(self, last: tuple[float, float], what: str) -> None:
+        watch, (now, starved) = self._stage.watch, self._now()
+        since, starved_before = last
+        whole = now - since
+        seconds = max(0.0, whole - max(0.0, starved - starved_before))
         first = what == "first token"
         most = LONGEST_WAIT if first else LONGEST_GAP
-        if not watch.wait(seconds, most, self._named, f"{self._what}: its {what}"):
+        if not watch.wait(since, seconds, most, self._named, f"{self._what}: its {what}"):
             return
         if first:
             watch.longest.wait = max(watch.longest.wait, seconds)
         else:
             watch.longest.gap = max(watch.longest.gap, seconds)
+            watch.longest.whole_gap = max(watch.longest.whole_gap, whole)
 
     def _check(self, tokens: list[int]) -> None:
         if tokens != self._right[: len(tokens)]:
@@ -235,6 +243,17 @@ class Probe:
         except ServerError as error:
             if error.status != 404:  # its turn was not stored
                 self._stage.failed(error, since, True, "a deletion")
+
+
+def waited_for_processor(processes: Sequence[int]) -> float:
+    """Seconds for which this thread and the main threads of these processes could run and had no processor, because the
+    machine had other work. 0.0 on a system that does not count them."""
+    waited = 0
+    for place in ("thread-self", *processes):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            _, delay, _ = Path(f"/proc/{place}/schedstat").read_text().split()
+            waited += int(delay)
+    return waited / 1e9
 
 
 def look_at_health(stage: Stage) -> None:

@@ -20,7 +20,7 @@ from ..chat import ServerError
 
 LONGEST_GAP = 1.0  # seconds between two tokens of a stream
 LONGEST_WAIT = 10.0  # seconds for a stream's first token: others may have all seats for that long
-TELL_SECONDS = 6.0  # for /health to say what a request has met: a server asks its database every 3.3 s
+TELL_SECONDS = 10.0  # for /health to say what a request has met: a server asks its database every 3.3 s
 MOST_WRONG = 50  # results; then the soak ends
 
 CUT_OFF = 0  # in place of a status: the connection, or an event in the stream, ended the answer early
@@ -123,9 +123,11 @@ class Window:
 @dataclass
 class Longest:
     """Seconds: between two tokens and for a first token, of the streams that are always open, unless a fault excuses
-    it; and until /health tells of a fault, and of its end."""
+    it; and until /health tells of a fault, and of its end. `gap` and `wait` are without the time for which the server
+    waited for a processor, `whole_gap` is with it."""
 
     gap: float = 0.0
+    whole_gap: float = 0.0
     wait: float = 0.0
     told: float = 0.0
     recovered: float = 0.0
@@ -180,17 +182,18 @@ class Watch:
                 return
         self.report(f"{what}: status {error.status}, {error}")
 
-    def wait(self, seconds: float, most: float, named: bool, what: str) -> bool:
-        """Judges a wait that ends now. Returns whether it counts: no fault explains it."""
+    def wait(self, since: float, seconds: float, most: float, named: bool, what: str) -> bool:
+        """Judges a wait of `seconds` that began at `since` and ends now. Returns whether it counts: no fault explains
+        it."""
         now = time.monotonic()
         excusing = ("named", "all") if named else ("all",)
-        for window in self.active(now - seconds, now):
+        for window in self.active(since, now):
             if FAULTS[window.kind].slow in excusing:
                 if seconds > most:
                     self._excuse(window.kind, "waits")
                 return False
         if seconds > most:
-            self.report(f"{what} took {seconds:.2f} s, with {self._described(now - seconds, now)}")
+            self.report(f"{what} took {seconds:.2f} s, with {self._described(since, now)}")
         return True
 
     def look(self, body: dict[str, Any], since: float, until: float) -> None:
@@ -233,7 +236,8 @@ def table(watches: Mapping[str, Watch]) -> str:
         looks = ", ".join(f"{count} {said}" for said, count in watch.looks.items())
         longest = watch.longest
         head.append(
-            f"\n{name}: at most {longest.gap:.2f} s between two tokens, {longest.wait:.2f} s for a first one, "
+            f"\n{name}: at most {longest.gap:.2f} s between two tokens ({longest.whole_gap:.2f} s with waits for a "
+            f"processor), {longest.wait:.2f} s for a first one, "
             f"{longest.told:.2f} s until /health told of a fault, {longest.recovered:.2f} s of its end; "
             f"looks at /health: {looks or 'none'}"
         )
