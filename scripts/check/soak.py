@@ -480,7 +480,7 @@ def soak(args: argparse.Namespace) -> int:
             seconds = args.minutes * 60 / len(runs)
             try:
                 results[name] = run.run(state, seconds, lives, args.engine, server_options(args.options))
-            except Wrong as error:
+            except (Wrong, ServerError) as error:
                 if str(error) not in run.watch.wrong:
                     run.watch.report(str(error))
                 results[name] = dict(run.counts)
