@@ -187,13 +187,15 @@ class Probe:
         if self._named:
             body["conversation"] = name
         tokens: list[int] = []
+        stored = self._named
         try:
             self._read(body, tokens)
         except ServerError as error:
             stage.failed(error, since, self._named, self._what)
+            stored = False  # or perhaps
         self._check(tokens)
         if self._named:
-            self._delete(name)
+            self._delete(name, stored)
 
     def _read(self, body: dict[str, Any], tokens: list[int]) -> None:
         """Adds to `tokens` as they arrive."""
@@ -235,13 +237,13 @@ class Probe:
         self._stage.count("probe tokens", len(tokens))
         self._stage.count("probe streams")
 
-    def _delete(self, name: str) -> None:
+    def _delete(self, name: str, stored: bool) -> None:
         since = time.monotonic()
         try:
             self._stage.life.server.ask("DELETE", f"/v1/conversations/{quote(name)}")
             self._stage.count("probes deleted")
         except ServerError as error:
-            if error.status != 404:  # its turn was not stored
+            if stored or error.status != 404:
                 self._stage.failed(error, since, True, "a deletion")
 
 
