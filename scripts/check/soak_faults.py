@@ -477,7 +477,7 @@ class Faults:
             finally:
                 for window in windows:
                     window.lifted = time.monotonic()
-                limit_files(processes, resource.RLIM_INFINITY)
+                limit_files(processes, None)
             if histories:
                 self._until(200)
             if disk_tier:
@@ -550,9 +550,10 @@ class Faults:
             time.sleep(AWAY_SECONDS)
 
 
-def limit_files(processes: Sequence[int], size: int) -> None:
-    """Bytes beyond which these processes may write no file; Python ignores the signal, so a write fails."""
+def limit_files(processes: Sequence[int], size: int | None) -> None:
+    """Sets the bytes beyond which these processes may write no file; None: as many as the system allows. Python ignores
+    the signal, so a write fails."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             _, most = resource.prlimit(process, resource.RLIMIT_FSIZE)
-            resource.prlimit(process, resource.RLIMIT_FSIZE, (size, most))
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (most if size is None else size, most))

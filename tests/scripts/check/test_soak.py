@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
@@ -137,7 +136,7 @@ def test_a_process_may_write_no_file_for_a_while(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "file")]
     answers = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        for size in (0, resource.RLIM_INFINITY):
+        for size in (0, None):
             limit_files([child.pid], size)
             child.stdin.write("something\n")
             child.stdin.flush()
@@ -162,6 +161,7 @@ def test_without_postgres_only_its_half_is_left_out(monkeypatch, capsys):
     assert soak.main(["--faults", "database"]) == 2
 
 
+@pytest.mark.slow
 def test_conversations_expire_beside_the_load(tmp_path, monkeypatch):
     """Seconds of `--faults expiry`, whose command runs for as long as one likes."""
     monkeypatch.setattr(soak_faults, "EXPIRED", 300)
