@@ -1,59 +1,23 @@
-"""A PostgreSQL of the tests' own: a directory, a Unix socket, no network."""
+"""A PostgreSQL of the tests' own. Tests that need it are skipped where it is not installed."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-
-def programs() -> Path | None:
-    """The directory with `initdb`: Debian keeps it off the PATH."""
-    found = shutil.which("initdb")
-    places = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    return places[-1] if places else None
+from pensieve.scripts.check import postgres
 
 
-class PrivatePostgres:
-    """Use as a context manager. `url` is the database's; `stop` and `start` as often as wanted."""
-
+class PrivatePostgres(postgres.PrivatePostgres):
     def __init__(self) -> None:
-        pytest.importorskip("psycopg", reason="psycopg is not installed")
-        directory = programs()
-        if directory is None:
-            pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
-        self._programs = directory
-        # Not below pytest's directories: only their owner may enter them, and a socket's path must be short.
-        self._home = Path(tempfile.mkdtemp(prefix="pensieve-pg-"))
-        self._user = "postgres" if os.getuid() == 0 else None  # it refuses to run as root
-        if self._user is not None:
-            shutil.chown(self._home, self._user)
-        options = ["-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-locale", "--no-sync"]
-        self._run("initdb", "-D", self.data, *options)
-        self.url = f"postgresql://postgres@/postgres?host={self._home}"
-
-    @property
-    def data(self) -> str:
-        return str(self._home / "data")
-
-    def _run(self, program: str, *words: str) -> None:
-        command = [str(self._programs / program), *words]
-        done = subprocess.run(command, user=self._user, cwd=self._home, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr + done.stdout
-
-    def start(self) -> None:
-        settings = f"-c listen_addresses='' -c unix_socket_directories={self._home} -c fsync=off"
-        self._run("pg_ctl", "start", "-w", "-D", self.data, "-l", str(self._home / "log"), "-o", settings)
-
-    def stop(self, how: str = "fast") -> None:
-        """`immediate`: as a crash."""
-        self._run("pg_ctl", "stop", "-w", "-D", self.data, "-m", how)
+        try:
+            super().__init__()
+        except postgres.NotInstalled as error:
+            pytest.skip(str(error))
 
     def pause(self, number: int = signal.SIGSTOP) -> None:
         """SIGSTOP: it does not answer any more, with all its connections open; SIGCONT: it goes on."""
@@ -62,12 +26,3 @@ class PrivatePostgres:
         for process in (main, *children):
             with suppress(ProcessLookupError):
                 os.kill(int(process), number)
-
-    def __enter__(self) -> PrivatePostgres:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if Path(self.data, "postmaster.pid").exists():
-            self.stop("immediate")
-        shutil.rmtree(self._home, ignore_errors=True)
