@@ -109,7 +109,7 @@ class Scheduler:
         self._preparing.finish(turn)
 
     def submit(self, request: Request, now: float) -> None:
-        """As `add`, but a long prompt is prepared in pieces, and queued when that is done."""
+        """Prepares a long prompt in pieces, and queues the turn when that is done. Raises RequestError as `add`."""
         self._begin(request, now)
         self._preparing.go_on()
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 
 WORK_A_STEP = 768
-MESSAGE = 4
+MESSAGE = 2
 LARGEST_PIECE = 64  # units of a piece of long work, about
 LOOKED_AT = 16
 COPIED = 4096
@@ -59,10 +59,11 @@ class Backlog:
         return bool(self._work)
 
     def begin(self, work: Pieces) -> None:
-        """Adds the work, and does as much as the budget allows."""
+        """Adds the work. Does it at once if none waits and half of the budget is left: the other half is for messages,
+        so that they do not wait for the work of those before them."""
         self._work.append(work)
         if len(self._work) == 1:
-            self.go_on()
+            self.go_on(self._budget.most // 2)
 
     def go_on(self, reserve: int = 0) -> None:
         """Goes on until only `reserve` units are left in the budget."""

@@ -107,7 +107,7 @@ class RequestQueues:
         row.chunks = []
 
     def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
-        """As `release_row`, for a row that keeps no tail."""
+        """Releases the chunks of a row that keeps no tail (see `release_row`)."""
         self.releasing[row] = None
         return self._release_pieces(row, now)
 

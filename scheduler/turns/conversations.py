@@ -319,7 +319,7 @@ class Conversations:
         return self._logged > self._most_logged and len(self._by_id) > 1
 
     def end_if_over(self, conversation_id: str, now: float, withheld: Iterable[Request]) -> None:
-        """As `expire`, for one conversation: a turn that arrives now must not revive it."""
+        """Ends this one conversation if its time is over: a turn that arrives now must not revive it. See `expire`."""
         if self._due.time(conversation_id) <= now:
             for request in withheld:
                 self.touch(request, now)
@@ -467,7 +467,7 @@ def common_prefix(left: Run, right: Run) -> int:
 
 
 def equal_tokens(left: array[int], right: array[int]) -> Generator[int, None, int]:
-    """As `common_prefix`, in pieces: returns how many leading tokens are equal."""
+    """Compares in pieces: returns how many leading tokens are equal."""
     size = min(len(left), len(right))
     for start in range(0, size, COMPARED):
         end = min(start + COMPARED, size)

@@ -17,10 +17,10 @@ import pytest
 from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
-from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, Service
+from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, SHARE_S, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
-from pensieve.scheduler.work import WorkBudget
+from pensieve.scheduler.work import MESSAGE, WorkBudget
 
 
 class Scheduler(SimpleNamespace):
@@ -278,3 +278,34 @@ def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service,
     began = time.monotonic()
     service.run(Ready("", 1, 1, (), "", 32, 1))
     assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 60
+
+
+def test_work_in_pieces_goes_on_while_the_device_computes(service: Service, scheduler: Scheduler) -> None:
+    """A step whose time has come is not kept waiting: no further share is done before it."""
+
+    def next_plan(now: float) -> None:
+        scheduler.asked.append("plan")
+        service.drain(0.0)
+
+    scheduler.has_work = lambda now: True
+    scheduler.go_on = lambda now: scheduler.asked.append("share")
+    executor: Any = service._executor
+    executor.close = lambda: None
+    pace: Any = SimpleNamespace(slack=lambda now: 0.1 if len(scheduler.asked) < 3 else SHARE_S)
+    ours, _theirs = multiprocessing.Pipe()
+    service = Service(service._scheduler, executor, ours, pace)
+    scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
+    service.run(Ready("", 1, 1, (), "", 32, 1))
+    assert scheduler.asked == ["share"] * 3 + ["plan"]
+
+
+def test_messages_wait_for_the_next_step_when_the_budget_is_used_up(service: Service, scheduler: Scheduler) -> None:
+    scheduler.work.left = 3 * MESSAGE
+    for number in range(5):
+        service._inbox.put(Abort(RequestId(number)))
+    service._send = lambda applied: None  # type: ignore[method-assign]
+    service._take_messages()
+    assert scheduler.asked == [("abort", 0), ("abort", 1), ("abort", 2)]
+    scheduler.work.renew()
+    service._take_messages()
+    assert len(scheduler.asked) == 5

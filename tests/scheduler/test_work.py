@@ -74,9 +74,10 @@ def test_a_backlog_does_its_work_in_order_and_in_pieces():
 
     backlog = Backlog(budget)
     backlog.begin(work("a", 3, 2))
-    assert (len(done), budget.left) == (3, -1), "one piece more than the budget"
+    assert (len(done), budget.left) == (2, 1), "half of the budget is for messages, but for the rest of a piece"
     backlog.begin(work("b", 2, 1))
-    assert len(done) == 3 and backlog
+    backlog.go_on()
+    assert (len(done), budget.left) == (3, -1) and backlog, "one piece more than the budget"
     budget.renew()
     backlog.go_on(4)
     assert done[3:] == [("b", 0)], "the rest of the budget is for others"
