@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .runtime.openmp import limit_spinning
-
 if TYPE_CHECKING:
     from pensieve.runtime.llm import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
-
-limit_spinning()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,46 +1,115 @@
-"""How long OpenMP's threads, which compute a layer together on a CPU, spin while they wait for each other.
+"""How OpenMP's threads, which compute a layer together on a CPU, wait for each other: they spin or they sleep.
 
 A spinning thread answers at once, but keeps a processor that others may need: on a busy machine perhaps the thread that
 it waits for. libgomp, the library of torch's wheels, spins for some milliseconds. This is as long as a busy process
-keeps a processor, and each token has hundreds of waits. libgomp reads its settings when it is loaded, so the package
-makes them when it is imported, in every process: of the server, of ranks, of `LLM` and of `build_engine`.
+keeps a processor, and each token has hundreds of waits. libgomp spins hardly at all while a process has more OpenMP
+threads than processors, also if some of them have no work. So a team without work makes all threads sleep. The team that
+computes keeps its size, and with it the order of its sums.
 """
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import os
-import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-VARIABLE = "GOMP_SPINCOUNT"
-SPINS = 10_000
-"""Turns of the loop in which a thread spins before it sleeps; 0: it sleeps at once. A turn takes 25 to 50 ns. A thread
-that slept needs some 30 us to wake up, so most waits of a quiet machine should be shorter."""
-WAITING = ("OMP_WAIT_POLICY", VARIABLE)
-"""Variables that tell threads how to wait. If one is set, it stays alone."""
+import torch
 
-log = logging.getLogger("pensieve")
-_late = False
-
-
-def limit_spinning() -> None:
-    """Called before anything of this package imports torch."""
-    global _late
-    if any(name in os.environ for name in WAITING):
-        return
-    _late = "torch" in sys.modules
-    if not _late:
-        os.environ[VARIABLE] = str(SPINS)
+LOOK_SECONDS = 1.0
+MARGIN = 0.3
+"""Others may use so many processors that a spinning thread needs."""
+CALM_LOOKS = 3
+"""Threads spin again after so many looks in a row that found enough processors."""
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Variables that tell threads how to wait. If one is set, threads obey it and nothing else."""
 
 
-def warn_if_late() -> None:
-    """Logs one warning if `limit_spinning` came too late for this process."""
-    global _late
-    if _late:
-        log.warning(
-            "torch was imported before pensieve, so its threads do not share a busy machine well: "
-            "import pensieve first, or set the environment variable %s=%d",
-            VARIABLE,
-            SPINS,
-        )
-    _late = False
+class Usage(NamedTuple):
+    threads: int  # of this thread's team
+    processors: int  # on which this process may run
+    total_seconds: float  # used on them by all processes, or taken by a virtual machine's host; since any time
+    own_seconds: float  # used by this process, since any time
+
+
+def read_usage() -> Usage:
+    """Called on the thread that computes. Linux."""
+    numbers = os.sched_getaffinity(0)
+    names = {f"cpu{number}" for number in numbers}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, _idle, _io_wait, irq, soft_irq, stolen = map(int, fields[:8])
+            ticks += user + nice + system + irq + soft_irq + stolen
+    total = ticks / os.sysconf("SC_CLK_TCK")
+    return Usage(torch.get_num_threads(), len(numbers), total, time.process_time())
+
+
+StartTeam = Callable[[int], threading.Event]
+"""Starts a team of so many threads, at least two, that have no work. Setting the event ends it."""
+
+
+def libgomp_teams() -> StartTeam | None:
+    """None if torch's OpenMP is not libgomp, or if the user has chosen how threads wait."""
+    maps = Path("/proc/self/maps")
+    if any(name in os.environ for name in WAITING) or not maps.exists():
+        return None
+    loaded = [line.split()[-1] for line in maps.read_text().splitlines()]
+    paths = [word for word in loaded if Path(word).name.startswith("libgomp")]
+    return partial(_start_team, ctypes.CDLL(paths[0])) if paths else None
+
+
+def _start_team(library: ctypes.CDLL, threads: int) -> threading.Event:
+    started, ended = threading.Event(), threading.Event()
+
+    def live() -> None:
+        # Each thread calls a function that changes nothing. The team lives as long as the thread that made it.
+        library.GOMP_parallel(library.omp_get_level, None, threads, 0)
+        started.set()
+        ended.wait()
+
+    threading.Thread(target=live, name="idle OpenMP team", daemon=True).start()
+    started.wait()
+    return ended
+
+
+class SharedProcessors:
+    """Makes the threads that compute sleep when they wait, as long as other processes need their processors."""
+
+    def __init__(self, start_team: StartTeam | None, usage: Callable[[], Usage] = read_usage):
+        """start_team: None: threads wait as OpenMP was set."""
+        self._start_team, self._usage = start_team, usage
+        self._last: tuple[float, Usage] | None = None
+        self._end_team: threading.Event | None = None
+        self._calm = 0
+
+    def look(self, now: float) -> None:
+        """Called often, on the thread that computes. now: seconds since any time."""
+        if self._start_team is None or (self._last and now - self._last[0] < LOOK_SECONDS):
+            return
+        usage, last = self._usage(), self._last
+        self._last = (now, usage)
+        if last is None:
+            return
+        then, before = last
+        total = usage.total_seconds - before.total_seconds
+        own = usage.own_seconds - before.own_seconds
+        others = (total - own) / (now - then)
+        needed = usage.threads > 1 and usage.threads + others > usage.processors + MARGIN
+        self._calm = 0 if needed else self._calm + 1
+        if needed and self._end_team is None:
+            # One thread of each team is not counted, except for the first.
+            self._end_team = self._start_team(max(2, usage.processors - usage.threads + 2))
+        elif self._calm == CALM_LOOKS:
+            self.close()
+
+    def close(self) -> None:
+        """Threads spin again."""
+        if self._end_team is not None:
+            self._end_team.set()
+            self._end_team = None

@@ -20,6 +20,7 @@ from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
 from ..counters import NO_WAITS, Waits
+from ..openmp import SharedProcessors, libgomp_teams
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
@@ -45,6 +46,7 @@ class CpuDevice:
         self._form: Form | None = None
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
+        self._processors = SharedProcessors(libgomp_teams())
         self._closed = False
         self._report: Callable[[Work], None] | None = None
         # Each is written by one lane's thread: the copy times of IN and OUT, the time that COMPUTE waited for them, and
@@ -241,7 +243,8 @@ class CpuDevice:
         self._issue_work(Lane.COMPUTE, task)
 
     def _pass_gate(self, layer: int) -> None:
-        """Called by the engine, on COMPUTE's thread."""
+        """Called by the engine before each layer, on COMPUTE's thread."""
+        self._processors.look(time.perf_counter())
         if (ticket := self._bound_gates.get(layer)) is not None:
             self._await(Lane.COMPUTE, ticket)
 
@@ -278,6 +281,7 @@ class CpuDevice:
             queue.put(None)
         for thread in self._threads:
             thread.join()
+        self._processors.close()
         if self._handle is not None:
             release_pool(self._handle)
         self._pools.clear()

@@ -29,7 +29,6 @@ from ..executor import GROUP_LAYERS, Executor
 from ..measure.profile import load_profile
 from ..messages import Ready
 from ..observe.chrome_trace import TraceFile
-from ..openmp import warn_if_late
 from ..step.grammar import Grammars, open_grammars
 from ..text.tokenizer import Tokenizer
 from .http_options import read_chat_template
@@ -194,7 +193,6 @@ def make_executor(
 
 def make_device(name: str, enforce_eager: bool = False) -> Device:
     if name == "cpu":
-        warn_if_late()
         return CpuDevice()
     from ..device.cuda import CudaDevice  # imported here because only it needs cuda-python
 

@@ -1,92 +1,174 @@
-"""The settings of OpenMP's threads: there before torch loads, whatever imports it, unless the user has set them."""
+"""Threads that compute sleep when they wait, as long as other processes need their processors."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+import torch
 
-from pensieve.runtime import openmp
-from pensieve.runtime.launch.assemble import make_device
-from pensieve.runtime.openmp import SPINS, VARIABLE, WAITING
+from pensieve.runtime.openmp import CALM_LOOKS, WAITING, SharedProcessors, Usage, libgomp_teams, read_usage
 
-FAKE_TORCH = f"""
-import os
-print("torch is loaded with", os.environ.get("{VARIABLE}"), flush=True)
-os._exit(0)
+
+class Machine:
+    """Numbers of a machine with so many processors; each `second` has what other processes used."""
+
+    def __init__(self, processors: int = 4, threads: int = 4):
+        self.processors, self.threads = processors, threads
+        self.now = self.total = self.own = 0.0
+        self.teams: list[tuple[int, threading.Event]] = []
+        self.shared = SharedProcessors(self.start_team, self.usage)
+        self.shared.look(self.now)
+
+    def usage(self) -> Usage:
+        return Usage(self.threads, self.processors, self.total, self.own)
+
+    def start_team(self, threads: int) -> threading.Event:
+        self.teams.append((threads, threading.Event()))
+        return self.teams[-1][1]
+
+    def second(self, others: float, seconds: float = 1.0) -> bool:
+        """Returns whether threads sleep."""
+        self.now += seconds
+        self.own += 1.5 * seconds
+        self.total += (1.5 + others) * seconds
+        self.shared.look(self.now)
+        return self.asleep()
+
+    def asleep(self) -> bool:
+        live = [team for team in self.teams if not team[1].is_set()]
+        assert len(live) <= 1
+        return bool(live)
+
+
+def test_threads_sleep_while_another_process_computes():
+    machine = Machine()
+    assert not machine.second(others=0.2)
+    assert machine.second(others=1.0)
+    assert machine.second(others=0.4)
+    assert [threads for threads, _ in machine.teams] == [2]  # with the other team 5 threads on 4 processors
+
+
+def test_threads_spin_again_when_the_processors_were_free_for_some_looks():
+    machine = Machine()
+    found = [machine.second(others) for others in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
+    assert CALM_LOOKS == 3
+    assert found == [True, True, True, True, True, True, False, False, True]
+
+
+def test_others_may_use_processors_that_no_thread_needs():
+    machine = Machine(processors=16, threads=4)
+    assert not machine.second(others=12.0)
+    assert machine.second(others=12.5)
+    assert machine.teams[0][0] == 14  # 3 + 13 threads beside the first: one more than processors
+
+
+def test_a_single_thread_waits_for_no_other():
+    assert not Machine(processors=1, threads=1).second(others=3.0)
+
+
+def test_more_threads_than_processors_still_get_a_team_of_two():
+    machine = Machine(processors=2, threads=8)
+    assert machine.second(others=0.0)
+    assert machine.teams[0][0] == 2
+
+
+def test_it_looks_once_a_second():
+    machine = Machine()
+    assert not machine.second(others=4.0, seconds=0.6)
+    assert machine.second(others=4.0, seconds=0.6)
+
+
+def test_the_end_of_a_device_ends_the_team():
+    machine = Machine()
+    assert machine.second(others=4.0)
+    machine.shared.close()
+    assert not machine.asleep()
+
+
+PASSES = """
+import os, re, threading, time
+from pathlib import Path
+import torch
+from pensieve.runtime.openmp import WAITING, libgomp_teams
+
+for name in WAITING:
+    os.environ.pop(name, None)
+start_team = libgomp_teams()
+if start_team is None:
+    raise SystemExit("no libgomp")
+tasks = Path("/proc/self/task")
+
+def sleeps():
+    texts = [status.read_text() for status in tasks.glob("*/status")]
+    return sum(int(number) for text in texts for number in re.findall(r"\\nvoluntary_ctxt_switches:\\s*(\\d+)", text))
+
+def regions():
+    before = sleeps()
+    for _ in range(REGIONS):
+        numbers.add_(1)
+    return sleeps() - before
+
+def compute():
+    global numbers
+    numbers = torch.zeros(32768 * torch.get_num_threads())
+    found = [regions(), regions()]
+    threads = len(list(tasks.iterdir()))
+    ended = start_team(2)
+    found.append(regions())
+    ended.set()
+    while len(list(tasks.iterdir())) > threads:
+        time.sleep(0.01)
+    found.append(regions())
+    print(found[1:])
+
+computing = threading.Thread(target=compute)  # the main thread has no team
+computing.start()
+computing.join()
 """
-SERVE = ("-m", "pensieve.scripts.pensieve", "serve", "demo", "--port=0")
-ENTRIES = {
-    "server": SERVE,
-    "rank": SERVE,
-    "LLM": ("-c", "from pensieve import LLM"),
-    "build_engine": ("-m", "pensieve.scripts.build_engine", "--checkpoint=missing", "--output=made"),
-    "compiler": ("-m", "pensieve.builder.inductor.compile", "missing"),
-    "profile": ("-m", "pensieve.scripts.pensieve", "profile", "--engine=missing"),
-}
+REGIONS = 50
 
 
-def python(*words, cwd=None, **variables):
-    """Runs Python without the variables that tell threads how to wait, but with `variables`."""
-    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+def test_a_team_without_work_makes_threads_sleep():
+    """Sleeps of all threads in `REGIONS` parallel regions, with almost no limit to spinning: without, with and without
+    the second team."""
+    processors = len(os.sched_getaffinity(0))
+    if processors < 2:
+        pytest.skip("needs two processors")
     done = subprocess.run(
-        [sys.executable, *words],
-        env=kept | variables,
-        cwd=cwd,
+        [sys.executable, "-c", f"REGIONS = {REGIONS}\n{PASSES}"],
+        env=os.environ | {"OMP_NUM_THREADS": str(processors), "GOMP_SPINCOUNT": "1000000000"},
         capture_output=True,
         text=True,
+        timeout=100,
     )
+    if "no libgomp" in done.stderr:
+        pytest.skip("this torch has another OpenMP")
     assert done.returncode == 0, done.stderr
-    return done
+    spinning, sleeping, spinning_again = ast.literal_eval(done.stdout)
+    assert sleeping > REGIONS / 2
+    assert max(spinning, spinning_again) < sleeping / 5
 
 
-@pytest.fixture
-def at_torch(tmp_path):
-    """Runs Python with a torch that tells the variable's value and ends the process."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(FAKE_TORCH)
-
-    def run(*words, **variables):
-        return python(*words, cwd=tmp_path, PYTHONPATH=str(tmp_path), **variables).stdout
-
-    return run
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_it_is_set_before_torch_loads(entry, at_torch):
-    launched = {"PENSIEVE_RANKS": "2"} if entry == "rank" else {}
-    assert at_torch(*ENTRIES[entry], **launched) == f"torch is loaded with {SPINS}\n"
+def test_what_this_process_and_others_use():
+    before = read_usage()
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    after = read_usage()
+    assert after.own_seconds >= before.own_seconds + 0.1
+    assert after.total_seconds >= before.total_seconds
+    assert after.processors == len(os.sched_getaffinity(0))
+    assert after.threads == torch.get_num_threads()
 
 
-@pytest.mark.parametrize(("name", "value", "seen"), [(VARIABLE, "7", "7"), ("OMP_WAIT_POLICY", "active", "None")])
-def test_a_variable_of_the_user_wins(name, value, seen, at_torch):
-    assert at_torch("-c", "import pensieve.runtime.llm", **{name: value}) == f"torch is loaded with {seen}\n"
-
-
-def test_the_library_of_torch_reads_it():
-    """libgomp prints its settings when it is loaded."""
-    said = python("-c", "import pensieve, torch", OMP_DISPLAY_ENV="verbose").stderr
-    if "GOMP" not in said:
-        pytest.skip("this torch has another OpenMP than libgomp")
-    assert f"{VARIABLE} = '{SPINS}'" in said
-
-
-def test_one_warning_names_it_if_torch_was_imported_before(monkeypatch, caplog):
-    """In this process torch is loaded."""
-    for name in WAITING:
-        monkeypatch.delenv(name, raising=False)
-    openmp.limit_spinning()
-    for _ in range(2):
-        make_device("cpu").close()
-    (warning,) = caplog.records
-    assert f"{VARIABLE}={SPINS}" in warning.getMessage()
-    assert VARIABLE not in os.environ  # it would be read by no one
-
-
-def test_no_warning_if_the_user_has_chosen(monkeypatch, caplog):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    openmp.limit_spinning()
-    make_device("cpu").close()
-    assert not caplog.records
+@pytest.mark.parametrize("name", WAITING)
+def test_a_variable_of_the_user_wins(name, monkeypatch):
+    monkeypatch.setenv(name, "passive" if name == "OMP_WAIT_POLICY" else "7")
+    assert libgomp_teams() is None
+    SharedProcessors(None, usage=lambda: pytest.fail("it looked")).look(1.0)
