@@ -3,8 +3,9 @@
 A spinning thread answers at once, but keeps a processor that others may need: on a busy machine perhaps the thread that
 it waits for. libgomp, the library of torch's wheels, spins for some milliseconds. This is as long as a busy process
 keeps a processor, and each token has hundreds of waits. libgomp spins hardly at all while a process has more OpenMP
-threads than processors, also if some of them have no work. So a team without work makes all threads sleep. The team that
-computes keeps its size, and with it the order of its sums.
+threads than processors, also if some of them have no work. So a team without work makes all threads sleep, and no other
+thread than the one that computes passes may keep a team. The team that computes keeps its size, and with it the order
+of its sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ MARGIN = 0.3
 """Others may use so many processors that a spinning thread needs."""
 CALM_LOOKS = 3
 """Threads spin again after so many looks in a row that found enough processors."""
+SOFT_PAUSE = 1  # of OpenMP's omp_pause_resource_t: settings are kept
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Variables that tell threads how to wait. If one is set, threads obey it and nothing else."""
 
@@ -50,21 +52,41 @@ def read_usage() -> Usage:
     return Usage(torch.get_num_threads(), len(numbers), total, time.process_time())
 
 
+@cache
+def libgomp() -> ctypes.CDLL | None:
+    """The library of torch's OpenMP threads. None if torch has another."""
+    maps = Path("/proc/self/maps")
+    loaded = [line.split()[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
+    paths = [word for word in loaded if Path(word).name.startswith("libgomp")]
+    return ctypes.CDLL(paths[0]) if paths else None
+
+
+def compute_alone() -> None:
+    """The calling thread has no team from now on."""
+    if (library := libgomp()) is not None:
+        torch.get_num_threads()  # torch's first call on a thread sets the number of threads
+        library.omp_set_num_threads(1)
+
+
+def end_team() -> None:
+    """Ends the calling thread's team until the thread computes again."""
+    if (library := libgomp()) is not None:
+        library.omp_pause_resource_all(SOFT_PAUSE)
+
+
 StartTeam = Callable[[int], threading.Event]
 """Starts a team of so many threads, at least two, that have no work. Setting the event ends it."""
 
 
-def libgomp_teams() -> StartTeam | None:
+def idle_teams() -> StartTeam | None:
     """None if torch's OpenMP is not libgomp, or if the user has chosen how threads wait."""
-    maps = Path("/proc/self/maps")
-    if any(name in os.environ for name in WAITING) or not maps.exists():
+    library = libgomp()
+    if library is None or any(name in os.environ for name in WAITING):
         return None
-    loaded = [line.split()[-1] for line in maps.read_text().splitlines()]
-    paths = [word for word in loaded if Path(word).name.startswith("libgomp")]
-    return partial(_start_team, ctypes.CDLL(paths[0])) if paths else None
+    return partial(_start_idle_team, library)
 
 
-def _start_team(library: ctypes.CDLL, threads: int) -> threading.Event:
+def _start_idle_team(library: ctypes.CDLL, threads: int) -> threading.Event:
     started, ended = threading.Event(), threading.Event()
 
     def live() -> None:

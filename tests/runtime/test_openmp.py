@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from pensieve.runtime.openmp import CALM_LOOKS, WAITING, SharedProcessors, Usage, libgomp_teams, read_usage
+from pensieve.runtime.openmp import CALM_LOOKS, WAITING, SharedProcessors, Usage, idle_teams, read_usage
 
 
 class Machine:
@@ -95,11 +95,11 @@ PASSES = """
 import os, re, threading, time
 from pathlib import Path
 import torch
-from pensieve.runtime.openmp import WAITING, libgomp_teams
+from pensieve.runtime.openmp import WAITING, idle_teams
 
 for name in WAITING:
     os.environ.pop(name, None)
-start_team = libgomp_teams()
+start_team = idle_teams()
 if start_team is None:
     raise SystemExit("no libgomp")
 tasks = Path("/proc/self/task")
@@ -134,15 +134,52 @@ computing.join()
 REGIONS = 50
 
 
-def test_a_team_without_work_makes_threads_sleep():
-    """Sleeps of all threads in `REGIONS` parallel regions, with almost no limit to spinning: without, with and without
-    the second team."""
+DEVICE = """
+import threading, time
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np
+import torch
+from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.openmp import libgomp
+from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.types import Tier
+
+if libgomp() is None:
+    raise SystemExit("no libgomp")
+tasks = Path("/proc/self/task")
+
+def threads(most):
+    for _ in range(1000):
+        if len(list(tasks.iterdir())) <= most:
+            break
+        time.sleep(0.01)
+    return len(list(tasks.iterdir()))
+
+device = CpuDevice()
+without_teams = len(list(tasks.iterdir()))
+many = 32768 * torch.get_num_threads()
+for tier in (Tier.GPU, Tier.HOST):
+    device.allocate_pool(tier, (1, 1, 2, 1, 4, many), torch.float32)
+torch.zeros(many).add_(1)
+found = [len(list(tasks.iterdir())) - without_teams]
+device.load(SimpleNamespace(vocab_size=97), 1, 1, (), 1)
+found.append(threads(without_teams) - without_teams)
+for lane in (Lane.OUT, Lane.IN):
+    device.copy(lane, np.zeros(1, np.int32), np.zeros(1, np.int32), range(1))
+    device.synchronize(device.mark(lane))
+found.append(len(list(tasks.iterdir())) - without_teams)
+print(found)
+"""
+
+
+def with_all_processors(program: str) -> list[int]:
     processors = len(os.sched_getaffinity(0))
     if processors < 2:
         pytest.skip("needs two processors")
     done = subprocess.run(
-        [sys.executable, "-c", f"REGIONS = {REGIONS}\n{PASSES}"],
-        env=os.environ | {"OMP_NUM_THREADS": str(processors), "GOMP_SPINCOUNT": "1000000000"},
+        [sys.executable, "-c", program],
+        env=os.environ | {"OMP_NUM_THREADS": str(processors), "GOMP_SPINCOUNT": "10000000"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -150,9 +187,21 @@ def test_a_team_without_work_makes_threads_sleep():
     if "no libgomp" in done.stderr:
         pytest.skip("this torch has another OpenMP")
     assert done.returncode == 0, done.stderr
-    spinning, sleeping, spinning_again = ast.literal_eval(done.stdout)
+    return ast.literal_eval(done.stdout)
+
+
+def test_a_team_without_work_makes_threads_sleep():
+    """Sleeps of all threads in `REGIONS` parallel regions, with almost no limit to spinning: without, with and without
+    the second team."""
+    spinning, sleeping, spinning_again = with_all_processors(f"REGIONS = {REGIONS}\n{PASSES}")
     assert sleeping > REGIONS / 2
     assert max(spinning, spinning_again) < sleeping / 5
+
+
+def test_only_the_thread_of_passes_keeps_a_team():
+    """Threads of teams: after work on the main thread, after a device was loaded there, after copies."""
+    main, loaded, copied = with_all_processors(DEVICE)
+    assert (main > 0, loaded, copied) == (True, 0, 0)
 
 
 def test_what_this_process_and_others_use():
@@ -170,5 +219,5 @@ def test_what_this_process_and_others_use():
 @pytest.mark.parametrize("name", WAITING)
 def test_a_variable_of_the_user_wins(name, monkeypatch):
     monkeypatch.setenv(name, "passive" if name == "OMP_WAIT_POLICY" else "7")
-    assert libgomp_teams() is None
+    assert idle_teams() is None
     SharedProcessors(None, usage=lambda: pytest.fail("it looked")).look(1.0)
