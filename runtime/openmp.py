@@ -23,12 +23,12 @@ import torch
 
 LOOK_SECONDS = 1.0
 MARGIN = 0.3
-"""Others may use so many processors that a spinning thread needs."""
+"""So many of the processors that our threads need may be used by others while our threads spin."""
 CALM_LOOKS = 3
 """Threads spin again after so many looks in a row that found enough processors."""
 SOFT_PAUSE = 1  # of OpenMP's omp_pause_resource_t: settings are kept
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Variables that tell threads how to wait. If one is set, threads obey it and nothing else."""
+OF_THE_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+"""Variables that tell threads how to wait, or each where to run. If one is set, nothing is changed at run time."""
 
 
 class Usage(NamedTuple):
@@ -79,9 +79,9 @@ StartTeam = Callable[[int], threading.Event]
 
 
 def idle_teams() -> StartTeam | None:
-    """None if torch's OpenMP is not libgomp, or if the user has chosen how threads wait."""
+    """None if torch's OpenMP is not libgomp, or if the user has set how threads wait or where they run."""
     library = libgomp()
-    if library is None or any(name in os.environ for name in WAITING):
+    if library is None or any(name in os.environ for name in OF_THE_USER):
         return None
     return partial(_start_idle_team, library)
 

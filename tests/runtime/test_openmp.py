@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from pensieve.runtime.openmp import CALM_LOOKS, WAITING, SharedProcessors, Usage, idle_teams, read_usage
+from pensieve.runtime.openmp import CALM_LOOKS, OF_THE_USER, SharedProcessors, Usage, idle_teams, read_usage
 
 
 class Machine:
@@ -95,9 +95,9 @@ PASSES = """
 import os, re, threading, time
 from pathlib import Path
 import torch
-from pensieve.runtime.openmp import WAITING, idle_teams
+from pensieve.runtime.openmp import OF_THE_USER, idle_teams
 
-for name in WAITING:
+for name in OF_THE_USER:
     os.environ.pop(name, None)
 start_team = idle_teams()
 if start_team is None:
@@ -216,8 +216,8 @@ def test_what_this_process_and_others_use():
     assert after.threads == torch.get_num_threads()
 
 
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("name", OF_THE_USER)
 def test_a_variable_of_the_user_wins(name, monkeypatch):
-    monkeypatch.setenv(name, "passive" if name == "OMP_WAIT_POLICY" else "7")
+    monkeypatch.setenv(name, "7")
     assert idle_teams() is None
     SharedProcessors(None, usage=lambda: pytest.fail("it looked")).look(1.0)
