@@ -14,7 +14,7 @@ LAYERS = [
     "scheduler.sim",
     "plugins",
     "builder",
-    "runtime.counters runtime.system runtime.gc_control",
+    "runtime.counters runtime.openmp runtime.system runtime.gc_control",
     "runtime.text",
     "runtime.step",
     "runtime.disk",

@@ -20,6 +20,7 @@ from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
 from ..counters import NO_WAITS, Waits
+from ..openmp import SharedProcessors, compute_alone, end_team, idle_teams
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
@@ -45,6 +46,7 @@ class CpuDevice:
         self._form: Form | None = None
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
+        self._processors = SharedProcessors(idle_teams())
         self._closed = False
         self._report: Callable[[Work], None] | None = None
         # Each is written by one lane's thread: the copy times of IN and OUT, the time that COMPUTE waited for them, and
@@ -69,6 +71,8 @@ class CpuDevice:
 
     def _work(self, lane: Lane) -> None:
         queue = self._queues[lane]
+        if lane is not Lane.COMPUTE:
+            compute_alone()
         with torch.inference_mode():
             while (task := queue.get()) is not None:
                 if self._error is not None:
@@ -198,6 +202,7 @@ class CpuDevice:
     # The step.
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
+        end_team()  # of the thread that loaded the engine
         self._engine = engine
         self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
         self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
@@ -241,7 +246,8 @@ class CpuDevice:
         self._issue_work(Lane.COMPUTE, task)
 
     def _pass_gate(self, layer: int) -> None:
-        """Called by the engine, on COMPUTE's thread."""
+        """Called by the engine before each layer, on COMPUTE's thread."""
+        self._processors.look(time.perf_counter())
         if (ticket := self._bound_gates.get(layer)) is not None:
             self._await(Lane.COMPUTE, ticket)
 
@@ -278,6 +284,7 @@ class CpuDevice:
             queue.put(None)
         for thread in self._threads:
             thread.join()
+        self._processors.close()
         if self._handle is not None:
             release_pool(self._handle)
         self._pools.clear()

@@ -204,6 +204,25 @@ def test_close_finishes_work_ends_the_threads_and_is_idempotent(devices):
         device.mark(Lane.OUT)
 
 
+def test_it_looks_for_free_processors_before_each_layer_of_a_step(devices):
+    """On the thread whose OpenMP threads compute, and until the device is closed."""
+    device = devices()
+    seen = []
+
+    class Processors:
+        def look(self, now: float) -> None:
+            seen.append(threading.current_thread().name)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    device._processors = Processors()
+    prefill(device, StepPacker(2, 4, CHUNK), step=1, write_from=4)
+    device.run()
+    device.close()
+    assert seen == ["lane COMPUTE"] * LAYERS + ["closed"]
+
+
 def test_a_pool_that_does_not_fit_names_its_setting():
     device = CpuDevice()
     memory = device.memory(Tier.HOST)
