@@ -36,7 +36,7 @@ OTHER_PROGRAMS = {
     },
     "compute-sanitizer": {"--tool"},
     "podman": {"--stop-timeout"},
-    "pytest": {"--noconftest", "--pid"},
+    "pytest": {"--noconftest", "--pid", "--dist"},
     "schemathesis": {"--checks", "--max-time"},
     "hf": {"--local-dir"},
     "tritonserver": {"--exit-timeout-secs", "--model-control-mode", "--model-repository"},
