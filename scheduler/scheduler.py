@@ -347,8 +347,8 @@ class Scheduler:
         """Checks that slots, users and claims agree, counted anew from rows and conversations. Raises InvariantError.
         Cost: all chunks."""
         check_requests(self._store, self._queues, self._held, self._turns, self._preparing)
-        rows = (*self._queues.joined(), *self._queues.releasing, *self._held.values())
-        users = Counter(chunk for row in rows for chunk in row.chunks)
+        held = [row.chunks for row in (*self._queues.joined(), *self._held.values())]
+        users = Counter(chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks)
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal

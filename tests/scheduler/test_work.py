@@ -272,6 +272,20 @@ def test_the_chunks_of_an_aborted_row_are_released_in_pieces():
     assert harness.scheduler.stats().slots["gpu"]["in_use"] == 0
 
 
+def test_a_row_that_is_released_in_pieces_publishes_no_keys():
+    harness = Harness(check=False, **(LARGE | {"max_num_batched_tokens": LENGTH // 4 + 4}))
+    request = harness.submit(range(LENGTH), 100)
+    harness.launch()
+    harness.launch()
+    little(harness)
+    harness.scheduler.work.left = 1  # for one piece
+    harness.scheduler.abort(request, harness.now)
+    del harness.open[request]
+    harness.apply()
+    rest(harness)
+    harness.turn(range(LENGTH), 3)  # finds no KV of other positions
+
+
 def test_a_look_counts_what_it_passes_and_sees():
     harness = large()
     harness.scheduler.work.renew()
