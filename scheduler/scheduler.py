@@ -109,9 +109,9 @@ class Scheduler:
         self._preparing.finish(turn)
 
     def submit(self, request: Request, now: float) -> None:
-        """Prepares a long prompt in pieces, and queues the turn when that is done. Raises RequestError as `add`."""
-        self._begin(request, now)
-        self._preparing.go_on()
+        """Prepares a long prompt in pieces, the first one now, and queues the turn when that is done. Raises
+        RequestError as `add`."""
+        self._preparing.prepare(self._begin(request, now))
 
     def _begin(self, request: Request, now: float) -> Turn:
         check_length(request, self.config.max_model_len, self._windows)

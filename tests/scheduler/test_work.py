@@ -211,6 +211,28 @@ def test_a_long_prompt_is_prepared_in_pieces_and_passed_by_a_short_one():
     harness.check()
 
 
+def test_a_submit_works_for_its_own_prompt_alone():
+    harness = Harness(check=False, max_queue=20, **LARGE)
+    submit(harness, range(3 * LENGTH - 8))
+    budget = harness.scheduler.work
+    assert budget.spent <= 2 * LARGEST_PIECE
+    budget.renew()
+    for first in range(15):
+        submit(harness, range(first, first + 9))
+    assert len(harness.scheduler._queues.waiting) == 15 and budget.left > budget.most // 2
+
+
+def test_a_short_prompt_waits_for_a_piece_of_each_long_one():
+    harness = Harness(check=False, max_queue=20, **LARGE)
+    used_up(harness)
+    for first in range(10):
+        submit(harness, range(first, first + 2 * LENGTH))
+    short = submit(harness, range(50, 90))
+    harness.scheduler.work.left = 10 * 2 * LARGEST_PIECE + 20
+    harness.scheduler._preparing.go_on()
+    assert harness.scheduler._turns[short] in harness.scheduler._queues.waiting
+
+
 def test_choices_share_their_prompt_and_hash_it_once(monkeypatch):
     harness, hashed, chunk_key = Harness(check=False, max_queue=20, **LARGE), [], chunk_keys.chunk_key
     monkeypatch.setattr(chunk_keys, "chunk_key", lambda *args: hashed.append(args) or chunk_key(*args))
