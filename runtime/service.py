@@ -54,7 +54,7 @@ from .observe.loop_stats import LoopCounters
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
-LOOKED_AT = 8192  # chunks in the answer to one `Look`
+MOST_LOOKED_AT = 8192  # chunks in the answer to one `Look`
 SHARE_S = 2e-3  # a share of the work that is done in pieces takes less on any machine that serves
 LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
@@ -232,7 +232,7 @@ class Service:
             case Fork() | Keep():
                 change_conversation(self._scheduler, message, now)
             case Look(start):
-                self._outbox.put(self._scheduler.conversations.residency(start, LOOKED_AT))
+                self._outbox.put(self._scheduler.conversations.residency(start, MOST_LOOKED_AT))
                 self._changed = True
             case Drain(seconds):
                 self._log_drain(seconds)

@@ -67,10 +67,12 @@ class Scheduler:
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
         self.work = WorkBudget()
         self._releases = Backlog(self.work)  # of rows that have left: slots that others may wait for
-        self._backlog = Backlog(self.work)
-        self._deletions = Deletions(self._store, self._backlog)
+        self._claim_work = Backlog(self.work)
+        # A deletion waits for the claims of earlier forks, so it leaves them their chunks.
+        self._deletion_work = Backlog(self.work, self._claim_work)
+        self._deletions = Deletions(self._store, self._deletion_work)
         self.conversations = Conversations(
-            *(config, self._store, self._chunk_keys, self._deletions, self._backlog, self.work)
+            *(config, self._store, self._chunk_keys, self._deletions, self._claim_work, self.work)
         )
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
         self._queues = RequestQueues(config, self._store)
@@ -109,9 +111,9 @@ class Scheduler:
         self._preparing.finish(turn)
 
     def submit(self, request: Request, now: float) -> None:
-        """Prepares a long prompt in pieces, and queues the turn when that is done. Raises RequestError as `add`."""
-        self._begin(request, now)
-        self._preparing.go_on()
+        """Prepares a long prompt in pieces, the first one now, and queues the turn when that is done. Raises
+        RequestError as `add`."""
+        self._preparing.prepare(self._begin(request, now))
 
     def _begin(self, request: Request, now: float) -> Turn:
         check_length(request, self.config.max_model_len, self._windows)
@@ -197,18 +199,27 @@ class Scheduler:
     # -- work in pieces
 
     def go_on(self, now: float) -> None:
-        """Does one step's share of the work that is done in pieces. What is left of the budget is for messages."""
+        """Does one step's share of the work that is done in pieces.
+
+        Each of the five kinds gets a sixth of the budget, and what the kinds before it do not need. Messages get the
+        last sixth, and what no kind needs. Conversations expire last, because their deletions may begin at once.
+        """
         self.work.renew()
-        quarter = self.work.most // 4
-        self._releases.go_on(3 * quarter)
-        self.conversations.expire(now, self._write_behind.withheld, 3 * quarter)
+        sixth = self.work.most // 6
+        self._releases.go_on(5 * sixth)
         self._preparing.forget_latest()
-        self._preparing.go_on(2 * quarter)
-        self._backlog.go_on(quarter)
+        self._preparing.go_on(4 * sixth)
+        self._claim_work.go_on(3 * sixth)
+        self._deletion_work.go_on(2 * sixth)
+        self.conversations.expire(now, self._write_behind.withheld, sixth)
 
     def has_work(self, now: float) -> bool:
         """True if work that is done in pieces is left to a later step."""
-        return bool(self._releases or self._preparing or self._backlog) or self.conversations.overdue(now)
+        return self._has_begun_work or self.conversations.overdue(now)
+
+    @property
+    def _has_begun_work(self) -> bool:
+        return bool(self._releases or self._preparing or self._claim_work or self._deletion_work)
 
     # -- steps
 
@@ -347,8 +358,8 @@ class Scheduler:
         """Checks that slots, users and claims agree, counted anew from rows and conversations. Raises InvariantError.
         Cost: all chunks."""
         check_requests(self._store, self._queues, self._held, self._turns, self._preparing)
-        rows = (*self._queues.joined(), *self._queues.releasing, *self._held.values())
-        users = Counter(chunk for row in rows for chunk in row.chunks)
+        held = [row.chunks for row in (*self._queues.joined(), *self._held.values())]
+        users = Counter(chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks)
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal

@@ -49,11 +49,12 @@ class WorkBudget:
 
 class Backlog:
     """Long work on chunks that is done in pieces over several steps, one after the other, in the order in which it
-    began."""
+    began. Work also waits for what `earlier`, another backlog, had when it began."""
 
-    def __init__(self, budget: WorkBudget):
-        self._budget = budget
-        self._work: deque[Pieces] = deque()
+    def __init__(self, budget: WorkBudget, earlier: Backlog | None = None):
+        self._budget, self._earlier = budget, earlier
+        self._work: deque[tuple[Pieces, int]] = deque()  # with the count of `earlier` that it waits for
+        self._begun = self._ended = 0
 
     def __bool__(self) -> bool:
         return bool(self._work)
@@ -61,16 +62,21 @@ class Backlog:
     def begin(self, work: Pieces) -> None:
         """Adds the work. Does it at once if none waits and half of the budget is left: the other half is for messages,
         so that they do not wait for the work of those before them."""
-        self._work.append(work)
+        self._work.append((work, 0 if self._earlier is None else self._earlier._begun))
+        self._begun += 1
         if len(self._work) == 1:
             self.go_on(self._budget.most // 2)
 
     def go_on(self, reserve: int = 0) -> None:
         """Goes on until only `reserve` units are left in the budget."""
         while self._work and self._budget.left > reserve:
-            units = next(self._work[0], None)
+            work, waits_for = self._work[0]
+            if self._earlier is not None and self._earlier._ended < waits_for:
+                return
+            units = next(work, None)
             if units is None:
                 self._work.popleft()
+                self._ended += 1
             else:
                 self._budget.spend(units)
 

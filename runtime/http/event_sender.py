@@ -30,6 +30,9 @@ class EventSender:
         return len(self._unread)
 
     def put(self, events: str) -> None:
+        """Raises the error of an earlier piece that could not be sent."""
+        if self._task.done():
+            self._task.result()
         self._unread += events.encode()
         self._news.set()
 

@@ -29,12 +29,16 @@ class Deletions:
 
     @property
     def busy(self) -> bool:
-        """True if anything is still to be erased, or work on chunks is left."""
+        """True if anything is still to be dropped or erased."""
         return bool(self._backlog or (self._erasing and self._erasing[-1].after > self._store.disk.erased_up_to))
 
     def begin(self, work: Pieces) -> None:
         """Begins a deletion. `work` drops its chunks."""
         self._backlog.begin(self._deletion(work))
+
+    def begin_unanswered(self, work: Pieces) -> None:
+        """Begins a deletion for which no client waits: the conversation's time is over."""
+        self._backlog.begin(work)
 
     def _deletion(self, work: Pieces) -> Pieces:
         before = self._store.disk.deleted

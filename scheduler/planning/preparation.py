@@ -20,8 +20,8 @@ from .queues import RequestQueues
 
 
 class Preparation:
-    """A piece of work for each prompt in turn, so a short one does not wait for a long one. Choices of one prompt come
-    one after the other."""
+    """LARGEST_PIECE units for each prompt in turn, so a short one does not wait for a long one. Choices of one prompt
+    come one after the other."""
 
     def __init__(
         self,
@@ -71,13 +71,19 @@ class Preparation:
         """Goes on until only `reserve` units are left in the budget."""
         while self._prompts and self._budget.left > reserve:
             prompt, turns = next(iter(self._prompts.items()))
-            turn, work = next(iter(turns.items()))
             self._prompts.move_to_end(prompt)
+            self.prepare(next(iter(turns)), reserve)
+
+    def prepare(self, turn: Turn, reserve: int = 0) -> None:
+        """Works for this turn alone, until LARGEST_PIECE units are spent or only `reserve` are left in the budget."""
+        work = self._prompts[self._turns[turn]][turn]
+        reserve = max(reserve, self._budget.left - LARGEST_PIECE)
+        while self._budget.left > reserve:
             units = next(work, None)
             if units is None:
                 self.leave(turn)
-            else:
-                self._budget.spend(units)
+                return
+            self._budget.spend(units)
 
     def forget_latest(self) -> None:
         """A call's requests arrive together, so keys need not be kept for later ones."""

@@ -27,7 +27,7 @@ class RequestQueues:
         self.seats = config.max_num_seqs
         self.free_seats = deque(range(self.seats))
         self.suspensions = 0
-        self.releasing: dict[RunningTurn, None] = {}  # rows that have left; their chunks are released in pieces
+        self.releasing: dict[RunningTurn, list[Chunk]] = {}  # rows that have left, with the chunks left to release
         self.ending: dict[Turn, None] = {}  # turns that have left the queue, and whose waits end in pieces
         self._leaving: list[RunningTurn] = []
 
@@ -107,18 +107,20 @@ class RequestQueues:
         row.chunks = []
 
     def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
-        """Releases the chunks of a row that keeps no tail (see `release_row`)."""
-        self.releasing[row] = None
-        return self._release_pieces(row, now)
+        """Releases the chunks of a row that keeps no tail (see `release_row`). The row has none from now on, so the
+        results of its launched steps publish no key."""
+        self.releasing[row] = row.chunks
+        row.chunks = []
+        return self._release_pieces(row, self.releasing[row], now)
 
-    def _release_pieces(self, row: RunningTurn, now: float) -> Pieces:
-        while row.chunks or row.pending:
-            piece = row.chunks[:LARGEST_PIECE]
+    def _release_pieces(self, row: RunningTurn, chunks: list[Chunk], now: float) -> Pieces:
+        while chunks or row.pending:
+            piece = chunks[:LARGEST_PIECE]
             self._store.cancel_loads([chunk for chunk in piece if chunk.loading])
             for key in list(islice(row.pending, LARGEST_PIECE)):
                 del row.pending[key], self._store.pending[key]
             self.release(row, piece, None, now)
-            del row.chunks[:LARGEST_PIECE]
+            del chunks[:LARGEST_PIECE]
             yield len(piece)
         row.loads.clear()
         del self.releasing[row]

@@ -52,7 +52,7 @@ class Conversation:
     pinned    its chunks are evicted last, until `pinned_until`
     over_quota
               it is over its owner's quota
-    unsettled pieces of work in the backlog that change its claims
+    unsettled work that changes its claims and is not done yet, a count
 
     Claims of many chunks change in pieces: those of the first `walked` chunks are `counted`, those of the others are
     still `before`.
@@ -109,11 +109,11 @@ class Conversations:
         store: ChunkStore,
         chunk_keys: ChunkKeys,
         deletions: Deletions,
-        backlog: Backlog,
+        claim_work: Backlog,
         budget: WorkBudget,
     ):
         self._store, self._chunk_keys, self._deletions = store, chunk_keys, deletions
-        self._backlog, self._budget = backlog, budget
+        self._claim_work, self._budget = claim_work, budget
         self._chunk_tokens, self._ttl = config.chunk_tokens, config.conversation_ttl
         self._quotas = None if config.owner_kv_chunks is None else Quotas(config.owner_kv_chunks)
         self._most_logged, self._logged = config.log_chunks, 0
@@ -205,7 +205,7 @@ class Conversations:
         new.tokens, new.pinned, new.pinned_until = conversation.tokens, conversation.pinned, conversation.pinned_until
         self._drop_tail(conversation)
         self._leaving[conversation] = None
-        self._backlog.begin(self._leave(conversation))
+        self._claim_work.begin(self._leave(conversation))
         return new
 
     def touch(self, request: Request, now: float) -> None:
@@ -308,7 +308,7 @@ class Conversations:
                 break
         while self._too_many_logged and self._budget.left > reserve:
             self._budget.spend(MESSAGE)
-            self._backlog.begin(self._leave(self._detach(next(iter(self._by_activity)))))
+            self._claim_work.begin(self._leave(self._detach(next(iter(self._by_activity)))))
 
     def overdue(self, now: float) -> bool:
         """True if `expire` has left work to a later step."""
@@ -330,7 +330,7 @@ class Conversations:
         self._budget.spend(MESSAGE)
         conversation = self._by_id[conversation_id]
         if conversation.active + conversation.ttl <= now:
-            self._backlog.begin(self._end(self._detach(conversation_id)))
+            self._deletions.begin_unanswered(self._end(self._detach(conversation_id)))
             return
         if conversation.pinned_until <= now:
             self._pin(conversation, False)
@@ -359,7 +359,7 @@ class Conversations:
 
     def _change_claims(self, conversation: Conversation) -> None:
         conversation.unsettled += 1
-        self._backlog.begin(self._settled(conversation))
+        self._claim_work.begin(self._settled(conversation))
 
     def _settled(self, conversation: Conversation) -> Pieces:
         yield from self._settle(conversation)

@@ -103,7 +103,7 @@ class Harness:
         self.ids = max(self.ids, request_id)
         request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
         self.salts[request_id] = request.salt
-        self.scheduler.add(request, self.now)
+        self.enter(request)
         if request.sampling.grammar is not None:
             self.grammars[request_id] = request
         self._expire()
@@ -111,6 +111,9 @@ class Harness:
         self._active(conversation)
         self.counts["added"] += 1
         return request_id
+
+    def enter(self, request):
+        self.scheduler.add(request, self.now)
 
     def state(self, request_id):
         """The state of the open request: waiting, suspended, loading, resuming (its history), running, leaving or

@@ -160,7 +160,7 @@ def test_keys_of_a_log_that_outgrew_its_context_are_looked_for_a_few_at_a_time()
         scheduler.next_plan(0.0)
         plans += 1
     (windows,) = [config.windows]
-    share = WORK_A_STEP * 3 // 4 // 2  # the rest is for messages; a key is made and looked up
+    share = WORK_A_STEP * 4 // 6 // 2  # the rest is for others; a key is made and looked up
     expected = sum((len(log) - base) // 4 for base in range(0, len(log), windows.step)) // share
     assert expected - 5 <= plans <= expected + 5
 

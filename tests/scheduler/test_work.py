@@ -85,6 +85,78 @@ def test_a_backlog_does_its_work_in_order_and_in_pieces():
     assert done[4:] == [("b", 1)] and not backlog
 
 
+def test_work_waits_for_what_an_earlier_backlog_had_when_it_began():
+    budget, done = WorkBudget(4), []
+
+    def work(name, pieces):
+        for _ in range(pieces):
+            done.append(name)
+            yield 1
+
+    claims = Backlog(budget)
+    deletions = Backlog(budget, claims)
+    budget.left = 0
+    claims.begin(work("claim", 2))
+    deletions.begin(work("deletion", 1))
+    claims.begin(work("later claim", 4))
+    budget.renew()
+    deletions.go_on()
+    assert done == []
+    claims.go_on(1)
+    deletions.go_on()
+    assert done == ["claim", "claim", "later claim", "deletion"]
+
+
+def test_a_fork_does_not_wait_for_a_long_deletion():
+    harness = large()
+    harness.turn(range(100, 120), 1, "other")
+    little(harness, most=6 * LARGEST_PIECE)
+    harness.delete("a")
+    harness.fork("other", "b")
+    plan(harness)
+    assert harness.scheduler._deletion_work and set(claims(harness, "b")) == {2}
+    rest(harness)
+
+
+def test_the_end_of_the_process_waits_for_deletions_and_not_for_claims():
+    harness = large()
+    little(harness)
+    harness.fork("a", "b")
+    assert harness.scheduler.has_work(harness.now) and not harness.scheduler.disk.saving
+    harness.delete("b")
+    assert harness.scheduler.disk.saving
+    rest(harness)
+    assert not harness.scheduler.disk.saving
+
+
+def test_every_kind_of_work_gets_its_share_of_each_step():
+    harness = Unhurried(check=False, conversation_ttl=50.0, **LARGE)
+    scheduler = harness.scheduler
+    for name, start in (("source", 0), ("deleted", 1)):
+        harness.turn(range(start, start + LENGTH), 1, name)
+        scheduler.conversations.keep(name, 1e9, 0.0, harness.now)
+    harness.turn(range(9), 1, "old")
+    deleted = scheduler.conversations.get("deleted")
+    row = harness.submit(range(2, LENGTH + 2), 100)
+    harness.run_until(lambda: harness.open[row][1])
+    used_up(harness)
+    scheduler.abort(row, harness.now)
+    del harness.open[row]
+    harness.delete("deleted")
+    harness.fork("source", "fork")
+    fork = scheduler.conversations.get("fork")
+    request = submit(harness, range(3 * LENGTH - 8))
+    harness.now += 100.0
+    scheduler.conversations.keep("fork", 1e9, 0.0, harness.now)
+    scheduler.go_on(harness.now)
+    assert 0 < len(next(iter(scheduler._queues.releasing.values()))) < CHUNKS
+    assert 0 < len(scheduler._preparing._turns[scheduler._turns[request]].keys) < 3 * CHUNKS - 2
+    assert 0 < fork.walked < CHUNKS
+    assert 0 < deleted.walked < CHUNKS
+    assert "old" not in scheduler.conversations
+    assert scheduler.work.left > 0, "messages get their share"
+
+
 def test_a_fork_claims_its_chunks_in_pieces():
     harness = large()
     little(harness)
@@ -211,6 +283,28 @@ def test_a_long_prompt_is_prepared_in_pieces_and_passed_by_a_short_one():
     harness.check()
 
 
+def test_a_submit_works_for_its_own_prompt_alone():
+    harness = Harness(check=False, max_queue=20, **LARGE)
+    submit(harness, range(3 * LENGTH - 8))
+    budget = harness.scheduler.work
+    assert budget.spent <= 2 * LARGEST_PIECE
+    budget.renew()
+    for first in range(15):
+        submit(harness, range(first, first + 9))
+    assert len(harness.scheduler._queues.waiting) == 15 and budget.left > budget.most // 2
+
+
+def test_a_short_prompt_waits_for_a_piece_of_each_long_one():
+    harness = Harness(check=False, max_queue=20, **LARGE)
+    used_up(harness)
+    for first in range(10):
+        submit(harness, range(first, first + 2 * LENGTH))
+    short = submit(harness, range(50, 90))
+    harness.scheduler.work.left = 10 * 2 * LARGEST_PIECE + 20
+    harness.scheduler._preparing.go_on()
+    assert harness.scheduler._turns[short] in harness.scheduler._queues.waiting
+
+
 def test_choices_share_their_prompt_and_hash_it_once(monkeypatch):
     harness, hashed, chunk_key = Harness(check=False, max_queue=20, **LARGE), [], chunk_keys.chunk_key
     monkeypatch.setattr(chunk_keys, "chunk_key", lambda *args: hashed.append(args) or chunk_key(*args))
@@ -270,6 +364,20 @@ def test_the_chunks_of_an_aborted_row_are_released_in_pieces():
     assert 0 < harness.scheduler.stats().slots["gpu"]["in_use"] < CHUNKS
     rest(harness)
     assert harness.scheduler.stats().slots["gpu"]["in_use"] == 0
+
+
+def test_a_row_that_is_released_in_pieces_publishes_no_keys():
+    harness = Harness(check=False, **(LARGE | {"max_num_batched_tokens": LENGTH // 4 + 4}))
+    request = harness.submit(range(LENGTH), 100)
+    harness.launch()
+    harness.launch()
+    little(harness)
+    harness.scheduler.work.left = 1  # for one piece
+    harness.scheduler.abort(request, harness.now)
+    del harness.open[request]
+    harness.apply()
+    rest(harness)
+    harness.turn(range(LENGTH), 3)  # finds no KV of other positions
 
 
 def test_a_look_counts_what_it_passes_and_sees():

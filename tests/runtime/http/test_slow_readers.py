@@ -213,6 +213,20 @@ def test_a_finished_reply_is_kept_at_any_length(serve: Callable[..., Any], monke
     run(work())
 
 
+def test_an_error_of_the_server_s_send_ends_the_stream() -> None:
+    async def work() -> None:
+        async def send(message: Any) -> None:
+            raise RuntimeError("the send is broken")
+
+        sender = EventSender(send, [])
+        sender.put("before it is known")
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="the send is broken"):
+            sender.put("after")
+
+    asyncio.run(work())
+
+
 def test_unread_events_are_sent_in_pieces() -> None:
     """A client that reads steadily gets its time for each piece."""
 
