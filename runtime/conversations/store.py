@@ -591,7 +591,7 @@ class HistoryStore:
         try:
             return remove()
         except RequestError as error:
-            if error.status != 507 or not self._db.use_reserve():
+            if error.status != 507 or not self._db.use_reserve(error):
                 raise
         return remove()
 
