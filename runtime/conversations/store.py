@@ -678,7 +678,7 @@ class HistoryStore:
             raise
 
     def _times(self, now: float) -> dict[str, Any]:
-        return {"now": now - self.clock.ahead, "default_ttl": self._history_ttl}
+        return {"now": self.clock.without_jump(now), "default_ttl": self._history_ttl}
 
     def _find(self, name: Name, now: float) -> Conversation | None:
         rows = self._db.execute(
