@@ -79,11 +79,6 @@ class Database(Protocol):
     @property
     def in_transaction(self) -> bool: ...
 
-    def try_lock(self) -> bool:
-        """Returns whether this server may do work that only one server at a time does: from now on until `unlock`, or
-        the end of the connection. Idempotent."""
-
-    def unlock(self) -> None: ...
     def recover(self) -> None:
         """Writes ROOM_BYTES and removes them, which ends the `fault`. Raises RequestError as
         `execute`."""
@@ -316,12 +311,6 @@ class Sqlite:
     def in_transaction(self) -> bool:
         return self._db.in_transaction
 
-    def try_lock(self) -> bool:
-        return True
-
-    def unlock(self) -> None:
-        pass
-
     def text(self, text: str) -> str:
         return text
 
@@ -387,7 +376,6 @@ POSTGRES_BRANCHES = "CREATE INDEX IF NOT EXISTS branches_of ON conversations USI
 TOMBSTONES_NAMED = "CREATE INDEX IF NOT EXISTS tombstones_named ON tombstones USING hash (id);"
 SPACE = "pensieve"  # the schema of the tables: the database may have others
 WRITER = 0x70656E73  # the advisory lock of the one open transaction
-ALONE = 0x70656E74  # the advisory lock of the one server with `try_lock`
 CONNECT_SECONDS = 3  # for the database to answer a new connection
 RETRY_SECONDS = 1.0  # seconds after a failure for which calls are refused at once
 SETTINGS = {  # milliseconds
@@ -599,12 +587,6 @@ class Postgres:
     @property
     def in_transaction(self) -> bool:
         return self._in_transaction
-
-    def try_lock(self) -> bool:
-        return bool(self.execute(f"SELECT pg_try_advisory_lock({ALONE})")[0][0])
-
-    def unlock(self) -> None:
-        self.execute("SELECT pg_advisory_unlock_all()")
 
     def text(self, text: str) -> bytes:
         return text.encode()

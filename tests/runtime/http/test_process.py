@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from pensieve.runtime.conversations import turns
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, listen, serve_http
@@ -165,7 +166,10 @@ def test_a_taken_port_is_named_at_once() -> None:
         listen("not an address", 0)
 
 
-def test_what_has_expired_is_forgotten_without_a_request(tokenizer_directory: Path, tmp_path: Path) -> None:
+def test_what_has_expired_is_forgotten_without_a_request(
+    tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "EXPIRY_SECONDS", 0.01)
     path = tmp_path / "history.sqlite"
     store = HistoryStore(path)
     store.commit(Name("", "old"), transcript("0", "1"), 1.0)
