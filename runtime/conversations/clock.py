@@ -3,7 +3,11 @@
 Both are the wall clock's, of PostgreSQL the database's. A wall clock may jump: a wrong time is set, or a machine starts
 with one and is corrected. A jump ahead would delete all histories. So the wall clock is compared with CLOCK_BOOTTIME,
 which nobody can set and which counts while the machine sleeps. After a jump expiry is suspended until the new time has
-lasted a day; meanwhile conversations are as old as without the jump.
+lasted a day; meanwhile conversations are as old as without the jump. What is stored meanwhile has the later of both
+times, so that it is never too old, whichever of them is right.
+
+One case remains: a machine starts with a clock that is behind, and is corrected later. What was stored before the
+correction seems old, and may expire a day after it.
 """
 
 from __future__ import annotations
@@ -40,21 +44,20 @@ class HistoryClock:
         self._jumped_at: float | None = None  # boot time; None: there was no jump, or its time is right
 
     def now(self) -> float:
-        """Wall time, seconds since the epoch."""
+        """Wall time, seconds since the epoch; after a jump back the time without the jump."""
         with self._one_looks:
             wall, boot = self._wall(), self._boot()
             self._compare(wall - boot, boot)
-        return wall
+            return max(wall, boot + self._right) if self.suspended else wall
+
+    def without_jump(self, now: float) -> float:
+        """Returns `now`, a time of `now()`, without a jump ahead that is not accepted, or that was put right since."""
+        return min(now, self._boot() + self._right)
 
     @property
     def suspended(self) -> bool:
         """True if the clock has jumped, and nothing may be deleted because of its time."""
         return self._jumped_at is not None
-
-    @property
-    def ahead(self) -> float:
-        """Seconds by which a conversation seems older than it is: after a jump ahead the jump, else 0."""
-        return max(0.0, self._jumped - self._right) if self.suspended else 0.0
 
     def _compare(self, difference: float, boot: float) -> None:
         if abs(difference - self._right) <= JUMP_SECONDS:

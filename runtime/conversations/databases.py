@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from .schema import INDEXES, OPEN_TURNS, REMOVED, SCHEMA, SERVERS, VERSION
 
 if TYPE_CHECKING:
     import psycopg  # of the extra `postgres`
+
+log = logging.getLogger(__name__)
 
 LOCK_SECONDS = 15.0  # seconds for the previous process with the file to end
 LOOK_SECONDS = 1.0  # seconds for another process to release a file that is only read
@@ -76,18 +79,13 @@ class Database(Protocol):
     @property
     def in_transaction(self) -> bool: ...
 
-    def try_lock(self) -> bool:
-        """Returns whether this server may do work that only one server at a time does: from now on until `unlock`, or
-        the end of the connection. Idempotent."""
-
-    def unlock(self) -> None: ...
     def recover(self) -> None:
         """Writes ROOM_BYTES and removes them, which ends the `fault`. Raises RequestError as
         `execute`."""
 
-    def use_reserve(self) -> bool:
-        """Frees the room that is kept for deletions on a full disk. False if this database keeps
-        none."""
+    def use_reserve(self, refusal: RequestError) -> bool:
+        """Called after a deletion was refused: frees the room that is kept for deletions on a full disk. False if that
+        is not the reason, or this database keeps none."""
 
     def text(self, text: str) -> str | bytes:
         """Converts a text of any characters to its stored form; reading returns the same text."""
@@ -162,6 +160,7 @@ NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a li
 RESERVE_BYTES = 16 * 2**20
 """Room for deletions on a full disk: for the write-ahead log of a large one, and for the 4 MB of
 log before it, which are moved to the file."""
+NO_RESERVE = "no room is kept for deletions on a full disk: %s cannot be allocated (%s)"
 
 
 class Sqlite:
@@ -178,6 +177,7 @@ class Sqlite:
         self.where = str(path)
         self.fault: RequestError | None = None
         self._reserve = Path(f"{path}-reserve") if path != ":memory:" else None
+        self._warned = False  # that there is no reserve
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -185,12 +185,12 @@ class Sqlite:
             try:
                 self._open()
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF not in NO_ROOM or not self.use_reserve():
+                if error.sqlite_errorcode & 0xFF not in NO_ROOM or not self._free_reserve():
                     raise
                 self._open()
+                with contextlib.suppress(RequestError):  # then it is the fault
+                    self.recover()
             self._keep_reserve()
-        except RequestError as error:
-            self.fault = error  # conversations can be read, and deleted
         except (sqlite3.Error, OSError) as error:
             raise SettingError(self.setting, _why_unusable(path, error)) from error
 
@@ -217,21 +217,27 @@ class Sqlite:
         self._db.executescript(INDEXES + SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
 
     def _keep_reserve(self) -> None:
-        """Allocates the reserve. A quarter of it will do where deletions have used the rest. Raises
-        RequestError (507)."""
+        """Allocates the reserve. A quarter of it will do where the disk has room for no more. Without any, turns are
+        served as usual, but a deletion may fail on a full disk: one warning says so."""
         if self._reserve is None:
             return
         try:
-            with self._reserve.open("ab") as file:
-                held = file.tell()
+            # Where the file system cannot allocate, the C library writes to each block instead.
+            file = os.open(self._reserve, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                held = os.fstat(file).st_size
                 free = shutil.disk_usage(self._reserve.parent).free
                 size = min(RESERVE_BYTES, held + free - RECOVERY_BYTES)
                 if max(size, held) < RESERVE_BYTES // 4:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if size > held:
-                    _allocate(file.fileno(), held, size)
+                    _allocate(file, held, size)
+            finally:
+                os.close(file)
         except OSError as error:
-            raise RequestError(507, SQLITE_MESSAGES[507].format(error.strerror)) from error
+            if not self._warned:
+                self._warned = True
+                log.warning(NO_RESERVE, self._reserve, error.strerror)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -277,11 +283,21 @@ class Sqlite:
         self.execute("PRAGMA wal_checkpoint(RESTART)")
         self.fault = None
 
-    def use_reserve(self) -> bool:
+    def use_reserve(self, refusal: RequestError) -> bool:
+        cause = refusal.__cause__
+        full = isinstance(cause, sqlite3.Error) and cause.sqlite_errorcode & 0xFF in NO_ROOM
+        return full and self._free_reserve()
+
+    def _free_reserve(self) -> bool:
+        """False if there is none, or the disk does not free it, such as one that has become read-only."""
         if self._reserve is None:
             return False
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.truncate(self._reserve, 0)
+        except FileNotFoundError:
+            pass  # the log may still be moved
+        except OSError:
+            return False
         # The log is written from its beginning again. If that fails it may still grow.
         with contextlib.suppress(RequestError):
             self.execute("PRAGMA wal_checkpoint(RESTART)")
@@ -294,12 +310,6 @@ class Sqlite:
     @property
     def in_transaction(self) -> bool:
         return self._db.in_transaction
-
-    def try_lock(self) -> bool:
-        return True
-
-    def unlock(self) -> None:
-        pass
 
     def text(self, text: str) -> str:
         return text
@@ -366,7 +376,6 @@ POSTGRES_BRANCHES = "CREATE INDEX IF NOT EXISTS branches_of ON conversations USI
 TOMBSTONES_NAMED = "CREATE INDEX IF NOT EXISTS tombstones_named ON tombstones USING hash (id);"
 SPACE = "pensieve"  # the schema of the tables: the database may have others
 WRITER = 0x70656E73  # the advisory lock of the one open transaction
-ALONE = 0x70656E74  # the advisory lock of the one server with `try_lock`
 CONNECT_SECONDS = 3  # for the database to answer a new connection
 RETRY_SECONDS = 1.0  # seconds after a failure for which calls are refused at once
 SETTINGS = {  # milliseconds
@@ -565,7 +574,7 @@ class Postgres:
                 self._roll_back()
         self.fault = None
 
-    def use_reserve(self) -> bool:
+    def use_reserve(self, refusal: RequestError) -> bool:
         return False
 
     def _roll_back(self) -> None:
@@ -578,12 +587,6 @@ class Postgres:
     @property
     def in_transaction(self) -> bool:
         return self._in_transaction
-
-    def try_lock(self) -> bool:
-        return bool(self.execute(f"SELECT pg_try_advisory_lock({ALONE})")[0][0])
-
-    def unlock(self) -> None:
-        self.execute("SELECT pg_advisory_unlock_all()")
 
     def text(self, text: str) -> bytes:
         return text.encode()

@@ -39,9 +39,8 @@ MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, abou
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 # Most that one transaction does. What is left is done in later ones.
-MOST_EXPIRED = 100  # conversations that `expire` deletes
+MOST_EXPIRED = 25  # conversations that `expire` deletes
 MOST_EXPIRED_TOKENS = 100_000  # of their logs; one conversation may have more
-LONG_EXPIRY_SECONDS = 0.1  # after a transaction that took longer the next one has half as many
 MOST_TURNS = 1000  # turns that are deleted
 MOST_TOMBSTONES = 256  # tombstones that are read
 MOST_TOMBSTONE_BYTES = 4_000_000  # of their tokens; one tombstone may have more
@@ -192,7 +191,6 @@ class HistoryStore:
         self._server, self.seen = server or self._process, 0
         self._history_ttl, self.quota = history_ttl, quota
         self._expired: list[Gone] = []
-        self._most_expired = MOST_EXPIRED  # fewer if the database is slow
         self._tokenizer = b""
         self._lines: OrderedDict[int, Line] = OrderedDict()  # by their heads, the last used one last
         self._known = 0
@@ -201,7 +199,7 @@ class HistoryStore:
         self.errors = db.errors
         self._live = LIVE.format(clock=self._db.clock)
         self.behind = False  # others have deleted more than this server has read
-        self._told_early: set[int] = set()  # tombstones beyond `seen` that have been read
+        self._told_early: set[int] = set()  # tombstones beyond `seen` of known deletions, also of own ones
         self._boot, self._database_ahead = boot, 0.0
         if self.shared:
             try:
@@ -365,11 +363,12 @@ class HistoryStore:
             self._learn("owner = :owner AND kind = :kind AND id = :id", name._asdict())
 
     def _learn(self, which: str, values: Mapping[str, Any]) -> None:
-        """Reads new tombstones of other servers."""
+        """Reads new tombstones, also of own deletions whose success this server does not know: the answer to their
+        commit was lost."""
         found = self._db.execute(
             "SELECT number, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
-            f"WHERE number > :seen AND process <> :process AND {which} ORDER BY number",
-            {"seen": self.seen, "process": self._process, **values},
+            f"WHERE number > :seen AND {which} ORDER BY number",
+            {"seen": self.seen, **values},
         )
         for number, owner, id, kind, thread, tokens, shared, salt in found:
             if number not in self._told_early:
@@ -377,7 +376,7 @@ class HistoryStore:
                 self._told_early.add(number)
 
     def _bury(self, deleted: Sequence[Gone]) -> None:
-        """Records the deletions for the other servers."""
+        """Records the deletions for the other servers. This one learns of them when they are committed."""
         if not self.shared or not deleted:
             return
         columns = ("process", "owner", "id", "kind", "thread", "tokens", "shared", "salt")
@@ -386,7 +385,10 @@ class HistoryStore:
             row = (self._process, *name, thread, _packed(tokens), shared, salt)
             values |= {f"{column}_{at}": value for column, value in zip(columns, row, strict=True)}
         rows = ", ".join(f"({', '.join(f':{column}_{at}' for column in columns)})" for at in range(len(deleted)))
-        self._db.execute(f"INSERT INTO tombstones ({', '.join(columns)}) VALUES {rows}", values)
+        numbers = self._db.execute(
+            f"INSERT INTO tombstones ({', '.join(columns)}) VALUES {rows} RETURNING number", values
+        )
+        self._told_early |= {number for (number,) in numbers}
 
     def _hold(self, found: Conversation, turn: bytes, alone: bool) -> None:
         values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
@@ -591,7 +593,7 @@ class HistoryStore:
         try:
             return remove()
         except RequestError as error:
-            if error.status != 507 or not self._db.use_reserve():
+            if error.status != 507 or not self._db.use_reserve(error):
                 raise
         return remove()
 
@@ -678,7 +680,7 @@ class HistoryStore:
             raise
 
     def _times(self, now: float) -> dict[str, Any]:
-        return {"now": now - self.clock.ahead, "default_ttl": self._history_ttl}
+        return {"now": self.clock.without_jump(now), "default_ttl": self._history_ttl}
 
     def _find(self, name: Name, now: float) -> Conversation | None:
         rows = self._db.execute(
@@ -834,7 +836,7 @@ class HistoryStore:
         """The turns from the first one to this one.
 
         The id tells whether the number still is that turn's: numbers of turns that were deleted, or whose
-        transaction failed, are used again."""
+        transaction failed, are used again. Turns before it cannot change while it exists."""
         line = self._lines.get(head) if head is not None else None
         if line is not None and line.last.id is not None and self._id(head) == line.last.id:
             self._lines.move_to_end(line.last.number)
@@ -928,30 +930,24 @@ class HistoryStore:
 
     def expire(self, now: float) -> Swept:
         """Deletes some of the expired conversations, or some turns of a deleted one, in a short transaction. Expired
-        conversations are invisible before. Of the servers with one database, one does this at a time."""
-        if self.clock.suspended or not self._db.try_lock():
+        conversations are invisible before."""
+        if self.clock.suspended:
             return Swept(0, more=False)
-        swept = self.with_reserve(lambda: self._expire(now))
-        if not swept.more:
-            self._db.unlock()
-        return swept
+        return self.with_reserve(lambda: self._expire(now))
 
     def _expire(self, now: float) -> Swept:
         with self.transaction():
-            began = time.monotonic()
             if self._delete_removed():
                 return Swept(0, more=True)
             expired = self._some_expired(now)
             if expired:
                 self._expired += self._remove_all(expired)
-                slow = time.monotonic() - began > LONG_EXPIRY_SECONDS
-                most = self._most_expired // 2 if slow else 2 * self._most_expired
-                self._most_expired = min(max(1, most), MOST_EXPIRED)
                 return Swept(len(expired), more=True)
         return Swept(0, more=False)
 
     def _some_expired(self, now: float) -> list[Conversation]:
-        """Expired conversations, each behind its branches, which may be deleted before it."""
+        """Expired conversations, each behind its branches. A piece may end between them: the branches that it has are
+        deleted before their conversation."""
         due: list[Conversation] = []
         if self._history_ttl is not None:
             due = self._due(now, "IS NULL", "active", now - self._history_ttl)
@@ -969,7 +965,7 @@ class HistoryStore:
         for conversation in due:
             own = branches.get((conversation.owner, conversation.id), ()) if conversation.kind == "conversation" else ()
             for one in (*own, conversation):
-                if found and (tokens >= MOST_EXPIRED_TOKENS or len(found) >= self._most_expired):
+                if found and (tokens >= MOST_EXPIRED_TOKENS or len(found) >= MOST_EXPIRED):
                     return list(found.values())
                 found[one.number] = one
                 tokens += one.tokens
@@ -977,7 +973,7 @@ class HistoryStore:
 
     def _due(self, now: float, given: str, since: str, due: float) -> list[Conversation]:
         sql = DUE.format(columns=COLUMNS, given=given, since=since, live=self._live)
-        rows = self._db.execute(sql, self._times(now) | {"due": due, "most": self._most_expired})
+        rows = self._db.execute(sql, self._times(now) | {"due": due, "most": MOST_EXPIRED})
         return [Conversation(*row) for row in rows]
 
     def _delete_removed(self) -> bool:

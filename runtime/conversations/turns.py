@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import uuid
 from array import array
@@ -56,7 +55,7 @@ FORGET_TOKENS = 100  # tokens that take as much memory as a message without any
 MOST_UNERASED = 400_000  # tokens of deleted conversations; above this no more are deleted until their KV is erased
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 WATCH_SECONDS = 1.0
-RECOVERY_S = 1.0  # between two looks whether a full disk has room again
+RECOVERY_S = 1.0  # between two looks whether a full disk has room again, and after a failure of background work
 COMPLAINT_S = 60.0  # least time between two log messages about the same background work
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
@@ -219,8 +218,8 @@ class TurnManager:
         return next(iter(self._faults.values()), None)
 
     def _repeat(self, name: str, seconds: Callable[[], float], work: Work) -> None:
-        """Begins background work, which waits `seconds()` before each time. Errors of the database
-        do not end it: they are a `fault` until it succeeds, and are logged once a minute. Another
+        """Begins background work, which waits `seconds()` before each time, after a failure at most RECOVERY_S. Errors
+        of the database do not end it: they are a `fault` until it succeeds, and are logged once a minute. Another
         error is a mistake of this program. It ends the work, and stays a fault."""
         task = asyncio.create_task(self._repeated(name, seconds, work))
         task.add_done_callback(partial(self._ended, name))
@@ -231,7 +230,8 @@ class TurnManager:
         silent_until = 0.0
         said = False  # the latest error is in the log
         while True:
-            await asyncio.sleep(seconds())
+            pause = min(seconds(), RECOVERY_S) if name in self._faults else seconds()
+            await asyncio.sleep(pause)
             try:
                 await work()
             except (RequestError, self._store.errors) as error:
@@ -272,12 +272,13 @@ class TurnManager:
         await self.run(self._store.keep_in_step, list(self._open), self._erased, read)
 
     def _until_renewal(self) -> float:
-        return CATCH_UP_SECONDS if self._store.behind else self._store.lease / 3
+        reads_on = self._store.behind and self._unerased <= MOST_UNERASED
+        return CATCH_UP_SECONDS if reads_on else self._store.lease / 3
 
     def expire_in_background(self) -> None:
-        """Deletes expired conversations from now on. Called on the event loop."""
-        waits = itertools.chain((0.0,), itertools.repeat(EXPIRY_SECONDS))
-        self._repeat("expiry", partial(next, waits), self._sweep)
+        """Deletes expired conversations from now on. Called on the event loop. The first time comes after
+        EXPIRY_SECONDS: a machine that starts with a clock that is ahead may have been corrected by then."""
+        self._repeat("expiry", lambda: EXPIRY_SECONDS, self._sweep)
 
     async def _sweep(self) -> None:
         """Deletes what has expired, a few conversations at a time. Turns come between: after each piece the database

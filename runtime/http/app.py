@@ -211,6 +211,7 @@ def create_app(
     """
     if histories is None:
         histories = TurnManager(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
+        histories.expire_in_background()
     app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from other sites
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if not settings.strict_fields:

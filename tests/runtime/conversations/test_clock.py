@@ -51,11 +51,12 @@ def test_a_jump_suspends_expiry_until_the_new_time_has_lasted_a_day(
         assert clock.now() == clocks.wall and not clock.suspended
     clocks.wall += jump
     for _ in range(24):
-        assert clock.now() == clocks.wall, "what is stored has the wall clock's time"
-        assert clock.suspended and clock.ahead == max(0.0, jump)
+        now = clock.now()
+        assert now == clocks.wall - min(0.0, jump), "what is stored is never too old"
+        assert clock.suspended and clock.without_jump(now) == clocks.wall - jump
         clocks.pass_(HOUR)
-    clock.now()
-    assert not clock.suspended and clock.ahead == 0.0
+    assert clock.now() == clocks.wall == clock.without_jump(clocks.wall)
+    assert not clock.suspended
     suspended, accepted = caplog.messages
     assert f"jumped by {jump:+.0f} s" in suspended and "no conversation expires until" in suspended
     assert "set the clock" in suspended and "restart" in suspended and "has kept its new time" in accepted
@@ -73,9 +74,10 @@ def test_a_clock_that_is_put_right_again_ends_the_suspension(caplog: pytest.LogC
     clocks.pass_(20 * HOUR)
     clock.now()
     assert clock.suspended
+    before = clock.now()
     clocks.wall -= 2 * DAY - 60.0
-    clock.now()
-    assert not clock.suspended and clock.ahead == 0.0
+    now = clock.now()
+    assert not clock.suspended and now == clocks.wall == clock.without_jump(before)
     assert [message.partition("(test) ")[2][:10] for message in caplog.messages] == [
         "has jumped",
         "has jumped",
@@ -143,8 +145,38 @@ def test_after_a_jump_back_new_conversations_do_not_expire() -> None:
     for _ in range(9):
         clocks.pass_(DAY)
         assert alive(store)
+    clocks.pass_(365 * DAY)
+    assert alive(store), "its time is the one before the jump: the clock may be put right again"
     clocks.pass_(2 * DAY)
     assert not alive(store)
+    store.close()
+
+
+def test_what_is_stored_after_a_jump_back_does_not_expire_when_the_clock_is_put_right() -> None:
+    clocks = Clocks()
+    store = clocks.store()
+    store.commit(B, FIRST, store.now())
+    clocks.wall -= 30 * DAY
+    store.commit(A, FIRST, store.now())
+    store.commit(B, transcript("0", "1", "2", "3"), store.now())
+    clocks.pass_(60.0)
+    clocks.wall += 30 * DAY
+    assert alive(store) and store.find(B, store.now()) is not None
+    store.close()
+
+
+def test_a_time_read_during_a_jump_ahead_deletes_nothing_after_it() -> None:
+    """A turn may wait for the database meanwhile."""
+    clocks = Clocks()
+    store = clocks.store()
+    store.commit(A, FIRST, store.now())
+    clocks.wall += 365 * DAY
+    wrong = store.now()
+    clocks.wall -= 365 * DAY
+    assert store.now() == clocks.wall
+    assert store.admit([A], wrong).seen and store.find(A, wrong) is not None
+    store.expire(wrong)
+    assert alive(store) and store.take_expired() == []
     store.close()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
+import os
 import shutil
 import sqlite3
 import sys
@@ -292,21 +295,97 @@ def test_deletions_have_room_on_a_full_disk(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_server_starts_without_room_for_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses turns until there is some. A quarter will do where deletions have used the rest."""
+def test_only_a_write_tells_whether_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deletions leave free pages in the file, while the disk may have no room for the reserve any more."""
     path = tmp_path / "history.sqlite"
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     store = HistoryStore(path)
-    refused(507, store.admit, [Name("", "a")], 1.0)
-    refused(507, store.recover)
+    store.admit([Name("", "a")], 1.0)
+    store._db.fault = RequestError(507, "full")
+    store.recover()
+    assert store.fault is None and len(caplog.messages) == 1 and "no room is kept for deletions" in caplog.text
     enough = databases.RECOVERY_BYTES + databases.RESERVE_BYTES // 4
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=enough))
     store.recover()
+    assert Path(f"{path}-reserve").stat().st_size == databases.RESERVE_BYTES // 4
+    store.close()
+
+
+@pytest.mark.parametrize("reason", [errno.EBADF, errno.EOPNOTSUPP, errno.ENOSPC])
+def test_a_disk_that_cannot_allocate_keeps_no_reserve(
+    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The C library writes to the blocks of the file instead, which it cannot if the file is only appended to."""
+    path = tmp_path / "history.sqlite"
+    allocate = os.posix_fallocate
+
+    def refuse(file: int, at: int, size: int) -> None:
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_APPEND | os.O_ACCMODE) == os.O_RDWR
+        allocate(file, at, 4096)
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    store = HistoryStore(path)
+    store.admit([Name("", "a")], 1.0)
+    assert store.fault is None and caplog.text.count("no room is kept for deletions") == 1
+    assert Path(f"{path}-reserve").stat().st_size == 0
+    store.close()
+
+
+def test_a_start_on_a_full_disk_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history.sqlite"
+    HistoryStore(path).close()
+    opening, writing = Sqlite._open, Sqlite.execute
+    state = {"full": True}
+
+    def open_(database: Sqlite) -> None:
+        if Path(f"{path}-reserve").stat().st_size:
+            raise no_room()
+        opening(database)
+
+    def execute(database: Sqlite, sql: str, values: Any = None) -> list[Any]:
+        with database._told():
+            if state["full"] and sql.startswith("CREATE TABLE room"):
+                raise no_room()
+        return writing(database, sql, values)
+
+    def no_room() -> sqlite3.OperationalError:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        return error
+
+    monkeypatch.setattr(Sqlite, "_open", open_)
+    monkeypatch.setattr(Sqlite, "execute", execute)
+    store = HistoryStore(path)
+    refused(507, store.admit, [Name("", "a")], 1.0)
+    state["full"] = False
+    store.recover()
     store.admit([Name("", "a")], 1.0)
     store.close()
-    assert Path(f"{path}-reserve").stat().st_size == databases.RESERVE_BYTES // 4
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
-    store = HistoryStore(path)
-    assert store.fault is None, "it has kept its reserve"
+
+
+@pytest.mark.parametrize(("code", "used"), [(sqlite3.SQLITE_READONLY, False), (sqlite3.SQLITE_FULL, True)])
+def test_a_deletion_that_nothing_helps_is_refused(
+    code: int, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reserve is for a full disk. One that has become read-only does not give it back."""
+    store = HistoryStore(tmp_path / "history.sqlite")
+    truncated: list[Path] = []
+
+    def truncate(path: Path, size: int) -> None:
+        truncated.append(path)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def fail() -> None:
+        with store.transaction():
+            error = sqlite3.OperationalError("it fails")
+            error.sqlite_errorcode = code
+            raise error
+
+    monkeypatch.setattr(os, "truncate", truncate)
+    refused(507, store.with_reserve, fail)
+    assert bool(truncated) == used
     store.close()

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from pensieve.runtime.conversations import store as store_module
@@ -23,7 +24,7 @@ from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
 from pensieve.scheduler.types import RequestError
 
-from .test_store import A, B, Make, make, rows, stored, transcript
+from .test_store import A, B, Make, make, refused, rows, stored, transcript
 
 __all__ = ["make"]  # a fixture
 
@@ -80,16 +81,6 @@ def test_one_transaction_deletes_few_conversations(make: Make, monkeypatch: pyte
         store.commit(A, transcript(str(at), "x"), 1.0, opening=opening)
     assert sweep(store) == 3 and rows(store) == 0
     assert sorted(gone.name.kind for gone in store.take_expired()) == ["branch", "branch", "conversation"]
-
-
-def test_a_slow_database_gets_smaller_batches(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MOST_EXPIRED", 5)
-    store = make(history_ttl=100.0)
-    expired(store, 20)
-    monkeypatch.setattr(store_module, "LONG_EXPIRY_SECONDS", -1.0)
-    assert [store.expire(NOW).conversations for _ in range(4)] == [5, 2, 1, 1]
-    monkeypatch.setattr(store_module, "LONG_EXPIRY_SECONDS", 1000.0)
-    assert [store.expire(NOW).conversations for _ in range(5)] == [1, 2, 4, 4, 0]
 
 
 def test_an_own_lifetime_counts_instead_of_the_default_one(make: Make) -> None:
@@ -170,8 +161,8 @@ def test_a_long_conversation_is_deleted_a_few_turns_at_a_time(
         again = make(history_ttl=100.0)
     counts = [left]
     while counts[-1] > 2:
-        if again.expire(90.0).more:  # else the database has not noticed yet that the first server is gone
-            counts.append(rows(again) - (way == "replaced"))
+        assert again.expire(90.0).more
+        counts.append(rows(again) - (way == "replaced"))
     assert all(0 < before - after <= 4 for before, after in pairwise(counts))
     assert stored(again, B) == transcript("0", "1", "2", "3")
     assert conversations(again) == 2 and again.take_expired() == []
@@ -299,22 +290,57 @@ def pair(postgres: str, **options: Any) -> tuple[HistoryStore, HistoryStore]:
     return one, two
 
 
-def test_one_server_at_a_time_deletes_what_has_expired(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_servers_delete_what_has_expired(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other. Each conversation is deleted once, and told to both, also when one of them has stopped in
+    the middle."""
     monkeypatch.setattr(store_module, "MOST_EXPIRED", 2)
     one, two = pair(postgres, history_ttl=100.0)
-    expired(one, 6)
+    names = expired(one, 6)
+    assert [store.expire(NOW) for store in (one, two, one)] == [(2, True)] * 3
+    assert two.expire(NOW) == (0, False) and rows(one) == 0
+    for store in (one, two):
+        store.keep_in_step([], store.seen)
+        assert sorted(gone.name for gone in store.take_expired()) == names
+    expired(one, 4)
     assert one.expire(NOW) == (2, True)
-    assert two.expire(NOW) == (0, False)
-    assert one.expire(NOW) == (2, True)
-    one.close()  # or its connection is lost
-    while (swept := two.expire(NOW)) == (0, False):
-        pass
-    assert swept == (2, True)
-    assert two.expire(NOW) == (0, False)
-    three = HistoryStore(postgres, history_ttl=100.0)
-    expired(two, 1)
-    assert three.expire(NOW) == (1, True), "the second one has ended"
-    for store in (two, three):
+    assert sweep(two) == 2, "the first one goes on later, or never"
+    for store in (one, two):
+        store.close()
+
+
+def test_a_deletion_whose_commit_has_no_answer_is_told_later(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its tombstone, once. Of a deletion whose answer has come the tombstone tells nothing."""
+    one, two = pair(postgres, history_ttl=100.0)
+    (name,) = expired(one, 1)
+    one.create(A, NOW)
+    one.create(B, NOW)
+    told = [one.delete(B, NOW).name]
+    lose = True
+    send = Postgres._rows
+
+    def lost(database: Postgres, sql: str, values: Any) -> list[Any]:
+        nonlocal lose
+        answer = send(database, sql, values)
+        if sql == "COMMIT" and lose:
+            lose = False
+            raise psycopg.OperationalError("the connection is lost")
+        return answer
+
+    monkeypatch.setattr(Postgres, "_rows", lost)
+    refused(503, one.expire, NOW)
+    lose = True
+    refused(503, one.delete, A, NOW)
+    assert conversations(one) == 0 and one.take_expired() == []
+    for _ in range(2):
+        one.keep_in_step([], one.seen)
+        two.keep_in_step([], two.seen)
+    assert [gone.name for gone in one.take_expired()] == [name, A]
+    assert [gone.name for gone in two.take_expired()] == [*told, name, A]
+    one.create(A, NOW)
+    one.delete(A, NOW)
+    one.keep_in_step([], one.seen)
+    assert one.take_expired() == [] and one._told_early == set()
+    for store in (one, two):
         store.close()
 
 
@@ -415,6 +441,7 @@ def test_expired_conversations_are_deleted_in_the_background(
 ) -> None:
     """Turns come between two pieces, and no piece before the loop has erased the KV of those before it."""
     monkeypatch.setattr(store_module, "MOST_EXPIRED", 2)
+    monkeypatch.setattr(turns_module, "EXPIRY_SECONDS", 0.001)
     monkeypatch.setattr(turns_module, "CATCH_UP_SECONDS", 0.001)
     monkeypatch.setattr(turns_module, "MOST_UNERASED", 250)  # two conversations and a half
     caplog.set_level(logging.INFO, "pensieve.runtime.conversations")
@@ -467,6 +494,59 @@ def test_a_database_that_does_not_answer_is_asked_again(
         await until(lambda: len(loop.told) == 1)
         await until(lambda: turns.fault is None)
         assert caplog.messages[0] == "expiry: full"
+        await turns.close()
+
+    asyncio.run(work())
+
+
+def test_background_work_is_tried_again_soon_after_a_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/health` shows the failure until then."""
+    monkeypatch.setattr(turns_module, "RECOVERY_S", 0.001)
+
+    async def work() -> None:
+        turns = TurnManager(make(), lambda message: None, Loop().erase, None)
+        waits, answers = iter((0.0, 1e9, 1e9, 1e9)), [RequestError(503, "away"), RequestError(503, "away")]
+        done = asyncio.Event()
+
+        async def fail_twice() -> None:
+            if answers:
+                raise answers.pop()
+            done.set()
+
+        turns._repeat("work", lambda: next(waits), fail_twice)
+        await until(lambda: turns.fault == "away")
+        await done.wait()
+        await until(lambda: turns.fault is None)
+        await turns.close()
+
+    asyncio.run(work())
+
+
+def test_the_first_sweep_comes_after_a_while(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a machine that starts may be wrong at first."""
+    waits: list[Callable[[], float]] = []
+
+    async def work() -> None:
+        turns = TurnManager(make(), lambda message: None, Loop().erase, None)
+        monkeypatch.setattr(turns, "_repeat", lambda name, seconds, work: waits.append(seconds))
+        turns.expire_in_background()
+        assert [seconds() for seconds in waits] == [turns_module.EXPIRY_SECONDS]
+        await turns.close()
+
+    asyncio.run(work())
+
+
+def test_a_server_that_may_not_read_on_waits_for_its_next_renewal(make: Make) -> None:
+    async def work() -> None:
+        store = make()
+        turns = TurnManager(store, lambda message: None, Loop().erase, None)
+        usual = store.lease / 3
+        assert turns._until_renewal() == usual
+        store.behind = True
+        assert turns._until_renewal() == turns_module.CATCH_UP_SECONDS
+        turns._unerased = turns_module.MOST_UNERASED + 1
+        assert turns._until_renewal() == usual
+        turns._unerased = 0
         await turns.close()
 
     asyncio.run(work())

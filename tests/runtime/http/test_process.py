@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import multiprocessing
@@ -17,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from pensieve.runtime.conversations import turns
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, listen, serve_http
@@ -24,6 +26,7 @@ from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Abort, Fatal, Forget, Submit
 from pensieve.scheduler.types import SettingError
 
+from ..conftest import served
 from ..conversations.test_store import transcript
 from ..fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer
 
@@ -33,15 +36,21 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+def serve_and_expire_at_once(*args: Any) -> None:
+    """In the HTTP process."""
+    turns.EXPIRY_SECONDS = 0.01
+    serve_http(*args)
+
+
 class Server:
     """The HTTP process over a FakeLoop."""
 
-    def __init__(self, loop: FakeLoop, directory: Path, *settings: HTTPSettings):
+    def __init__(self, loop: FakeLoop, directory: Path, *settings: HTTPSettings, serve: Any = serve_http):
         self.loop = loop
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=serve_http, args=(loop.client_end, listener, *settings))
+        self.process = context.Process(target=serve, args=(loop.client_end, listener, *settings))
         self.process.start()
         listener.close()
         loop.client_end.close()
@@ -171,7 +180,19 @@ def test_what_has_expired_is_forgotten_without_a_request(tokenizer_directory: Pa
     store.commit(Name("", "old"), transcript("0", "1"), 1.0)
     store.commit(Name("", "new"), transcript("2", "3"), store.now())
     store.close()
-    server = Server(FakeLoop(echo), tokenizer_directory, HTTPSettings(histories=path, history_ttl=1000.0))
+    settings = HTTPSettings(histories=path, history_ttl=1000.0)
+    server = Server(FakeLoop(echo), tokenizer_directory, settings, serve=serve_and_expire_at_once)
     eventually(lambda: len(server.loop.said(Forget)) == 1)
     server.close()
     assert [message.conversation for message in server.loop.said(Forget)] == ["old"]
+
+
+def test_histories_in_memory_expire_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[turns.TurnManager] = []
+    monkeypatch.setattr(turns.TurnManager, "expire_in_background", lambda manager: begun.append(manager))
+
+    async def work() -> None:
+        async with served(FakeLoop(echo), None):
+            assert len(begun) == 1
+
+    asyncio.run(work())

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from pensieve.runtime.conversations import transcript as past_turns
+from pensieve.runtime.conversations import turns
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.frontend.engine_client import EngineClient
@@ -129,7 +130,8 @@ async def desk_before(loop, directory, history_ttl=None):
 PROMPT = {"text_input": b"x", "sampling_param_max_tokens": 100}
 
 
-def test_what_has_expired_is_forgotten_without_a_request(triton, tmp_path):
+def test_what_has_expired_is_forgotten_without_a_request(triton, tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "EXPIRY_SECONDS", 0.01)
     loop, store = FakeLoop(say("y")), HistoryStore(tmp_path / "history.sqlite")
     store.commit(Name("", "old"), transcript("0", "1"), 1.0)
     store.close()

@@ -168,5 +168,4 @@ def test_conversations_expire_beside_the_load(tmp_path, monkeypatch):
     monkeypatch.setattr(soak_faults, "SHORT_TTL", 0.5)
     torch.set_num_threads(1)
     counts = Soak(Reference(DEMO_CHECKPOINT), 3, ["expiry"]).run(tmp_path, 4.0, 1, "demo", server_options([]))
-    assert counts["old conversations removed"] == 300
     assert counts["expired"] > 0 and counts["probe streams"] > 0
