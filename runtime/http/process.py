@@ -164,7 +164,10 @@ class FrontDoor:
             return
         await self._decided.wait()
         app = self._app or error_response(RequestError(503, "the server did not start"), scope["path"])
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:  # by uvicorn alone, CLOSING_SECONDS after the engine's end
+            log.warning("the server ends, but a client has not read its reply: it is cut off")
 
 
 class _Server(uvicorn.Server):

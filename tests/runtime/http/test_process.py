@@ -21,7 +21,7 @@ import pytest
 from pensieve.runtime.conversations import turns
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
-from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, listen, serve_http
+from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, FrontDoor, listen, serve_http
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Abort, Fatal, Forget, Submit
 from pensieve.scheduler.types import SettingError
@@ -34,6 +34,27 @@ from ..fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer
 @pytest.fixture(scope="module")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_a_reply_that_is_not_read_when_the_server_ends_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn cancels it; an error would be logged with a traceback."""
+
+    async def work() -> None:
+        sending = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            sending.set()
+            await asyncio.Event().wait()
+
+        door = FrontDoor()
+        door.open(app)
+        call = asyncio.create_task(door({"path": "/v1/completions"}, None, None))  # type: ignore[arg-type]
+        await sending.wait()
+        call.cancel()
+        await call
+
+    asyncio.run(work())
+    assert "has not read its reply" in caplog.text
 
 
 def serve_and_expire_at_once(*args: Any) -> None:
