@@ -36,6 +36,7 @@ Result = TypeVar("Result")
 
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
 MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
+SWEEPER_SECONDS = 60.0  # if the server that deletes what has expired is silent for longer, another one does it
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 # Most that one transaction does. What is left is done in later ones.
@@ -930,10 +931,15 @@ class HistoryStore:
 
     def expire(self, now: float) -> Swept:
         """Deletes some of the expired conversations, or some turns of a deleted one, in a short transaction. Expired
-        conversations are invisible before."""
-        if self.clock.suspended:
+        conversations are invisible before. Of the servers with one database, one does this at a time."""
+        if self.clock.suspended or (self.shared and not self._is_first_server()):
             return Swept(0, more=False)
         return self.with_reserve(lambda: self._expire(now))
+
+    def _is_first_server(self) -> bool:
+        """True for the one server whose name is the first among those that are not silent."""
+        first = f"SELECT min(id) FROM servers WHERE alive > {self._db.clock} - :silent"
+        return self._db.execute(first, {"silent": SWEEPER_SECONDS}) == [(self._server,)]
 
     def _expire(self, now: float) -> Swept:
         with self.transaction():
