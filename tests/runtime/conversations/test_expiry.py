@@ -222,7 +222,8 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(histories_at: str, make
     def gone_of(most_turns: int, seed: int) -> tuple[list[Gone], int]:
         monkeypatch.setattr(store_module, "MOST_TURNS", most_turns)
         draw = random.Random(seed)
-        store = make(history_ttl=100.0, server="one")
+        # The second store's name comes first, so it is the one that deletes.
+        store = make(history_ttl=100.0, server=f"{most_turns:04}")
         for table in ("open_turns", "conversations", "turns"):
             store._db.execute(f"DELETE FROM {table}")
         truth: dict[Name, tuple[str, ...]] = {}
