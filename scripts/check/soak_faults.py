@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import random
 import resource
 import socket
@@ -465,6 +466,8 @@ class Faults:
         processes += stage.life.other_processes() if disk_tier else []
         with contextlib.ExitStack() as stack:
             windows = [stack.enter_context(stage.watch.fault(kind)) for kind, full in kinds.items() if full]
+            if disk_tier:
+                stack.enter_context(stage.watch.fault("records", lasts=math.inf))
             faults = self._metric(FAULTED)
             try:
                 limit_files(processes, 0)

@@ -40,6 +40,7 @@ class Fault:
     plain         statuses of other requests
     slow          requests that may wait: "named", "all" or "" (none)
     parts         whose faults /health must tell
+    says          text of the errors that are excused; "": any
     reason        of all that it excuses
     """
 
@@ -49,6 +50,7 @@ class Fault:
     plain: frozenset[int] = frozenset()
     slow: str = ""
     parts: frozenset[str] = frozenset()
+    says: str = ""
     reason: str = "nothing is excused"
 
 
@@ -66,6 +68,13 @@ FULL_DISK_TIER = Fault(
     named=frozenset({500}),
     parts=frozenset({DISK_TIER}),
     reason="KV of deleted conversations cannot be erased, which DELETE says",
+)
+UNERASED = Fault(
+    begins="a full disk tier",
+    ends="never",
+    named=frozenset({500}),
+    says="could not be erased",
+    reason="a record that could not be erased stays until the next start; it may be of other conversations too",
 )
 FAULTS = {
     "kills": Fault(
@@ -94,6 +103,7 @@ FAULTS = {
     ),
     "full histories": FULL_HISTORIES,
     "full disk tier": FULL_DISK_TIER,
+    "records": UNERASED,
 }
 
 
@@ -163,8 +173,9 @@ class Watch:
             return [window for window in self.windows if window.overlaps(since, until)]
 
     def disturbed(self, since: float) -> bool:
-        """True if a fault that excuses anything has been active since then."""
-        return any(FAULTS[window.kind].named for window in self.active(since, time.monotonic()))
+        """True if a fault that may end turns has been active since then."""
+        faults = (FAULTS[window.kind] for window in self.active(since, time.monotonic()))
+        return any(fault.named and not fault.says for fault in faults)
 
     # -- verdicts
 
@@ -177,7 +188,8 @@ class Watch:
         """Judges the failure of a request that was sent at `since`."""
         for window in self.active(since, time.monotonic()):
             fault = FAULTS[window.kind]
-            if error.status in (fault.named if named else fault.plain):
+            statuses = fault.named if named else fault.plain
+            if error.status in statuses and fault.says in str(error):
                 self._excuse(window.kind, f"status {error.status}" if error.status else "cut off")
                 return
         self.report(f"{what}: status {error.status}, {error}")
