@@ -937,7 +937,7 @@ class HistoryStore:
         return self.with_reserve(lambda: self._expire(now))
 
     def _is_first_server(self) -> bool:
-        """True for the one server whose name is the first among those that are not silent."""
+        """True for the one server whose name comes first of all servers that are not silent."""
         first = f"SELECT min(id) FROM servers WHERE alive > {self._db.clock} - :silent"
         return self._db.execute(first, {"silent": SWEEPER_SECONDS}) == [(self._server,)]
 
