@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-WORK_A_STEP = 768
+WORK_A_STEP = 512
 MESSAGE = 2
 LARGEST_PIECE = 64  # units of a piece of long work, about
 LOOKED_AT = 16

@@ -8,7 +8,7 @@ private: it is being computed, it is an unfilled tail, or it was computed twice 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
@@ -64,7 +64,8 @@ class ChunkStore:
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be dropped), else None."""
         self._private: dict[Chunk, None] = {}
-        self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()  # dropped chunks, and when they were dropped
+        self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
+        self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
@@ -422,8 +423,11 @@ class ChunkStore:
         if self._by_key.pop(chunk.key, None) is None:
             return
         self._forgotten[chunk.key] = chunk.dropped_at
-        if len(self._forgotten) > self._most_forgotten:
-            self._forgotten.popitem(last=False)
+        self._in_order.append((chunk.key, chunk.dropped_at))
+        if len(self._in_order) > self._most_forgotten:
+            key, dropped_at = self._in_order.popleft()
+            if self._forgotten.get(key) == dropped_at:
+                del self._forgotten[key]
 
     def _regret(self, dropped_at: float) -> None:
         if self.now - dropped_at <= REGRET_S:
