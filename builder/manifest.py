@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Rotary, Shard
 
@@ -230,4 +231,4 @@ def files_digest(paths: list[Path]) -> str:
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "pensieve")}
+    return {"torch": version("torch"), "pensieve": __version__}

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from ..runtime.launch.command_line import did_you_mean, ending_at_once, run_interruptible, show_version
+from ..runtime.launch.command_line import VERSION, did_you_mean, ending_at_once, run_interruptible
 from ..runtime.system import hold_streams
 
 COMMANDS = {
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     if arguments == ["--version"]:
-        show_version()
+        print(VERSION)
         return 0
     if not arguments:
         print(HELP, file=sys.stderr)

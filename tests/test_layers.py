@@ -1,6 +1,13 @@
 """A file imports only its own folder and earlier parts of one list, and files import each other in no circle."""
 
-from pensieve.scripts.check.house import circles, import_graph
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts")
 
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
@@ -35,6 +42,44 @@ LAYERS = [
     "runtime.llm",
     "scripts",
 ]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """For each file by its dotted name, the project's files that it imports, also under
+    TYPE_CHECKING and in functions. Folders' own files are left out."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths if path.name != "__init__.py"
+    }
+    return {name: imported(name, path) & files.keys() for name, path in files.items()}
+
+
+def imported(module: str, path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("pensieve.") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            source = ".".join([*base, *(node.module or "").split(".")]).strip(".").removeprefix("pensieve.")
+            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """Groups of modules each of which reaches all others of its group."""
+    reached = {name: set[str]() for name in graph}
+    for name, seen in reached.items():
+        left = list(graph[name])
+        while left:
+            if (module := left.pop()) not in seen:
+                seen.add(module)
+                left += graph[module]
+    return {
+        frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items() if name in seen
+    }
+
+
 RANK = {part: rank for rank, entry in enumerate(LAYERS) for part in entry.split()}
 GRAPH = import_graph()
 

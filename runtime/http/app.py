@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -24,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ... import __version__
 from ...scheduler.types import Output, RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
@@ -331,7 +331,7 @@ def create_app(
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": metadata.version("pensieve")}
+        return {"version": __version__}
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:

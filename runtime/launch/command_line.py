@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import os
 import signal
 import sys
@@ -13,7 +12,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from ... import __version__
+
 CLOSE = 0.7  # how much a suggestion resembles the word, from 0 to 1
+VERSION = f"pensieve {__version__}"
 INTERRUPTED = 130  # the shell's status for a command that Ctrl-C ended
 
 
@@ -29,9 +31,7 @@ class CommandParser(argparse.ArgumentParser):
     ):
         super().__init__(allow_abbrev=False, **settings)  # an abbreviation would change its meaning with a new option
         self._aliases, self._elsewhere = aliases or {}, elsewhere or {}
-        self.add_argument(
-            "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version and exit"
-        )
+        self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
@@ -66,19 +66,6 @@ class CommandParser(argparse.ArgumentParser):
             return f"there is no option {word}: {hint}"
         near = did_you_mean(word, [*self._known(), *self._aliases])
         return f"there is no option {word}{near or ' (--help shows what there is)'}"
-
-
-class _Version(argparse.Action):
-    """Prints the version, which is looked up only on this option."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        show_version()
-        parser.exit()
-
-
-def show_version() -> None:
-    metadata = importlib.import_module("importlib.metadata")  # it takes most of the time of a short answer
-    print(f"pensieve {metadata.version('pensieve')}")
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

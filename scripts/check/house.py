@@ -7,17 +7,16 @@ It needs a checkout. For one of the figures the demo model answers a chat: see `
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from .request_files import files_of_a_request
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("scheduler", "plugins", "builder", "runtime", "package", "scripts")
+ROOMS = ("scheduler", "plugins", "builder", "runtime", "scripts")
 PATH_PAGE = ROOT / "docs" / "design" / "architecture.md"
 
 
@@ -41,38 +40,6 @@ def modules() -> dict[str, Path]:
     return {name: path for name, path in named.items() if path.name != "__init__.py"}
 
 
-def import_graph() -> dict[str, set[str]]:
-    """For each module, the project's modules that it imports, also under TYPE_CHECKING and in functions."""
-    files = modules()
-    return {name: _imports(name, path) & files.keys() for name, path in files.items()}
-
-
-def _imports(module: str, path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("pensieve.") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            source = ".".join([*base, *(node.module or "").split(".")]).strip(".").removeprefix("pensieve.")
-            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
-    """Groups of modules each of which reaches all others of its group."""
-    reached = {name: set[str]() for name in graph}
-    for name, seen in reached.items():
-        left = list(graph[name])
-        while left:
-            if (module := left.pop()) not in seen:
-                seen.add(module)
-                left += graph[module]
-    return {
-        frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items() if name in seen
-    }
-
-
 def planners(*folders: str) -> set[str]:
     """Files that plan steps themselves. The scheduler's own files, benchmark and tests are left out."""
     own = ("scheduler/", "scripts/bench/scheduler.py", "tests/scheduler/")
@@ -90,7 +57,6 @@ def loosely_checked() -> list[str]:
 def table() -> str:
     folders = Counter(path.parent for path in modules().values())
     loose = ", ".join(f"{room}/" for room in loosely_checked())
-    offline = "`from pensieve import LLM`" if '"LLM"' in (ROOT / "package" / "__init__.py").read_text() else "none"
     on_the_way = files_of_a_request() & {str(path) for path in sources(*ROOMS[:4])}
     rows = [
         ("lines of the reading path", "6,600", "6,000", f"{lines(reading_path()):,}"),
@@ -98,11 +64,9 @@ def table() -> str:
         ("lines of scripts/", "13,700", "7,000", f"{lines(sources('scripts')):,}"),
         ("most modules in one folder", "76", "14", f"{max(folders.values())}"),
         ("files that run from a chat's arrival to the kernel", "52", "32", f"{len(on_the_way)}"),
-        ("import circles", "3", "0", f"{len(circles(import_graph()))}"),
         ("places that plan steps: in the product, in tests", "4, 2", "1, 0",
          f"{len(planners(*ROOMS))}, {len(planners('tests'))}"),
         ("rooms type-checked `strict`", "scheduler/", "all but scripts/", f"all but {loose}" if loose else "all"),
-        ("use without a server", "none", "`from pensieve import LLM`", offline),
     ]  # fmt: skip
     head = ["| what | before | goal | now |", "|---|---|---|---|"]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])

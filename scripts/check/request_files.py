@@ -8,6 +8,7 @@ file of each function that is called meanwhile, in all threads, so other work su
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 import threading
@@ -62,4 +63,4 @@ def files_of_a_request() -> set[str]:
             threading.Thread(target=work).start()
         serve_http(https_end, listener, http_settings(settings))
         sys.setprofile(None)
-    return seen
+    return {os.path.realpath(path) for path in seen}

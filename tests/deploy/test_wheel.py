@@ -18,8 +18,8 @@ from tests.models import tiny_config
 
 ROOT = Path(__file__).parents[2]
 PLACES = {name: f"pensieve/{name}" for name in ("builder", "plugins", "runtime", "scheduler", "scripts")}
-PLACES |= {"package": "pensieve", "deploy/ray_serve": "pensieve/ray_serve"}
-SOURCES = (*PLACES, "pyproject.toml", "README.md", "LICENSE")
+PLACES |= {"deploy/ray_serve": "pensieve/ray_serve"}
+SOURCES = (*PLACES, "src", "pyproject.toml", "README.md", "LICENSE")
 PACKED = (".py", ".txt", ".js", ".css", ".html", ".svg", ".safetensors")
 OFFLINE = """
 import sys
@@ -44,7 +44,8 @@ def test_the_wheel_works_without_the_checkout(tmp_path):
         folder.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

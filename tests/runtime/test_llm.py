@@ -329,6 +329,14 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_the_clone_is_no_package_of_its_parent_folder(tmp_path):
+    (tmp_path / "pensieve").symlink_to(ROOT)
+    code = "from pensieve import LLM; print(LLM.__module__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "pensieve.runtime.llm\n"
+
+
 def test_the_documented_example_runs(cache, capsys):
     page = (ROOT / "docs" / "use" / "offline.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import time
 from array import array
 from collections import Counter
@@ -89,6 +90,25 @@ class HeldUp(CudaDevice):
         if seconds := self._delay(lane):
             with torch.cuda.stream(self._streams[lane]):
                 torch.cuda._sleep(int(seconds * cycles_a_second()))
+
+    def hold(self, lane):
+        """Work that is given to the lane from now on waits until the result of this is called. If
+        nobody calls it, the work waits for a minute."""
+        from cuda.bindings import driver
+
+        flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        stream = self._streams[lane].cuda_stream
+        (status,) = driver.cuStreamWaitValue32(stream, flag.data_ptr(), 1, at_least)
+        assert status == driver.CUresult.CUDA_SUCCESS
+        late = threading.Timer(60.0, flag.fill_, [1])
+        late.start()
+
+        def go():
+            late.cancel()
+            flag.fill_(1)
+
+        return go
 
     def copy(self, lane, sources, targets, layers):
         self._hold_up(lane)
@@ -325,11 +345,13 @@ def test_hazard_gates_hold_three_steps_in_flight(closing, kind, eager):
     executor = closing(executor_on(device, TinyEngine(kind, "cuda")))
     run(executor, save_three())
     device._delay = delay(Lane.IN)
-    begin = time.perf_counter()
+    go = device.hold(Lane.IN)
     plans = three_gated()
     for step in plans:
         executor.launch(step)
     assert not executor.done(), "issuing waited for the device"
+    begin = time.perf_counter()
+    go()
     tokens = [executor.wait().tokens for _ in plans]
     spent = time.perf_counter() - begin
     assert tokens == expected_after_reload(kind)

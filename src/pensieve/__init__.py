@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pensieve.runtime.llm import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("pensieve")
     if name in ("LLM", "SamplingParams"):
-        return getattr(importlib.import_module("pensieve.runtime.llm"), name)
+        from pensieve.runtime import llm
+
+        return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
