@@ -6,6 +6,7 @@ Copies and steps are held up on the GPU itself, by a kernel that spins.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
 import time
@@ -36,11 +37,11 @@ from tests.end_to_end.chatter import Chatter
 from ..fake_engine import copy, join, plan, span
 from ..tiny_engine import Reference, TinyEngine
 
-pytestmark = pytest.mark.xdist_group("test_cuda")  # the last test counts what the others did
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 CHUNK, SLOTS, HOST_SLOTS = 8, 40, 30
 KINDS = ("llama", "opt")
+EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
 
 
 def on_gpu(test):
@@ -516,27 +517,29 @@ def test_the_cpus_plans_bring_the_same_tokens(closing, monkeypatch, kind, eager)
     assert copied.swap_in > 0 and copied.swap_out > 0
 
 
-happened: Counter[str] = Counter()
-
-
 @on_gpu
-@pytest.mark.parametrize("held_up", [False, True], ids=["", "held up"])
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("batching", ["unified", "separate"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_replies_are_those_of_the_whole_context(kind, batching, eager, held_up):
-    """Cold = GPU hit = host reload = recomputed = suspended and resumed."""
+def test_replies_are_those_of_the_whole_context(eager):
+    """Cold = GPU hit = host reload = recomputed = suspended and resumed, and each of them happens."""
     assert not torch.backends.cuda.matmul.allow_tf32
-    delays = random.Random(9)
-
-    def device(**_):
+    happened: Counter[str] = Counter()
+    for seed, (kind, batching, held_up) in enumerate(itertools.product(KINDS, ("unified", "separate"), (False, True))):
+        delays = random.Random(9)
         choices = (0.0, 0.0, 0.002, 0.006) if held_up else (0.0,)
-        return HeldUp(lambda lane: delays.choice(choices), enforce_eager=eager)
-
-    seed = 8 * KINDS.index(kind) + 4 * (batching == "separate") + 2 * eager + held_up
-    settings = dict(batching=batching, gpu_kv_chunks=27, make_device=device)
-    conversation = Chatter(TinyEngine(kind, "cuda"), Reference(kind), seed, **settings)
-    happened.update(conversation.run(50))
+        settings = dict(
+            batching=batching,
+            gpu_kv_chunks=27,
+            make_device=lambda delays=delays, choices=choices, **_: HeldUp(
+                lambda lane: delays.choice(choices), enforce_eager=eager
+            ),
+        )
+        engine = TinyEngine(kind, "cuda")
+        print(kind, batching, "held up" if held_up else "")
+        happened.update(Chatter(engine, Reference(kind), 2 * seed + eager, **settings).run(50))
+    print(dict(happened))
+    assert happened["replies"] > 50
+    for event in EVENTS:
+        assert happened[event] > 0, f"{event} never occurred"
 
 
 @on_gpu
@@ -560,15 +563,6 @@ def test_replies_of_rows_that_share_chunks(monkeypatch, kind, eager):
     settings = dict(gpu_kv_chunks=27, openings=(48,), make_device=lambda **_: Counting(enforce_eager=eager))
     Chatter(TinyEngine(kind, "cuda"), Reference(kind), 5, **settings).run(50)
     assert sum(shared) > 50
-
-
-@on_gpu
-def test_everything_has_happened():
-    """Runs last."""
-    print(dict(happened))
-    assert happened["replies"] > 100
-    for event in ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched"):
-        assert happened[event] > 0, f"{event} never occurred"
 
 
 @on_gpu
