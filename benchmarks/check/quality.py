@@ -43,6 +43,7 @@ from pensieve.scripts.command import exit_status
 
 from ..demo_model.data import END_OF_TEXT, TURN_START, Ids, read_chats, render, split
 
+OPT_CHECKPOINT = Path(__file__).parents[2] / "tests" / "demo_models" / "opt"
 CHUNK = 32
 LEAST_CHUNKS = 2  # of a history
 
@@ -279,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     option("--chats", required=True, type=Path, nargs="+", metavar="FILE",
            help="as for demo_model.train, which leaves out the chats that are used here")  # fmt: skip
     option("--checkpoints", type=Path, nargs="+", metavar="DIR", help="with the demo models' tokenizer (default: both)",
-           default=[DEMO_CHECKPOINT, DEMO_CHECKPOINT.with_name("opt")])  # fmt: skip
+           default=[DEMO_CHECKPOINT, OPT_CHECKPOINT])  # fmt: skip
     option("--turns", type=int, default=60, metavar="N", help="at most (default %(default)s)")
     option("--reply-tokens", type=int, default=100, metavar="N", help="of a greedy reply (default %(default)s)")
     option = parts.add_parser("overflow", help="contexts that are truncated").add_argument
