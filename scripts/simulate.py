@@ -5,8 +5,8 @@
     python -m pensieve.scripts.simulate --replicas 1,8 --routing session,random --synthetic sharegpt
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
-`scheduler/sim/simulator.py` for what is simulated, `scripts/bench/traces.py` for the form of a trace. The preset `load`
-and `--replicas` have options of their own: `scripts/simulation/load.py` and `scripts/simulation/cluster.py`.
+`scheduler/sim/simulator.py` for what is simulated, `scripts/simulation/traces.py` for the form of a trace. The preset
+`load` and `--replicas` have options of their own: `scripts/simulation/load.py` and `scripts/simulation/cluster.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, Sche
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
-from .bench.traces import CHATS, read_trace, synthetic
 from .command import check_above_0, check_least, exit_status, result_line, title_line
 from .simulation.cluster import COLUMNS as CLUSTER_COLUMNS
 from .simulation.cluster import add_cluster_options, cluster_json, cluster_line, plan_cluster, simulate_cluster
 from .simulation.load import COLUMNS as LOAD_COLUMNS
 from .simulation.load import add_load_options, add_workload, config_of, plan_load, simulate_load
 from .simulation.models import MODELS
+from .simulation.traces import CHATS, read_trace, synthetic
 
 PRESETS = ("trace", "load")
 POSITIVE = (

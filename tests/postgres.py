@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.scripts.check import postgres
+from benchmarks.check import postgres
 
 
 class PrivatePostgres(postgres.PrivatePostgres):

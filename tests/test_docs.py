@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.scripts.bench import steps, tiers
-from pensieve.scripts.check.house import lines, reading_path
+from benchmarks import steps, tiers
+from benchmarks.check.house import lines, reading_path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CURRENT = [page for page in PAGES if ROOT / "docs" / "lab" not in page.parents]  # a dated page may name removed files
 MOST_LINES = {"README.md": 150, "BENCHMARKS.md": 300}
-ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts")
+ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts", "benchmarks")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 
 OTHER_PROGRAMS = {
@@ -66,9 +66,10 @@ def test_every_option_that_a_page_names_exists():
 
 
 def test_every_script_that_a_page_names_exists():
-    named = {name for page in CURRENT for name in re.findall(r"pensieve\.scripts\.(\w+(?:\.\w+)*)", page.read_text())}
+    module = re.compile(r"(?<!\w)(?:pensieve\.(?=scripts\.)|(?=benchmarks\.))(\w+(?:\.\w+)+)")
+    named = {name for page in CURRENT for name in module.findall(page.read_text())}
     assert len(named) > 10
-    places = {name: ROOT / "scripts" / name.replace(".", "/") for name in named}
+    places = {name: ROOT / name.replace(".", "/") for name in named}
     assert not [
         name
         for name, path in places.items()

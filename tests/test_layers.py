@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts")
+FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts", "benchmarks")
 
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
@@ -41,6 +41,7 @@ LAYERS = [
     "runtime.offline",
     "runtime.llm",
     "scripts",
+    "benchmarks",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from ...plugins.collectives.protocol import TENSOR_PARALLEL, register_group
 from ...scheduler.types import SettingError
 from ..device.protocol import Device
 from ..engine import Engine, open_engine
-from ..ranks.launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
+from ..ranks.launch import die_with_mpirun, open_ranks
 from ..system import MEETING_SECONDS, give_up_after, tell_when_asked
 
 if TYPE_CHECKING:
@@ -46,18 +46,6 @@ def open_rank(
     ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
     register_group(TENSOR_PARALLEL, ranks.open_group(device, engine.dtype))
     return made, engine
-
-
-def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ranks], int]) -> int:
-    """Calls work(ranks) as one of `count` ranks, or starts all of them with `words` after the command's name. Returns
-    the exit status."""
-    if under_mpi():
-        return run_rank(name, count, work)
-    try:
-        return run_ranks(count, [sys.executable, "-P", "-m", f"pensieve.scripts.{name}", *words])
-    except SettingError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
 
 
 def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:

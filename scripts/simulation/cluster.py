@@ -22,10 +22,10 @@ from ...scheduler.cost import CostProfile
 from ...scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
 from ...scheduler.sim.simulator import Session, longest_context
 from ...scheduler.types import SettingError
-from ..bench.traces import TURN_COUNTS
 from ..command import numbers, result_line
 from .load import add_workload, config_of, conversations
 from .models import MODELS
+from .traces import TURN_COUNTS
 
 KINDS = ("fail", "drain", "back")
 SETTING = ("replicas", "routing", "seed")

@@ -2,8 +2,8 @@
 
 The times of steps and copies were measured on one H200 (docs/measured/steps.md), with Llama-2-13B with 10 KV heads,
 bf16, 40 GB of KV on the GPU; or a profile of another model gives them. Conversations start as a Poisson process on an
-empty server, or as in `bench_serving`: in the middle of their lives, each sending its whole history first. The report
-covers the run's last seconds.
+empty server, or as in `benchmarks.serving`: in the middle of their lives, each sending its whole history first. The
+report covers the run's last seconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ...scheduler.cost import CostProfile
 from ...scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ...scheduler.types import Applied, RequestId, SettingError, Usage
-from ..bench.traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
-from ..bench.workload import Arrival, plan_arrivals
 from ..command import numbers
+from .arrivals import Arrival, plan_arrivals
 from .models import MODELS, read_costs, read_shape
+from .traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work

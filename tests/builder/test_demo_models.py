@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-import pensieve.builder.build as build_module
 from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.engine import Engine, open_engine
 from tests.models import ScatteredRunner
 
-MODELS = Path(build_module.__file__).parent / "demo_models"
+OPT = Path(__file__).parents[1] / "demo_models" / "opt"
 PROMPTS = (
     "Hello!",
     "Who are you?",
@@ -57,9 +57,9 @@ def is_word(text: str) -> bool:
     return text.strip(".,:;!?\"'()*-").replace("'", "").replace("-", "").isalpha()
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
+@pytest.fixture(scope="module", params=[DEMO_CHECKPOINT, OPT], ids=["llama", "opt"])
 def checkpoint(request):
-    return MODELS / request.param
+    return request.param
 
 
 def test_a_checkpoint_is_small_and_complete(checkpoint):

@@ -1,4 +1,4 @@
-"""The wheel, installed where the checkout is not to be seen: it serves, builds an engine, and answers offline."""
+"""The wheel: what it holds; and it serves, builds engines and answers offline where no checkout is to be seen."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import subprocess
 import sys
 import venv
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
+from pensieve import __version__
 from tests.end_to_end.server import Server
 from tests.models import tiny_config
 
 ROOT = Path(__file__).parents[2]
-PLACES = {name: f"pensieve/{name}" for name in ("builder", "plugins", "runtime", "scheduler", "scripts")}
+ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts")
+PLACES = {name: f"pensieve/{name}" for name in ROOMS}
 PLACES |= {"deploy/ray_serve": "pensieve/ray_serve"}
 SOURCES = (*PLACES, "src", "pyproject.toml", "README.md", "LICENSE")
 PACKED = (".py", ".txt", ".js", ".css", ".html", ".svg", ".safetensors")
+MOST_BYTES = 2_000_000  # of all files together but the demo model's, unpacked
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 OFFLINE = """
 import sys
 from pensieve import LLM, SamplingParams
@@ -37,33 +41,54 @@ def run(*words, **options) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_the_wheel_works_without_the_checkout(tmp_path):
-    source, dist, outside = tmp_path / "source", tmp_path / "dist", tmp_path / "outside"
-    for folder in (source, outside):
-        folder.mkdir()
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The files that the wheel is made of, without the rest of the checkout."""
+    source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", dist, source, cwd=outside)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    dist = tmp_path_factory.mktemp("dist")
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", dist, source, cwd=dist)
     (wheel,) = dist.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
+    return wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_program_and_one_demo_model(source, wheel):
+    files = {PurePosixPath(file.filename): file.file_size for file in zipfile.ZipFile(wheel).infolist()}
+    packed = {str(path) for path in files}
+    ours = [path for path in files if path.parts[0] == "pensieve"]
+    assert {path.parts[1] for path in ours if len(path.parts) > 2} == set(ROOMS) | {"ray_serve"}
+    assert {path.parts[0] for path in files if path not in ours} == {f"pensieve-{__version__}.dist-info"}
+    models = {path.parent for path in files if path.suffix == ".safetensors"}
+    assert models == {PurePosixPath("pensieve/builder/demo_models/llama")}
+    assert sum(size for path, size in files.items() if path.parent not in models) <= MOST_BYTES
     for room, prefix in PLACES.items():
         files = [path.relative_to(source / room) for path in (source / room).rglob("*") if path.suffix in PACKED]
         modules = [path for path in files if (source / room / path.parent / "__init__.py").exists()]
         data = [path for path in files if path.suffix != ".py"]
         assert not [path for path in (*modules, *data) if f"{prefix}/{path.as_posix()}" not in packed]
 
+
+@pytest.mark.slow
+def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
     env_dir = tmp_path / "env"
     venv.create(env_dir, with_pip=False)
     (site,) = env_dir.glob("lib/python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")]
     (site / "others.pth").write_text("\n".join(others))  # their own .pth files, with our checkout, are not read
-    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=outside)
+    run(*PIP, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=outside)
     python = env_dir / "bin" / "python"
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment = kept | {"XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -10,12 +10,12 @@ from contextlib import suppress
 import pytest
 import torch
 
+from benchmarks.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.disk.directory import RecordOrigin
 from pensieve.runtime.disk.record import PAGE, read_header, record_bytes
 from pensieve.runtime.system import descendants
-from pensieve.scripts.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 
 from .server import HTTP, Server
 from .test_server import wait_for
@@ -123,7 +123,7 @@ def test_a_record_that_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_p
 
 
 def test_no_wrong_token_across_kills_in_the_middle_of_turns(engine, reference, tmp_path):
-    """A minute of `scripts/soak.py --engine`, through five restarts."""
+    """A minute of `benchmarks/check/soak.py --engine`, through five restarts."""
     sizes = dict(chunk_tokens=CHUNK_TOKENS, gpu_kv_chunks=GPU_CHUNKS, host_kv_chunks=HOST_CHUNKS)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     options += [f"--disk-kv-chunks={DISK_CHUNKS}", f"--max-model-len={LONGEST}", "--max-num-seqs=8"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.scripts.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 
 from .server import HTTP, Server
 from .test_server import wait_for
@@ -130,7 +130,7 @@ def test_sigterm_saves_within_the_grace_time_and_no_longer(tmp_path):
 
 
 def test_no_wrong_token_across_kills_in_the_middle_of_turns(tmp_path):
-    """A minute of `scripts/check/soak.py`, whose command runs for as long as one likes."""
+    """A minute of `benchmarks/check/soak.py`, whose command runs for as long as one likes."""
     torch.set_num_threads(1)
     sizes = dict(chunk_tokens=CHUNK_TOKENS, gpu_kv_chunks=GPU_CHUNKS, host_kv_chunks=HOST_CHUNKS)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]

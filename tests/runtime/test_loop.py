@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+from benchmarks.check.house import ROOMS, planners
 from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request, RequestId
-from pensieve.scripts.check.house import ROOMS, planners
 
 
 class Notes:
@@ -60,4 +60,4 @@ def test_without_requests_nothing_is_launched():
 
 def test_only_the_loop_plans_steps():
     """Elsewhere only the simulator and tests of the scheduler do."""
-    assert planners(*ROOMS, "tests") == {"runtime/loop.py"}
+    assert planners(*ROOMS, "benchmarks", "tests") == {"runtime/loop.py"}

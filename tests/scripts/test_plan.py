@@ -13,7 +13,7 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts import plan
 from pensieve.scripts.simulation.models import MODELS, read_costs, read_shape, scaled
 
-SHAPES = Path(__file__).parents[2] / "scripts" / "shapes"
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 LLAMA = SHAPES / "llama-3-8b.json"
 MEASURED = SHAPES / "h200" / "llama-3-8b.json"
 SMALL = [

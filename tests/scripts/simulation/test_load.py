@@ -6,10 +6,10 @@ import pytest
 
 from pensieve.scheduler.sim.simulator import Open, Session, SessionTurn
 from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, Usage
-from pensieve.scripts.bench.traces import made_up
-from pensieve.scripts.bench.workload import Arrival
 from pensieve.scripts.simulate import main, parser
+from pensieve.scripts.simulation.arrivals import Arrival
 from pensieve.scripts.simulation.load import Tally, joined, load_run, measured
+from pensieve.scripts.simulation.traces import made_up
 
 SMALL = [
     "--preset",

@@ -1,0 +1,451 @@
+"""benchmarks.engine: times a compiled forward pass against the reference's, and engines of large models on a GPU.
+
+    python -m benchmarks.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
+    python -m benchmarks.engine gpu [--shapes opt-13b ...] [--backends reference inductor tensorrt]
+        [--dtype float16] [--generation 1x256 64x256 ...] [--weights same fp8 int4]
+
+compare: the time outside attention, which both engines share. Prints medians of batches with one new token for each
+request, or with one prompt; then runs all steps of a chat load, each once.
+
+gpu: for each shape, with random weights, an engine of each backend is built, opened and run: a prompt, then generation,
+both captured. Printed for each:
+
+    build, load        seconds; of a compiled engine also its compiler's
+    loading            peak GPU memory while it was opened, besides the weights' own bytes (random weights are made one
+                       tensor at a time, so a tensor or two)
+    running            peak GPU memory while steps ran, besides weights and KV pool: activations, a step's logits,
+                       graphs
+    generation         ms for a step, and the share of the minimum: weights and KV bytes at 4.25 TB/s
+    prompt             ms for a step of one prompt
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pensieve.builder.build import build_engine, build_random_engine
+from pensieve.builder.checkpoints.config import Shard
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.builder.choices import WEIGHTS
+from pensieve.plugins.attention import reference as attention_reference
+from pensieve.plugins.torch_ops import register_pool, release_pool
+from pensieve.runtime.engine import Engine, open_engine
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import CostProfile, analytic_profile
+from pensieve.scheduler.plan import StepPlan
+from pensieve.scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts.command import add_kv_cache_dtype, exit_status
+from pensieve.scripts.simulation.traces import CHATS, synthetic
+
+CHUNK = 32
+
+
+class Part(NamedTuple):
+    """One request's share of a step: its `new` last tokens of `context`, and whether the last of them is sampled."""
+
+    new: int
+    context: int
+    samples: bool = True
+
+
+CONTEXT = 128  # tokens of a row that generates: short, because attention's time is subtracted but its noise is not
+BATCHES = {
+    "1 row generates": [Part(1, CONTEXT)],
+    "4 rows generate": [Part(1, CONTEXT)] * 4,
+    "16 rows generate": [Part(1, CONTEXT)] * 16,
+    "64 rows generate": [Part(1, CONTEXT)] * 64,
+    "a prompt of 64": [Part(64, 64)],
+    "a prompt of 512": [Part(512, 512)],
+}
+UNCOUNTED = 3
+
+
+Clock = Callable[[], float]
+
+
+class Spent:
+    """Seconds of a clock inside the operations that every backend calls."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds, self.clock = 0.0, clock
+        for name in ("write_kv", "multi_token_attention"):
+            setattr(attention_reference, name, self._timed(getattr(attention_reference, name)))
+
+    def _timed(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = self.clock()
+            result = operation(*arguments)
+            self.seconds += self.clock() - start
+            return result
+
+        return timed
+
+
+class Row(NamedTuple):
+    """Milliseconds of a step: outside attention, and in all."""
+
+    batch: str
+    reference: float
+    inductor: float
+    reference_total: float
+    inductor_total: float
+
+    @property
+    def ratio(self) -> float:
+        return self.reference / self.inductor
+
+
+def arguments(requests: int, new: int, vocab: int, context: int = CONTEXT) -> list[torch.Tensor]:
+    """Arguments of `Engine.forward` without the pool: each request computes the end of its context, and samples its
+    last token."""
+    return arguments_of([Part(new, max(context, new))] * requests, vocab)
+
+
+def arguments_of(parts: Sequence[Part], vocab: int) -> list[torch.Tensor]:
+    """As `arguments`, with its own part for each request; chunks are those of the pool's first slots, in order."""
+    blocks = [-(-part.context // CHUNK) for part in parts]
+    table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
+    positions, slots, segments, rows = [], [], [], []
+    first, taken = 0, 0
+    for seat, part in enumerate(parts):
+        table[seat, : blocks[seat]] = torch.arange(taken, taken + blocks[seat])
+        own = torch.arange(part.context - part.new, part.context)
+        positions.append(own)
+        slots.append(table[seat, own // CHUNK] * CHUNK + own % CHUNK)
+        segments.append((first, part.new, 0, part.context, seat))
+        first, taken = first + part.new, taken + blocks[seat]
+        if part.samples:
+            rows.append(first - 1)
+    ids = torch.randint(vocab, (first,), generator=torch.Generator().manual_seed(0))
+    made = (ids, torch.cat(positions), torch.cat(slots), torch.tensor(segments), table, torch.tensor(rows))
+    return [part.int() for part in made]
+
+
+class StepBench:
+    """Both engines, over one pool of `slots` chunks; `step` runs one batch on each."""
+
+    def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
+        self.engines, self.spent = engines, spent
+        self.vocab = engines[0].manifest.vocab_size
+        self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].kv_dtype))
+
+    def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
+        """Milliseconds outside attention of each engine, then all of them."""
+        outside, total = [], []
+        for engine in self.engines:
+            self.spent.seconds = 0.0
+            start = self.spent.clock()
+            engine.forward(*batch, self.handle)  # type: ignore[arg-type, call-arg]
+            took = self.spent.clock() - start
+            outside.append(1e3 * (took - self.spent.seconds))
+            total.append(1e3 * took)
+        return outside + total
+
+    def batch(self, name: str, seconds: float) -> Row:
+        """Medians of one of the BATCHES."""
+        batch = arguments_of(BATCHES[name], self.vocab)
+        times: list[list[float]] = []
+        deadline = time.perf_counter() + seconds
+        while len(times) < UNCOUNTED + 5 or time.perf_counter() < deadline:
+            times.append(self.step(batch))
+        return Row(name, *map(statistics.median, zip(*times[UNCOUNTED:], strict=True)))
+
+    def chats(self, steps: Sequence[Sequence[Part]]) -> Row:
+        """Means over the steps, each run once, so the first-run cost of each shape is included."""
+        times = [self.step(arguments_of(step, self.vocab)) for step in steps]
+        return Row(f"{len(steps)} steps of chats", *map(statistics.fmean, zip(*times, strict=True)))
+
+
+class Recorder(VirtualDevice):
+    """Keeps the parts of each step: generated tokens and then spans, as the batch has them."""
+
+    def __init__(self, cost: CostProfile):
+        super().__init__(cost)
+        self.steps: list[tuple[Part, ...]] = []
+
+    def launch(self, plan: StepPlan, now: float) -> float:
+        if plan.tokens:
+            generated = [Part(1, position + 1) for position in plan.positions]
+            spans = [Part(span.end - span.start, span.end, bool(span.samples)) for span in plan.spans]
+            self.steps.append((*generated, *spans))
+        return super().launch(plan, now)
+
+
+def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part, ...]]:
+    """The steps of `users` conversations like ShareGPT's, of `turns` turns at most; nothing is evicted."""
+    drawn = synthetic(CHATS["sharegpt"], conversations=users, sessions_per_s=1.0, think_s=2.0, seed=seed)
+    sessions = [session._replace(turns=session.turns[:turns]) for session in drawn]
+    longest = longest_context(sessions)
+    config = SchedulerConfig(
+        gpu_kv_chunks=users * (longest // CHUNK + 2),
+        host_kv_chunks=0,
+        max_model_len=longest,
+        max_num_seqs=users,
+        chunk_tokens=CHUNK,
+        generation_reserve=0.0,
+    )
+    cost = analytic_profile(  # only a step's 5 ms matter: no chunk is evicted, loaded or recomputed
+        chunk_tokens=CHUNK,
+        parameters=5_000_000,
+        layers=6,
+        attention_width=512,
+        chunk_bytes=2**19,
+        max_context=longest,
+        flops_per_s=50e9,
+        link_bytes_per_s=5e9,
+        step_base_seconds=5e-3,
+    )
+    device = Recorder(cost)
+    Simulator(config, cost, sessions, watch=lambda *_: None, device=device).run()
+    return device.steps
+
+
+def slots_of(parts: Sequence[Part]) -> int:
+    return sum(-(-part.context // CHUNK) for part in parts)
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints a table; returns the line of JSON. Raises SettingError as building does."""
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as directory:
+        engines = []
+        for backend in ("reference", "inductor"):
+            build_engine(args.checkpoint, Path(directory) / backend, backend, args.dtype)
+            engines.append(open_engine(Path(directory) / backend))
+        steps = chat_steps()
+        slots = max(slots_of(parts) for parts in (*BATCHES.values(), *steps))
+        bench = StepBench(engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter))
+        rows = [bench.batch(name, args.seconds) for name in BATCHES]
+        rows.append(bench.chats(steps))
+    print("| batch | reference, ms | inductor, ms | ratio | with attention: reference | inductor |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        numbers = (row.reference, row.inductor, row.ratio, row.reference_total, row.inductor_total)
+        print(f"| {row.batch} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |")
+    return {"dtype": args.dtype, "threads": args.threads, "rows": [row._asdict() for row in rows]}
+
+
+# On a GPU.
+
+
+SHAPES = Path(__file__).parent / "shapes"
+FLOOR_BYTES_S = 4.25e12
+POOL_BYTES = 20 * 2**30
+PROMPT = 2048
+GENERATION = ("1x32", "64x32", "64x1024")  # rows x context
+REPEATS = 30
+
+
+class GpuRow(NamedTuple):
+    """Seconds, bytes, and milliseconds: of each generation of the options, in their order, and of a prompt."""
+
+    shape: str
+    backend: str
+    dtype: str
+    weights: str
+    build_seconds: float
+    compile_seconds: float
+    load_seconds: float
+    weight_bytes: int
+    loading_beyond: int
+    pool_bytes: int
+    running_beyond: int
+    step_ms: tuple[float, ...]
+    floor_ms: tuple[float, ...]
+    prompt_ms: float
+
+
+def bench_on_gpu(
+    config: Path, backend: str, dtype: str, weights: str, batches: Sequence[tuple[int, int]], directory: Path,
+    kv_cache_dtype: str = "auto",
+) -> GpuRow:  # fmt: skip
+    """batches: (rows, context) of each generation. Raises SettingError as building does."""
+    start = time.perf_counter()
+    path = directory / f"{backend}-{weights}"
+    built = build_random_engine(config, path, backend=backend, dtype=dtype, device="cuda", weights=weights)
+    build_seconds = time.perf_counter() - start
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    engine = open_engine(path, "cuda", kv_cache_dtype=kv_cache_dtype)
+    torch.cuda.synchronize()
+    load_seconds = time.perf_counter() - start
+    loading = torch.cuda.max_memory_allocated() - before
+    compiled = built.manifest.compiled
+    pool, running, steps, prompt = run(engine, batches, before)
+    return GpuRow(
+        shape=config.stem,
+        backend=backend,
+        dtype=dtype,
+        weights=weights,
+        build_seconds=round(build_seconds, 1),
+        compile_seconds=compiled.compile_seconds if compiled else 0.0,
+        load_seconds=round(load_seconds, 2),
+        weight_bytes=engine.weight_bytes,
+        loading_beyond=loading - engine.weight_bytes,
+        pool_bytes=pool,
+        running_beyond=running - engine.weight_bytes - pool,
+        step_ms=tuple(steps),
+        floor_ms=tuple(floor_ms(engine, *batch) for batch in batches),
+        prompt_ms=prompt,
+    )
+
+
+def floor_ms(engine: Engine, rows: int, context: int) -> float:
+    """The time to read the KV that a layer's window reaches, and the weights, without those of experts that no row
+    chooses, if all are equally likely."""
+    decoder = engine.manifest.decoder
+    keys = sum(min(context, decoder.window(layer) or context) for layer in range(decoder.layers))
+    kv = rows * keys * engine.chunk_bytes(CHUNK) // CHUNK // decoder.layers
+    others = 1 - decoder.experts_per_token / max(decoder.experts, 1)  # the share that a row does not choose
+    unread = (engine.parameters - engine.active_parameters) * others ** (rows - 1) * engine.dtype.itemsize
+    return 1e3 * (engine.weight_bytes - unread + kv) / FLOOR_BYTES_S
+
+
+@torch.inference_mode()
+def run(engine: Engine, batches: Sequence[tuple[int, int]], before: int) -> tuple[int, int, list[float], float]:
+    """Returns (bytes of the pool, peak bytes besides those allocated before the engine, milliseconds of each
+    generation, of a prompt)."""
+    slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
+    for rows, context in batches:
+        if rows * -(-context // CHUNK) > slots:
+            held = f"the pool of {POOL_BYTES >> 30} GiB"
+            raise SettingError("--generation", f"{rows}x{context} has more KV than {held} holds")
+    pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.kv_dtype, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    prompt = step_of(engine, pool, 1, PROMPT)(captured_ms)
+    times = [step_of(engine, pool, rows, 1, context)(captured_ms) for rows, context in batches]
+    torch.cuda.synchronize()
+    return pool.nbytes, torch.cuda.max_memory_allocated() - before, times, prompt
+
+
+def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0) -> Callable[..., Any]:
+    """Returns a function that calls how(step) while the pool is registered."""
+    from pensieve.plugins.attention.kernel import (
+        make_work_list,  # imported here because only CUDA installations have Triton
+    )
+    from pensieve.plugins.attention.work_list import Capacity
+
+    batch = [part.cuda() for part in arguments(requests, new, engine.vocab_size, context)]
+    shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
+    capacity = Capacity(requests * new, requests, batch[4].shape[1] * CHUNK)
+    work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype)
+
+    def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
+        handle = register_pool(pool, work=work)
+
+        def step() -> Tensor:
+            work.build(batch[3], longest=new)  # like a device
+            return engine.forward(*batch, handle)  # type: ignore[arg-type, call-arg]
+
+        try:
+            return how(step)
+        finally:
+            torch.cuda.synchronize()
+            release_pool(handle)
+
+    return do
+
+
+def captured_ms(step: Callable[[], Tensor]) -> float:
+    """Median time of captured steps that run one after the other."""
+    from .kernels import captured  # and Triton, which comes with CUDA only
+
+    replay = captured(step)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)]
+    for event in events:
+        replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[3:]))
+
+
+def line(row: GpuRow) -> str:
+    mib, gib = 2**20, 2**30
+    steps = [f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True)]
+    cells = (
+        row.shape,
+        f"{row.backend}, {row.dtype}, {row.weights}",
+        f"{row.build_seconds:.0f} ({row.compile_seconds:.0f}), {row.load_seconds:.2f} s",
+        f"{row.weight_bytes / gib:.2f}",
+        f"{row.loading_beyond / mib:.0f} MiB",
+        f"{row.pool_bytes / gib:.2f}",
+        f"{row.running_beyond / mib:.0f} MiB",
+        *steps,
+        f"{row.prompt_ms:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    """As `compare`."""
+    batches = [batch(text) for text in args.generation]
+    generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
+    print(f"| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running | {generation} | "
+          f"prompt of {PROMPT} |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|" + "---|" * len(batches) + "---|")
+    rows = []
+    for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
+        with tempfile.TemporaryDirectory() as directory:
+            config = SHAPES / f"{shape}.json"
+            how = (args.dtype, weights, batches, Path(directory), args.kv_cache_dtype)
+            rows.append(bench_on_gpu(config, backend, *how))
+        torch.cuda.empty_cache()
+        print(line(rows[-1]), flush=True)
+    about = {"gpu": torch.cuda.get_device_name(), "kv_cache_dtype": args.kv_cache_dtype}
+    return {**about, "rows": [row._asdict() for row in rows]}
+
+
+def batch(text: str) -> tuple[int, int]:
+    """Of ROWSxCONTEXT; SettingError."""
+    rows, _, context = text.partition("x")
+    if not (rows.isdigit() and context.isdigit() and int(rows) and int(context)):
+        raise SettingError("--generation", f"{text!r} is not ROWSxCONTEXT, such as 64x1024")
+    return int(rows), int(context)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__.partition("\n")[0])
+    ways = made.add_subparsers(dest="way", required=True)
+    option = ways.add_parser("compare", help="beside the reference, on the CPU").add_argument
+    option("--checkpoint", type=Path, default=DEMO_CHECKPOINT, metavar="DIR")
+    option("--dtype", default="float32")
+    option("--threads", type=int, default=1)
+    option("--seconds", type=float, default=3.0, help="a batch (default %(default)s)")
+    gpu = ways.add_parser("gpu", help="engines of large models")
+    add_kv_cache_dtype(gpu)
+    option = gpu.add_argument
+    option(
+        "--shapes", nargs="+", default=["llama-3-8b", "llama-2-13b-gqa"], metavar="NAME", help="of benchmarks/shapes/"
+    )
+    option("--backends", nargs="+", default=["reference", "inductor"], metavar="NAME")
+    option("--dtype", default="bfloat16", help="(default %(default)s)")
+    option("--generation", nargs="+", default=GENERATION, metavar="ROWSxCONTEXT", help="(default %(default)s)")
+    option("--weights", nargs="+", default=["same"], choices=WEIGHTS)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    work = compare if args.way == "compare" else bench_gpu
+    return exit_status("benchmarks.engine", lambda: print(json.dumps(work(args))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

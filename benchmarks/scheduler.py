@@ -1,0 +1,242 @@
+"""benchmarks.scheduler: the host's time for one step: planning, packing and applying it, on one core, without a device.
+
+A scheduler is filled through normal operation with made-up samples: about 200,000 chunks known (30,000 GPU slots,
+170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then measured, each planned before the previous one
+is applied, as in the serving loop:
+
+    plain     every seat generates; sometimes chunks fill up, and chunks are copied out ahead of time
+    heavy     nearly all seats generate while conversations return from HOST: at least 100 swap-ins, and 200 victims
+              (GPU slots taken back and chunks copied out; HOST drops further chunks for them)
+    heaviest  as heavy, and a prompt of 3,200 tokens joins in the same step
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import pstats
+import random
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pensieve.runtime.step.inputs import StepPacker
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.plan import StepPlan, StepResult
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import Request, RequestId
+from pensieve.scripts.simulation.models import MODELS
+
+CHUNK_TOKENS = 32
+HISTORY_CHUNKS = 50
+LONG_PROMPT_TOKENS = 3200
+PHASES = ("plan", "pack", "apply", "total")
+STEP_S = 0.02  # on the scheduler's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The number of known chunks and of measured steps, and the definition of a heavy step."""
+
+    gpu_chunks: int = 30_000
+    host_chunks: int = 170_000
+    seats: int = 256
+    plain_steps: int = 500
+    heavy_steps: int = 100
+    swap_ins: int = 100
+    victims: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds by phase, and the contents of the step."""
+
+    seconds: tuple[float, float, float]
+    generate: int
+    tokens: int
+    swap_ins: int
+    taken_back: int
+    copied_out: int
+    dropped: int
+
+    @property
+    def victims(self) -> int:
+        return self.taken_back + self.copied_out
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+
+class StepBench:
+    def __init__(self, load: Load):
+        self.load = load
+        shape = MODELS["llama-3-8b"]
+        cost = shape.cost(CHUNK_TOKENS, 16_384, flops_per_s=500e12, memory_bytes_per_s=4e12, link_bytes_per_s=50e9)
+        config = SchedulerConfig(
+            gpu_kv_chunks=load.gpu_chunks,
+            host_kv_chunks=load.host_chunks,
+            max_model_len=16_384,
+            max_num_seqs=load.seats,
+            max_num_batched_tokens=8192,
+            max_queue=4096,
+        )
+        self.scheduler = Scheduler(config, cost)
+        self.packer = StepPacker(load.seats, config.chunks(config.max_model_len), CHUNK_TOKENS)
+        self.random = random.Random(1)
+        self.now = 0.0
+        self.requests = 0
+        self.conversations = 0
+        self.returning = 0
+        self._launched: StepPlan | None = None
+
+    # -- requests
+
+    def add(self, conversation: str, prompt: array[int], max_tokens: int) -> None:
+        self.requests += 1
+        self.scheduler.add(Request(RequestId(self.requests), prompt, max_tokens, conversation), self.now)
+
+    def add_new(self, tokens: int, max_tokens: int) -> None:
+        self.conversations += 1
+        prompt = array("i", array("H", self.random.randbytes(2 * tokens)))
+        self.add(f"c{self.conversations}", prompt, max_tokens)
+
+    def add_returning(self) -> None:
+        """The next conversation in the order of their ages writes a few tokens."""
+        self.returning += 1
+        name = f"c{self.returning}"
+        self.add(name, self.scheduler.conversations.tokens(name) + array("i", range(8)), 1)
+
+    # -- steps
+
+    def step(self) -> Step | None:
+        """Plans and packs one step, then applies the one before it."""
+        self.now += STEP_S
+        before = self.scheduler.stats()
+        start = time.perf_counter()
+        plan = self.scheduler.next_plan(self.now)
+        planned = time.perf_counter()
+        after = self.scheduler.stats()
+        packing = time.perf_counter()
+        if plan is not None:
+            self.packer.pack(plan)
+        packed = time.perf_counter()
+        launched, self._launched = self._launched, plan
+        result = launched and StepResult(launched.step, launched.samples, (launched.step,) * len(launched.samples))
+        applying = time.perf_counter()
+        if result:
+            self.scheduler.apply(result, self.now)
+        applied = time.perf_counter()
+        if plan is None:
+            return None
+        slots_given = sum(len(update.slots) for update in plan.blocks)
+        return Step(
+            seconds=(planned - start, packed - packing, applied - applying),
+            generate=len(plan.generate),
+            tokens=plan.tokens,
+            swap_ins=after.swapped_in - before.swapped_in,
+            taken_back=slots_given + after.slots["gpu"]["free"] - before.slots["gpu"]["free"],
+            copied_out=after.swapped_out - before.swapped_out,
+            dropped=after.dropped - before.dropped,
+        )
+
+    def fill(self) -> None:
+        """Conversations of equal length until both tiers are full, then a long reply begins in nearly every seat."""
+        known = self.load.gpu_chunks + self.load.host_chunks
+        while self.conversations * HISTORY_CHUNKS < known:
+            for _ in range(4):
+                self.add_new(HISTORY_CHUNKS * CHUNK_TOKENS, 1)
+            self.step()
+        self.drain()
+        self.returning = self.conversations // 4  # in the middle of the ages: neither dropped nor still on the GPU
+        for _ in range(self.load.seats - 4):
+            self.add_new(self.random.randrange(200, 1200), 10_000)
+        while self.scheduler.stats().waiting:
+            self.step()
+
+    def drain(self) -> None:
+        while not self.scheduler.idle:
+            self.step()
+
+    def plain(self) -> list[Step]:
+        return [step for _ in range(self.load.plain_steps) if (step := self.step())]
+
+    def heavy(self, prompt_tokens: int) -> list[Step]:
+        """Two conversations return and a prompt joins in one step; the lighter steps that follow are left out."""
+        load = self.load
+        steps: list[Step] = []
+        while len(steps) < load.heavy_steps:
+            for _ in range(2):
+                self.add_returning()
+            self.add_new(prompt_tokens, 1)
+            for _ in range(3):
+                step = self.step()
+                if step and step.swap_ins >= load.swap_ins and step.victims >= load.victims:
+                    steps.append(step)
+        return steps
+
+
+def summary(steps: Sequence[Step]) -> dict[str, float]:
+    """Median and 99th percentile by phase, milliseconds; means of the steps' contents."""
+    rows = [(*step.seconds, step.total) for step in steps]
+    found: dict[str, float] = {"steps": len(steps)}
+    for name, column in zip(PHASES, zip(*rows, strict=True), strict=True):
+        found[f"{name}_ms_p50"] = round(1e3 * statistics.median(column), 4)
+        found[f"{name}_ms_p99"] = round(1e3 * statistics.quantiles(column, n=100)[98], 4)
+    for name in ("generate", "tokens", "swap_ins", "taken_back", "copied_out", "dropped"):
+        found[name] = round(statistics.fmean(getattr(step, name) for step in steps), 1)
+    return found
+
+
+def show(title: str, found: dict[str, float]) -> None:
+    print(
+        f"{title}: {found['steps']} steps, on average {found['generate']} generating, {found['tokens']} tokens, "
+        f"{found['swap_ins']} swapped in, {found['taken_back']} GPU slots taken back, "
+        f"{found['copied_out']} copied out, {found['dropped']} dropped"
+    )
+    for name in PHASES:
+        print(f"  {name:<6} p50 {found[f'{name}_ms_p50']:7.3f} ms   p99 {found[f'{name}_ms_p99']:7.3f} ms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.scheduler", description="Host time of a step: plan, pack, apply.")
+    parser.add_argument("--plain-steps", type=int, default=500, metavar="N", help="default %(default)s")
+    parser.add_argument("--heavy-steps", type=int, default=100, metavar="N", help="default %(default)s")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes (and measure slower steps)")
+    args = parser.parse_args(argv)
+
+    bench = StepBench(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))
+    start = time.perf_counter()
+    bench.fill()
+    slots = bench.scheduler.stats().slots
+    print(f"filled in {time.perf_counter() - start:.1f} s; {slots}")
+    gc.collect()
+    gc.freeze()  # later collections examine the steps' objects only, not the filled scheduler
+
+    results = {}
+    kinds = {
+        "plain": bench.plain,
+        "heavy": lambda: bench.heavy(CHUNK_TOKENS),
+        "heaviest": lambda: bench.heavy(LONG_PROMPT_TOKENS),
+    }
+    for title, measure in kinds.items():
+        profiler = cProfile.Profile()
+        if args.profile:
+            profiler.enable()
+        steps = measure()
+        profiler.disable()
+        results[title] = summary(steps)
+        show(title, results[title])
+        if args.profile:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    print(json.dumps({"bench": "scheduler", **results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Arrivals of conversations: when each one comes, and where in its life it is then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...scheduler.types import SettingError
+from .traces import Dialogue
+
+
+class Arrival(NamedTuple):
+    """A conversation that starts during the run, or is already in progress at the run's start.
+
+    at       seconds after the run's start at which its first request is sent
+    number   of the pass over the workload: a conversation is played once in each
+    turn     of the first request; earlier turns are history
+    done     tokens of that turn's reply that are history too
+    think_s  seconds from `at` to the turn after it; None: as that turn says, from the reply's end
+    """
+
+    at: float
+    dialogue: Dialogue
+    number: int = 0
+    turn: int = 0
+    done: int = 0
+    think_s: float | None = None
+
+
+def clock_rate(dialogues: Sequence[Dialogue]) -> float | None:
+    """Conversations per second by the trace's own clock; None if it has none."""
+    starts = [dialogue.start_s for dialogue in dialogues if dialogue.start_s is not None]
+    if not starts:
+        return None
+    lasts = max(starts) - min(starts)
+    return len(starts) / lasts if lasts else len(starts) / 1.0
+
+
+def plan_arrivals(
+    dialogues: Sequence[Dialogue],
+    *,
+    rate: float,
+    seconds: float,
+    seconds_per_token: float,
+    seed: int,
+    ramp_s: float = 0.0,
+    from_empty: bool = False,
+    send_histories: bool = False,
+) -> list[Arrival]:
+    """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations per second.
+
+    A trace with its own clock is replayed from its start, and whole conversations are dropped to lower its rate.
+    Otherwise conversations start as a Poisson process that has been running for ever: conversations that are still open
+    at the run's start are joined in the middle, with `seconds_per_token` as the assumed time of replies. Each of these
+    sends its whole history at once, so the server starts with many prompts that it would normally have in its cache.
+    With `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are then: the load
+    grows evenly to `rate`, and stays there. With `send_histories` those whose user thinks at that time do not wait for
+    the next turn: they send their history for one token, and think for the time that is left. So the server soon has
+    the histories that it would normally have, also where users think for long. With `from_empty` no conversation is
+    open at the start: the load grows during a conversation's lifetime.
+    """
+    draw = random.Random(seed)
+    native = clock_rate(dialogues)
+    if native is not None:
+        if send_histories:
+            raise SettingError("--send-histories", "the trace has its own clock: no conversation is open at its start")
+        return _replay(dialogues, rate / native, seconds, draw)
+    horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
+    arrivals = []
+    order = _shuffled(dialogues, draw)
+    start = 0.0 if from_empty else -horizon
+    while (start := start + draw.expovariate(rate)) < seconds:
+        number, dialogue = next(order)
+        entry = ramp_s * draw.random() if ramp_s else 0.0
+        arrival = join(dialogue, number, start - entry, seconds_per_token, send_histories)
+        if arrival is not None:
+            arrivals.append(arrival._replace(at=arrival.at + entry))
+    return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+def _replay(dialogues: Sequence[Dialogue], share: float, seconds: float, draw: random.Random) -> list[Arrival]:
+    if share > 1 + 1e-9:
+        raise SettingError("--rate", f"at most {clock_rate(dialogues):.4g}, which is all that the trace has")
+    zero = min(dialogue.start_s or 0.0 for dialogue in dialogues)
+    starts = [((dialogue.start_s or 0.0) - zero, dialogue) for dialogue in dialogues]
+    last = max(start for start, _ in starts)
+    if last < seconds:
+        raise SettingError("--measure-s", f"the run takes {seconds:g} s with its warm-up, the trace {last:g}")
+    kept = [Arrival(start, dialogue) for start, dialogue in starts if draw.random() < share and start < seconds]
+    return sorted(kept, key=lambda arrival: arrival.at)
+
+
+def _shuffled(dialogues: Sequence[Dialogue], draw: random.Random) -> Iterator[tuple[int, Dialogue]]:
+    """(pass, conversation), without end; each pass has its own order."""
+    number = 0
+    while True:
+        for dialogue in draw.sample(dialogues, len(dialogues)):
+            yield number, dialogue
+        number += 1
+
+
+def lifetime(dialogue: Dialogue, seconds_per_token: float) -> float:
+    """Seconds from the first request to the end of the last reply."""
+    thought = sum(turn.think_s for turn in dialogue.turns[1:])
+    return thought + seconds_per_token * sum(turn.output_tokens for turn in dialogue.turns)
+
+
+def join(
+    dialogue: Dialogue, number: int, start: float, seconds_per_token: float, send_history: bool = False
+) -> Arrival | None:
+    """The state at time 0 of a conversation that began at `start`; None if it is over. A later start means its
+    beginning. `send_history`: if its user thinks at time 0, the first request is the turn before with all of its reply
+    but the last token, and `think_s` is the think time that is left."""
+    now = start
+    for index, turn in enumerate(dialogue.turns):
+        now += turn.think_s if index else 0.0
+        if now >= 0 and index and send_history:
+            done = dialogue.turns[index - 1].output_tokens - 1
+            return Arrival(0.0, dialogue, number, index - 1, done, think_s=now)
+        if now >= 0:
+            return Arrival(now, dialogue, number, index)
+        reply = seconds_per_token * turn.output_tokens
+        if now + reply > 0:
+            return Arrival(0.0, dialogue, number, index, min(int(-now / seconds_per_token), turn.output_tokens - 1))
+        now += reply
+    return None

@@ -1,0 +1,280 @@
+"""Pensieve and vLLM in turns under one load, with a tiny engine and something that speaks as vLLM does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import versus
+from benchmarks.report import BEGIN, END, read_runs, write_report
+from benchmarks.versus import CONNECTORS, Server, Versus, main, parser
+from tests.benchmarks.fake_vllm import make_site
+from tests.models import LLAMA_SHAPE
+
+GPU, HOST = 3 * 2**20, 5 * 2**20
+RUN = [sys.executable, "-m", "benchmarks.versus"]
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Options of a run on the CPU, with short windows."""
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(LLAMA_SHAPE | {"architectures": ["LlamaForCausalLM"]}))
+    words = ["--device", "cpu", "--shape", shape, "--vllm", make_site(tmp_path / "site"), "--work", tmp_path / "work"]
+    words += [
+        "--gpu-kv-bytes",
+        "3MiB",
+        "--host-kv-bytes",
+        "5MiB",
+        "--processes",
+        "1",
+        "--seed",
+        "7",
+        "--revision",
+        "r1",
+    ]
+    words += ["--ramp-s", "0.5", "--warm-up-s", "1", "--output", tmp_path / "out" / "versus.jsonl"]
+    return [str(word) for word in words]
+
+
+def started(tmp_path):
+    """For each fake vLLM its words and the number of its process."""
+    return [json.loads(line) for line in (tmp_path / "site" / "started").read_text().splitlines()]
+
+
+def alive(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def value(command, option):
+    return command[command.index(option) + 1]
+
+
+def test_the_readmes_command_has_all_that_its_workload_needs():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = (line for line in readme.splitlines() if "benchmarks.versus" in line)
+    python, _, _, *words = shlex.split(line)
+    args = parser().parse_args(words)
+    assert python == ".venv/bin/python" and args.vllm == Path("VLLM/bin/python")
+    assert versus.PRESETS[args.workload].load or args.trace == Path("TRACE")
+
+
+def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
+    made = Versus(parser().parse_args(options))
+    ours = made.command(Server.read("pensieve:--queue-order arrival"), tmp_path)
+    assert (int(value(ours, "--gpu-kv-bytes")), int(value(ours, "--host-kv-bytes"))) == (GPU, HOST)
+    assert ours[-2:] == ["--queue-order", "arrival"]
+    connectors = {}
+    for name in CONNECTORS:
+        server = Server.read(f"{name}@3,4.5:--max-num-batched-tokens 2048")
+        assert (server.kind, server.rates, server.shown) == (name, (3, 4.5), f"{name}:--max-num-batched-tokens 2048")
+        theirs = made.command(server, tmp_path)
+        assert int(value(theirs, "--kv-cache-memory-bytes")) == GPU
+        assert value(theirs, "--max-num-seqs") == value(ours, "--max-num-seqs") == "256"
+        assert theirs[-2:] == ["--max-num-batched-tokens", "2048"]
+        assert made.load(server, 4, 0) == made.load(Server.read("pensieve"), 4, 0)[:-1]
+        longest = value(made.load(server, 4, 0), "--max-context")
+        assert longest == "16384", "not what each server says: arrivals are of it"
+        if "--kv-transfer-config" in theirs:
+            connectors[name] = json.loads(value(theirs, "--kv-transfer-config"))
+    assert connectors == {
+        "vllm-offload": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": HOST, "offload_prompt_only": False},
+        },
+        "vllm-simple-offload": {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": HOST},
+        },
+    }
+
+
+def test_the_clients_options_override_the_workloads(options):
+    made = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
+    assert made.load(Server.read("vllm"), 4, 0)[-4:] == ["--think-s", "60", "--synthetic", "ultrachat"]
+
+
+def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for words, said in (
+        (["--servers", "sglang"], "--servers: 'sglang' is none of pensieve, vllm,"),
+        (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
+        (["--workload", "agents"], "--trace: agents need one"),
+        (["--workload", "agents", "--trace", "none.gz"], "--trace: there is no none.gz"),
+        (["--shape", "none.json"], "--shape: none.json does not exist"),
+        (["--vllm", str(tmp_path / "empty")], "PackageNotFoundError: No package metadata was found for vllm: install"),
+        (["--vllm", str(tmp_path / "nowhere")], f"--vllm: there is no {tmp_path / 'nowhere'}: install"),
+    ):
+        assert main([*options, *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("workload", ["chats", "agents"])
+def test_the_commands_that_a_run_calls_exist(options, tmp_path, monkeypatch, workload):
+    called = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append(name))
+    trace = tmp_path / "trace.gz"
+    trace.touch()
+    run = Versus(parser().parse_args([*options, "--workload", workload, "--trace", str(trace)]))
+    run._make_model()
+    assert ("pensieve.scripts.profile_engine" in called) == (workload == "agents")
+    assert called and all(importlib.util.find_spec(name) for name in called)
+
+
+def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeypatch):
+    profiled = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: profiled.append(words))
+    trace = tmp_path / "trace.gz"
+    trace.touch()
+    servers = ["--servers", "pensieve", "pensieve@0.6:--kv-cache-dtype fp8", "pensieve:--queue-order arrival"]
+    run = Versus(parser().parse_args([*options, "--workload", "agents", "--trace", str(trace), *servers]))
+    run._make_model()
+    profiled = {words[1]: words[-1] for words in profiled if "--kv-cache-dtype" in words}
+    for server, (name, kv_type) in zip(
+        run._servers, [("engine", "auto"), ("engine-fp8", "fp8"), ("engine", "auto")], strict=True
+    ):
+        engine = tmp_path / "work" / "agents" / name
+        assert profiled[engine] == kv_type
+        assert str(engine) in run.command(server, tmp_path)
+    assert len(profiled) == 2
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_path):
+    servers = ["--servers", "vllm-offload:--no-memory", "vllm@5,9", "--rates", "7", "--measure-s", "1"]
+    ended = subprocess.run([*RUN, *options, *servers], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1, ended.stderr
+    assert "out of memory" in ended.stdout and "not all was measured of vllm-offload:--no-memory" in ended.stderr
+    records = read_runs([tmp_path / "out" / "versus.jsonl"])
+    assert [(record["server"], record["result"]["rate"]) for record in records] == [("vllm", 5), ("vllm", 9)]
+    assert all(record["result"]["errors"] == {} and record["result"]["seed"] == 7 for record in records)
+    assert "| `vllm` |" in (tmp_path / "out" / "versus.md").read_text()
+    assert [alive(each["core"]) for each in started(tmp_path)] == [False, False]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
+def test_servers_end_with_the_command(options, tmp_path, number, status):
+    words = [*RUN, *options, "--servers", "vllm", "--measure-s", "600"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert any("ready after" in line for line in process.stdout)
+        process.send_signal(number)
+        assert process.wait(60) == status
+    assert [alive(each["core"]) for each in started(tmp_path)] == [False]
+
+
+@pytest.mark.slow
+def test_what_there_is_no_time_for_is_said(options, tmp_path):
+    words = [*options, "--servers", "vllm", "--rates", "2", "--measure-s", "60", "--seconds", "40"]
+    ended = subprocess.run([*RUN, *words], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "vllm: no time left for 2" in ended.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_pensieve_and_vllm_in_one_run(options, tmp_path):
+    servers = ["--servers", "pensieve:--queue-order arrival", "vllm-offload", "--rates", "2", "--measure-s", "3"]
+    servers += ["--seed", "7", "8"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    ended = subprocess.run([*RUN, *options, *servers], env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    ours, ours_again, theirs, theirs_again = read_runs([tmp_path / "out" / "versus.jsonl"])
+    assert [again["result"]["seed"] for again in (ours_again, theirs_again)] == [8, 8]
+    assert ours["run"] == theirs["run"] and ours["versions"] == theirs["versions"]
+    assert ours["versions"]["pensieve"] == "r1" and ours["versions"]["vllm"]["vllm"] == "0.23.0"
+    assert ours["load"] == f"{theirs['load']} --conversations" and "--seed 7" in ours["load"]
+    assert ours["serve"].endswith("--queue-order arrival") and ours["result"]["sources"] is not None
+    (fake,) = started(tmp_path)
+    command = shlex.split(theirs["serve"])
+    assert command[command.index("--model") :] == fake["words"][:-2]
+    model = Path(value(command, "--model"))
+    assert json.loads((model / "config.json").read_text())["max_position_embeddings"] == 16384
+
+
+# -- the report
+
+
+def record(server, rate, run="a1", workload="chats", **result):
+    fields = dict.fromkeys(("ms_per_token_p90", "ttft_ms_p90", "inter_token_ms_p50", "inter_token_ms_p99"), 1.5)
+    fields |= dict(ms_per_token_mean=10.0 * rate, ttft_ms_p50=20.0, ttft_ms_p95=1234.5, ttft_ms_p99=4321.0 * rate)
+    fields |= dict(rate=rate, offered_per_s=22.25, completed_per_s=21.5, sources=None, cached_tokens=None, time=0)
+    fields |= dict(prompt_tokens=200, open_at_start=3, open_at_end=4, errors={}, seed=0)
+    fields |= dict(ramp_s=60.0, warm_up_s=90.0, seconds=35.0)
+    machine = dict(
+        name="NVIDIA H200", cores=16, driver="580", link_in_gb_s=55.4, link_out_gb_s=54.2, product_tflop_s=790.0
+    )
+    versions = {"pensieve": "v1", "torch": "2.11", "vllm": {"vllm": "0.23.0", "torch": "2.11"}}
+    return dict(run=run, workload=workload, server=server, machine=machine, versions=versions, result=fields | result)
+
+
+RECORDS = [
+    record("pensieve", 4, sources={"gpu": 30, "host": 50, "disk": 0, "recomputed": 15, "new": 5}),
+    record("pensieve", 5),
+    record("vllm", 4, cached_tokens=90, errors={"timeout": 8}),
+    record("vllm", 5, ms_per_token_mean=None, ttft_ms_p99=None),
+    record("pensieve", 4, seed=1),
+    record("pensieve", 0.3, run="b2", workload="agents"),
+]
+
+
+def test_a_table_has_each_run_with_its_machine(tmp_path):
+    text = write_report(RECORDS, None, None)
+    assert "run a1: 1970-01-01 00:00 UTC, NVIDIA H200, 16 cores, driver 580, link 55.4 GB/s in and 54.2 out" in text
+    assert "Pensieve v1, vLLM 0.23.0 with torch 2.11, ramp 60, warm-up 90, measured 35 s" in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| a1", "| b2"))]
+    assert [row[:3] for row in rows] == [
+        ["a1", "4", "`pensieve`"],
+        ["a1", "4", "`vllm`"],
+        ["a1", "4 (seed 1)", "`pensieve`"],
+        ["a1", "5", "`pensieve`"],
+        ["a1", "5", "`vllm`"],
+        ["b2", "0.3", "`pensieve`"],
+    ]
+    assert rows[0][3:8] == ["22.25, 21.50", "40.0, 1.5", "20, 2, 1,234, 17,284", "1.5, 1.5", "30, 50, 0, 15, 5"]
+    assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[4][4] == "-, 1.5"
+
+
+def test_a_page_is_filled_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Head\n\n{BEGIN}\nold\n{END}\n\nTail\n")
+    text = write_report(RECORDS, page, None)
+    assert page.read_text() == f"# Head\n\n{BEGIN}\n{text}\n{END}\n\nTail\n"
+    write_report(RECORDS, tmp_path / "new.md", None)
+    assert (tmp_path / "new.md").read_text() == f"{BEGIN}\n{text}\n{END}\n"
+
+
+def test_files_that_cannot_be_told_of(tmp_path, capsys):
+    lines, page = tmp_path / "a.jsonl", tmp_path / "page.md"
+    page.write_text("no marks\n")
+    lines.write_text(json.dumps(RECORDS[0]) + "\n")
+    assert main(["--report", str(lines), "--page", str(page)]) == 2
+    assert f"--page: {page} lacks a line {BEGIN}" in capsys.readouterr().err
+    lines.write_text(json.dumps(RECORDS[0]) + '\n{"run": 1}\n')
+    assert main(["--report", str(lines)]) == 2
+    assert "a.jsonl, line 2: not a line of versus: KeyError" in capsys.readouterr().err
+    assert main(["--report", str(tmp_path / "none.jsonl")]) == 2
+    assert "--report" in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_report(RECORDS, None, tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_machine_without_gpu_has_no_link():
+    assert set(versus.measure_machine("cpu")) == {"name", "cores"}
