@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...builder.checkpoints.config import Shard
+from ...builder.forward_batch import ForwardBatch
 from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
@@ -272,20 +273,14 @@ class CudaDevice:
 
     def _forward(self, shape: Shape) -> Tensor:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
-        batch = self._buffers.batch(shape)
-        fed = self._last_samples.index_select(0, batch.feeds)
+        staged = self._buffers.batch(shape)
+        fed = self._last_samples.index_select(0, staged.feeds)
         assert self._handle is not None
-        sharing = None if any(self._engine.manifest.decoder.windows) else batch.sharing
-        self._work.build(batch.segments, 1 if shape.generation else shape.tokens, sharing)
-        return self._engine.forward(
-            torch.where(batch.token_ids < 0, fed, batch.token_ids),
-            batch.positions,
-            batch.slots,
-            batch.segments,
-            self._block_table,
-            batch.sample_rows,
-            self._handle,
-        )
+        sharing = None if any(self._engine.manifest.decoder.windows) else staged.sharing
+        self._work.build(staged.segments, 1 if shape.generation else shape.tokens, sharing)
+        token_ids = torch.where(staged.token_ids < 0, fed, staged.token_ids)
+        batch = ForwardBatch.of(staged, token_ids=token_ids, block_table=self._block_table)
+        return self._engine.forward(batch, self._handle)
 
     @_ends_the_device
     def upload(self, inputs: StepInputs) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.runtime.step.buffers import Shape, Shapes, StepBuffers, place_arrays, sampling_arrays
-from pensieve.runtime.step.inputs import LAST_SAMPLE, NOT_WRITTEN, StepPacker
+from pensieve.builder.forward_batch import NOT_WRITTEN, PACKED
+from pensieve.runtime.step.buffers import STAGED_INPUTS, Shape, Shapes, StepBuffers, place_arrays, sampling_arrays
+from pensieve.runtime.step.inputs import LAST_SAMPLE, StepPacker
 from pensieve.runtime.step.sampler import Sampler
 from pensieve.runtime.step.sampling_inputs import Mask
 from pensieve.scheduler.types import Sampling
@@ -110,7 +111,7 @@ def test_a_batch_arrives_padded():
     shape = buffers.upload(inputs)
     assert shape == Shape(16, 16, 6) and len(inputs.token_ids) == 13
     batch = buffers.batch(shape)
-    for name in ("token_ids", "positions", "slots", "segments", "sample_rows"):
+    for name in PACKED:
         wanted, got = getattr(inputs, name), getattr(batch, name)
         assert got.dtype == torch.int32 and got[: len(wanted)].tolist() == wanted.tolist(), name
     assert batch.token_ids[:2].tolist() == [LAST_SAMPLE] * 2 and batch.feeds[:3].tolist() == [0, 1, 0]
@@ -126,9 +127,11 @@ def test_a_batch_arrives_padded():
         tensor = buffers.place(array)
         assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
 
-    addresses = [part.data_ptr() for part in batch]
+    addresses = [getattr(batch, name).data_ptr() for name in STAGED_INPUTS]
+    assert all(address % 16 == 0 for address in addresses)
     buffers.upload(packer.pack(plan(2, generate={0: 10})))
-    assert [part.data_ptr() for part in buffers.batch(shape)] == addresses, "graphs read where they were captured"
+    again = buffers.batch(shape)
+    assert [getattr(again, name).data_ptr() for name in STAGED_INPUTS] == addresses, "graphs read where captured"
     assert not buffers.batch(Shape(1, 1, 1)).segments[:, 0].any()
 
 
