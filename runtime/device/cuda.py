@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from ...builder.checkpoints.config import Shard
-from ...builder.forward_batch import ForwardBatch
 from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
-from ..step.buffers import Shape, Shapes, Staging, StepBuffers
+from ..step.buffers import Shape, Shapes, Staging, StepBuffers, forward_batch
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
 from ..system import give_up_after
@@ -274,12 +273,10 @@ class CudaDevice:
     def _forward(self, shape: Shape) -> Tensor:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
         staged = self._buffers.batch(shape)
-        fed = self._last_samples.index_select(0, staged.feeds)
+        batch = forward_batch(staged, self._last_samples, self._block_table)
         assert self._handle is not None
         sharing = None if any(self._engine.manifest.decoder.windows) else staged.sharing
         self._work.build(staged.segments, 1 if shape.generation else shape.tokens, sharing)
-        token_ids = torch.where(staged.token_ids < 0, fed, staged.token_ids)
-        batch = ForwardBatch.of(staged, token_ids=token_ids, block_table=self._block_table)
         return self._engine.forward(batch, self._handle)
 
     @_ends_the_device

@@ -23,7 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...builder.forward_batch import PACKED, SEGMENTS, TOKENS, Array, PackedBatch, inputs_of, shaped
+from ...builder.forward_batch import (
+    PACKED,
+    SEGMENTS,
+    TOKENS,
+    Array,
+    ForwardBatch,
+    PackedBatch,
+    inputs_of,
+    shaped,
+)
 from .inputs import StepInputs
 from .sampling_inputs import SamplingInputs
 
@@ -133,6 +142,13 @@ def batch_views(words: Array, shape: Shape) -> StagedBatch[Array]:
     """The parts of `words` [shape.words] int32."""
     parts = {name: words[first:end].reshape(own) for name, first, end, own in places(shape)}
     return StagedBatch(**parts)
+
+
+def forward_batch(staged: StagedBatch[Tensor], last_samples: Tensor, block_table: Tensor) -> ForwardBatch:
+    """The inputs of the forward pass, with the last samples [seats] int32 in the place of the tokens that are fed."""
+    fed = last_samples.index_select(0, staged.feeds)
+    token_ids = torch.where(staged.token_ids < 0, fed, staged.token_ids)
+    return ForwardBatch.of(staged, token_ids=token_ids, block_table=block_table)
 
 
 def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:

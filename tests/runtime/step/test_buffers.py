@@ -9,14 +9,24 @@ import pytest
 import torch
 
 from pensieve.builder.forward_batch import NOT_WRITTEN, PACKED
-from pensieve.runtime.step.buffers import STAGED_INPUTS, Shape, Shapes, StepBuffers, place_arrays, sampling_arrays
+from pensieve.plugins.torch_ops import register_pool, release_pool
+from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.step.buffers import (
+    STAGED_INPUTS,
+    Shape,
+    Shapes,
+    StepBuffers,
+    forward_batch,
+    place_arrays,
+    sampling_arrays,
+)
 from pensieve.runtime.step.inputs import LAST_SAMPLE, StepPacker
 from pensieve.runtime.step.sampler import Sampler
 from pensieve.runtime.step.sampling_inputs import Mask
-from pensieve.scheduler.types import Sampling
+from pensieve.scheduler.types import Sampling, Tier
 
 from ...scheduler.harness import Harness
-from ..fake_engine import VOCAB, join, plan, span
+from ..fake_engine import VOCAB, FakeEngine, join, plan, span
 
 SEATS, BLOCKS, CHUNK = 6, 4, 8
 
@@ -133,6 +143,45 @@ def test_a_batch_arrives_padded():
     again = buffers.batch(shape)
     assert [getattr(again, name).data_ptr() for name in STAGED_INPUTS] == addresses, "graphs read where captured"
     assert not buffers.batch(Shape(1, 1, 1)).segments[:, 0].any()
+
+
+def test_the_forward_pass_gets_last_samples_and_ignores_padding():
+    """The same tokens and KV from a padded batch, as a GPU reads it, as from the CPU device."""
+    device, other = CpuDevice(), StepPacker(SEATS, BLOCKS, CHUNK)
+    engine, packer = FakeEngine(), StepPacker(SEATS, BLOCKS, CHUNK)
+    shapes = Shapes(64, SEATS, CHUNK)
+    buffers = StepBuffers(shapes, "cpu")
+    shape = engine.kv_shape(SEATS * BLOCKS, CHUNK)
+    device.allocate_pool(Tier.GPU, shape, torch.float32)
+    device.allocate_pool(Tier.HOST, (1, *shape[1:]), torch.float32)
+    device.load(engine, SEATS, BLOCKS, (), 64)
+    pool = torch.zeros(shape)
+    handle = register_pool(pool)
+    table = torch.zeros(SEATS, BLOCKS, dtype=torch.int32)
+    last = torch.zeros(SEATS, dtype=torch.int32)
+    prompts = {0: (5, 3, 5, 8, 9, 7, 9), 3: (1, 5, 9)}
+    first = plan(
+        1,
+        joins=[join(seat) for seat in prompts],
+        blocks=[(seat, 0, (2 * seat, 2 * seat + 1)) for seat in prompts],
+        spans=[span(seat, 0, len(prompt)) for seat, prompt in prompts.items()],
+        token_ids=[token for prompt in prompts.values() for token in prompt],
+    )
+    for step in (first, plan(2, generate={3: 3, 0: 7}), plan(3, generate={0: 8})):
+        device.upload(other.pack(step))
+        device.run()
+        ticket, tokens, _ = device.sample()
+        device.synchronize(ticket)
+        inputs = packer.pack(step)
+        padded = buffers.upload(inputs)
+        table.view(-1)[buffers.block_cells] = buffers.block_slots
+        batch = forward_batch(buffers.batch(padded), last, table)
+        logits = engine.forward(batch, handle)[: len(inputs.sample_rows)]
+        last[buffers.sample_seats] = logits.argmax(1).int()
+        assert logits.argmax(1).tolist() == tokens.tolist()
+    assert torch.equal(pool, device._pools[Tier.GPU]) and pool.any()
+    release_pool(handle)
+    device.close()
 
 
 def test_an_idle_batch_writes_and_attends_to_nothing():
