@@ -41,6 +41,8 @@ from pensieve.builder.build import build_engine, build_random_engine
 from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.choices import WEIGHTS
+from pensieve.builder.forward_batch import ForwardBatch
+from pensieve.builder.parity import Piece, batch_of
 from pensieve.plugins.attention import reference as attention_reference
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
@@ -110,30 +112,27 @@ class Row(NamedTuple):
         return self.reference / self.inductor
 
 
-def arguments(requests: int, new: int, vocab: int, context: int = CONTEXT) -> list[torch.Tensor]:
-    """Arguments of `Engine.forward` without the pool: each request computes the end of its context, and samples its
-    last token."""
-    return arguments_of([Part(new, max(context, new))] * requests, vocab)
+def batch_for(requests: int, new: int, vocab: int, context: int = CONTEXT) -> ForwardBatch:
+    """Each request computes the end of its context, and samples its last token."""
+    return batch_of_parts([Part(new, max(context, new))] * requests, vocab)
 
 
-def arguments_of(parts: Sequence[Part], vocab: int) -> list[torch.Tensor]:
-    """As `arguments`, with its own part for each request; chunks are those of the pool's first slots, in order."""
+def batch_of_parts(parts: Sequence[Part], vocab: int) -> ForwardBatch:
+    """As `batch_for`, with its own part for each request; chunks are those of the pool's first slots, in order."""
     blocks = [-(-part.context // CHUNK) for part in parts]
     table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
-    positions, slots, segments, rows = [], [], [], []
-    first, taken = 0, 0
+    pieces = []
+    rows = []
+    tokens = taken = 0
     for seat, part in enumerate(parts):
         table[seat, : blocks[seat]] = torch.arange(taken, taken + blocks[seat])
-        own = torch.arange(part.context - part.new, part.context)
-        positions.append(own)
-        slots.append(table[seat, own // CHUNK] * CHUNK + own % CHUNK)
-        segments.append((first, part.new, 0, part.context, seat))
-        first, taken = first + part.new, taken + blocks[seat]
+        pieces.append(Piece(seat, part.context - part.new, part.context))
+        taken += blocks[seat]
+        tokens += part.new
         if part.samples:
-            rows.append(first - 1)
-    ids = torch.randint(vocab, (first,), generator=torch.Generator().manual_seed(0))
-    made = (ids, torch.cat(positions), torch.cat(slots), torch.tensor(segments), table, torch.tensor(rows))
-    return [part.int() for part in made]
+            rows.append(tokens - 1)
+    ids = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(0))
+    return batch_of(pieces, ids, table, torch.tensor(rows), CHUNK)
 
 
 class StepBench:
@@ -144,13 +143,13 @@ class StepBench:
         self.vocab = engines[0].manifest.vocab_size
         self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].kv_dtype))
 
-    def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
+    def step(self, batch: ForwardBatch) -> list[float]:
         """Milliseconds outside attention of each engine, then all of them."""
         outside, total = [], []
         for engine in self.engines:
             self.spent.seconds = 0.0
             start = self.spent.clock()
-            engine.forward(*batch, self.handle)  # type: ignore[arg-type, call-arg]
+            engine.forward(batch, self.handle)
             took = self.spent.clock() - start
             outside.append(1e3 * (took - self.spent.seconds))
             total.append(1e3 * took)
@@ -158,7 +157,7 @@ class StepBench:
 
     def batch(self, name: str, seconds: float) -> Row:
         """Medians of one of the BATCHES."""
-        batch = arguments_of(BATCHES[name], self.vocab)
+        batch = batch_of_parts(BATCHES[name], self.vocab)
         times: list[list[float]] = []
         deadline = time.perf_counter() + seconds
         while len(times) < UNCOUNTED + 5 or time.perf_counter() < deadline:
@@ -167,7 +166,7 @@ class StepBench:
 
     def chats(self, steps: Sequence[Sequence[Part]]) -> Row:
         """Means over the steps, each run once, so the first-run cost of each shape is included."""
-        times = [self.step(arguments_of(step, self.vocab)) for step in steps]
+        times = [self.step(batch_of_parts(step, self.vocab)) for step in steps]
         return Row(f"{len(steps)} steps of chats", *map(statistics.fmean, zip(*times, strict=True)))
 
 
@@ -342,17 +341,17 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
     )
     from pensieve.plugins.attention.work_list import Capacity
 
-    batch = [part.cuda() for part in arguments(requests, new, engine.vocab_size, context)]
+    batch = batch_for(requests, new, engine.vocab_size, context).map(lambda part: part.cuda())
     shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
-    capacity = Capacity(requests * new, requests, batch[4].shape[1] * CHUNK)
+    capacity = Capacity(requests * new, requests, batch.block_table.shape[1] * CHUNK)
     work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype)
 
     def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
         handle = register_pool(pool, work=work)
 
         def step() -> Tensor:
-            work.build(batch[3], longest=new)  # like a device
-            return engine.forward(*batch, handle)  # type: ignore[arg-type, call-arg]
+            work.build(batch.segments, longest=new)  # like a device
+            return engine.forward(batch, handle)
 
         try:
             return how(step)

@@ -212,6 +212,7 @@ def code_digest() -> str:
     rounding, and random weights."""
     room = Path(__file__).parent
     names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "quantised", "model", "random_weights")
+    names += ("forward_batch",)
     names += ("checkpoints/fused_experts", "checkpoints/int4_weights", "checkpoints/sources", "int4_formats")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]

@@ -21,6 +21,10 @@ from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops
 from ..plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve
 from ..plugins.linear.int4_format import packed_shape
 from .checkpoints.config import DecoderConfig, Shard
+from .forward_batch import ForwardBatch
+
+# An exported decoder takes the batch as it is; compiled code takes its tensors, in the same order.
+torch.export.register_dataclass(ForwardBatch, serialized_type_name="pensieve.ForwardBatch")
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -67,13 +71,11 @@ def rotary_frequencies(config: DecoderConfig) -> Tensor:
     return torch.tensor(frequencies, dtype=torch.float64, device="cpu")
 
 
-class Batch(NamedTuple):
-    """The parts of a batch that every layer needs, see `Decoder.forward`; rotary is the result of `Decoder.rotary`."""
+class LayerInputs(NamedTuple):
+    """What every layer gets: the inputs of `Decoder.forward`, and the result of `Decoder.rotary`."""
 
+    batch: ForwardBatch
     rotary: Tensor
-    slots: Tensor
-    segments: Tensor
-    block_table: Tensor
     pool: int
 
 
@@ -137,16 +139,17 @@ class Attention(nn.Module):
         self.window = config.window(layer)
         self.sinks = nn.Parameter(torch.empty(shard.heads)) if config.sinks else None
         rotary = config.rotary_of(layer)
-        self.rotary = config.rotaries.index(rotary) if rotary else 0  # among those of `Batch.rotary`
+        self.rotary = config.rotaries.index(rotary) if rotary else 0  # among those of `LayerInputs.rotary`
         self.scale = config.scale(layer)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        batch, pool = inputs.batch, inputs.pool
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
-        rotary = batch.rotary[self.rotary]
-        q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, batch.pool, self.layer)
+        rotary = inputs.rotary[self.rotary]
+        q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, pool, self.layer)
         o = torch.ops.pensieve.multi_token_attention(
-            q, batch.segments, batch.block_table, batch.pool, self.layer, self.scale, self.window, self.sinks
+            q, batch.segments, batch.block_table, pool, self.layer, self.scale, self.window, self.sinks
         )
         return self.out(o.flatten(1))
 
@@ -205,13 +208,13 @@ class Layer(nn.Module):
         self.attention_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
         self.mlp_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
 
-    def forward(self, x: Tensor, change: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, change: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Takes and returns a residual sum in two parts: the norm that reads it next adds them in the same pass."""
         if self.norm_first:
             normed, x = self.attention_norm.of_sum(x, change)
-            normed, x = self.mlp_norm.of_sum(x, self.attention_result_norm(self.attention(normed, batch)))
+            normed, x = self.mlp_norm.of_sum(x, self.attention_result_norm(self.attention(normed, inputs)))
             return x, self.mlp_result_norm(self.mlp(normed))
-        x, _ = self.attention_norm.of_sum(x, self.attention(x, batch))
+        x, _ = self.attention_norm.of_sum(x, self.attention(x, inputs))
         x, _ = self.mlp_norm.of_sum(x, self.mlp(x))
         return x, None
 
@@ -272,38 +275,24 @@ class Decoder(nn.Module):
         angles = positions.double().unsqueeze(1) * self.frequencies.unsqueeze(1)
         return torch.cat((angles.cos(), angles.sin()), dim=2).float()
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Tensor,
-        block_table: Tensor,
-        sample_rows: Tensor,
-        pool: int,
-    ) -> Tensor:
-        """Computes T tokens of any mixture of requests; their KV is written to the pool.
+    def forward(self, batch: ForwardBatch, pool: int) -> Tensor:
+        """Computes the batch's tokens; their KV is written to the pool.
 
-        token_ids, positions [T] int32
-        slots                [T] int32, slot * chunk_tokens + offset, or -1: this token's KV is not written
-        segments             [S, 5] int32: q_start, q_len, kv_start, kv_len, seat (see `attention.reference`)
-        block_table          [seats, blocks] int32
-        sample_rows          [R] int32, the tokens whose logits are computed
-        pool                 a handle from `plugins.torch_ops.register_pool`
+        pool: a handle from `plugins.torch_ops.register_pool`.
         Returns logits [R, vocab] float32, on every rank those of the whole vocabulary.
         """
-        x = self.embed(token_ids)
+        x = self.embed(batch.token_ids)
         if self.embedding_factor != 1.0:
             x = x * self.embedding_factor
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            x = x + self.positions(positions + self.config.position_offset)
-        batch = Batch(self.rotary(positions), slots, segments, block_table, pool)
+            x = x + self.positions(batch.positions + self.config.position_offset)
+        inputs = LayerInputs(batch, self.rotary(batch.positions), pool)
         change = None
         for layer in self.layers:
-            x, change = layer(x, change, batch)
-        x = self._final(x, change, sample_rows)
+            x, change = layer(x, change, inputs)
+        x = self._final(x, change, batch.sample_rows)
         if self.project_out is not None:
             x = self.project_out(x)
         head = self.embed if self.head is None else self.head

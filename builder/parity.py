@@ -20,11 +20,10 @@ from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.hugging_face import weight_sources
+from .forward_batch import NOT_WRITTEN, Forward, ForwardBatch
 from .manifest import Parity, Quantisation
 from .model import Decoder
 from .quantised import dequantised
-
-Forward = Callable[..., Tensor]
 
 CHUNK, SEATS, STEPS = 16, 5, 12
 LONGEST_PIECE = 70  # most tokens of a prompt in one step
@@ -40,24 +39,13 @@ against the model itself in float32. Measured with weights alone: 0.04 for the d
 layers; with activations: 0.16 for the latter."""
 
 
-class Batch(NamedTuple):
-    """Arguments of `Decoder.forward` without the pool."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    segments: Tensor
-    block_table: Tensor
-    sample_rows: Tensor
-
-
 class Piece(NamedTuple):
     """Positions [start, end) of a seat; those below `write_from` are not written."""
 
     seat: int
     start: int
     end: int
-    write_from: int
+    write_from: int = 0
 
 
 def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Parity:
@@ -138,7 +126,7 @@ def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]
     return whole
 
 
-def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Batch]:
+def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[ForwardBatch]:
     """Random batches, equal for equal seeds."""
     dice = random.Random(seed)
     longest = min(MOST_CONTEXT, config.max_positions)
@@ -149,7 +137,13 @@ def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Ba
     steps = [_step(dice, lengths, longest) for _ in range(STEPS)]
     steps.append([Piece(0, lengths[0] - 1, lengths[0], lengths[0])])  # one token alone, of a full hit
     tokens = torch.Generator().manual_seed(seed)
-    return [_batch(pieces, table, config, tokens, device, sampled=i % 5 != 4) for i, pieces in enumerate(steps)]
+    batches = []
+    for step, pieces in enumerate(steps):
+        count = sum(piece.end - piece.start for piece in pieces)
+        token_ids = torch.randint(config.vocab_size, (count,), generator=tokens)
+        rows = torch.arange(0 if step % 5 == 4 else count)
+        batches.append(batch_of(pieces, token_ids, table, rows, CHUNK).map(lambda part: part.to(device)))
+    return batches
 
 
 def _step(dice: random.Random, lengths: list[int], longest: int) -> list[Piece]:
@@ -167,21 +161,34 @@ def _step(dice: random.Random, lengths: list[int], longest: int) -> list[Piece]:
     return pieces
 
 
-def _batch(
-    pieces: list[Piece], table: Tensor, config: DecoderConfig, tokens: torch.Generator, device: str, sampled: bool
-) -> Batch:
-    positions, slots, segments, row = [], [], [], 0
+def batch_of(
+    pieces: Sequence[Piece],
+    token_ids: Tensor,
+    block_table: Tensor,
+    sample_rows: Tensor,
+    chunk_tokens: int,
+) -> ForwardBatch:
+    """The pieces, one after the other, as a batch on the CPU. The other arguments may have any type
+    of integers."""
+    positions = []
+    slots = []
+    segments = []
+    first = 0
     for seat, start, end, write_from in pieces:
         own = torch.arange(start, end)
-        places = table[seat, own // CHUNK] * CHUNK + own % CHUNK
+        places = block_table[seat, own // chunk_tokens] * chunk_tokens + own % chunk_tokens
         positions.append(own)
-        slots.append(places.where(own >= write_from, -1))
-        segments.append((row, end - start, 0, end, seat))
-        row += end - start
-    ids = torch.randint(config.vocab_size, (row,), generator=tokens)
-    rows = torch.arange(row if sampled else 0)
-    parts = (ids, torch.cat(positions), torch.cat(slots), torch.tensor(segments), table, rows)
-    return Batch(*(part.int().to(device) for part in parts))
+        slots.append(places.where(own >= write_from, NOT_WRITTEN))
+        segments.append((first, end - start, 0, end, seat))
+        first += end - start
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=torch.cat(positions),
+        slots=torch.cat(slots),
+        segments=torch.tensor(segments),
+        sample_rows=sample_rows,
+        block_table=block_table,
+    ).map(lambda part: part.int())
 
 
 class Outcome(NamedTuple):
@@ -192,7 +199,7 @@ class Outcome(NamedTuple):
 
 
 def _run_all(
-    forwards: Sequence[Forward], batches: list[Batch], config: DecoderConfig, dtype: torch.dtype
+    forwards: Sequence[Forward], batches: list[ForwardBatch], config: DecoderConfig, dtype: torch.dtype
 ) -> list[Outcome]:
     """The results of each rank; all run side by side."""
     ranks = len(forwards)
@@ -207,7 +214,7 @@ def _run_all(
 
 
 @torch.inference_mode()
-def _run(forward: Forward, batches: list[Batch], shard: Shard, dtype: torch.dtype) -> Outcome:
+def _run(forward: Forward, batches: list[ForwardBatch], shard: Shard, dtype: torch.dtype) -> Outcome:
     table, config = batches[0].block_table, shard.config
     shape = (table.numel(), config.layers, 2, shard.kv_heads, CHUNK, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=table.device)
@@ -215,12 +222,14 @@ def _run(forward: Forward, batches: list[Batch], shard: Shard, dtype: torch.dtyp
         logits = []
         for batch in batches:
             plan(batch.segments)
-            logits.append(forward(*batch, handle).float())
+            logits.append(forward(batch, handle).float())
     return Outcome(torch.cat(logits), pool.float())
 
 
 @contextmanager
-def registered(pool: Tensor, shard: Shard, batches: list[Batch]) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
+def registered(
+    pool: Tensor, shard: Shard, batches: list[ForwardBatch]
+) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
     """Yields (the pool's handle, a function to call with a batch's segments before the batch runs)."""
     work = None
     if pool.is_cuda:
@@ -228,8 +237,11 @@ def registered(pool: Tensor, shard: Shard, batches: list[Batch]) -> Iterator[tup
         from ..plugins.attention.kernel import make_work_list
         from ..plugins.attention.work_list import Capacity
 
-        most = [max(len(part) for part in parts) for parts in zip(*batches, strict=True)]
-        capacity = Capacity(most[0], most[3], batches[0].block_table.shape[1] * CHUNK)
+        capacity = Capacity(
+            max(len(batch.token_ids) for batch in batches),
+            max(len(batch.segments) for batch in batches),
+            batches[0].block_table.shape[1] * CHUNK,
+        )
         work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, pool.dtype)
     handle = register_pool(pool, work=work)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..builder.checkpoints.config import Shard
 from ..builder.checkpoints.hugging_face import active_parameters, parameter_shapes
+from ..builder.forward_batch import Forward, ForwardBatch
 from ..builder.inductor.host_target import why_not_here
 from ..builder.inductor.package import Package, laid_out
 from ..builder.manifest import Manifest, code_digest, files_digest, versions, weights_file
@@ -27,8 +28,7 @@ FP8_CAPABILITY = (8, 9)  # Ada: the first GPUs that convert e4m3
 class Engine:
     """A loaded engine: the forward pass of one rank, and the manifest that describes it."""
 
-    def __init__(self, manifest: Manifest, decoder: Callable[..., Tensor], kv_cache_dtype: str = "auto"):
-        """decoder: called as `Decoder.forward`."""
+    def __init__(self, manifest: Manifest, decoder: Forward, kv_cache_dtype: str = "auto"):
         self.manifest = manifest
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
         self.kv_cache_dtype = "auto" if kv_cache_dtype == "auto" else "fp8"
@@ -52,18 +52,9 @@ class Engine:
         return (slots, self.manifest.layers, 2, self.manifest.kv_heads, chunk_tokens, width)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Tensor,
-        block_table: Tensor,
-        sample_rows: Tensor,
-        pool: int,
-    ) -> Tensor:
-        """Logits [R, vocab] float32; the arguments are those of `Decoder.forward`."""
-        return self._decoder(token_ids, positions, slots, segments, block_table, sample_rows, pool)
+    def forward(self, batch: ForwardBatch, pool: int) -> Tensor:
+        """As `Decoder.forward`."""
+        return self._decoder(batch, pool)
 
 
 def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0, kv_cache_dtype: str = "auto") -> Engine:
@@ -100,7 +91,7 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0, kv_ca
     return Engine(manifest, _decoder(directory, manifest, weights), kv_cache_dtype)
 
 
-def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor]) -> Forward:
     if manifest.backend == "reference":
         return Decoder.from_weights(manifest.decoder, weights, manifest.tensor_parallel)
     path = directory / manifest.package

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pensieve.builder.forward_batch import NOT_WRITTEN, Forward
+from pensieve.builder.parity import Piece, batch_of
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 SHAPE = {
@@ -116,9 +117,7 @@ class ScatteredRunner:
     `logits[seat][position]` is the result of the last step that computed the position.
     """
 
-    def __init__(
-        self, forward: Callable[..., Tensor], kv_shape: tuple[int, ...], prompts: list[Tensor], dtype: torch.dtype
-    ):
+    def __init__(self, forward: Forward, kv_shape: tuple[int, ...], prompts: list[Tensor], dtype: torch.dtype):
         self.forward, self.prompts = forward, prompts
         self.chunk_tokens = kv_shape[4]
         self.pool = torch.full(kv_shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype)
@@ -136,20 +135,12 @@ class ScatteredRunner:
 
     def step(self, *spans: tuple[int, int, int], unwritten: tuple[tuple[int, int], ...] = ()) -> None:
         """Computes (seat, start, end) spans in one batch; (seat, position) pairs in `unwritten` get slot -1."""
-        ids, positions, slots, segments, row = [], [], [], [], 0
-        for seat, start, end in spans:
-            own = torch.arange(start, end)
-            place = self.block_table[seat, own // self.chunk_tokens] * self.chunk_tokens + own % self.chunk_tokens
-            kept = torch.tensor([(seat, position) not in unwritten for position in own.tolist()])
-            ids.append(self.prompts[seat][start:end])
-            positions.append(own)
-            slots.append(place.where(kept, -1))
-            segments.append((row, end - start, 0, end, seat))
-            row += end - start
-        batch = [torch.cat(part).int() for part in (ids, positions, slots)]
-        sample_rows = torch.arange(row).int()
-        logits = self.forward(*batch, torch.tensor(segments).int(), self.block_table, sample_rows, self.handle)
-        rows = iter(logits)
+        tokens = [(seat, position) for seat, start, end in spans for position in range(start, end)]
+        ids = torch.cat([self.prompts[seat][start:end] for seat, start, end in spans])
+        pieces = [Piece(*span) for span in spans]
+        batch = batch_of(pieces, ids, self.block_table, torch.arange(len(tokens)), self.chunk_tokens)
+        batch.slots[[token in unwritten for token in tokens]] = NOT_WRITTEN
+        rows = iter(self.forward(batch, self.handle))
         for seat, start, end in spans:
             self.logits[seat] |= {position: next(rows) for position in range(start, end)}
 

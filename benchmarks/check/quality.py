@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.builder.parity import Piece, batch_of
 from pensieve.plugins.kv_forms.fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
@@ -121,14 +122,14 @@ class Context:
     def compute(self, tokens: Sequence[int], start: int, seen: int = 0, zero: int = 0) -> Tensor:
         """Returns logits [n, vocab] of the next token after each of `tokens`, which are at `start` and on and see from
         `seen` on; the model counts positions from `zero`."""
-        count, end = len(tokens), start + len(tokens)
-        own = torch.arange(start, end, dtype=torch.int32)
-        segments = torch.tensor([[0, count, seen, end, 0]], dtype=torch.int32)
-        rows = torch.arange(count, dtype=torch.int32)
+        count = len(tokens)
+        piece = Piece(0, start, start + count)
+        batch = batch_of([piece], torch.tensor(tokens), self._table, torch.arange(count), CHUNK)
+        batch.positions.sub_(zero)
+        batch.segments[:, 2] = seen
         handle = register_pool(self.pool)
         try:
-            ids = torch.tensor(tokens, dtype=torch.int32)
-            return self._engine.forward(ids, own - zero, own, segments, self._table, rows, handle)
+            return self._engine.forward(batch, handle)
         finally:
             release_pool(handle)
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from ...plugins.linear import norm_reference
+from ..forward_batch import BLOCKS, INPUTS, ROWS, SEATS, SEGMENTS, TOKENS, Forward, ForwardBatch
 from ..manifest import PACKAGE, Compiled, Manifest, Parity
 from ..model import Decoder
-from ..parity import Forward, check_ranks
+from ..parity import check_ranks
 from .compile_worker import Say, compile_and_try, engine_weights, serve_parent
 from .package import Package, laid_out
 
@@ -39,37 +40,28 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 """Operations that only make the eager decoder fast: the compiler gets their parts, and fuses them itself."""
 
 
+EXAMPLE = {TOKENS: 6, SEGMENTS: 2, SEATS: 3, BLOCKS: 4, ROWS: 5}
+"""Sizes of the batch that is traced. All differ: the compiler would take equal ones for the same size."""
+
+
 class Compilable(Decoder):
     """The decoder with its pool's handle in a tensor: a plain number would become a constant of the package."""
 
-    def forward(  # type: ignore[override]
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Tensor,
-        block_table: Tensor,
-        sample_rows: Tensor,
-        pool: Tensor,
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, pool: Tensor) -> Tensor:  # type: ignore[override]
         handle: Any = pool.item()
-        return super().forward(token_ids, positions, slots, segments, block_table, sample_rows, handle)
+        return super().forward(batch, handle)
 
 
 def export(decoder: Compilable) -> ExportedProgram:
     """The decoder as a graph for any batch; batches of one token or without samples are not special cases."""
     device = decoder.embed.weight.device
-    # all different: the compiler would take equal ones for the same size
-    tokens, segments, seats, blocks, rows = 6, 2, 3, 4, 5
-
-    def example(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    batch = [example(tokens) for _ in range(3)]
-    batch += [example(segments, 5), example(seats, blocks), example(rows), torch.tensor(0)]
-    token = Dim("tokens")
-    shapes = ({0: token},) * 3 + ({0: Dim("segments")}, {0: Dim("seats"), 1: Dim("blocks")}, {0: Dim("rows")}, None)
-    program = torch.export.export(decoder, tuple(batch), dynamic_shapes=shapes)
+    differing = {name: Dim(name) for name in EXAMPLE}
+    tensors, shapes = [], []
+    for one in INPUTS.values():
+        tensors.append(torch.zeros(one.shape(EXAMPLE), dtype=torch.int32, device=device))
+        shapes.append({axis: differing[size] for axis, size in enumerate(one.sizes) if isinstance(size, str)})
+    batch = ForwardBatch(*tensors)
+    program = torch.export.export(decoder, (batch, torch.tensor(0)), dynamic_shapes=(shapes, None))
     decomposed: ExportedProgram = program.run_decompositions(PLAIN)
     return decomposed
 

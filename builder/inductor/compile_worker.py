@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...scheduler.types import SettingError
+from ..forward_batch import Forward
 from ..manifest import Compiled, Manifest, Parity, files_digest, weights_file
-from ..parity import Forward
 from ..random_weights import random_weights
 from ..weights import load_weights
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...plugins.linear.fp8_format import FP8
 from ..checkpoints.config import DecoderConfig
+from ..forward_batch import ForwardBatch
 from ..model import rotary_frequencies  # its module registers torch.ops.pensieve, which packages call
 
 LOOKED_UP = ("embed.weight", "positions.weight")
@@ -45,17 +46,7 @@ class Package:
         self._constants = {name: known[name] for name in self._loader.get_constant_fqns()}
         self._loader.load_constants(self._constants, False, True, True)  # active, complete, managed by the caller
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Tensor,
-        block_table: Tensor,
-        sample_rows: Tensor,
-        pool: int,
-    ) -> Tensor:
+    def __call__(self, batch: ForwardBatch, pool: int) -> Tensor:
         """As `Decoder.forward`."""
-        handle = torch.tensor(pool)
-        (logits,) = self._loader.run([token_ids, positions, slots, segments, block_table, sample_rows, handle])
+        (logits,) = self._loader.run([*batch.tensors(), torch.tensor(pool)])
         return logits

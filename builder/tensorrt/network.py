@@ -1,7 +1,7 @@
 """Writes one layer of a decoder as a TensorRT network: what `model.Layer` computes, rounding where it does.
 
-A plan has no weights: they are inputs, so one plan serves all layers. Its other inputs are x [T, hidden], slots [T] and
-block_table [seats, blocks] int32, and rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no float64).
+A plan has no weights: they are inputs, so one plan serves all layers. Its other inputs are x [T, hidden], those of a
+`ForwardBatch` that a layer reads, and rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no float64).
 Output: y [T, hidden], the residual sum. The segments are in the step's work list (`plugins.tensorrt.library.Step`).
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ...plugins.tensorrt.library import Library, sizes
 from ...scheduler.types import SettingError
 from ..checkpoints.config import DecoderConfig, Shard
+from ..forward_batch import INPUTS, SIZES
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}  # `PensieveType`
 LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "sigmoid", "tanh", "mean", "cast", "reshape")
@@ -28,6 +29,8 @@ LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "sigmoid", "tanh", "mean",
 WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE = range(5)  # `Operation`
 PLUGINS = ("PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm", "PensieveSiluGate")
 ANY = -1  # a size known at run time
+BATCH_INPUTS = {name: INPUTS[name] for name in ("slots", "block_table")}
+"""The inputs of a `ForwardBatch` that a layer reads, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +188,9 @@ class LayerNetwork:
         self._weights = {name: ops.input(name, tensor.dtype, *tensor.shape) for name, tensor in inputs.items()}
         self._outputs = {name: len(tensor) for name, tensor in inputs.items()}
         x = ops.input("x", inputs["mlp.down.weight"].dtype, ANY, config.hidden_size)
-        self._slots = ops.input("slots", torch.int32, ANY)
-        self._block_table = ops.input("block_table", torch.int32, ANY, ANY)
+        self._batch = {}
+        for name, one in BATCH_INPUTS.items():
+            self._batch[name] = ops.input(name, torch.int32, *one.shape(dict.fromkeys(SIZES, ANY)))
         dims = config.rotary.dims if config.rotary else 0
         self._angles = [ops.input("rotary", torch.float32, ANY, dims)] if dims else []
         self._type = TYPES[x.dtype]
@@ -212,9 +216,9 @@ class LayerNetwork:
         qkv = self._linear(x, "attention.qkv")
         if self._config.qk_norm:
             qkv = self._qk_normed(qkv)
-        written = (qkv, *self._angles, self._slots)
+        written = (qkv, *self._angles, self._batch["slots"])
         [q] = ops.plugin(Attributes(WRITE_KV, self._type, *self._heads), *written)
-        [o] = ops.plugin(Attributes(ATTENTION, self._type, *self._heads), q, self._block_table)
+        [o] = ops.plugin(Attributes(ATTENTION, self._type, *self._heads), q, self._batch["block_table"])
         return self._linear(o, "attention.out")
 
     def _qk_normed(self, qkv: Value) -> Value:

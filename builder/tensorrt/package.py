@@ -17,8 +17,8 @@ from ...plugins.tensorrt.kernels import Norms, write_kernels
 from ...plugins.tensorrt.library import Library, Step, load_library, sizes
 from ...plugins.torch_ops import KVPool, pool_of
 from ..checkpoints.config import DecoderConfig, Shard
-from ..model import Batch, Decoder
-from .network import layer_inputs
+from ..model import Decoder, LayerInputs
+from .network import BATCH_INPUTS, layer_inputs
 
 MOST_TOKENS = 4096
 """Of a step. Memory for a layer of the largest step is taken when the plan is loaded."""
@@ -35,9 +35,12 @@ class Sizes(NamedTuple):
 
     def shapes(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Of all inputs of the network but its weights."""
-        angles = {"rotary": (self.tokens, config.rotary.dims)} if config.rotary else {}
-        table = (self.seats, self.blocks)
-        return {"x": (self.tokens, config.hidden_size), "slots": (self.tokens,), "block_table": table, **angles}
+        shapes: dict[str, tuple[int, ...]] = {"x": (self.tokens, config.hidden_size)}
+        for name, one in BATCH_INPUTS.items():
+            shapes[name] = one.shape(self._asdict())
+        if config.rotary:
+            shapes["rotary"] = (self.tokens, config.rotary.dims)
+        return shapes
 
 
 class Profile(NamedTuple):
@@ -104,21 +107,22 @@ class TensorRTLayers(nn.Module):
         self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
         self._kernels: dict[int, _Kernels] = {}  # of each pool, by its handle
 
-    def forward(self, x: Tensor, change: None, batch: Batch) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, change: None, inputs: LayerInputs) -> tuple[Tensor, None]:
         """As `model.Layer`, on the current stream. Overwrites x."""
+        batch, rotary, pool = inputs
         now = Sizes(len(x), *batch.block_table.shape)
         context = self._context(now.tokens)
-        inputs = {"slots": batch.slots, "block_table": batch.block_table, "rotary": batch.rotary[0]}
+        given = {"rotary": rotary[0]} | {name: getattr(batch, name) for name in BATCH_INPUTS}
         x = _aligned(x)
         held = [x, torch.empty_like(x)]
         for name, shape in now.shapes(self._config).items():
             self._library.do("set_shape", context, name.encode(), len(shape), sizes(shape))
-            if name in inputs:
-                held.append(_aligned(inputs[name]))
+            if name in given:
+                held.append(_aligned(given[name]))
                 self._library.do("set_address", context, name.encode(), held[-1].data_ptr())
-        if batch.pool not in self._kernels:
-            self._kernels[batch.pool] = _Kernels(self._library, pool_of(batch.pool), self._config)
-        layers, (kernels, step) = self._config.layers, self._kernels[batch.pool].of_step()
+        if pool not in self._kernels:
+            self._kernels[pool] = _Kernels(self._library, pool_of(pool), self._config)
+        layers, (kernels, step) = self._config.layers, self._kernels[pool].of_step()
         weights = (len(self._names), self._names, self._addresses)
         buffers = (held[0].data_ptr(), held[1].data_ptr())
         stream = torch.cuda.current_stream().cuda_stream

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from ...builder.forward_batch import PACKED, ForwardBatch
 from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
@@ -226,20 +227,14 @@ class CpuDevice:
         def task() -> None:
             started = time.perf_counter()
             self._bound_gates = bound
-            batch, fed = self._inputs, self._inputs.generated
-            segments = torch.from_numpy(batch.segments)
-            token_ids = torch.from_numpy(batch.token_ids).clone()
-            token_ids[:fed] = self._last_samples[segments[:fed, 4]]
+            inputs = self._inputs
+            packed = {name: torch.from_numpy(getattr(inputs, name)) for name in PACKED}
+            token_ids = packed["token_ids"] = packed["token_ids"].clone()
+            seats = packed["segments"][: inputs.generated, 4]
+            token_ids[: inputs.generated] = self._last_samples[seats]
+            batch = ForwardBatch(**packed, block_table=self._block_table)
             assert self._handle is not None
-            self._logits = self._engine.forward(
-                token_ids,
-                torch.from_numpy(batch.positions),
-                torch.from_numpy(batch.slots),
-                segments,
-                self._block_table,
-                torch.from_numpy(batch.sample_rows),
-                self._handle,
-            )
+            self._logits = self._engine.forward(batch, self._handle)
             if self._report is not None:
                 self._report(Work(Lane.COMPUTE, started, time.perf_counter(), len(token_ids)))
 

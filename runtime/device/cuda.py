@@ -27,7 +27,7 @@ from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
-from ..step.buffers import Shape, Shapes, Staging, StepBuffers
+from ..step.buffers import Shape, Shapes, Staging, StepBuffers, forward_batch
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
 from ..system import give_up_after
@@ -272,20 +272,12 @@ class CudaDevice:
 
     def _forward(self, shape: Shape) -> Tensor:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
-        batch = self._buffers.batch(shape)
-        fed = self._last_samples.index_select(0, batch.feeds)
+        staged = self._buffers.batch(shape)
+        batch = forward_batch(staged, self._last_samples, self._block_table)
         assert self._handle is not None
-        sharing = None if any(self._engine.manifest.decoder.windows) else batch.sharing
-        self._work.build(batch.segments, 1 if shape.generation else shape.tokens, sharing)
-        return self._engine.forward(
-            torch.where(batch.token_ids < 0, fed, batch.token_ids),
-            batch.positions,
-            batch.slots,
-            batch.segments,
-            self._block_table,
-            batch.sample_rows,
-            self._handle,
-        )
+        sharing = None if any(self._engine.manifest.decoder.windows) else staged.sharing
+        self._work.build(staged.segments, 1 if shape.generation else shape.tokens, sharing)
+        return self._engine.forward(batch, self._handle)
 
     @_ends_the_device
     def upload(self, inputs: StepInputs) -> None:

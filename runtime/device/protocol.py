@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...builder.forward_batch import ForwardBatch
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import Form
 from ...scheduler.plan import Lane
@@ -78,19 +79,9 @@ class ForwardPass(Protocol):
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         """(slots, layers, 2, kv_heads, chunk_tokens, head_dim), or head_dim + 1 in eight bits (`fp8_pool`)."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        segments: torch.Tensor,
-        block_table: torch.Tensor,
-        sample_rows: torch.Tensor,
-        pool: int,
-    ) -> torch.Tensor:
-        """Returns logits [R, vocab] float32 of the rows `sample_rows` of a batch in the layout of `StepInputs`.
+    def forward(self, batch: ForwardBatch, pool: int) -> torch.Tensor:
+        """Returns logits [R, vocab] float32 of the batch's rows `sample_rows`.
 
-        token_ids, positions, slots [T], segments [S, 5], block_table [seats, blocks], sample_rows [R], all int32.
         pool: handle of the GPU pool; its gate is called with each layer before that layer's KV is used.
         """
 

@@ -1,7 +1,10 @@
 """The device memory from which a step reads its batch: fixed addresses, sizes from a short list, one upload.
 
-    staging (pinned)  | token ids | feeds | positions | slots | segments | sharing | sample rows |  | everything else |
+    staging (pinned)  | token ids | positions | slots | segments | sample rows | feeds | sharing |  | everything else |
                        \\_______________ one copy, to where the graphs read ________________/    \\__ another one __/
+
+The first parts are the inputs of `PackedBatch`, in its order. Each begins at a multiple of 16 bytes, so kernels are
+compiled for one alignment.
 
 Batches are padded to the next size of the list, so one captured graph serves them all: padded tokens have no segment
 and write no KV, padded segments have no queries, padded rows are never read.
@@ -11,23 +14,35 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .inputs import NOT_WRITTEN, StepInputs
+from ...builder.forward_batch import (
+    PACKED,
+    SEGMENTS,
+    TOKENS,
+    Array,
+    ForwardBatch,
+    PackedBatch,
+    inputs_of,
+    shaped,
+)
+from .inputs import StepInputs
 from .sampling_inputs import SamplingInputs
 
 LARGEST_CAPTURED = 1024  # tokens
 _ALIGNMENT = 16  # bytes; alignment of every array in the staging buffer
+_ALIGNED_WORDS = _ALIGNMENT // 4
 STAGED = 4  # buffers: more than steps in flight, so no step waits for one
 _PARTIAL_SEGMENTS = 4  # segments of a seat in one step, besides whole chunks
 # tokens; larger batches are padded to a multiple of it, so that not every size compiles kernels of its own
 _WIDE_STEP = 64
-
-Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class Shape(NamedTuple):
@@ -41,7 +56,8 @@ class Shape(NamedTuple):
 
     @property
     def words(self) -> int:
-        return 4 * self.tokens + 7 * self.segments + self.rows
+        """Of a batch in a buffer, int32."""
+        return places(self)[-1].end
 
 
 class Shapes:
@@ -84,51 +100,71 @@ class Shapes:
         return min(tokens, _PARTIAL_SEGMENTS * self._seats + tokens // self._chunk_tokens)
 
 
-class Batch(NamedTuple, Generic[Array]):
-    """Views of a padded batch, all int32; fields as in `StepInputs`, and `feeds`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedBatch(PackedBatch[Array]):
+    """A padded batch, and what only the device needs. All int32.
 
-    token_ids: Array
-    """[T]"""
-    feeds: Array
-    """[T], for a negative token id: the seat whose last sample is the token"""
-    positions: Array
-    slots: Array
-    segments: Array
-    """[S, 5]"""
-    sharing: Array
-    """[S, 2], an order of all segments; without sharing their own, and zeros"""
-    sample_rows: Array
-    """[R]"""
+    feeds    [T], for a negative token id: the seat whose last sample is the token
+    sharing  [S, 2], an order of all segments; without sharing their own, and zeros
+    """
+
+    feeds: Array = field(metadata=shaped(TOKENS))
+    sharing: Array = field(metadata=shaped(SEGMENTS, 2))
 
 
-def batch_views(words: Array, shape: Shape) -> Batch[Array]:
-    """The parts of `words` [shape.words] int32, which lie in it one after the other."""
-    tokens, rows = shape.tokens, shape.rows
-    token_ids, feeds, positions, slots = (words[first : first + tokens] for first in range(0, 4 * tokens, tokens))
-    end = shape.words - rows
-    middle = end - 2 * shape.segments
-    segments, sharing = words[4 * tokens : middle].reshape(-1, 5), words[middle:end].reshape(-1, 2)
-    return Batch(token_ids, feeds, positions, slots, segments, sharing, words[end : shape.words])
+STAGED_INPUTS = inputs_of(StagedBatch)
+PADDED = [(name, one.padding) for name, one in STAGED_INPUTS.items() if one.padding]
+
+
+class Place(NamedTuple):
+    """Where a part of a batch lies: words [first, end) of its buffer."""
+
+    name: str
+    first: int
+    end: int
+    shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def places(shape: Shape) -> tuple[Place, ...]:
+    """The parts of a `StagedBatch` of this shape, one after the other."""
+    found = []
+    end = 0
+    for name, one in STAGED_INPUTS.items():
+        first = -(-end // _ALIGNED_WORDS) * _ALIGNED_WORDS
+        own = one.shape(shape._asdict())
+        end = first + prod(own)
+        found.append(Place(name, first, end, own))
+    return tuple(found)
+
+
+def batch_views(words: Array, shape: Shape) -> StagedBatch[Array]:
+    """The parts of `words` [shape.words] int32."""
+    parts = {name: words[first:end].reshape(own) for name, first, end, own in places(shape)}
+    return StagedBatch(**parts)
+
+
+def forward_batch(staged: StagedBatch[Tensor], last_samples: Tensor, block_table: Tensor) -> ForwardBatch:
+    """The inputs of the forward pass, with the last samples [seats] int32 in the place of the tokens that are fed."""
+    fed = last_samples.index_select(0, staged.feeds)
+    token_ids = torch.where(staged.token_ids < 0, fed, staged.token_ids)
+    return ForwardBatch.of(staged, token_ids=token_ids, block_table=block_table)
 
 
 def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
     """Writes a batch, padded to `shape`, into `words` [shape.words] int32."""
     batch = batch_views(words, shape)
     words[:] = 0
-    batch.slots[:] = NOT_WRITTEN
+    for name, padding in PADDED:
+        getattr(batch, name)[:] = padding
+    for name in PACKED:
+        values = getattr(inputs, name)
+        getattr(batch, name)[: len(values)] = values
     fed = inputs.generated
     batch.feeds[:fed] = inputs.segments[:fed, 4]
     batch.sharing[:, 0] = np.arange(shape.segments)
     if inputs.sharing is not None:
         batch.sharing[:fed] = inputs.sharing
-    for part, values in (
-        (batch.token_ids, inputs.token_ids),
-        (batch.positions, inputs.positions),
-        (batch.slots, inputs.slots),
-        (batch.segments, inputs.segments),
-        (batch.sample_rows, inputs.sample_rows),
-    ):
-        part[: len(values)] = values
 
 
 def place_arrays(arrays: Sequence[np.ndarray], first: int) -> tuple[list[int], int]:
@@ -194,15 +230,16 @@ class StepBuffers:
         self._others = torch.empty(0, dtype=torch.int32, device=device)
         self._placed: dict[int, Tensor] = {}
 
-    def batch(self, shape: Shape) -> Batch[Tensor]:
+    def batch(self, shape: Shape) -> StagedBatch[Tensor]:
         """The buffers of a batch of this shape; always at the same addresses."""
         return batch_views(self._words[: shape.words], shape)
 
-    def idle(self, shape: Shape) -> Batch[Tensor]:
+    def idle(self, shape: Shape) -> StagedBatch[Tensor]:
         """A batch that writes nothing and attends to nothing."""
         batch = self.batch(shape)
         self._words.zero_()
-        batch.slots.fill_(NOT_WRITTEN)
+        for name, padding in PADDED:
+            getattr(batch, name).fill_(padding)
         return batch
 
     def upload(self, inputs: StepInputs) -> Shape:

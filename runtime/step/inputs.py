@@ -17,40 +17,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...builder.forward_batch import NOT_WRITTEN, PackedBatch
 from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .prefixes import SharedPrefixes
 from .sampling_inputs import Mask, SamplingInputs, SeatSampling, scored
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
-NOT_WRITTEN = -1  # as a token's slot: its KV exists already; in the mirror: no slot was given
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepInputs:
-    """One batch of T tokens, S segments, R sampled and K scored rows, and U changed entries of the block table.
+class StepInputs(PackedBatch[np.ndarray]):
+    """The inputs of one step's forward pass and of its sampling, and U changed entries of the block table.
 
-    token_ids     [T] int32, LAST_SAMPLE for the first `generated` tokens
-    positions     [T] int32, as the model counts them
-    slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
-    segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
-                  is that of token i
+    `sample_rows` are first the D rows that are sampled, then those that are scored.
+
+    generated     the number of first tokens that are LAST_SAMPLE; segment i < `generated` is that of token i
     sharing       [generated, 2] int32, or None if no generating rows share keys: see `SharedPrefixes.order`; its
                   indices are of segments
-    sample_rows   [R + K] int32, indices into the T tokens whose logits are computed
-    sample_seats  [R] int32, the seats of the sampled rows
+    sample_seats  [D] int32, the seats of the sampled rows
     sampling      the sampler's inputs
     block_cells   [U] int32, into the flattened block table
     block_slots   [U] int32, the slots to put there
     """
 
     generated: int
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    segments: np.ndarray
     sharing: np.ndarray | None
-    sample_rows: np.ndarray
     sample_seats: np.ndarray
     sampling: SamplingInputs
     block_cells: np.ndarray

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import engine as bench_engine
-from benchmarks.engine import CHUNK, Part, arguments, arguments_of, chat_steps, slots_of
+from benchmarks.engine import CHUNK, Part, batch_for, batch_of_parts, chat_steps, slots_of
 from pensieve.builder.build import build_random_engine
 from pensieve.plugins.attention import reference as attention_reference
 from pensieve.runtime.engine import open_engine
@@ -28,20 +28,23 @@ SHAPE = {
 
 @pytest.mark.parametrize("requests, new, context", [(3, 1, 100), (1, 70, 0), (2, 5, 64)])
 def test_each_request_computes_the_end_of_its_context(requests, new, context):
-    ids, positions, slots, segments, table, last = arguments(requests, new, 50, context)
-    assert len(ids) == len(positions) == len(slots) == requests * new and ids.max() < 50
+    batch = batch_for(requests, new, 50, context)
+    ids, slots, segments, table = batch.token_ids, batch.slots, batch.segments, batch.block_table
+    assert len(ids) == len(batch.positions) == len(slots) == requests * new and ids.max() < 50
     assert segments[:, 1].eq(new).all() and segments[:, 3].eq(max(context, new)).all()
     assert table.numel() == table.unique().numel() and table.shape == (requests, -(-max(context, new) // CHUNK))
-    assert slots.unique().numel() == requests * new and last.tolist() == [new * (i + 1) - 1 for i in range(requests)]
+    assert slots.unique().numel() == requests * new
+    assert batch.sample_rows.tolist() == [new * (i + 1) - 1 for i in range(requests)]
 
 
 def test_requests_of_different_lengths():
     parts = [Part(1, 40), Part(5, 70, samples=False), Part(3, 3)]
-    ids, positions, slots, segments, table, last = arguments_of(parts, 50)
-    assert len(ids) == 9 and positions.tolist() == [39, *range(65, 70), *range(3)] and last.tolist() == [0, 8]
-    assert segments.tolist() == [[0, 1, 0, 40, 0], [1, 5, 0, 70, 1], [6, 3, 0, 3, 2]]
-    assert slots_of(parts) == 2 + 3 + 1 and table.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
-    assert slots.tolist() == [CHUNK + 7, *range(4 * CHUNK + 1, 4 * CHUNK + 6), *range(5 * CHUNK, 5 * CHUNK + 3)]
+    batch = batch_of_parts(parts, 50)
+    assert len(batch.token_ids) == 9 and batch.sample_rows.tolist() == [0, 8]
+    assert batch.positions.tolist() == [39, *range(65, 70), *range(3)]
+    assert batch.segments.tolist() == [[0, 1, 0, 40, 0], [1, 5, 0, 70, 1], [6, 3, 0, 3, 2]]
+    assert slots_of(parts) == 2 + 3 + 1 and batch.block_table.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert batch.slots.tolist() == [CHUNK + 7, *range(4 * CHUNK + 1, 4 * CHUNK + 6), *range(5 * CHUNK, 5 * CHUNK + 3)]
 
 
 def test_steps_of_chats():

@@ -1,11 +1,16 @@
 """The decoder on a GPU: the CPU's logits, no waiting for the device, and one captured graph for any mixture."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import Shard
+from pensieve.builder.forward_batch import INPUTS
+from pensieve.builder.forward_batch import TOKENS as TOKENS_OF_A_BATCH
 from pensieve.builder.model import Decoder
+from pensieve.builder.parity import Piece, batch_of
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.plugins.torch_ops import register_pool, release_pool
@@ -21,19 +26,17 @@ STEPS = (  # of each seat the positions [start, end) that are computed; in all T
 
 
 def inputs(step, table, device):
-    """Arguments of `Decoder.forward` but the pool, padded to TOKENS tokens with segments and slots for all seats."""
-    ids, positions, slots = (torch.full((TOKENS,), fill, dtype=torch.int32) for fill in (5, 0, -1))
-    segments, row = torch.zeros(SEATS, 5, dtype=torch.int32), 0
-    for seat, (start, end) in enumerate(step):
-        own = torch.arange(start, end)
-        rows = slice(row, row + end - start)
-        ids[rows] = (own * 37 + seat) % 150
-        positions[rows] = own
-        slots[rows] = table[seat, own // CHUNK] * CHUNK + own % CHUNK
-        segments[seat] = torch.tensor((row, end - start, 0, end, seat))
-        row += end - start
-    rows = torch.arange(TOKENS, dtype=torch.int32)
-    return [part.to(device) for part in (ids, positions, slots, segments, table, rows)], row
+    """A batch, padded to TOKENS tokens with a segment of each seat, and how many tokens are not padding."""
+    pieces = [Piece(seat, start, end) for seat, (start, end) in enumerate(step)]
+    ids = torch.cat([(torch.arange(start, end) * 37 + seat) % 150 for seat, (start, end) in enumerate(step)])
+    batch = batch_of(pieces, ids, table, torch.arange(TOKENS), CHUNK)
+    padded = {}
+    for name, one in INPUTS.items():
+        if one.sizes == (TOKENS_OF_A_BATCH,):
+            own = getattr(batch, name)
+            padded[name] = torch.full((TOKENS,), one.padding, dtype=torch.int32)
+            padded[name][: len(own)] = own
+    return replace(batch, **padded).map(lambda part: part.to(device)), len(ids)
 
 
 class Model:
@@ -60,13 +63,13 @@ class Model:
 
     @torch.inference_mode()
     def run(self, step):
-        arguments, count = inputs(step, self.table, self.device)
-        return self.forward(arguments)[:count]
+        batch, count = inputs(step, self.table, self.device)
+        return self.forward(batch)[:count]
 
-    def forward(self, arguments):
+    def forward(self, batch):
         if self.work is not None:
-            self.work.build(arguments[3])
-        return self.decoder(*arguments, self.handle)
+            self.work.build(batch.segments)
+        return self.decoder(batch, self.handle)
 
 
 @pytest.fixture(params=CONFIGS)
@@ -121,8 +124,8 @@ def test_a_step_never_waits_and_one_graph_serves_any_mixture(config, models):
         logits = captured.forward(static)
     captured.pool.zero_()
     for step, wanted in zip(STEPS, expected, strict=True):
-        arguments, count = inputs(step, captured.table, "cuda")
-        for target, source in zip(static, arguments, strict=True):
+        batch, count = inputs(step, captured.table, "cuda")
+        for target, source in zip(static.tensors(), batch.tensors(), strict=True):
             target.copy_(source)
         graph.replay()
         torch.testing.assert_close(logits[:count], wanted, atol=0.03, rtol=0.03)

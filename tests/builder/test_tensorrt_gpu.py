@@ -14,7 +14,7 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.inductor.compile_worker import engine_weights
 from pensieve.builder.manifest import PLAN, Manifest
-from pensieve.builder.model import Batch
+from pensieve.builder.model import LayerInputs
 from pensieve.builder.parity import CHUNK, MOST_CONTEXT, random_batches
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from tests.models import tiny_checkpoint
@@ -56,7 +56,7 @@ class Dumped:
     """A step of one batch: run here, and written for the program."""
 
     def __init__(self, engine, folder):
-        from pensieve.builder.tensorrt.network import layer_inputs
+        from pensieve.builder.tensorrt.network import BATCH_INPUTS, layer_inputs
         from pensieve.builder.tensorrt.package import kernel_sizes, load_decoder
         from pensieve.plugins.attention.kernel import make_work_list
         from pensieve.plugins.attention.work_list import Capacity
@@ -72,15 +72,15 @@ class Dumped:
         work = make_work_list(capacity, shard.heads, shard.kv_heads, config.head_dim, torch.float16)
         handle = register_pool(pool, work=work)
         try:
-            batch = Batch(decoder.rotary(given.positions), *given[2:5], handle)
+            layer_given = LayerInputs(given, decoder.rotary(given.positions), handle)
             x = torch.randn(len(given.slots), config.hidden_size, dtype=torch.float16, device="cuda")
             work.build(given.segments)
             memory = {name: getattr(work, name) for name in ("partial", "lse", "counters", "covered")}
             for kind in range(len(work.tiles)):
                 memory |= {f"items{kind}": work.items[kind], f"arrivals{kind}": work.arrivals[kind]}
-            inputs = {"x": x, "slots": given.slots, "block_table": given.block_table}
+            inputs = {"x": x} | {name: getattr(given, name) for name in BATCH_INPUTS}
             if config.rotary:
-                inputs["rotary"] = batch.rotary
+                inputs["rotary"] = layer_given.rotary
             for name, tensor in (inputs | memory | {"pool": pool}).items():
                 write(folder / f"{name}.bin", tensor)
             for layer in range(config.layers):
@@ -95,7 +95,7 @@ class Dumped:
                      f"memory pool {' '.join(memory)}", *shapes]  # fmt: skip
             (folder / "step.txt").write_text("\n".join(lines) + "\n")
             with torch.inference_mode():
-                self.y = decoder.layers[0](x.clone(), None, batch)[0].cpu()
+                self.y = decoder.layers[0](x.clone(), None, layer_given)[0].cpu()
             self.pool = pool.cpu()
         finally:
             release_pool(handle)

@@ -10,6 +10,7 @@ import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.builder.parity import Piece, batch_of
 from pensieve.plugins.kv_forms.forms import FP8, record_bytes
 from pensieve.plugins.kv_forms.fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
@@ -107,14 +108,13 @@ def displace(player: Player) -> None:
 def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int) -> list[int]:
     """Generates `count` tokens after the known ones; those from `start` on are computed into the pool."""
     handle = register_pool(pool)
-    table = torch.arange(len(pool), dtype=torch.int32).view(1, -1)
+    table = torch.arange(len(pool)).view(1, -1)
     context, tokens = start, list(known)
     for _ in range(count):
-        new = torch.tensor(tokens[context:], dtype=torch.int32)
-        own = torch.arange(context, len(tokens), dtype=torch.int32)
-        segments = torch.tensor([[0, len(new), 0, len(tokens), 0]], dtype=torch.int32)
-        last = torch.tensor([len(new) - 1], dtype=torch.int32)
-        logits = engine.forward(new, own, own, segments, table, last, handle)
+        new = torch.tensor(tokens[context:])
+        piece = Piece(0, context, len(tokens))
+        batch = batch_of([piece], new, table, torch.tensor([len(new) - 1]), CHUNK)
+        logits = engine.forward(batch, handle)
         context = len(tokens)
         tokens.append(int(logits.argmax()))
     release_pool(handle)

@@ -46,16 +46,19 @@ class FakeEngine:
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         return (slots, self.layers, 2, 1, chunk_tokens, pool_width(1, self.kv_dtype))
 
-    def forward(self, token_ids, positions, slots, segments, block_table, sample_rows, pool):
-        means = torch.zeros(len(token_ids))
+    def forward(self, batch, pool):
+        tokens = batch.token_ids * 31 + batch.positions * 17
+        means = torch.zeros(len(tokens))
         for layer in range(self.layers):
-            digests = ((token_ids * 31 + positions * 17 + layer * 7) % self.largest).float().view(-1, 1, 1)
+            digests = ((tokens + layer * 7) % self.largest).float().view(-1, 1, 1)
             no_keys = torch.zeros_like(digests)
-            rotary = torch.empty(len(token_ids), 0)
-            q = torch.ops.pensieve.write_kv(no_keys, no_keys, digests, rotary, slots, pool, layer)
+            rotary = torch.empty(len(tokens), 0)
+            q = torch.ops.pensieve.write_kv(no_keys, no_keys, digests, rotary, batch.slots, pool, layer)
             # Equal scores: the attention is the mean over the visible tokens.
-            means += torch.ops.pensieve.multi_token_attention(q, segments, block_table, pool, layer, 1.0).flatten()
-        chosen = (means * (positions + 1)).round()[sample_rows].long() % VOCAB
+            means += torch.ops.pensieve.multi_token_attention(
+                q, batch.segments, batch.block_table, pool, layer, 1.0
+            ).flatten()
+        chosen = (means * (batch.positions + 1)).round()[batch.sample_rows].long() % VOCAB
         return torch.nn.functional.one_hot(chosen, VOCAB).float()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pensieve.builder.checkpoints.config import DecoderConfig, Rotary
 from pensieve.builder.model import Decoder
+from pensieve.builder.parity import Piece, batch_of
 from pensieve.plugins.attention.fp8_pool import pool_width
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
@@ -108,9 +109,8 @@ class Reference:
         count, chunk = tokens.shape[1], 32
         pool = torch.zeros(self._engine.kv_shape(-(-count // chunk), chunk), dtype=self._engine.kv_dtype)
         handle = register_pool(pool)
-        own = torch.arange(count, dtype=torch.int32)
-        segments = torch.tensor([[0, count, 0, count, 0]], dtype=torch.int32)
-        table = torch.arange(len(pool), dtype=torch.int32).view(1, -1)
-        logits = self._engine.forward(tokens[0].int(), own, own, segments, table, own, handle)
+        table = torch.arange(len(pool)).view(1, -1)
+        batch = batch_of([Piece(0, 0, count)], tokens[0], table, torch.arange(count), chunk)
+        logits = self._engine.forward(batch, handle)
         release_pool(handle)
         return SimpleNamespace(logits=logits.unsqueeze(0))

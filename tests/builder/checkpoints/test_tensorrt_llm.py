@@ -264,6 +264,6 @@ def test_both_checkpoints_give_the_same_engine(name, tmp_path):
         engine = open_engine(tmp_path / "engine")
         batch = random_batches(engine.manifest.decoder, "cpu")[0]
         handle = register_pool(torch.zeros(engine.kv_shape(batch.block_table.numel(), 16)))
-        said.append(engine.forward(*batch, handle))
+        said.append(engine.forward(batch, handle))
         release_pool(handle)
     assert torch.equal(*said)

@@ -10,7 +10,7 @@ from pensieve.builder.inductor.compile import Compilable, export
 from pensieve.builder.inductor.package import Package, laid_out
 from pensieve.builder.manifest import PACKAGE, WEIGHTS, Manifest
 from pensieve.builder.model import Decoder
-from pensieve.builder.parity import check_parity, random_batches, registered
+from pensieve.builder.parity import Piece, batch_of, check_parity, random_batches, registered
 from pensieve.builder.random_weights import random_weights
 from pensieve.builder.weights import load_weights
 from pensieve.runtime.engine import open_engine
@@ -77,10 +77,9 @@ def test_a_package_computes_any_batch(compiled):
 def test_a_step_that_samples_nothing(compiled):
     engine = open_engine(compiled[0])
     runner = ScatteredRunner(engine.forward, engine.kv_shape(4, 8), prompts(5), engine.dtype)
-    table, none = runner.block_table, torch.zeros(0, dtype=torch.int32)
-    own = torch.arange(5).int()
-    slots = table[0, 0] * 8 + own
-    logits = engine.forward(own, own, slots, torch.tensor([[0, 5, 0, 5, 0]]).int(), table, none, runner.handle)
+    table, none = runner.block_table, torch.zeros(0)
+    batch = batch_of([Piece(0, 0, 5)], torch.arange(5), table, none, 8)
+    logits = engine.forward(batch, runner.handle)
     assert logits.shape == (0, 160) and not runner.pool[table[0, 0], :, :, :, :5].isnan().any()
 
 
@@ -149,7 +148,7 @@ def logits_and_kv(forward, config, batches, dtype, how=lambda step: step()):
 
             def step(batch=batch):
                 plan(batch.segments)
-                return forward(*batch, handle)
+                return forward(batch, handle)
 
             logits.append(how(step).float())
         torch.cuda.synchronize()

@@ -63,9 +63,9 @@ def library(monkeypatch):
         monkeypatch.setattr(module, "load_library", lambda: twin)
     original = tensorrt_package.TensorRTLayers.forward
 
-    def forward(self, x, change, batch):
-        twin.segments = batch.segments  # the library has them in its work list
-        return original(self, x, change, batch)
+    def forward(self, x, change, inputs):
+        twin.segments = inputs.batch.segments  # the library has them in its work list
+        return original(self, x, change, inputs)
 
     monkeypatch.setattr(tensorrt_package.TensorRTLayers, "forward", forward)
     return twin
@@ -103,7 +103,7 @@ def run_once(package, config, batch):
     pool = torch.zeros(batch.block_table.numel(), config.layers, 2, config.kv_heads, 16, config.head_dim)
     handle = register_pool(pool)
     try:
-        return package(*batch, handle)
+        return package(batch, handle)
     finally:
         release_pool(handle)
 
@@ -114,17 +114,17 @@ def test_generation_and_prompts_have_profiles(library, llama, tmp_path):
     batch = random_batches(config, "cpu")[0]
     run_once(package, config, batch)
     many = torch.zeros(300, dtype=torch.int32)
-    run_once(package, config, batch._replace(token_ids=many, positions=many, slots=many - 1))
+    run_once(package, config, replace(batch, token_ids=many, positions=many, slots=many - 1))
     assert [context.steps for context in library.contexts] == [config.layers, config.layers]
     too_many = torch.zeros(5000, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="up to 4096 tokens a step, not 5000"):
-        run_once(package, config, batch._replace(token_ids=too_many, positions=too_many, slots=too_many - 1))
+        run_once(package, config, replace(batch, token_ids=too_many, positions=too_many, slots=too_many - 1))
 
 
 def test_a_step_that_samples_nothing_has_no_logits(library, llama, tmp_path):
     config, weights = llama
     batch = random_batches(config, "cpu")[0]
-    nothing = batch._replace(sample_rows=batch.sample_rows[:0])
+    nothing = replace(batch, sample_rows=batch.sample_rows[:0])
     assert run_once(packed(tmp_path, config, weights), config, nothing).shape == (0, config.vocab_size)
 
 

@@ -8,14 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.runtime.step.buffers import Shape, Shapes, StepBuffers, place_arrays, sampling_arrays
-from pensieve.runtime.step.inputs import LAST_SAMPLE, NOT_WRITTEN, StepPacker
+from pensieve.builder.forward_batch import NOT_WRITTEN, PACKED
+from pensieve.plugins.torch_ops import register_pool, release_pool
+from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.step.buffers import (
+    STAGED_INPUTS,
+    Shape,
+    Shapes,
+    StepBuffers,
+    forward_batch,
+    place_arrays,
+    sampling_arrays,
+)
+from pensieve.runtime.step.inputs import LAST_SAMPLE, StepPacker
 from pensieve.runtime.step.sampler import Sampler
 from pensieve.runtime.step.sampling_inputs import Mask
-from pensieve.scheduler.types import Sampling
+from pensieve.scheduler.types import Sampling, Tier
 
 from ...scheduler.harness import Harness
-from ..fake_engine import VOCAB, join, plan, span
+from ..fake_engine import VOCAB, FakeEngine, join, plan, span
 
 SEATS, BLOCKS, CHUNK = 6, 4, 8
 
@@ -110,7 +121,7 @@ def test_a_batch_arrives_padded():
     shape = buffers.upload(inputs)
     assert shape == Shape(16, 16, 6) and len(inputs.token_ids) == 13
     batch = buffers.batch(shape)
-    for name in ("token_ids", "positions", "slots", "segments", "sample_rows"):
+    for name in PACKED:
         wanted, got = getattr(inputs, name), getattr(batch, name)
         assert got.dtype == torch.int32 and got[: len(wanted)].tolist() == wanted.tolist(), name
     assert batch.token_ids[:2].tolist() == [LAST_SAMPLE] * 2 and batch.feeds[:3].tolist() == [0, 1, 0]
@@ -126,10 +137,51 @@ def test_a_batch_arrives_padded():
         tensor = buffers.place(array)
         assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
 
-    addresses = [part.data_ptr() for part in batch]
+    addresses = [getattr(batch, name).data_ptr() for name in STAGED_INPUTS]
+    assert all(address % 16 == 0 for address in addresses)
     buffers.upload(packer.pack(plan(2, generate={0: 10})))
-    assert [part.data_ptr() for part in buffers.batch(shape)] == addresses, "graphs read where they were captured"
+    again = buffers.batch(shape)
+    assert [getattr(again, name).data_ptr() for name in STAGED_INPUTS] == addresses, "graphs read where captured"
     assert not buffers.batch(Shape(1, 1, 1)).segments[:, 0].any()
+
+
+def test_the_forward_pass_gets_last_samples_and_ignores_padding():
+    """The same tokens and KV from a padded batch, as a GPU reads it, as from the CPU device."""
+    device, other = CpuDevice(), StepPacker(SEATS, BLOCKS, CHUNK)
+    engine, packer = FakeEngine(), StepPacker(SEATS, BLOCKS, CHUNK)
+    shapes = Shapes(64, SEATS, CHUNK)
+    buffers = StepBuffers(shapes, "cpu")
+    shape = engine.kv_shape(SEATS * BLOCKS, CHUNK)
+    device.allocate_pool(Tier.GPU, shape, torch.float32)
+    device.allocate_pool(Tier.HOST, (1, *shape[1:]), torch.float32)
+    device.load(engine, SEATS, BLOCKS, (), 64)
+    pool = torch.zeros(shape)
+    handle = register_pool(pool)
+    table = torch.zeros(SEATS, BLOCKS, dtype=torch.int32)
+    last = torch.zeros(SEATS, dtype=torch.int32)
+    prompts = {0: (5, 3, 5, 8, 9, 7, 9), 3: (1, 5, 9)}
+    first = plan(
+        1,
+        joins=[join(seat) for seat in prompts],
+        blocks=[(seat, 0, (2 * seat, 2 * seat + 1)) for seat in prompts],
+        spans=[span(seat, 0, len(prompt)) for seat, prompt in prompts.items()],
+        token_ids=[token for prompt in prompts.values() for token in prompt],
+    )
+    for step in (first, plan(2, generate={3: 3, 0: 7}), plan(3, generate={0: 8})):
+        device.upload(other.pack(step))
+        device.run()
+        ticket, tokens, _ = device.sample()
+        device.synchronize(ticket)
+        inputs = packer.pack(step)
+        padded = buffers.upload(inputs)
+        table.view(-1)[buffers.block_cells] = buffers.block_slots
+        batch = forward_batch(buffers.batch(padded), last, table)
+        logits = engine.forward(batch, handle)[: len(inputs.sample_rows)]
+        last[buffers.sample_seats] = logits.argmax(1).int()
+        assert logits.argmax(1).tolist() == tokens.tolist()
+    assert torch.equal(pool, device._pools[Tier.GPU]) and pool.any()
+    release_pool(handle)
+    device.close()
 
 
 def test_an_idle_batch_writes_and_attends_to_nothing():

@@ -3,7 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from pensieve.runtime.step.inputs import LAST_SAMPLE, NOT_WRITTEN, StepPacker
+from pensieve.builder.forward_batch import NOT_WRITTEN
+from pensieve.runtime.step.inputs import LAST_SAMPLE, StepPacker
 from pensieve.scheduler.types import InvariantError, Sampling
 
 from ..fake_engine import join, plan, span
