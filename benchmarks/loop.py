@@ -42,7 +42,7 @@ from pensieve.scheduler.types import (
     TokenLogprobs,
     Usage,
 )
-from pensieve.scripts.command import add_kv_cache_dtype, flag, table
+from pensieve.scripts.command import add_kv_cache_dtype, flag
 
 SPARE_CHUNKS = 4  # in the smallest GPU cache that holds a turn
 
@@ -346,3 +346,17 @@ def show(bench: str, title: str, found: Mapping[str, Any], rows: Sequence[Mappin
     """A table of the rows for people, and all that was found as one line of JSON."""
     print(f"{title}\n{table(rows)}")
     print(json.dumps({"bench": bench, **found}), flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a column for each name that a row has. Numbers have four digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_shown(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
+    rule = "|".join("-" * (width + 1) + ":" for width in widths)
+    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

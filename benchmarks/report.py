@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pensieve.scheduler.sim.simulator import percentile
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.command import read_records, result_line, subplots, title_line
+from pensieve.scripts.command import result_line, subplots, title_line
 
 if TYPE_CHECKING:
     from .clients import Tally  # and aiohttp
+
+Row = TypeVar("Row")
 
 SOURCES = ("gpu", "host", "disk", "recomputed", "new")
 
@@ -169,6 +171,23 @@ def _cost(made: RateReport) -> str:
 
 def json_line(made: RateReport, settings: Mapping[str, Any]) -> str:
     return json.dumps({"bench": "serving", **settings, **asdict(made)})
+
+
+def read_records(path: Path, option: str, command: str, row_of: Callable[[Any], Row]) -> list[Row]:
+    """Calls `row_of` with each line of JSON that `command` wrote. SettingError names the option and the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(option, f"{path} cannot be read: {error}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(row_of(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError(option, f"{path}, line {number}: not a line of {command}: {error!r}") from error
+    if not records:
+        raise SettingError(option, f"{path} holds no results")
+    return records
 
 
 def read_reports(path: Path, option: str) -> list[RateReport]:

@@ -1,4 +1,4 @@
-"""Draws what routing costs by the number of replicas, from recorded lines of `simulate --replicas ... --json`.
+"""Draws what routing costs by the number of replicas, from recorded lines of `benchmarks.routing --json`.
 
     python -m benchmarks.routing_plot docs/measured/routing-2026-11-24.jsonl --plot docs/figures/routing.png
 
@@ -41,7 +41,7 @@ def read_rows(path: Path) -> list[dict]:
         known = {(row["load"], row["routing"], row["replicas"]): row for row in rows if row["simulated"] is not None}
         known |= {(row["load"], row["routing"], row["replicas"]): row for row in rows if row["simulated"] is None}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingError("FILE", f"{path} holds no lines of `simulate --replicas` with a load ({error!r})") from None
+        raise SettingError("FILE", f"{path} holds no lines of `benchmarks.routing` with a load ({error!r})") from None
     return sorted(known.values(), key=lambda row: row["replicas"])
 
 

@@ -26,10 +26,11 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts.chat import Server, ServerError
 from pensieve.scripts.command import check_above_0, check_least, check_matplotlib, exit_status, numbers
 from pensieve.scripts.simulation.arrivals import clock_rate, plan_arrivals
-from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, made_up, read_dialogues, synthetic
+from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, made_up, synthetic
 
 from .clients import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
 from .report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, titles
+from .traces import read_dialogues
 from .workload import Words, fitting, mean_turns
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     workload = made.add_mutually_exclusive_group()
     workload.add_argument("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)")
     option("--turn-counts", choices=TURN_COUNTS, help=f"of --synthetic (default {TURN_COUNTS[0]})")
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="see scripts/simulation/traces.py")
+    workload.add_argument("--trace", type=Path, metavar="FILE", help="see benchmarks/traces.py")
     option("--tokenizer", metavar="FILE", help="tokenizer.json: for traces of text, servers that return no token ids")
     option("--rate", metavar="RATES", help="conversations/s, comma between (default 1; a trace's own if it has one)")
     option("--find-rate", type=float, metavar="MS", help="between two --rate, the largest with at most this ms/token")

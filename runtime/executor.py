@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 3
 """Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
 
 GROUP_LAYERS = 4
-"""Layers of a gated swap-in that share a gate: copies of 4 layers reach the link's speed (docs/lab/experiments.md)."""
+"""Layers of a gated swap-in that share a gate: copies of 4 layers reach the link's speed."""
 
 DISK_WAIT_SECONDS = 0.002
 """Seconds that a plan without computation and copies lasts at most while the disk works."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.choices import KV_CACHE_DTYPES
@@ -60,45 +58,11 @@ def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
         raise SettingError(option, f"{text!r} is not a list of numbers with commas between") from None
 
 
-Record = TypeVar("Record")
-
-
-def read_records(path: Path, option: str, command: str, record_of: Callable[[Any], Record]) -> list[Record]:
-    """Calls `record_of` with each line of JSON that `command` wrote. SettingError names the option and the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(option, f"{path} cannot be read: {error}") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(record_of(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettingError(option, f"{path}, line {number}: not a line of {command}: {error!r}") from error
-    if not records:
-        raise SettingError(option, f"{path} holds no results")
-    return records
-
-
 # Tables.
 
 
 Columns = Mapping[str, tuple[str, str]]
 """By a value's name: its title, and how it is written: a format with its width, such as `8.1f`."""
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a column for each name that a row has. Numbers have four digits."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([_shown(row.get(name, "")) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [" | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
-    rule = "|".join("-" * (width + 1) + ":" for width in widths)
-    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def title_line(columns: Columns) -> str:

@@ -1,12 +1,11 @@
 """simulate: replays conversations against the scheduler on a virtual clock, for each eviction policy and tier size.
 
-    python -m pensieve.scripts.simulate --trace FILE --host-kv-bytes 16GiB,64GiB --eviction retention,lru
-    python -m pensieve.scripts.simulate --preset load --rate 4,5 --start middle
-    python -m pensieve.scripts.simulate --replicas 1,8 --routing session,random --synthetic sharegpt
+    pensieve simulate --trace FILE --host-kv-bytes 16GiB,64GiB --eviction retention,lru
+    pensieve simulate --preset load --rate 4,5 --start middle
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
 `scheduler/sim/simulator.py` for what is simulated, `scripts/simulation/traces.py` for the form of a trace. The preset
-`load` and `--replicas` have options of their own: `scripts/simulation/load.py` and `scripts/simulation/cluster.py`.
+`load` has options of its own: `scripts/simulation/load.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
 from .command import check_above_0, check_least, exit_status, result_line, title_line
-from .simulation.cluster import COLUMNS as CLUSTER_COLUMNS
-from .simulation.cluster import add_cluster_options, cluster_json, cluster_line, plan_cluster, simulate_cluster
 from .simulation.load import COLUMNS as LOAD_COLUMNS
 from .simulation.load import add_load_options, add_workload, config_of, plan_load, simulate_load
 from .simulation.models import MODELS
@@ -57,9 +54,7 @@ def parser(preset: str = "trace") -> CommandParser:
     made = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
     made.add_argument("--preset", choices=PRESETS, default="trace", help="each has its own options (trace)")
     add_common_options(made)
-    {"load": add_load_options, "trace": add_trace_options, "cluster": add_cluster_options}[preset](made)
-    if preset == "cluster":
-        add_hardware_options(made)
+    {"load": add_load_options, "trace": add_trace_options}[preset](made)
     return made
 
 
@@ -108,15 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = CommandParser(prog="pensieve simulate", add_help=False)
     chosen.add_argument("--preset", choices=PRESETS, default="trace")
-    chosen.add_argument("--replicas")
-    known = chosen.parse_known_args(words)[0]
-    preset = "cluster" if known.replicas is not None else known.preset
+    preset = chosen.parse_known_args(words)[0].preset
     args = parser(preset).parse_args(words)
-    lines = {"load": load_lines, "trace": trace_lines, "cluster": cluster_lines}[preset]
-    return exit_status("pensieve simulate", lambda: run(args, lines))
+    lines = {"load": load_lines, "trace": trace_lines}[preset]
+    return exit_status("pensieve simulate", lambda: print_lines(args, lines))
 
 
-def run(args: argparse.Namespace, lines: Callable[[argparse.Namespace], Iterator[str]]) -> None:
+def print_lines(args: argparse.Namespace, lines: Callable[[argparse.Namespace], Iterator[str]]) -> None:
     check_above_0(args, POSITIVE)
     for line in lines(args):
         print(line, flush=True)
@@ -139,16 +132,6 @@ def load_lines(args: argparse.Namespace) -> Iterator[str]:
         if found is None:
             raise SettingError("--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile")
         yield json.dumps({"bench": "simulate_load", **found}) if args.json else result_line(LOAD_COLUMNS, found)
-
-
-def cluster_lines(args: argparse.Namespace) -> Iterator[str]:
-    model = MODELS[args.model]
-    speeds = args.flops_per_s, args.memory_bytes_per_s, args.link_bytes_per_s
-    runs = plan_cluster(args, lambda longest: model.cost(args.chunk_tokens, longest, *speeds))
-    if not args.json:
-        yield title_line(CLUSTER_COLUMNS)
-    for run, found in in_processes(simulate_cluster, runs, args.jobs):
-        yield cluster_json(run, found) if args.json else cluster_line(run, found)
 
 
 def in_processes(work: Callable[[Any], Any], runs: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any]]:

@@ -12,8 +12,7 @@ from benchmarks import steps, tiers
 from benchmarks.check.house import lines, reading_path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-CURRENT = [page for page in PAGES if ROOT / "docs" / "lab" not in page.parents]  # a dated page may name removed files
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_LINES = {"README.md": 150, "BENCHMARKS.md": 300}
 ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts", "benchmarks")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
@@ -60,14 +59,14 @@ def known_options() -> set[str]:
 
 def test_every_option_that_a_page_names_exists():
     known = known_options().union(NOT_BUILT, *OTHER_PROGRAMS.values())
-    named = {(page.name, option) for page in CURRENT for option in OPTION.findall(page.read_text())}
+    named = {(page.name, option) for page in PAGES for option in OPTION.findall(page.read_text())}
     assert len(named) > 100
     assert not sorted((page, option) for page, option in named if option not in known)
 
 
 def test_every_script_that_a_page_names_exists():
     module = re.compile(r"(?<!\w)(?:pensieve\.(?=scripts\.)|(?=benchmarks\.))(\w+(?:\.\w+)+)")
-    named = {name for page in CURRENT for name in module.findall(page.read_text())}
+    named = {name for page in PAGES for name in module.findall(page.read_text())}
     assert len(named) > 10
     places = {name: ROOT / name.replace(".", "/") for name in named}
     assert not [
@@ -106,7 +105,7 @@ def links(page: Path) -> set[Path]:
 def test_the_index_leads_to_every_page():
     """By one link, or from BENCHMARKS.md or the page of a folder in the index."""
     index = ROOT / "docs" / "README.md"
-    linked = links(index) | links(ROOT / "BENCHMARKS.md") | links(ROOT / "docs" / "lab" / "README.md")
+    linked = links(index) | links(ROOT / "BENCHMARKS.md")
     assert not [page for page in PAGES if page.parent != ROOT and page != index and page not in linked]
 
 
@@ -147,7 +146,7 @@ def test_the_reading_path_is_short():
 
 def test_every_file_that_a_page_names_exists():
     place = re.compile(rf"(?<![\w/.-])(?:{'|'.join((*ROOMS, 'tests', 'deploy'))})/[\w/.-]*\w\.[a-z]+\b")
-    named = {(page.name, file) for page in CURRENT for file in place.findall(page.read_text())}
+    named = {(page.name, file) for page in PAGES for file in place.findall(page.read_text())}
     assert len(named) > 50
     assert not sorted((page, file) for page, file in named if not (ROOT / file).exists())
 

@@ -42,9 +42,9 @@ from pensieve.scheduler.types import (
     SettingError,
     TokenLogprobs,
 )
-from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status, table
+from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status
 
-from ..loop import Answer, Loop, make_device, random_ids
+from ..loop import Answer, Loop, make_device, random_ids, table
 
 SOURCES = ("gpu", "host", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4

@@ -18,8 +18,7 @@ from torch import Tensor
 from .fp8_reference import SMALLEST_SCALE, layer_bytes, scales_offset
 
 PROGRAMS = 64
-"""16 programs are as fast as a link of 55 GB/s; with more, for a shorter time, steps are delayed less
-(docs/lab/lower-tier.md)."""
+"""16 programs are as fast as a link of 55 GB/s; with more, for a shorter time, steps are delayed less."""
 
 TILE = 16384
 """Numbers that a program processes at once: whole heads, with a warp for 1,024 numbers."""

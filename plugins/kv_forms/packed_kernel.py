@@ -19,8 +19,7 @@ from .fp8_kernel import places
 from .packed_reference import ESCAPE, ZERO, layout
 
 PROGRAMS = 64
-"""16 programs are as fast as a link of 55 GB/s; with more, for a shorter time, steps are delayed less
-(docs/lab/lower-tier.md)."""
+"""16 programs are as fast as a link of 55 GB/s; with more, for a shorter time, steps are delayed less."""
 
 TILE = 2048
 """Numbers of a token that a program processes at once, of whole heads; four for each thread."""

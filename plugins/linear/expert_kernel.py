@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(pairs: int, experts: int, tokens: int) -> Tiles:
-    """The tiles for the mean number of rows of an expert: the fastest that were measured (docs/lab/experts.md)."""
+    """The tiles for the mean number of rows of an expert: the fastest that were measured."""
     if tokens == 1:
         return Tiles(1, Tile(8, 512), Tile(8, 512))
     mean = pairs / experts

@@ -1,7 +1,7 @@
 """Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product uses cuBLAS or CUTLASS.
 
 With few rows a product's time is that of reading the weights. cuBLAS's kernel without scales by row is then faster than
-any with them, even with a second kernel that scales (docs/lab/experiments.md). Twin: `fp8.in_fp8`.
+any with them, even with a second kernel that scales. Twin: `fp8.in_fp8`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ overtaking.
 
 By response ratio (wait / predicted work of the prompt; Brinch Hansen 1971) a turn whose history is cached joins before
 one that must be recomputed. If it waited behind that turn, the computed chunks would evict its own, and it would need
-recomputing itself: once the conversations exceed the tiers, arrival order ends with everything recomputed
-(docs/lab/overload.md).
+recomputing itself: once the conversations exceed the tiers, arrival order ends with everything recomputed.
 
 The ratio alone starves long prompts: cached turns pass them as long as such turns arrive. So each request has an
 allowance. Let B be the predicted work of the requests that wait before request r when r arrives, and w(r) its own:

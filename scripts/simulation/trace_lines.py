@@ -30,13 +30,6 @@ class Line(BaseModel, strict=True):
         return SessionTurn(self.history_tokens or 0, self.input_tokens, self.output_tokens, self.think_s or 0.0)
 
 
-class MooncakeLine(BaseModel, strict=True):
-    timestamp: Natural
-    input_length: Positive
-    output_length: Positive
-    hash_ids: list[int]
-
-
 Model = TypeVar("Model", bound=BaseModel)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import clients as bench_clients
 from benchmarks.clients import Client, Failed, Load, Reply, Tally, Target, Window
-from benchmarks.report import json_line, milliseconds, read_reports, report, report_line, titles
+from benchmarks.report import json_line, milliseconds, read_records, read_reports, report, report_line, titles
 from benchmarks.serving import GPU_SECONDS, largest_rate, main, probe
 from benchmarks.workload import Words
 from pensieve.scheduler.sim.simulator import SessionTurn
@@ -330,3 +330,15 @@ def test_a_real_server_tells_its_sources(bench, tmp_path):
     assert set(made["sources"]) == {"gpu", "host", "disk", "recomputed", "new"} and sum(made["sources"].values()) > 0
     assert made["ttft_ms_p50"] > 0 and made["cached_tokens"] is not None
     assert GPU_SECONDS not in said.out
+
+
+def test_records_are_read_and_a_wrong_line_is_named(tmp_path):
+    file = tmp_path / "found.jsonl"
+    file.write_text('{"rate": 2}\n{"rate": 3}\n')
+    assert read_records(file, "--compare", "bench", lambda row: row["rate"]) == [2, 3]
+    file.write_text('{"rate": 2}\n{}\n')
+    with pytest.raises(SettingError, match=r"--compare: .*found\.jsonl, line 2: not a line of bench: KeyError"):
+        read_records(file, "--compare", "bench", lambda row: row["rate"])
+    file.write_text("")
+    with pytest.raises(SettingError, match="holds no results"):
+        read_records(file, "--compare", "bench", dict)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.loop import Loop, make_device
+from benchmarks.loop import Loop, make_device, table
 from benchmarks.steps import QUIET_STEPS, Returning, Sizes, main, parser
 from pensieve.builder.build import build_random_engine
 from pensieve.runtime.engine import open_engine
@@ -200,3 +200,10 @@ def test_all_parts_on_a_gpu(tmp_path, capsys):
     directory = build(tmp_path, device="cuda", dtype="bfloat16")
     assert main(["--engine", str(directory), "--device", "cuda", *SMALL]) == 0
     check_results(results(capsys.readouterr().out))
+
+
+def test_a_table_has_a_column_for_each_name_of_any_row():
+    lines = table([{"way": "load", "seconds": 0.123456}, {"way": "recompute", "read": 3}]).splitlines()
+    assert lines[0].split() == ["|", "way", "|", "seconds", "|", "read", "|"]
+    assert lines[2].split() == ["|", "load", "|", "0.1235", "|", "|"]
+    assert len({len(line) for line in lines}) == 1

@@ -8,9 +8,10 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.traces import _sample, read_dialogues
 from pensieve.scheduler.sim.simulator import Session, SessionTurn
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.simulation.traces import Dialogue, MadeUp, _sample, made_up, read_dialogues
+from pensieve.scripts.simulation.traces import Dialogue, MadeUp, made_up
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside the repository, not part of it
 

@@ -12,9 +12,7 @@ from pensieve.scripts.command import (
     check_least,
     exit_status,
     numbers,
-    read_records,
     result_line,
-    table,
     title_line,
 )
 
@@ -44,18 +42,6 @@ def test_a_list_of_numbers():
         numbers("1,x", "--seeds", int)
 
 
-def test_records_are_read_and_a_wrong_line_is_named(tmp_path):
-    file = tmp_path / "found.jsonl"
-    file.write_text('{"rate": 2}\n{"rate": 3}\n')
-    assert read_records(file, "--compare", "bench", lambda row: row["rate"]) == [2, 3]
-    file.write_text('{"rate": 2}\n{}\n')
-    with pytest.raises(SettingError, match=r"--compare: .*found\.jsonl, line 2: not a line of bench: KeyError"):
-        read_records(file, "--compare", "bench", lambda row: row["rate"])
-    file.write_text("")
-    with pytest.raises(SettingError, match="holds no results"):
-        read_records(file, "--compare", "bench", dict)
-
-
 def test_numbers_have_bounds():
     args = Namespace(think_s=0.0, seed=0, ramp_s=float("nan"), gone=None)
     check_above_0(args, ("gone", "of_another_command"))
@@ -66,13 +52,6 @@ def test_numbers_have_bounds():
         check_least(args, seed=1)
     with pytest.raises(SettingError, match="--ramp-s: must be at least 0, not nan"):
         check_least(args, ramp_s=0)
-
-
-def test_a_table_has_a_column_for_each_name_of_any_row():
-    lines = table([{"way": "load", "seconds": 0.123456}, {"way": "recompute", "read": 3}]).splitlines()
-    assert lines[0].split() == ["|", "way", "|", "seconds", "|", "read", "|"]
-    assert lines[2].split() == ["|", "load", "|", "0.1235", "|", "|"]
-    assert len({len(line) for line in lines}) == 1
 
 
 def test_lines_stand_below_their_titles():

@@ -1,6 +1,6 @@
-"""`simulate --replicas`: what routing is worth when several replicas serve the same conversations.
+"""benchmarks.routing: what routing is worth when several replicas serve the same conversations, simulated.
 
-    python -m pensieve.scripts.simulate --replicas 1,8,64 --routing session,random --trace FILE --sessions-per-s 0.3
+    python -m benchmarks.routing --replicas 1,8,64 --routing session,random --trace FILE --sessions-per-s 0.3
 
 Every replica gets the load of `--sessions-per-s`, so that more replicas have more conversations. Replicas may fail,
 drain and come back (`--event`). Large clusters are simulated by some of their replicas (`--simulated`). See
@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from typing import NamedTuple
 
-from ...runtime.launch.options import parse_bytes
-from ...scheduler.config import SchedulerConfig
-from ...scheduler.cost import CostProfile
-from ...scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
-from ...scheduler.sim.simulator import Session, longest_context
-from ...scheduler.types import SettingError
-from ..command import numbers, result_line
-from .load import add_workload, config_of, conversations
-from .models import MODELS
-from .traces import TURN_COUNTS
+from pensieve.runtime.launch.command_line import CommandParser
+from pensieve.runtime.launch.options import parse_bytes
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
+from pensieve.scheduler.sim.simulator import Session, longest_context
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts.command import exit_status, numbers, result_line, title_line
+from pensieve.scripts.simulate import add_common_options, add_hardware_options, in_processes, print_lines
+from pensieve.scripts.simulation.load import add_workload, config_of, conversations
+from pensieve.scripts.simulation.models import MODELS
+from pensieve.scripts.simulation.traces import TURN_COUNTS
 
 KINDS = ("fail", "drain", "back")
 SETTING = ("replicas", "routing", "seed")
@@ -46,7 +49,9 @@ class ClusterRun(NamedTuple):
     warm_up_s: float
 
 
-def add_cluster_options(made: argparse.ArgumentParser) -> None:
+def parser() -> CommandParser:
+    made = CommandParser(prog="benchmarks.routing", description=__doc__.partition("\n")[0])
+    add_common_options(made)
     option = made.add_argument
     option("--replicas", required=True, metavar="NUMBERS", help="of servers, comma between")
     option("--routing", default="all", metavar="NAMES", help=f"all, or of {','.join(ROUTINGS)} (default all)")
@@ -64,11 +69,27 @@ def add_cluster_options(made: argparse.ArgumentParser) -> None:
            help="in which conversations in the middle of their lives come (default %(default)s)")  # fmt: skip
     option("--seeds", default="0", metavar="SEEDS", help="comma between (default %(default)s)")
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
+    add_hardware_options(made)
     made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB")
+    return made
 
 
-def plan_cluster(args: argparse.Namespace, cost_of: Callable[[int], CostProfile]) -> list[ClusterRun]:
-    """`cost_of`: what steps and copies cost, for contexts up to so many tokens. Raises SettingError."""
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return exit_status("benchmarks.routing", lambda: print_lines(args, cluster_lines))
+
+
+def cluster_lines(args: argparse.Namespace) -> Iterator[str]:
+    runs = plan_cluster(args)
+    if not args.json:
+        yield title_line(COLUMNS)
+    for run, found in in_processes(simulate_cluster, runs, args.jobs):
+        yield cluster_json(run, found) if args.json else cluster_line(run, found)
+
+
+def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
+    """Raises SettingError."""
+    speeds = (args.flops_per_s, args.memory_bytes_per_s, args.link_bytes_per_s)
     replicas = numbers(args.replicas, "--replicas", int)
     routings = ROUTINGS if args.routing == "all" else tuple(args.routing.split(","))
     if unknown := [name for name in routings if name not in ROUTINGS]:
@@ -82,7 +103,7 @@ def plan_cluster(args: argparse.Namespace, cost_of: Callable[[int], CostProfile]
     runs = []
     for number, seed in product(replicas, numbers(args.seeds, "--seeds", int)):
         sessions = conversations(args, args.sessions_per_s * number, seed)
-        cost = cost_of(longest_context(sessions))
+        cost = MODELS[args.model].cost(args.chunk_tokens, longest_context(sessions), *speeds)
         host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // cost.chunk_bytes
         config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks)
         runs += [
@@ -157,3 +178,7 @@ def cluster_line(run: ClusterRun, found: ClusterReport) -> str:
 def cluster_json(run: ClusterRun, found: ClusterReport) -> str:
     setting = {name: getattr(run, name) for name in (*SETTING, "simulated")}
     return json.dumps({"bench": "simulate_cluster", **setting, **asdict(found), "hit_rate": found.hit_rate})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from pensieve.scripts.simulate import main
-from pensieve.scripts.simulation.cluster import COLUMNS
+from benchmarks.routing import COLUMNS, main
 
 SMALL = [
     *("--jobs", "1", "--synthetic", "sharegpt", "--sessions-per-s", "0.5", "--seconds", "12", "--warm-up-s", "4"),
