@@ -141,8 +141,7 @@ class DiskTier:
 
     @property
     def erased_up_to(self) -> int:
-        """How many of the erasures counted in `deleted` are done or refused, counted in their order up to the first
-        that is not."""
+        """Erasures are numbered by `deleted`. All up to this number have ended: done, or refused."""
         return next(iter(self._erasures), self.deleted + 1) - 1
 
     def refused(self, after: int, up_to: int) -> bool:
@@ -263,9 +262,12 @@ class DiskTier:
         return move
 
     def wanted(self, slot: int, chunk: Chunk) -> bool:
-        """Returns False if the record must be erased: the chunk was deleted while a row held it and the slot was being
-        written or read, and no conversation has claimed it since. Or it was written over the record of a chunk that was
-        deleted meanwhile: only an erased record is certainly gone."""
+        """Returns whether the record of a move that has ended may stay. It must be erased in two cases:
+
+        * Its chunk was deleted during the move, and no conversation has claimed the chunk since.
+        * It overwrote the record of a chunk that was deleted during the move. Only erasing makes
+          sure that the old record is gone.
+        """
         if chunk.claims and slot not in self._overwritten:
             self._end_erasures(slot)
         return slot not in self._must_erase

@@ -32,13 +32,12 @@ class EvictionPolicy:
     whole           a victim takes its whole turn's chunks along, as in systems that evict by conversation
     sees_queue      chunks that requests in the queue wait for are evicted last
 
-    Of the chunks that requests in the queue wait for, those of the last request in the queue are evicted first
-    (CachedAttention, section 3.3.2, exempts them too; its window ends where the tiers are full). Chunks of pinned
-    conversations come after those. With `quotas`, chunks that only conversations over quota claim come first, pinned or
-    not, unless a request waits for them.
-
-    Chunks of a context that has outgrown its window all weigh the same, as much as its last ones. So one turn's are one
-    group, and all of them are evicted before the next context is touched (docs/design/overflow.md).
+    Order of eviction: with `quotas`, chunks that only conversations over quota claim, pinned or not;
+    then chunks that no request waits for; then those that requests in the queue wait for, the last
+    request's first; then those of pinned conversations. A chunk over quota that a request waits for
+    counts as waited for. (CachedAttention, section 3.3.2, exempts awaited chunks.)
+    A context that has outgrown its window is evicted whole before the next one is touched: all of
+    its chunks weigh as much as its last ones, so one turn's are one group (docs/design/overflow.md).
     """
 
     cost: CostProfile

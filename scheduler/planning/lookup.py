@@ -119,9 +119,9 @@ class CacheLookup:
         return turn.keys[first:] if first else turn.keys  # not copied: a step may ask for thousands of turns
 
     def work(self, turn: Turn, there: int) -> float:
-        """Predicted seconds, above 0, that computing the tokens seen by the turn's last position and held by no tier
-        adds to a step, if `there` of the chunks that it sees are in some tier. The step's fixed part does not count:
-        rows that generate need it anyway."""
+        """Predicted seconds, above 0, that the turn's missing tokens add to a step. A token is missing
+        if the turn's last position sees it and no tier has its KV. `there` of the seen chunks are in
+        some tier. The step's fixed part does not count: rows that generate need it anyway."""
         tokens = len(turn.tokens) - (len(turn.keys) - len(self.seen_keys(turn)) + there) * self._chunk_tokens
         return self._step_growth(tokens, len(turn.tokens))
 
