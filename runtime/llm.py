@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.progress import is_terminal
-from ..scheduler.types import InvariantError, Output, RequestError, RequestId, SettingError
+from ..scheduler.types import InvariantError, RequestError, RequestId, RowResult, SettingError
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
 from .frontend.bodies import ChatBody, CompletionBody
 from .frontend.calls import Caller, GenerationCall
-from .frontend.engine_client import outputs
 from .frontend.reply import Reply
 from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
@@ -40,7 +39,7 @@ from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_o
 from .offline.params import SamplingParams, body_of
 from .offline.prompts import Asked, Messages, Params, Prompt, read_dialogues, read_params, read_prompts
 from .offline.settings import model_engine, read_settings
-from .service import STUCK, change_conversation, forget
+from .service import change_conversation, forget
 from .system import hold_streams
 from .text.tokenizer import Tokenizer
 
@@ -118,7 +117,7 @@ class LLM:
             self._most = args.max_queue
             self._jobs: dict[RequestId, tuple[_Job, Reply]] = {}
             self._running = False  # from the making of a call's prompts to their end
-            self._late: list[Output] = []  # last outputs that `finish` returned
+            self._late: list[RowResult] = []  # last results that `finish` returned
             self._erasing: deque[asyncio.Future[bool]] = deque()
             self._histories = self._wait(self._open_histories(history))
             opened.callback(lambda: self._wait(self._histories.close()))
@@ -320,20 +319,20 @@ class LLM:
         if applied is None:
             if self._loop.idle and not self._late:
                 self._sleep()
-            news: list[Output] = []
+            news: list[RowResult] = []
         else:
-            if applied.stuck:
-                raise RequestError(500, STUCK)
-            news = list(outputs(applied))
+            news = list(applied.results())
         late, self._late = self._late, []
         grown: dict[_Job, None] = {}
-        for output in (*late, *news):
-            if output.request not in self._jobs:
+        for result in (*late, *news):
+            if result.request not in self._jobs:
                 continue  # aborted
-            job, reply = self._jobs[output.request]
-            reply.add(output)
-            if output.finish is not None:
-                del self._jobs[output.request]
+            if result.error is not None:
+                raise result.error
+            job, reply = self._jobs[result.request]
+            reply.add(result)
+            if result.finish is not None:
+                del self._jobs[result.request]
             grown[job] = None
         return list(grown)
 

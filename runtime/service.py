@@ -18,14 +18,13 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
-from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
+from ..scheduler.types import Applied, FinishReason, Request, RequestError, RequestId, RowResult
 from ..scheduler.work import MESSAGE
 from .executor import Executor
 from .gc_control import GarbageCollector
@@ -43,7 +42,6 @@ from .messages import (
     Keep,
     Look,
     Ready,
-    Refusal,
     StepMessage,
     Submit,
     ToHTTP,
@@ -58,7 +56,6 @@ MOST_LOOKED_AT = 8192  # chunks in the answer to one `Look`
 SHARE_S = 2e-3  # a share of the work that is done in pieces takes less on any machine that serves
 LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
-STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
 IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without work
 MOST_CHECKED = 16_384  # slots of all tiers up to which it is checked: about 50 ms, for which the next request waits
 
@@ -164,7 +161,7 @@ class Service:
             self._refuse(request, RequestError(503, "the server is busy: the request has waited too long in the queue"))
 
     def _refuse(self, request: RequestId, error: RequestError) -> None:
-        self._outbox.put(StepMessage(refusals=(Refusal(request, error),)))
+        self._outbox.put(StepMessage(Applied(rows=(RowResult(request, error=error),))))
 
     def _step(self) -> None:
         """Makes one pass of the loop. Sends the result if there is one, and sleeps if there is nothing to do."""
@@ -174,8 +171,7 @@ class Service:
             if self._loop.idle:
                 self._wait_for_news()
             return
-        news = applied.requests or applied.events or applied.prompt_logprobs or applied.stuck
-        if news or time.monotonic() >= self._stats_due:
+        if applied.requests or applied.rows or time.monotonic() >= self._stats_due:
             with self._counters.send:
                 self._send(applied)
 
@@ -224,7 +220,7 @@ class Service:
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
                 if output:
-                    self._outbox.put(StepMessage(events=(output,)))
+                    self._outbox.put(StepMessage(Applied(rows=(output,))))
                 self._changed = True
             case Forget():
                 forget(self._scheduler, message)
@@ -288,24 +284,22 @@ class Service:
             log.warning("shut down with %d requests unfinished", len(open_requests))
         if self._scheduler.disk.saving:
             log.warning("shut down before all KV was saved to disk")
-        self._send(Applied(events=[Output(request, finish=FinishReason.ABORT) for request in open_requests]))
+        aborted = tuple(RowResult(request, finish=FinishReason.ABORT) for request in open_requests)
+        self._send(Applied(rows=aborted))
         return True
 
     def _send(self, applied: Applied) -> None:
         """Sends one message to the HTTP process. It includes statistics when a request began or ended, and at regular
         intervals."""
         stats = copied = disk = loop = None
-        if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
+        begun_or_ended = any(row.usage or row.finish or row.error for row in applied.rows)
+        nothing_new = not applied.requests and not applied.rows
+        if begun_or_ended or nothing_new or time.monotonic() >= self._stats_due:
             self._stats_due, self._changed = time.monotonic() + STATS_INTERVAL_S, False
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        stuck = tuple(Refusal(request, RequestError(500, STUCK)) for request in applied.stuck)
-        events = tuple(applied.events)
-        message = StepMessage(applied.requests, applied.tokens, events, stuck, stats, copied, disk, loop)
-        if applied.logprobs or applied.prompt_logprobs:
-            message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
-        self._outbox.put(message)
+        self._outbox.put(StepMessage(applied, stats, copied, disk, loop))
 
 
 def change_conversation(scheduler: Scheduler, message: Fork | Keep, now: float) -> None:

@@ -230,17 +230,17 @@ class Loop:
             return not self._loop.idle
         at = time.perf_counter()
         plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
-        self.steps.append(Step(plan, launch, wait, apply, at, len(applied.requests)))
-        for request, token in zip(applied.requests, applied.tokens, strict=True):
-            self.answers[RequestId(request)].tokens.append(token)
-        for request, logprobs in applied.logprobs.items():
-            self.answers[RequestId(request)].logprobs.append(logprobs)
-        for event in applied.events:
-            answer = self.answers[event.request]
-            if event.usage is not None:
-                answer.usage, answer.began = event.usage, at
-            if event.finish is not None:
+        rows = 0
+        for row in applied.results():
+            answer = self.answers[row.request]
+            answer.tokens += row.tokens
+            answer.logprobs += row.logprobs
+            rows += bool(row.tokens)
+            if row.usage is not None:
+                answer.usage, answer.began = row.usage, at
+            if row.finish is not None:
                 answer.done, answer.ended = True, at
+        self.steps.append(Step(plan, launch, wait, apply, at, rows))
         return True
 
     def _seconds(self) -> list[float]:

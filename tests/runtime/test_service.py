@@ -19,7 +19,7 @@ from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
 from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, SHARE_S, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
-from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
+from pensieve.scheduler.types import Applied, FinishReason, Request, RequestError, RequestId, RowResult, Sampling
 from pensieve.scheduler.work import MESSAGE, WorkBudget
 
 
@@ -100,23 +100,23 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     service: Service, scheduler: Scheduler
 ) -> None:
     """With `--save sync` the disk's time passes between a turn's tokens and its last event."""
-    end = Output(RequestId(5), finish=FinishReason.LENGTH)
-    scheduler.apply = lambda result, now: Applied(events=[end])
+    end = RowResult(RequestId(5), finish=FinishReason.LENGTH)
+    scheduler.apply = lambda result, now: Applied(rows=(end,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
     message = service._outbox.get(timeout=0)
-    assert message.events == (end,) and message.disk == DiskCounters(saved=3)
+    assert message.applied.rows == (end,) and message.disk == DiskCounters(saved=3)
 
 
 def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, scheduler: Scheduler) -> None:
     """The result may bring nothing else: the row was alone, and its token does not count."""
-    scheduler.apply = lambda result, now: Applied(stuck=[RequestId(5)])
+    stuck = RowResult(RequestId(5), error=RequestError(500, "stuck"))
+    scheduler.apply = lambda result, now: Applied(rows=(stuck,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
     service._step()
-    (refusal,) = service._outbox.get(timeout=0).refusals
-    assert (refusal.request, refusal.error.status) == (5, 500) and "grammar" in refusal.error.message
+    assert service._outbox.get(timeout=0).applied.rows == (stuck,)
 
 
 def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
@@ -250,7 +250,8 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     assert service._drained()
     said = [service._outbox.get(timeout=0) for _ in range(3)]
     assert said[:2] == [Draining(), Draining()]
-    assert isinstance(said[2], StepMessage) and said[2].events == (Output(RequestId(7), finish=FinishReason.ABORT),)
+    assert isinstance(said[2], StepMessage)
+    assert said[2].applied.rows == (RowResult(RequestId(7), finish=FinishReason.ABORT),)
 
 
 def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
