@@ -24,8 +24,8 @@ from ...plugins.kv_forms.forms import Form
 from ...runtime.device.cpu import CpuDevice
 from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import Engine
+from ...runtime.engine_session import EngineSession
 from ...runtime.executor import Executor
-from ...runtime.loop import EngineLoop
 from ...runtime.step.inputs import StepInputs
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
@@ -208,7 +208,7 @@ class Loop:
         self.config, self.device = config, device
         self.scheduler, self.executor = Scheduler(config, cost), make_executor(device, engine, config)
         self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
-        self._loop = EngineLoop(self.scheduler, self.executor)
+        self._session = EngineSession(self.scheduler, self.executor)
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
         self.answers: dict[RequestId, Answer] = {}
         self.steps: list[Step] = []
@@ -218,20 +218,22 @@ class Loop:
 
     def add(self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
         request = RequestId(len(self.answers) + 1)
-        self.scheduler.add(Request(request, prompt, max_tokens, sampling=sampling, priority=priority), time.monotonic())
+        self._session.add(Request(request, prompt, max_tokens, sampling=sampling, priority=priority))
         answer = self.answers[request] = Answer()
         return answer
 
     def step(self) -> bool:
         """Makes one pass; returns False if there was nothing to do."""
         before = self._seconds()
-        applied = self._loop.step()
+        applied = self._session.step()
         if applied is None:
-            return not self._loop.idle
+            return not self._session.idle
         at = time.perf_counter()
         plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
         rows = 0
         for row in applied.results():
+            if row.error is not None:
+                raise row.error
             answer = self.answers[row.request]
             answer.tokens += row.tokens
             answer.logprobs += row.logprobs
@@ -245,7 +247,7 @@ class Loop:
 
     def _seconds(self) -> list[float]:
         """Seconds of all steps so far: planning, launching, waiting, applying."""
-        counters = self._loop.counters
+        counters = self._session.counters
         return [part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)]
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -256,7 +258,7 @@ class Loop:
     def abort_all(self) -> None:
         for request, answer in self.answers.items():
             if not answer.done:
-                self.scheduler.abort(request, time.monotonic())
+                self._session.abort(request)
         self.drain()
 
     def drain(self) -> None:

@@ -29,6 +29,7 @@ class Scheduler(SimpleNamespace):
     def __init__(self, **answers: Any):
         super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
         self.work, self.has_work = WorkBudget(), lambda now: False
+        self.expire = lambda now: []
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
         self.disk = SimpleNamespace(saving=False, **disk)
@@ -161,13 +162,14 @@ def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler
     """The last keys of a long log are looked up while a plan is made; if there is no other work, no result follows."""
 
     def next_plan(now: float) -> None:
-        scheduler.erased = [True]
+        scheduler.erased, scheduler.next_plan = [True], lambda now: None
 
-    scheduler.next_plan, scheduler.expire, scheduler.in_flight = next_plan, lambda now: [], 0
+    scheduler.next_plan, scheduler.in_flight = next_plan, 0
     service._executor.close = lambda: None
     here, there = multiprocessing.Pipe()
     service = Service(scheduler, service._executor, here, SimpleNamespace(slack=lambda now: 0.0))
     service._wait_for_news = lambda: service.drain(0.0)
+    service._inbox.put(Forget(None, array("i", [1]), 0, b""))
     service.run(SimpleNamespace())
     said = []
     with contextlib.suppress(EOFError):
