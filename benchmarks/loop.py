@@ -24,8 +24,8 @@ from pensieve.plugins.kv_forms.forms import Form
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.device.protocol import Device, ForwardPass
 from pensieve.runtime.engine import Engine
+from pensieve.runtime.engine_session import EngineSession
 from pensieve.runtime.executor import Executor
-from pensieve.runtime.loop import EngineLoop
 from pensieve.runtime.step.inputs import StepInputs
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
@@ -208,7 +208,7 @@ class Loop:
         self.config, self.device = config, device
         self.scheduler, self.executor = Scheduler(config, cost), make_executor(device, engine, config)
         self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
-        self._loop = EngineLoop(self.scheduler, self.executor)
+        self._session = EngineSession(self.scheduler, self.executor)
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
         self.answers: dict[RequestId, Answer] = {}
         self.steps: list[Step] = []
@@ -218,34 +218,36 @@ class Loop:
 
     def add(self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
         request = RequestId(len(self.answers) + 1)
-        self.scheduler.add(Request(request, prompt, max_tokens, sampling=sampling, priority=priority), time.monotonic())
+        self._session.add(Request(request, prompt, max_tokens, sampling=sampling, priority=priority))
         answer = self.answers[request] = Answer()
         return answer
 
     def step(self) -> bool:
         """Makes one pass; returns False if there was nothing to do."""
         before = self._seconds()
-        applied = self._loop.step()
+        applied = self._session.step()
         if applied is None:
-            return not self._loop.idle
+            return not self._session.idle
         at = time.perf_counter()
         plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
-        self.steps.append(Step(plan, launch, wait, apply, at, len(applied.requests)))
-        for request, token in zip(applied.requests, applied.tokens, strict=True):
-            self.answers[RequestId(request)].tokens.append(token)
-        for request, logprobs in applied.logprobs.items():
-            self.answers[RequestId(request)].logprobs.append(logprobs)
-        for event in applied.events:
-            answer = self.answers[event.request]
-            if event.usage is not None:
-                answer.usage, answer.began = event.usage, at
-            if event.finish is not None:
+        rows = 0
+        for row in applied.results():
+            if row.error is not None:
+                raise row.error
+            answer = self.answers[row.request]
+            answer.tokens += row.tokens
+            answer.logprobs += row.logprobs
+            rows += bool(row.tokens)
+            if row.usage is not None:
+                answer.usage, answer.began = row.usage, at
+            if row.finish is not None:
                 answer.done, answer.ended = True, at
+        self.steps.append(Step(plan, launch, wait, apply, at, rows))
         return True
 
     def _seconds(self) -> list[float]:
         """Seconds of all steps so far: planning, launching, waiting, applying."""
-        counters = self._loop.counters
+        counters = self._session.counters
         return [part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)]
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -256,7 +258,7 @@ class Loop:
     def abort_all(self) -> None:
         for request, answer in self.answers.items():
             if not answer.done:
-                self.scheduler.abort(request, time.monotonic())
+                self._session.abort(request)
         self.drain()
 
     def drain(self) -> None:

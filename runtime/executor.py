@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import DiskRecord, InvariantError, RequestId, Tier, TokenLogprobs
+from ..scheduler.types import DiskRecord, InvariantError, RequestError, RequestId, RowId, RowResult, Tier
 from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
@@ -38,15 +37,20 @@ GROUP_LAYERS = 4
 DISK_WAIT_SECONDS = 0.002
 """Seconds that a plan without computation and copies lasts at most while the disk works."""
 
+STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
+
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class _Launched(NamedTuple):
+    """`scored_rows`: the row of each span that scores."""
+
     plan: StepPlan
     inputs: SamplingInputs
     tickets: list[Ticket]
     tokens: np.ndarray = _NO_TOKENS
     scores: Scores | None = None
+    scored_rows: tuple[RowId, ...] = ()
     erased: Future[tuple[int, ...]] | None = None
 
 
@@ -91,6 +95,7 @@ class Executor:
 
             self._constraints = GrammarMatchers(grammars)
         self._launched: deque[_Launched] = deque()
+        self._seated: dict[int, RowId] = {}  # the newest row of each seat
         device.allocate_pool(Tier.GPU, shape, engine.kv_dtype)
         device.allocate_pool(Tier.HOST, host_shape, engine.kv_dtype, host_form)
         self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
@@ -113,6 +118,7 @@ class Executor:
         """
         if len(self._launched) == MAX_IN_FLIGHT:
             raise InvariantError(f"step {plan.step} launched with {MAX_IN_FLIGHT} steps in flight")
+        self._seated.update((join.seat, join.row) for join in plan.joins)
         inputs = self._inputs.pack(plan, self._grammar_mask(plan))
         self._device.upload(inputs)
         tickets = self._transfers.issue(plan)
@@ -120,7 +126,8 @@ class Executor:
             self._transfers.hold_step(plan)
             self._device.run()
             ticket, tokens, scores = self._device.sample()
-            launched = _Launched(plan, inputs.sampling, [ticket], tokens, scores)
+            scored = tuple(self._seated[span.seat] for span in plan.spans if span.scores) if plan.scored else ()
+            launched = _Launched(plan, inputs.sampling, [ticket], tokens, scores, scored)
         else:
             ticket = self._device.mark(Lane.COMPUTE)
             launched = _Launched(plan, inputs.sampling, [*tickets, ticket])
@@ -152,7 +159,9 @@ class Executor:
         tokens = tuple(launched.tokens.tolist())
         stuck = () if self._constraints is None else self._constraints.advance(plan.samples, tokens)
         completed, disk = self._transfers.completed(), self._disk_report(plan)
-        result = StepResult(
+        rows = {} if launched.scores is None else _with_logprobs(launched, tokens, launched.scores)
+        rows |= {row: RowResult(row.request, error=RequestError(500, STUCK)) for row in stuck}
+        return StepResult(
             plan.step,
             plan.samples,
             tokens,
@@ -160,9 +169,8 @@ class Executor:
             *disk,
             erase_failed=erase_failed,
             bad_copies=self._transfers.bad_copies(),
-            stuck=stuck,
+            rows=rows,
         )
-        return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
 
     def _disk_report(self, plan: StepPlan) -> DiskReport:
         if self._disk is None:
@@ -208,17 +216,22 @@ class Executor:
         self._device.close()
 
 
-def _with_logprobs(result: StepResult, launched: _Launched, scores: Scores) -> StepResult:
-    """Adds the scores as plain data: first those of samples, then those of prompts, span by span."""
+def _with_logprobs(launched: _Launched, tokens: Sequence[int], scores: Scores) -> dict[RowId, RowResult]:
+    """The results of rows with log probabilities. The scores are those of samples, then those of prompts, span by
+    span."""
     plan, wanted = launched.plan, launched.inputs.scores
     assert wanted is not None
     entries = scores.entries(wanted.tops.tolist())
-    sampled = {plan.samples[row]: entry for row, entry in zip(wanted.rows.tolist(), entries, strict=False)}
-    at = len(sampled)
-    prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
-    for span in plan.spans:
-        if span.scores:
-            end = at + span.end - span.start - span.samples
-            prompts[span.seat] = (*prompts.get(span.seat, ()), *entries[at:end])
-            at = end
-    return replace(result, logprobs=sampled, prompt_logprobs=prompts)
+    rows: dict[RowId, RowResult] = {}
+    for at, entry in zip(wanted.rows.tolist(), entries, strict=False):
+        row = plan.samples[at]
+        rows[row] = RowResult(row.request, (tokens[at],), logprobs=(entry,))
+    begin = len(wanted.rows)
+    spans = [span for span in plan.spans if span.scores]
+    for span, row in zip(spans, launched.scored_rows, strict=True):
+        end = begin + span.end - span.start - span.samples
+        row_result = rows.get(row, RowResult(row.request))
+        prompt_logprobs = (*row_result.prompt_logprobs, *entries[begin:end])
+        rows[row] = row_result._replace(prompt_logprobs=prompt_logprobs)
+        begin = end
+    return rows

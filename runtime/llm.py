@@ -1,6 +1,6 @@
 """The offline API: `LLM` answers prompts and chats in this process, with the server's engine, scheduler and cache.
 
-    prompts -> RequestBuilder -> EngineLoop.step, repeatedly -> Reply -> RequestOutput
+    prompts -> RequestBuilder -> EngineSession.step, repeatedly -> Reply -> RequestOutput
 
 The caller's thread runs the loop. Histories and the tokenizer are asynchronous: an event loop in a second thread runs
 them while the caller's thread waits. So `LLM` also works where an event loop is already running (in a notebook).
@@ -23,24 +23,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.progress import is_terminal
-from ..scheduler.types import InvariantError, Output, RequestError, RequestId, SettingError
+from ..scheduler.types import RequestError, RequestId, SettingError
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
+from .engine_session import EngineSession
 from .frontend.bodies import ChatBody, CompletionBody
 from .frontend.calls import Caller, GenerationCall
-from .frontend.engine_client import outputs
 from .frontend.reply import Reply
 from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
 from .launch.settings import HISTORY_FILE
-from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
 from .offline.prompts import Asked, Messages, Params, Prompt, read_dialogues, read_params, read_prompts
 from .offline.settings import model_engine, read_settings
-from .service import STUCK, change_conversation, forget
 from .system import hold_streams
 from .text.tokenizer import Tokenizer
 
@@ -100,14 +98,14 @@ class LLM:
             if state_dir is not None:
                 opened.enter_context(locked_directories(args))
                 history = str(args.state_directory / HISTORY_FILE)
-            self._scheduler, self._executor, _, _, self._ready = assemble(args)
-            opened.callback(self._executor.close)
+            scheduler, executor, _, _, self._ready = assemble(args)
+            opened.callback(executor.close)
             # If an LLM stays open, a thread inside torch that outlives Python aborts the process.
-            atexit.register(self._executor.close)
-            opened.callback(atexit.unregister, self._executor.close)
+            atexit.register(executor.close)
+            opened.callback(atexit.unregister, executor.close)
+            self._session = EngineSession(scheduler, executor)
             template = None if args.chat_template is None else read_chat_template(args.chat_template)
             self._tokenizer = Tokenizer.load(self._ready.tokenizer, template) if self._ready.tokenizer else None
-            self._loop = EngineLoop(self._scheduler, self._executor)
             self._events = asyncio.new_event_loop()
             thread = threading.Thread(target=self._events.run_forever, name="llm-events", daemon=True)
             thread.start()
@@ -118,12 +116,10 @@ class LLM:
             self._most = args.max_queue
             self._jobs: dict[RequestId, tuple[_Job, Reply]] = {}
             self._running = False  # from the making of a call's prompts to their end
-            self._late: list[Output] = []  # last outputs that `finish` returned
-            self._erasing: deque[asyncio.Future[bool]] = deque()
             self._histories = self._wait(self._open_histories(history))
             opened.callback(lambda: self._wait(self._histories.close()))
             self._builder = RequestBuilder(self._ready, self._tokenizer, self._histories, self._new_id)
-            opened.callback(self._save)
+            opened.callback(self._session.save, CLOSING_SECONDS)
             self._closing = opened.pop_all()
 
     def __enter__(self) -> LLM:
@@ -297,64 +293,39 @@ class LLM:
             self._running = False
             for request in list(self._jobs):
                 del self._jobs[request]
-                self._scheduler.abort(request, self._loop.clock())
+                self._session.abort(request)
             _close_turns(jobs)
 
     def _submit(self, job: _Job) -> None:
         job.replies = job.call.replies(self, self._tokenizer)  # type: ignore[arg-type]  # replies need `finish`
         for reply in job.replies:
-            request, grammar = reply.request, reply.request.sampling.grammar
-            compiling = self._executor.begin_grammar(grammar) if grammar is not None else None
-            compiled = compiling.result() if compiling is not None else None
-            self._scheduler.add(request, self._loop.clock())
-            if compiled is not None:
-                self._executor.keep_grammar(request.id, compiled)
-            self._jobs[request.id] = job, reply
+            self._session.add(reply.request)
+            self._jobs[reply.request.id] = job, reply
 
     def _step(self) -> list[_Job]:
         """Makes one pass of the loop. Returns the jobs whose replies have grown or ended."""
         self._check_open()
-        applied = self._loop.step()
-        for wholly in self._scheduler.disk.take_erased():
-            self._events.call_soon_threadsafe(self._erasing.popleft().set_result, wholly)
+        applied = self._session.step()
         if applied is None:
-            if self._loop.idle and not self._late:
-                self._sleep()
-            news: list[Output] = []
-        else:
-            if applied.stuck:
-                raise RequestError(500, STUCK)
-            news = list(outputs(applied))
-        late, self._late = self._late, []
+            if self._session.idle:
+                self._session.sleep()
+            return []
         grown: dict[_Job, None] = {}
-        for output in (*late, *news):
-            if output.request not in self._jobs:
+        for result in applied.results():
+            if result.request not in self._jobs:
                 continue  # aborted
-            job, reply = self._jobs[output.request]
-            reply.add(output)
-            if output.finish is not None:
-                del self._jobs[output.request]
+            if result.error is not None:
+                raise result.error
+            job, reply = self._jobs[result.request]
+            reply.add(result)
+            if result.finish is not None:
+                del self._jobs[result.request]
             grown[job] = None
         return list(grown)
 
-    def _sleep(self) -> None:
-        """Sleeps until the scheduler's next time. Raises InvariantError if there is none."""
-        left = self._scheduler.wake_at - self._loop.clock()
-        if left == float("inf"):
-            raise InvariantError("requests are open and nothing is left to do")
-        time.sleep(max(0.0, left))
-
     def finish(self, request: RequestId, tokens: int) -> None:
         """Confirms, for `Reply`, that the reply is its first `tokens` tokens."""
-        ended = self._scheduler.finish(request, tokens, self._loop.clock())
-        if ended is not None:
-            self._late.append(ended)
-
-    def _save(self) -> None:
-        """Waits until KV is saved to the disk."""
-        until = self._loop.clock() + CLOSING_SECONDS
-        while (self._scheduler.disk.saving or self._scheduler.in_flight) and self._loop.clock() < until:
-            self._loop.step()
+        self._session.finish(request, tokens)
 
     # -- for the histories; called while the caller's thread waits for them
 
@@ -363,13 +334,16 @@ class LLM:
 
     def _tell(self, message: Fork | Keep) -> None:
         """Applies a `Keep` if the scheduler knows the conversation. A `Fork` changes nothing here."""
-        change_conversation(self._scheduler, message, self._loop.clock())
+        self._session.change(message)
 
     def _forget(self, message: Forget) -> asyncio.Future[bool]:
         """Begins to erase the KV of an expired conversation. The future's result: True if all of it is erased."""
         erased: asyncio.Future[bool] = self._events.create_future()
-        self._erasing.append(erased)
-        forget(self._scheduler, message)
+
+        def answer(wholly: bool) -> None:
+            self._events.call_soon_threadsafe(erased.set_result, wholly)
+
+        self._session.forget(message, answer)
         return erased
 
     def _check_open(self) -> None:

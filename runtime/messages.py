@@ -10,18 +10,17 @@ All are plain picklable data.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..scheduler.kv.stats import SchedulerStats
-from ..scheduler.types import Output, Request, RequestError, RequestId, Residency, TokenLogprobs
+from ..scheduler.types import Applied, Request, RequestId, Residency
 from .counters import DiskCounters, KVCounters, LoopStats
 
 
 class Submit(NamedTuple):
-    """A new request. Answered by an `Output` or a `Refusal` of the same request id. Those of one call are sent as one
-    list: pickle then sends one copy of a prompt that they share."""
+    """A new request. Answered by `RowResult`s of the same request id. Those of one call are sent as one list: pickle
+    then sends one copy of a prompt that they share."""
 
     request: Request
 
@@ -35,8 +34,8 @@ class Abort(NamedTuple):
 class Finish(NamedTuple):
     """The reply ends after its first `tokens` tokens.
 
-    Sent for every request with `confirm`, either while it runs (a stop string matched) or after its last `Output`
-    (nothing matched: all tokens stay). The turn is committed then; answered by an `Output` with `finish` if the
+    Sent for every request with `confirm`, either while it runs (a stop string matched) or after its last `RowResult`
+    (nothing matched: all tokens stay). The turn is committed then; answered by an `RowResult` with `finish` if the
     request was still running.
     """
 
@@ -93,31 +92,15 @@ class Drain(NamedTuple):
 FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Look | Drain
 
 
-class Refusal(NamedTuple):
-    """The request has ended, or was never begun, for this reason; its turn is not committed."""
+class StepMessage(NamedTuple):
+    """The results of a step, or of what happened between two steps. Statistics are there when a request begins or ends,
+    and at regular intervals."""
 
-    request: RequestId
-    error: RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class StepMessage:
-    """`tokens[i]` is a new token of `requests[i]`, in the plan's order: rows that generate, rows with drafts, which may
-    have several, then prompts. `events`: first usage and ends of these requests.
-
-    `logprobs` (of the new tokens) and `prompt_logprobs` by request, for requests that asked for them.
-    """
-
-    requests: Sequence[int] = ()
-    tokens: Sequence[int] = ()
-    events: tuple[Output, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    applied: Applied = Applied()
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None
     disk: DiskCounters | None = None
     loop: LoopStats | None = None
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

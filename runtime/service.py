@@ -1,6 +1,6 @@
 """The engine loop behind a pipe: receives requests, runs steps, sends the results.
 
-    receive  ->  EngineLoop.step  ->  send
+    receive  ->  EngineSession.step  ->  send
 
 The next step is planned shortly before the device needs it (`StepTiming`); until then requests are received.
 
@@ -17,19 +17,17 @@ import os
 import socket
 import threading
 import time
-from concurrent.futures import Future
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
-from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
+from ..scheduler.types import Applied, FinishReason, Request, RequestError, RowResult
 from ..scheduler.work import MESSAGE
+from .engine_session import EngineSession
 from .executor import Executor
 from .gc_control import GarbageCollector
-from .loop import EngineLoop
 from .messages import (
     Abort,
     Drain,
@@ -43,7 +41,6 @@ from .messages import (
     Keep,
     Look,
     Ready,
-    Refusal,
     StepMessage,
     Submit,
     ToHTTP,
@@ -58,16 +55,12 @@ MOST_LOOKED_AT = 8192  # chunks in the answer to one `Look`
 SHARE_S = 2e-3  # a share of the work that is done in pieces takes less on any machine that serves
 LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
-STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
 IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without work
 MOST_CHECKED = 16_384  # slots of all tiers up to which it is checked: about 50 ms, for which the next request waits
 
 
 class Compiled(NamedTuple):
-    """The grammar of a request is compiled. Sent by the compiler's thread to the loop."""
-
-    request: Request
-    outcome: Future[Any]
+    """A grammar is compiled, and the session can add its request. Sent by the compiler's thread to the loop."""
 
 
 class Service:
@@ -87,14 +80,15 @@ class Service:
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
-        self._compiling: dict[RequestId, None] = {}  # requests whose grammar is being compiled; they are not added yet
         self._drain_until = float("inf")
         self._stats_due = 0.0
         self._changed = False  # a message has changed the statistics since they were sent
         self._trace = trace
         self._counters = LoopCounters(trace)
         self._timing = timing
-        self._loop = EngineLoop(scheduler, executor, self._counters, timing)
+        self._session = EngineSession(
+            scheduler, executor, self._counters, timing, in_pieces=True, wake=lambda: self._inbox.put(Compiled())
+        )
         self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
@@ -115,7 +109,7 @@ class Service:
         try:
             while not self._drained():
                 self._take_messages()
-                self._refuse_expired()
+                self._send_between_steps()
                 slack = self._timing.slack(time.monotonic())
                 if self._garbage.due(slack):
                     with self._counters.wait:
@@ -158,24 +152,20 @@ class Service:
             return
         self._take(message)
 
-    def _refuse_expired(self) -> None:
-        """Refuses requests that have waited longer than `queue_timeout`."""
-        for request in self._scheduler.expire(time.monotonic()):
-            self._refuse(request, RequestError(503, "the server is busy: the request has waited too long in the queue"))
-
-    def _refuse(self, request: RequestId, error: RequestError) -> None:
-        self._outbox.put(StepMessage(refusals=(Refusal(request, error),)))
+    def _send_between_steps(self) -> None:
+        """Sends the results that no step has brought, such as refusals."""
+        results = self._session.take_results()
+        if results:
+            self._outbox.put(StepMessage(Applied(rows=tuple(results))))
 
     def _step(self) -> None:
         """Makes one pass of the loop. Sends the result if there is one, and sleeps if there is nothing to do."""
-        applied = self._loop.step()
-        self._tell_erased()  # before the return: each plan looks up a part of a long log, even without a step
+        applied = self._session.step()
         if applied is None:
-            if self._loop.idle:
+            if self._session.idle:
                 self._wait_for_news()
             return
-        news = applied.requests or applied.events or applied.prompt_logprobs or applied.stuck
-        if news or time.monotonic() >= self._stats_due:
+        if applied.requests or applied.rows or time.monotonic() >= self._stats_due:
             with self._counters.send:
                 self._send(applied)
 
@@ -207,65 +197,40 @@ class Service:
                 return
 
     def _take(self, message: FromHTTP | Compiled) -> None:
-        now = time.monotonic()
         self._scheduler.work.spend(MESSAGE)
         match message:
             case Submit(request):
-                self._submit(request, now)
-            case Compiled(request, outcome):
-                compiled = outcome.result()
-                if request.id in self._compiling:  # otherwise it was aborted meanwhile
-                    del self._compiling[request.id]
-                    self._add(request, now, compiled)
+                self._submit(request)
+            case Compiled():
+                pass  # its request is added below
             case Abort(request):
-                self._compiling.pop(request, None)
-                self._scheduler.abort(request, now)
+                self._session.abort(request)
                 self._changed = True
             case Finish(request, tokens):
-                output = self._scheduler.finish(request, tokens, now)
-                if output:
-                    self._outbox.put(StepMessage(events=(output,)))
+                self._session.finish(request, tokens)
                 self._changed = True
             case Forget():
-                forget(self._scheduler, message)
-                self._tell_erased()
+                self._session.forget(message, lambda wholly: self._outbox.put(Erased(wholly)))
             case Fork() | Keep():
-                change_conversation(self._scheduler, message, now)
+                self._session.change(message)
             case Look(start):
                 self._outbox.put(self._scheduler.conversations.residency(start, MOST_LOOKED_AT))
                 self._changed = True
             case Drain(seconds):
                 self._log_drain(seconds)
-                self._drain_until = min(self._drain_until, now + seconds)
+                self._drain_until = min(self._drain_until, time.monotonic() + seconds)
                 self._outbox.put(Draining())
+        self._send_between_steps()
 
-    def _submit(self, request: Request, now: float) -> None:
-        """Adds the request. A grammar takes up to a second to compile: another thread does it, and the request waits
-        for it."""
-        grammar = request.sampling.grammar
+    def _submit(self, request: Request) -> None:
         if self._drain_until < float("inf"):
-            self._refuse(request.id, RequestError(503, "the server is shutting down"))
-        elif grammar is None or (compiling := self._executor.begin_grammar(grammar)) is None:
-            self._add(request, now)
+            refused = RowResult(request.id, error=RequestError(503, "the server is shutting down"))
+            self._outbox.put(StepMessage(Applied(rows=(refused,))))
         else:
-            self._compiling[request.id] = None
-            compiling.add_done_callback(lambda outcome: self._inbox.put(Compiled(request, outcome)))
-
-    def _add(self, request: Request, now: float, compiled: Any = None) -> None:
-        try:
-            self._scheduler.submit(request, now)
-        except RequestError as error:
-            self._refuse(request.id, error)
-            return
-        if compiled is not None:
-            self._executor.keep_grammar(request.id, compiled)
-
-    def _tell_erased(self) -> None:
-        for wholly in self._scheduler.disk.take_erased():
-            self._outbox.put(Erased(wholly))
+            self._session.add(request)
 
     def _log_drain(self, seconds: float) -> None:
-        replies = len(self._compiling) + len(self._scheduler.open_requests())
+        replies = len(self._session.open_requests())
         waited = [f"{replies} running {'reply' if replies == 1 else 'replies'}"] if replies else []
         waited += ["KV on its way to the disk"] if self._scheduler.disk.saving else []
         if seconds and waited:
@@ -279,58 +244,31 @@ class Service:
         refused."""
         if self._drain_until == float("inf"):
             return False
-        open_requests = [*self._compiling, *self._scheduler.open_requests()]
+        open_requests = self._session.open_requests()
         if (open_requests or self._scheduler.disk.saving) and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:
-            self._scheduler.abort(request, time.monotonic())
+            self._session.abort(request)
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
         if self._scheduler.disk.saving:
             log.warning("shut down before all KV was saved to disk")
-        self._send(Applied(events=[Output(request, finish=FinishReason.ABORT) for request in open_requests]))
+        aborted = tuple(RowResult(request, finish=FinishReason.ABORT) for request in open_requests)
+        self._send(Applied(rows=aborted))
         return True
 
     def _send(self, applied: Applied) -> None:
         """Sends one message to the HTTP process. It includes statistics when a request began or ended, and at regular
         intervals."""
         stats = copied = disk = loop = None
-        if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
+        begun_or_ended = any(row.usage or row.finish or row.error for row in applied.rows)
+        nothing_new = not applied.requests and not applied.rows
+        if begun_or_ended or nothing_new or time.monotonic() >= self._stats_due:
             self._stats_due, self._changed = time.monotonic() + STATS_INTERVAL_S, False
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        stuck = tuple(Refusal(request, RequestError(500, STUCK)) for request in applied.stuck)
-        events = tuple(applied.events)
-        message = StepMessage(applied.requests, applied.tokens, events, stuck, stats, copied, disk, loop)
-        if applied.logprobs or applied.prompt_logprobs:
-            message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
-        self._outbox.put(message)
-
-
-def change_conversation(scheduler: Scheduler, message: Fork | Keep, now: float) -> None:
-    """Applies the change if the scheduler knows the conversation. The history store knows all conversations. The
-    scheduler knows only the conversations that have been active since the start."""
-    known = scheduler.conversations
-    if message.conversation not in known:
-        return
-    match message:
-        case Fork(conversation, new):
-            if new not in known:
-                known.fork(conversation, new, now)
-        case Keep(conversation, ttl, pinned):
-            known.keep(conversation, ttl, now + pinned, now)
-
-
-def forget(scheduler: Scheduler, message: Forget) -> None:
-    """Begins to erase the conversation's own KV; `scheduler.disk.take_erased` reports the end. A conversation that was
-    not active since the start may also have records on disk."""
-    conversation, tokens, shared, salt = message
-    if conversation is None or conversation not in scheduler.conversations:
-        scheduler.disk.erase(scheduler.disk.keys(tokens, salt, shared))
-    else:
-        # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
-        scheduler.conversations.delete(conversation, shared, tokens, salt)
+        self._outbox.put(StepMessage(applied, stats, copied, disk, loop))
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

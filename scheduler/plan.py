@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from .types import ChunkKey, RequestId, RowId, Sampling, TokenLogprobs
+from .types import ChunkKey, RequestId, RowId, RowResult, Sampling
 
 
 class Lane(IntEnum):
@@ -172,9 +172,8 @@ class StepPlan:
 class StepResult:
     """The outcome of a step: `tokens[i]` is the sample of `samples[i]`.
 
-    logprobs    of the sampled tokens, for the rows that asked for them
-    prompt_logprobs
-                of the tokens that the plan scored, by seat, in their order
+    rows        the results of rows that have more than a token: log probabilities that they asked for, or an error that
+                ends them (then their sampled tokens mean nothing)
     completed   the last ticket known to be complete on each lane, the minimum over all ranks
     spilled, promoted
                 DISK slots whose record is written, or read and verified, on every rank; each reported once
@@ -184,7 +183,6 @@ class StepResult:
                 before
     bad_copies  HOST slots with a failed copy on some rank: a swap-out left data there that is not its chunk's KV.
                 Reported with the `completed` that covers the swap-out, or before
-    stuck       rows whose grammar allows no next token; their sampled tokens mean nothing
     """
 
     step: int
@@ -196,9 +194,7 @@ class StepResult:
     failed: tuple[int, ...] = ()
     erase_failed: tuple[int, ...] = ()
     bad_copies: tuple[int, ...] = ()
-    stuck: tuple[RowId, ...] = ()
-    logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    rows: Mapping[RowId, RowResult] = field(default_factory=dict)
 
 
 def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:

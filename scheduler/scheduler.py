@@ -48,10 +48,10 @@ from .types import (
     Applied,
     FinishReason,
     InvariantError,
-    Output,
     Request,
     RequestError,
     RequestId,
+    RowResult,
 )
 from .work import LOOKED_AT, Backlog, WorkBudget
 
@@ -167,7 +167,7 @@ class Scheduler:
                 expired.append(turn.request.id)
         return expired
 
-    def finish(self, request: RequestId, tokens: int, now: float) -> Output | None:
+    def finish(self, request: RequestId, tokens: int, now: float) -> RowResult | None:
         """Cuts the reply to its first `tokens` tokens. Returns the request's last output if it was still running. With
         `--save sync` that output may come from a later `apply` instead. An unknown id has already ended."""
         turn = self._turns.get(request)
@@ -178,7 +178,7 @@ class Scheduler:
             raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
         ended = request in self._held
         truncated = self._truncated(turn, len(turn.request.prompt) + tokens)
-        output = Output(request, finish=FinishReason.STOP, truncated=truncated)
+        output = RowResult(request, finish=FinishReason.STOP, truncated=truncated)
         if turn in self._queues.waiting:
             self._queues.leave_queue(turn)
             self._committer.commit(turn, None, tokens, turn.tail, now)
@@ -280,16 +280,14 @@ class Scheduler:
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks and span.samples < 2:  # with drafts: below, token by token
                 self._committer.on_computed(span_row, span.start, span.end)
-        applied, by_id, chunk_tokens = Applied(), self._queues.by_id, self.config.chunk_tokens
-        for row_id in result.stuck:
-            if row_id in by_id:
-                self.abort(row_id.request, now)
-                applied.stuck.append(row_id.request)
-        if result.logprobs:
-            applied.logprobs = {row.request: logprobs for row, logprobs in result.logprobs.items() if row in by_id}
+        by_id, chunk_tokens = self._queues.by_id, self.config.chunk_tokens
+        rows = {row_id.request: row_result for row_id, row_result in result.rows.items() if row_id in by_id}
+        for row_result in rows.values():
+            if row_result.error is not None:
+                self.abort(row_result.request, now)
         if plan.scored:
-            self._scored(plan, span_rows, result, applied)
-        requests: list[int] = []
+            self._note_scored(plan, span_rows)
+        requests: list[RequestId] = []
         tokens: list[int] = []
         for row_id, token in zip(*self._batcher.drafting.accepted_samples(plan, result), strict=True):
             row = by_id.get(row_id)
@@ -302,10 +300,11 @@ class Scheduler:
             if (count - 1) % chunk_tokens == 0:
                 self._committer.publish_full(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
-                self._begins_or_ends(row, token, now, applied)
-        applied.requests, applied.tokens = array("q", requests), array("i", tokens)
-        applied.events += self._write_behind.endings()
-        return applied
+                self._begins_or_ends(row, token, now, rows)
+        if rows:
+            requests, tokens = _move_tokens(requests, tokens, rows)
+        endings = self._write_behind.endings()
+        return Applied(array("q", requests), array("i", tokens), (*rows.values(), *endings))
 
     @property
     def wake_at(self) -> float:
@@ -391,16 +390,15 @@ class Scheduler:
         unconfirmed = self.config.copies_may_fail and bool(self._queues.waiting)
         return unconfirmed and self._last_out > self._store.completed.swap_out
 
-    def _scored(self, plan: StepPlan, span_rows: list[RunningTurn], result: StepResult, applied: Applied) -> None:
-        """Passes on prompt log probabilities, for the rows that still run."""
+    def _note_scored(self, plan: StepPlan, span_rows: list[RunningTurn]) -> None:
+        """Notes which prompt tokens have their log probabilities, for the rows that still run."""
         for span, row in zip(plan.spans, span_rows, strict=True):
             if span.scores and row.id in self._queues.by_id:
                 row.turn.scored = span.end
-                applied.prompt_logprobs[row.id.request] = result.prompt_logprobs[span.seat]
 
-    def _begins_or_ends(self, row: RunningTurn, token: int, now: float, applied: Applied) -> None:
+    def _begins_or_ends(self, row: RunningTurn, token: int, now: float, rows: dict[RequestId, RowResult]) -> None:
         """Handles the reply's first token, its last allowed token, and stop ids (which count after `min_tokens`
-        tokens)."""
+        tokens). Writes what they say into `rows`."""
         turn, request, count = row.turn, row.turn.request, len(row.tokens)
         reply = count - len(request.prompt)
         begins, finish = count == row.begin, None
@@ -411,12 +409,13 @@ class Scheduler:
         chunks, truncated = row.chunks, self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
-            ending = Output(request.id, finish=finish, truncated=truncated)
+            ending = RowResult(request.id, finish=finish, truncated=truncated)
             if self._write_behind.withhold(request, ending, chunks):
                 finish = None
         if begins or finish is not None:
             usage, queued = (turn.usage, turn.queued) if begins else (None, None)
-            applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued, truncated=truncated))
+            row_result = rows.get(request.id, RowResult(request.id))
+            rows[request.id] = row_result._replace(usage=usage, finish=finish, queued=queued, truncated=truncated)
 
     def _reply_ends(self, row: RunningTurn, reply: int, now: float) -> None:
         """Ends generation for the row. If the front end confirms the reply's length, the row is held until then."""
@@ -458,3 +457,22 @@ class Scheduler:
     def _truncated(self, turn: Turn, count: int) -> int:
         """Count of leading tokens that the last of the turn's first `count` tokens did not see."""
         return self._chunk_keys.first_seen(count - 1, turn.context_start)
+
+
+def _move_tokens(
+    requests: list[RequestId], tokens: list[int], rows: dict[RequestId, RowResult]
+) -> tuple[list[RequestId], list[int]]:
+    """Moves the tokens of these rows into their results. Returns the other requests and tokens."""
+    own: dict[RequestId, list[int]] = {request: [] for request in rows}
+    other_requests: list[RequestId] = []
+    other_tokens: list[int] = []
+    for request, token in zip(requests, tokens, strict=True):
+        if request in own:
+            own[request].append(token)
+        else:
+            other_requests.append(request)
+            other_tokens.append(token)
+    for request, row_tokens in own.items():
+        if len(rows[request].tokens) < len(row_tokens):
+            rows[request] = rows[request]._replace(tokens=tuple(row_tokens))
+    return other_requests, other_tokens

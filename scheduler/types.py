@@ -7,10 +7,11 @@ invariant stops every rank with its reason (`InvariantError`).
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from math import inf
-from typing import NamedTuple, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 ChunkKey = NewType("ChunkKey", bytes)
 """SHA-256 over the previous chunk's key and the chunk's token ids, so it stands for the whole prefix."""
@@ -248,40 +249,69 @@ class Usage:
         return self.gpu + self.host + self.disk
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Output of one applied step for one request: its new tokens, its `usage` with the first of them, its end.
+class RowResult(NamedTuple):
+    """All that one step says of one row. It passes unchanged from the step to the code that writes the reply.
 
-    logprobs            one for each of `tokens`, or none
-    prompt_logprobs     of the next prompt tokens, from the second on
+    tokens              the row's new tokens
+    finish              the reply has ended, for this reason
+    usage               comes with the first token
     queued              with `usage`: seconds from its arrival to its first seat
     truncated           with `usage` or `finish`: leading tokens of the context that its newest token did not see
+    error               the request has ended, or was never begun, for this reason; its turn is not committed
+    logprobs            one for each of `tokens`, or none
+    prompt_logprobs     of the next prompt tokens, from the second on
     """
 
     request: RequestId
     tokens: tuple[int, ...] = ()
     finish: FinishReason | None = None
     usage: Usage | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     queued: float | None = None
     truncated: int = 0
+    error: RequestError | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(slots=True)
-class Applied:
-    """Output of one applied step: `tokens[i]` for `requests[i]`; `events` for requests that begin (usage) or end.
+class Applied(NamedTuple):
+    """The results of one applied step, at most one for each row.
 
-    `logprobs` and `prompt_logprobs` by request, for requests that asked for them. `stuck`: requests that have ended
-    because their grammar allows no next token; their turns are not committed.
+    requests, tokens    `tokens[i]` is a new token of `requests[i]`. A row with drafts may have several, one behind the
+                        other. The step says no more of these rows; nearly all rows are such rows, so they are kept as
+                        two arrays
+    rows                of all other rows
     """
 
-    requests: array[int] = field(default_factory=lambda: array("q"))
-    tokens: array[int] = field(default_factory=lambda: array("i"))
-    events: list[Output] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    stuck: list[RequestId] = field(default_factory=list)
+    requests: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    rows: tuple[RowResult, ...] = ()
+
+    def results(self) -> Iterator[RowResult]:
+        """Yields all results. First tokens and ends come first, so that they are sent before other streams' tokens."""
+        yield from reversed(self.rows)
+        replies: dict[int, tuple[int, ...]] = {}
+        for number, token in zip(self.requests, self.tokens, strict=True):
+            replies[number] = (*replies[number], token) if number in replies else (token,)
+        for number in reversed(replies):
+            yield RowResult(RequestId(number), replies[number])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles rows by columns, and log probabilities as plain tuples: objects take pickle twice the time."""
+        if not self.rows:
+            return Applied, (self.requests, self.tokens)
+        *others, logprobs, prompt_logprobs = zip(*self.rows, strict=True)
+        columns = (*others, _plain(logprobs), _plain(prompt_logprobs))
+        return _read_applied, (self.requests, self.tokens, columns)
+
+
+def _plain(column: Iterable[tuple[TokenLogprobs, ...]]) -> list[list[tuple[Any, ...]]]:
+    return [[*map(tuple, entries)] for entries in column]
+
+
+def _read_applied(requests: Sequence[int], tokens: Sequence[int], columns: Sequence[Sequence[Any]]) -> Applied:
+    *others, logprobs, prompt_logprobs = columns
+    scores = [[tuple(map(TokenLogprobs._make, plain)) for plain in column] for column in (logprobs, prompt_logprobs)]
+    return Applied(requests, tokens, tuple(map(RowResult, *others, *scores)))
 
 
 class ConversationKV(NamedTuple):

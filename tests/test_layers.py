@@ -32,6 +32,7 @@ LAYERS = [
     "runtime.loop",
     "runtime.ranks",
     "runtime.messages",
+    "runtime.engine_session",
     "runtime.service",
     "runtime.conversations",
     "runtime.frontend",

@@ -11,12 +11,12 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from ...scheduler.types import Applied, Output, Request, RequestError, RequestId, Residency
+from ...scheduler.types import Request, RequestError, RequestId, Residency, RowResult
 from ..messages import (
     Abort,
     Draining,
@@ -39,26 +39,6 @@ class ClientGone(Exception):
     """The HTTP client has hung up: its reply is no longer needed."""
 
 
-def outputs(news: Applied | StepMessage) -> Iterator[Output]:
-    """Yields a step's outputs, at most one for each request."""
-    events = {event.request: event for event in news.events}
-    for number in dict.fromkeys((*news.logprobs, *news.prompt_logprobs)):
-        event = events.get(RequestId(number)) or Output(RequestId(number))
-        own = news.logprobs.get(number)
-        events[event.request] = replace(
-            event, logprobs=(own,) if own else (), prompt_logprobs=news.prompt_logprobs.get(number, ())
-        )
-    replies: dict[int, tuple[int, ...]] = {}
-    for number, token in zip(news.requests, news.tokens, strict=True):
-        replies[number] = (*replies[number], token) if number in replies else (token,)
-    # Prompts come after the rows that generate. Going backwards, a first token is sent before other streams' tokens.
-    for number in reversed(replies):
-        request = RequestId(number)
-        known = events.pop(request, None)
-        yield Output(request, replies[number]) if known is None else replace(known, tokens=replies[number])
-    yield from events.values()
-
-
 class OutputStream:
     """The outputs of one HTTP call's requests. The caller of `submit` must close it in any case.
 
@@ -68,11 +48,11 @@ class OutputStream:
     def __init__(self, client: EngineClient, requests: Sequence[Request]):
         self._client = client
         self._unsettled = {request.id: request for request in requests}
-        self._outputs: list[Output] = []
+        self._outputs: list[RowResult] = []
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
-    async def next(self) -> list[Output]:
+    async def next(self) -> list[RowResult]:
         """Returns the outputs since the last call, at least one, in order of arrival. Only allowed while a request is
         unfinished.
 
@@ -103,12 +83,12 @@ class OutputStream:
             self._client.abort(request)
         self._unsettled.clear()
 
-    def push(self, output: Output) -> None:
-        """Called by EngineClient with one more output."""
-        request = self._unsettled.get(output.request)
-        if output.finish is not None and request is not None and not request.confirm:
+    def push(self, result: RowResult) -> None:
+        """Called by EngineClient with one more result."""
+        request = self._unsettled.get(result.request)
+        if result.finish is not None and request is not None and not request.confirm:
             del self._unsettled[request.id]
-        self._outputs.append(output)
+        self._outputs.append(result)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -266,35 +246,35 @@ class EngineClient:
             self._forgotten(message.wholly)
             return
         now = time.perf_counter()
-        for output in outputs(message):
-            self._take(output, now)
-        for refusal in message.refusals:
-            refused = self._open.pop(refusal.request, None)
-            if refused is not None:
-                self.metrics.finished["refused"] += 1
-                refused.stream.refuse(refusal.request, refusal.error)
+        for result in message.applied.results():
+            self._take(result, now)
         self.metrics.stats = message.stats or self.metrics.stats
         self.metrics.copied = message.copied or self.metrics.copied
         self.metrics.disk = message.disk or self.metrics.disk
         self.metrics.loop = message.loop or self.metrics.loop
 
-    def _take(self, output: Output, now: float) -> None:
-        request = self._open.get(output.request)
+    def _take(self, result: RowResult, now: float) -> None:
+        request = self._open.get(result.request)
         if request is None:
             return  # it was aborted meanwhile
-        if output.usage is not None and request.counts:
-            self.metrics.count_prompt(output.usage)
-        if output.tokens:
-            self.metrics.generation_tokens += len(output.tokens)
+        if result.error is not None:
+            del self._open[result.request]
+            self.metrics.finished["refused"] += 1
+            request.stream.refuse(result.request, result.error)
+            return
+        if result.usage is not None and request.counts:
+            self.metrics.count_prompt(result.usage)
+        if result.tokens:
+            self.metrics.generation_tokens += len(result.tokens)
             if request.started:
                 self.metrics.inter_token_latency.observe(now - request.since)
             else:
                 self.metrics.time_to_first_token.observe(now - request.since)
             request.since, request.started = now, True
-        if output.finish is not None:
-            del self._open[output.request]
-            self.metrics.finished[output.finish] += 1
-        request.stream.push(output)
+        if result.finish is not None:
+            del self._open[result.request]
+            self.metrics.finished[result.finish] += 1
+        request.stream.push(result)
 
     def _fail(self, fault: RequestError) -> None:
         """Ends every open request, and every later one, with `fault`."""

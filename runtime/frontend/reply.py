@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...scheduler.types import FinishReason, Output, Request, RequestError, TokenLogprobs, Usage
+from ...scheduler.types import FinishReason, Request, RequestError, RowResult, TokenLogprobs, Usage
 from ..observe.metrics import SOURCES
 from ..text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from .engine_client import OutputStream
@@ -23,19 +23,18 @@ _encode_text = json.JSONEncoder().encode
 
 
 class Piece(NamedTuple):
-    """One output's addition to a reply. `logprobs` and `offsets` (into its text) are those of `tokens`, if
-    requested. `stop`: as `Reply.stop_reason`."""
+    """One result's addition to a reply. `result`: without the tokens after a stop string. `offsets` (into the text of
+    the reply) are those of its tokens, if log probabilities were requested. `stop`: as `Reply.stop_reason`."""
 
     text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    result: RowResult
     offsets: tuple[int, ...] = ()
     calls: Sequence[ToolCall] = ()
     stop: str | int | None = None
 
 
 class Reply:
-    """Turns one request's outputs into text, ends it at a stop string, and confirms its length for requests with
+    """Turns one request's results into text, ends it at a stop string, and confirms its length for requests with
     `confirm`."""
 
     def __init__(
@@ -108,61 +107,64 @@ class Reply:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         return message
 
-    def add(self, output: Output) -> Piece:
-        """Takes an output. Returns the piece to send, without text after a stop string.
+    def add(self, result: RowResult) -> Piece:
+        """Takes a result. Returns the piece to send, without text after a stop string.
 
         Raises RequestError (503) if the engine aborted the request.
         """
-        if output.finish is FinishReason.ABORT:
+        if result.finish is FinishReason.ABORT:
             raise RequestError(503, "the server is shutting down and has ended this request")
-        if output.usage is not None:
-            self.sources, self.queued = output.usage, output.queued or 0.0
+        if result.usage is not None:
+            self.sources, self.queued = result.usage, result.queued or 0.0
             self.started = time.perf_counter()
-        self.truncated = max(self.truncated, output.truncated)
+        self.truncated = max(self.truncated, result.truncated)
         stopped = self._stopped
         start = len(self.tokens)
-        tokens, text = ((), "") if stopped else self._read(output)
-        self.tokens += tokens
+        count, text = (0, "") if stopped else self._read(result)
+        if count < len(result.tokens):
+            result = result._replace(tokens=result.tokens[:count], logprobs=result.logprobs[:count])
+        self.tokens += result.tokens
         self.texts.append(text)
-        said, calls = (text, ()) if self._tools is None else self._take_calls(self._tools, text, output)
+        said, calls = (text, ()) if self._tools is None else self._take_calls(self._tools, text, result)
         self.said.append(said)
         self.calls += calls
-        self.logprobs += output.logprobs[: len(tokens)]
-        self.prompt_logprobs += output.prompt_logprobs
-        if output.finish is not None:
-            self.finish = FinishReason.STOP if self._stopped else output.finish
-        if self.request.confirm and not stopped and (self._stopped or output.finish is not None):
+        self.logprobs += result.logprobs
+        self.prompt_logprobs += result.prompt_logprobs
+        if result.finish is not None:
+            self.finish = FinishReason.STOP if self._stopped else result.finish
+        if self.request.confirm and not stopped and (self._stopped or result.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
-        return Piece(said, tokens, output.logprobs[: len(tokens)], tuple(self.offsets[start:]), calls, self.stop_reason)
+        return Piece(said, result, tuple(self.offsets[start:]), calls, self.stop_reason)
 
-    def _take_calls(self, tools: ToolCallParser, text: str, output: Output) -> tuple[str, list[ToolCall]]:
+    def _take_calls(self, tools: ToolCallParser, text: str, result: RowResult) -> tuple[str, list[ToolCall]]:
         said, calls = tools.push(text)
-        return (said if output.finish is None else said + tools.end()), calls
+        return (said if result.finish is None else said + tools.end()), calls
 
     @property
     def _stopped(self) -> bool:
         """True if a stop string is complete. The engine may still be generating; its last output is waited for."""
         return self.stop_string is not None
 
-    def _read(self, output: Output) -> tuple[tuple[int, ...], str]:
-        """Returns the tokens up to the one that completes a stop string, and the text to send with them."""
+    def _read(self, result: RowResult) -> tuple[int, str]:
+        """Returns how many of the tokens belong to the reply (all, or those up to the one that completes a stop
+        string), and the text to send with them."""
         detokenizer = self._detokenizer
         if detokenizer is None:
-            self.offsets += [0] * len(output.logprobs)
-            return output.tokens, ""
+            self.offsets += [0] * len(result.logprobs)
+            return len(result.tokens), ""
         pieces = []
-        for count, token in enumerate(output.tokens, 1):
+        for count, token in enumerate(result.tokens, 1):
             piece = "" if self._is_stop_token(token, len(self.tokens) + count) else detokenizer.push(token)
-            if output.logprobs:
+            if result.logprobs:
                 self.offsets.append(self._length)
                 self._length += len(piece)
             pieces.append(piece if self._matcher is None else self._matcher.push(piece))
             if self._stopped:
-                return output.tokens[:count], "".join(pieces)
-        if output.finish is not None:
+                return count, "".join(pieces)
+        if result.finish is not None:
             rest = detokenizer.flush()
             pieces.append(rest if self._matcher is None else self._matcher.end(rest))
-        return output.tokens, "".join(pieces)
+        return len(result.tokens), "".join(pieces)
 
     def _is_stop_token(self, token: int, count: int) -> bool:
         """True if this is the `count`th token and ends the reply: it belongs to the reply's ids, not to its text. The
@@ -210,7 +212,7 @@ class CompletionWriter:
         if not (self._style.token_ids or self._style.echo):
             return ""
         return "".join(
-            f'{self._head}{index},{self._content(Piece(reply.echoed, ()))},"logprobs":null,'
+            f'{self._head}{index},{self._content(Piece(reply.echoed, RowResult(reply.request.id)))},"logprobs":null,'
             f'"finish_reason":null{self._prompt_ids(reply)}{self._tail}'
             for index, reply in enumerate(replies)
         )
@@ -221,13 +223,13 @@ class CompletionWriter:
 
     def piece(self, index: int, piece: Piece, finish: str | None) -> str:
         """The event for one piece of a reply, the last one with its finish reason; "" for an empty piece."""
-        token_ids = self._style.token_ids
-        if not (piece.text or finish or piece.logprobs or piece.calls or (token_ids and piece.tokens)):
+        token_ids, result = self._style.token_ids, piece.result
+        if not (piece.text or finish or result.logprobs or piece.calls or (token_ids and result.tokens)):
             return ""
-        ids = f',"token_ids":{list(piece.tokens)}' if token_ids else ""
+        ids = f',"token_ids":{list(result.tokens)}' if token_ids else ""
         reason = f'"{finish}","stop_reason":{json.dumps(piece.stop)}' if finish else "null"
         content = self._content(piece)
-        logprobs = json.dumps(self._logprobs(piece)) if piece.logprobs else "null"
+        logprobs = json.dumps(self._logprobs(piece)) if result.logprobs else "null"
         return f'{self._head}{index},{content},"logprobs":{logprobs},"finish_reason":{reason}{ids}{self._tail}'
 
     def stored(self, replies: Sequence[Reply]) -> str | None:
@@ -253,7 +255,7 @@ class CompletionWriter:
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         assert self._style.logprobs is not None
-        return self._style.logprobs.completion(piece.tokens, piece.logprobs, piece.offsets)
+        return self._style.logprobs.completion(piece.result.tokens, piece.result.logprobs, piece.offsets)
 
     def _prompt_logprobs(self, first: Reply) -> dict[str, Any]:
         writer = self._style.logprobs
@@ -317,7 +319,7 @@ class ChatWriter(CompletionWriter):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         assert self._style.logprobs is not None
-        return self._style.logprobs.chat(piece.tokens, piece.logprobs)
+        return self._style.logprobs.chat(piece.result.tokens, piece.result.logprobs)
 
     def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
         said, writer, logprobs = "".join(reply.said), self._style.logprobs, None

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ... import __version__
-from ...scheduler.types import Output, RequestError
+from ...scheduler.types import RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
@@ -123,7 +123,7 @@ class Answer(Response):
             sender.close()
 
     async def _write_events(
-        self, stream: OutputStream, outputs: list[Output], replies: dict[int, Reply], sender: EventSender
+        self, stream: OutputStream, outputs: list[RowResult], replies: dict[int, Reply], sender: EventSender
     ) -> None:
         """Writes the events of all outputs, of which `outputs` are the first; those of one wake-up in one piece."""
         writer = self._call.writer

@@ -230,7 +230,7 @@ class TritonFrontend:
                 for output in await stream.next():
                     piece = reply.add(output)
                     text += piece.text
-                    tokens += piece.tokens
+                    tokens += piece.result.tokens
                 if reply.finish is not None:
                     break
                 if call.stream and (text or tokens):

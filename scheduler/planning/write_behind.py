@@ -13,7 +13,7 @@ from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
 from ..plan import Lane
-from ..types import Output, Request
+from ..types import Request, RowResult
 from .eviction import Evictor
 
 LINK_PIECE_S = 2e-3  # link time in a step for copies on their way to DISK, seconds
@@ -40,7 +40,7 @@ class WriteBehind:
         self._pending: dict[Chunk, None] = {}  # chunks of both queues
         self._staged: deque[Chunk] = deque()  # chunks copied to HOST only for DISK
         self._short = False  # HOST slots are short, and a copy must be confirmed before the next spill
-        self._endings: deque[tuple[Request, Output, list[Chunk]]] = deque()
+        self._endings: deque[tuple[Request, RowResult, list[Chunk]]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -71,7 +71,7 @@ class WriteBehind:
                 self._pending[chunk] = None
                 self._queue.append(chunk)
 
-    def withhold(self, request: Request, ending: Output, chunks: Iterable[Chunk]) -> bool:
+    def withhold(self, request: Request, ending: RowResult, chunks: Iterable[Chunk]) -> bool:
         """With `--save sync`: keeps the turn's last output back until its chunks are on DISK or are refused. Returns
         whether it does."""
         unsettled = [chunk for chunk in chunks if not self._settled(chunk)] if self._in_time else []
@@ -79,11 +79,11 @@ class WriteBehind:
             self._endings.append((request, ending, unsettled))
         return bool(unsettled)
 
-    def endings(self) -> list[Output]:
+    def endings(self) -> list[RowResult]:
         """Removes and returns the last outputs that need not be kept back any longer."""
         if not self._endings:
             return []
-        waiting, ended = deque[tuple[Request, Output, list[Chunk]]](), []
+        waiting, ended = deque[tuple[Request, RowResult, list[Chunk]]](), []
         for request, ending, chunks in self._endings:
             unsettled = [chunk for chunk in chunks if not self._settled(chunk)]
             if unsettled:

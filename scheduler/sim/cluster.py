@@ -117,12 +117,12 @@ class Replica(Simulator):
         return list(self._open.values())
 
     def _take(self, applied: Applied) -> None:
-        for event in applied.events:
-            turn = self._open[event.request]
-            if event.usage is not None:
-                self._began(turn, event.usage, self.now)
-            if event.finish is not None:
-                del self._open[event.request]
+        for row in applied.rows:
+            turn = self._open[row.request]
+            if row.usage is not None:
+                self._began(turn, row.usage, self.now)
+            if row.finish is not None:
+                del self._open[row.request]
                 self._ended(self, turn, self.now)
 
 

@@ -360,16 +360,17 @@ class Simulator:
         if self._watch is not None:
             self._watch(self.now, applied, self._open)
         self._generated += len(applied.tokens)
-        for event in applied.events:
-            served = self._open[event.request]
-            counts = event.request > self._warm_up
-            if event.usage is not None and counts:
+        for row in applied.rows:
+            self._generated += len(row.tokens)
+            served = self._open[row.request]
+            counts = row.request > self._warm_up
+            if row.usage is not None and counts:
                 self._ttft.append(self.now - served.arrival)
-                self._full_hits += event.usage.cached > 0 and not event.usage.recomputed
+                self._full_hits += row.usage.cached > 0 and not row.usage.recomputed
                 for index, field in enumerate(fields(Usage)):
-                    self._usage[index] += getattr(event.usage, field.name)
-            if event.finish is not None:
-                del self._open[event.request]
+                    self._usage[index] += getattr(row.usage, field.name)
+            if row.finish is not None:
+                del self._open[row.request]
                 self._reply_ended(served, counts)
 
     def _reply_ended(self, served: Open, counts: bool) -> None:

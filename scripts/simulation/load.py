@@ -211,18 +211,19 @@ class Tally:
 
     def watch(self, now: float, applied: Applied, served: Mapping[RequestId, Open]) -> None:
         latest, measured = self._latest, now >= self.start
-        for number in applied.requests:
-            request = RequestId(number)
-            if measured and request in latest:
-                self.gaps.append(now - latest[request])
-            latest[request] = now
-        for event in applied.events:
-            opened = served[event.request]
-            if event.usage is not None and measured:
-                self.usage.append(event.usage)
+        for row in applied.results():
+            request = row.request
+            if row.tokens:
+                if measured and request in latest:
+                    self.gaps.append(now - latest[request])
+                latest[request] = now
+        for row in applied.rows:
+            opened = served[row.request]
+            if row.usage is not None and measured:
+                self.usage.append(row.usage)
                 self.ttft.append(now - opened.arrival)
-            if event.finish is not None:
-                del latest[event.request]
+            if row.finish is not None:
+                del latest[row.request]
                 if measured:
                     self._ended(opened, now)
 

@@ -225,9 +225,10 @@ class Chatter:
         self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
 
     def _apply(self, applied):
-        for request, token in zip(applied.requests, applied.tokens, strict=True):
-            self.open[request].reply.append(token)
-        for event in applied.events:
+        for row in applied.results():
+            if row.tokens:
+                self.open[row.request].reply += row.tokens
+        for event in applied.rows:
             if event.usage is not None:
                 for source in ("gpu", "host", "disk", "recomputed", "new"):
                     self.counts[source] += getattr(event.usage, source)

@@ -76,12 +76,10 @@ class Player:
         return list(heard.values())
 
     def _take(self, applied, heard):
-        for request, token in zip(applied.requests, applied.tokens, strict=True):
-            heard[request].tokens.append(token)
-        for request, entry in applied.logprobs.items():
-            heard[request].logprobs.append(entry)
-        for request, entries in applied.prompt_logprobs.items():
-            heard[request].prompt_logprobs.extend(entries)
-        for event in applied.events:
-            heard[event.request].usage = event.usage or heard[event.request].usage
-            heard[event.request].finish = event.finish
+        for row in applied.results():
+            told = heard[row.request]
+            told.tokens += row.tokens
+            told.logprobs += row.logprobs
+            told.prompt_logprobs += row.prompt_logprobs
+            told.usage = row.usage or told.usage
+            told.finish = row.finish or told.finish

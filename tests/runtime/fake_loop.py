@@ -15,7 +15,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,18 @@ from pensieve.runtime.messages import (
     Forget,
     Look,
     Ready,
-    Refusal,
     StepMessage,
     Submit,
 )
 from pensieve.scheduler.types import (
+    Applied,
     ConversationKV,
     FinishReason,
-    Output,
     Request,
     RequestError,
     RequestId,
     Residency,
+    RowResult,
     TokenLogprobs,
     Usage,
 )
@@ -114,21 +113,12 @@ def eventually(happened: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def step_message(*outputs: Output, **others: Any) -> StepMessage:
-    """The loop's message: tokens in two arrays, the rest as events."""
-    others |= {
-        name: {output.request: entries for output in outputs if (entries := getattr(output, name))}
-        for name in ("logprobs", "prompt_logprobs")
-    }
-    others["logprobs"] = {request: entry for request, (entry,) in others["logprobs"].items()}
-    requests = array("q", [output.request for output in outputs if output.tokens])
-    tokens = array("i", [token for output in outputs for token in output.tokens])
-    events = tuple(
-        replace(output, tokens=(), logprobs=(), prompt_logprobs=())
-        for output in outputs
-        if output.finish or output.usage
-    )
-    return StepMessage(requests, tokens, events, **others)
+def step_message(*results: RowResult, **others: Any) -> StepMessage:
+    """The loop's message: rows with tokens only in two arrays."""
+    plain = [row for row in results if row == RowResult(row.request, row.tokens)]
+    requests = array("q", [row.request for row in plain for _ in row.tokens])
+    tokens = array("i", [token for row in plain for token in row.tokens])
+    return StepMessage(Applied(requests, tokens, tuple(row for row in results if row not in plain)), **others)
 
 
 class FakeLoop:
@@ -197,13 +187,13 @@ class FakeLoop:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            outputs, refusals = self._hear()
+            outputs = self._hear()
             if not self._paused.is_set():
                 if self._running and self._ended.wait(self._step_seconds):
                     return
                 outputs += self._step()
-            if outputs or refusals:
-                self._pipe.send(step_message(*outputs, refusals=tuple(refusals)))
+            if outputs:
+                self._pipe.send(step_message(*outputs))
             if sum(count > 0 for _, _, count in self._running.values()) == self._dies_with:
                 self._pipe.send(Fatal("the books disagree"))
                 return
@@ -214,8 +204,8 @@ class FakeLoop:
         self.confirmed |= {message.request: message.tokens for message in messages if isinstance(message, Finish)}
         return messages
 
-    def _hear(self) -> tuple[list[Output], list[Refusal]]:
-        outputs, refusals = [], []
+    def _hear(self) -> list[RowResult]:
+        outputs: list[RowResult] = []
         while self._pipe.poll(0 if self._running and not self._paused.is_set() else 0.005):
             try:
                 received = self._pipe.recv()
@@ -223,15 +213,15 @@ class FakeLoop:
                 self._ended.set()
                 break
             for message in self._note(received):
-                self._answer(message, outputs, refusals)
-        return outputs, refusals
+                self._answer(message, outputs)
+        return outputs
 
-    def _answer(self, message: object, outputs: list[Output], refusals: list[Refusal]) -> None:
+    def _answer(self, message: object, outputs: list[RowResult]) -> None:
         match message:
             case Submit(request) if len(self._running) < self._queue:
                 self._running[request.id] = (request, deque(self._answers(request)), 0)
             case Submit(request):
-                refusals.append(Refusal(request.id, RequestError(429, "the queue is full")))
+                outputs.append(RowResult(request.id, error=RequestError(429, "the queue is full")))
             case Abort(request):
                 self._running.pop(request, None)
             case Look():
@@ -240,9 +230,9 @@ class FakeLoop:
                 self._pipe.send(Erased(self.erases_wholly))
             case Finish(request, _):
                 if self._running.pop(request, None) is not None:
-                    outputs.append(Output(request, (), FinishReason.STOP))
+                    outputs.append(RowResult(request, (), FinishReason.STOP))
 
-    def _step(self) -> Iterator[Output]:
+    def _step(self) -> Iterator[RowResult]:
         for id, (request, rest, count) in list(self._running.items()):
             token = rest.popleft() if rest else EOS
             count += 1
@@ -259,7 +249,7 @@ class FakeLoop:
             logprobs = () if asked is None else (made_up_logprobs(token, asked),)
             prompt = () if asked_prompt is None else [made_up_logprobs(own, asked_prompt) for own in request.prompt[1:]]
             unseen = max(0, len(request.prompt) - MOST_SEEN) if usage or finish else 0
-            yield Output(
+            yield RowResult(
                 id, (token,), finish, usage, logprobs=logprobs, prompt_logprobs=tuple(prompt), truncated=unseen
             )
             if finish is None:

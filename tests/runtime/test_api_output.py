@@ -17,7 +17,7 @@ from pensieve.runtime.frontend.reply import ChatWriter, Reply, Style
 from pensieve.runtime.frontend.tool_calls import ToolCallParser
 from pensieve.runtime.messages import Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestId, TokenLogprobs
+from pensieve.scheduler.types import FinishReason, Request, RequestId, RowResult, TokenLogprobs
 
 from .fake_loop import EOS, FIRST_BYTE, FakeLoop, byte_tokens, say
 from .http.test_app import chat, complete, events, post
@@ -397,7 +397,7 @@ def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directo
         request = Request(RequestId(1), array("i", [5]), 200)
         tokenizer, tools = Tokenizer.load(tokenizer_directory), ToolCallParser(9)
         reply = Reply(request, None, tokenizer, continues_prompt=False, tools=tools)  # type: ignore[arg-type]
-        reply.add(Output(request.id, tuple(byte_tokens(text)), FinishReason.LENGTH))
+        reply.add(RowResult(request.id, tuple(byte_tokens(text)), FinishReason.LENGTH))
         answer = ChatWriter(Style("fake", False, False)).whole([reply])
         sent_back = json.dumps(answer["choices"][0]["message"])
         assert Message.model_validate_json(sent_back).for_template() == reply.message

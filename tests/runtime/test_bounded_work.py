@@ -118,13 +118,12 @@ class Loop:
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, StepMessage):
-            assert not message.refusals
-            for request, token in zip(message.requests, message.tokens, strict=True):
-                self.replies.setdefault(RequestId(request), []).append(token)
-            for event in message.events:
-                if event.finish is not None:
-                    self.ended.add(event.request)
-                    self.pend(Finish(event.request, len(self.replies[event.request])))
+            for row in message.applied.results():
+                assert row.error is None
+                self.replies.setdefault(row.request, []).extend(row.tokens)
+                if row.finish is not None:
+                    self.ended.add(row.request)
+                    self.pend(Finish(row.request, len(self.replies[row.request])))
         elif isinstance(message, Erased):
             self.erased += 1
         elif isinstance(message, Residency):

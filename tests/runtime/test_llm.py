@@ -175,7 +175,7 @@ def test_a_stream_that_is_left_is_aborted(llm):
     with pytest.raises(RuntimeError, match="stream that is open"):
         llm.generate("hello", GREEDY)
     stream.close()
-    assert not llm._scheduler.open_requests()
+    assert not llm._session.scheduler.open_requests()
     assert llm.generate("hello", GREEDY)
 
 
@@ -210,7 +210,7 @@ def test_conversations_survive_on_disk(cache, tmp_path):
         with pytest.raises(SettingError, match="state-dir"):
             LLM("demo", **options)
     with LLM("demo", **options) as llm:
-        assert len(llm._executor.disk_records()) >= len(first.prompt_token_ids) // 8
+        assert len(llm._session.executor.disk_records()) >= len(first.prompt_token_ids) // 8
         (second,) = llm.chat(NEXT, GREEDY, conversation="c", history="server")
         store = llm._histories._store
         store.change(Name("", "c"), 1.0, history_ttl=1e-9)

@@ -46,7 +46,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_awaited():
     tokens = []
     while not loop.scheduler.idle:
         if (applied := loop.step()) is not None:
-            tokens += applied.tokens
+            tokens += [token for row in applied.results() for token in row.tokens]
     assert tokens == [7, 7, 7]
     first, second, third = executor.calls[:3]
     assert (first.split()[0], second.split()[0], third) == ("launch", "launch", first.replace("launch", "wait"))

@@ -19,7 +19,7 @@ from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
 from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, SHARE_S, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
-from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
+from pensieve.scheduler.types import Applied, FinishReason, Request, RequestError, RequestId, RowResult, Sampling
 from pensieve.scheduler.work import MESSAGE, WorkBudget
 
 
@@ -29,6 +29,7 @@ class Scheduler(SimpleNamespace):
     def __init__(self, **answers: Any):
         super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
         self.work, self.has_work = WorkBudget(), lambda now: False
+        self.expire = lambda now: []
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
         self.disk = SimpleNamespace(saving=False, **disk)
@@ -100,23 +101,23 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     service: Service, scheduler: Scheduler
 ) -> None:
     """With `--save sync` the disk's time passes between a turn's tokens and its last event."""
-    end = Output(RequestId(5), finish=FinishReason.LENGTH)
-    scheduler.apply = lambda result, now: Applied(events=[end])
+    end = RowResult(RequestId(5), finish=FinishReason.LENGTH)
+    scheduler.apply = lambda result, now: Applied(rows=(end,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
     message = service._outbox.get(timeout=0)
-    assert message.events == (end,) and message.disk == DiskCounters(saved=3)
+    assert message.applied.rows == (end,) and message.disk == DiskCounters(saved=3)
 
 
 def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, scheduler: Scheduler) -> None:
     """The result may bring nothing else: the row was alone, and its token does not count."""
-    scheduler.apply = lambda result, now: Applied(stuck=[RequestId(5)])
+    stuck = RowResult(RequestId(5), error=RequestError(500, "stuck"))
+    scheduler.apply = lambda result, now: Applied(rows=(stuck,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
     service._step()
-    (refusal,) = service._outbox.get(timeout=0).refusals
-    assert (refusal.request, refusal.error.status) == (5, 500) and "grammar" in refusal.error.message
+    assert service._outbox.get(timeout=0).applied.rows == (stuck,)
 
 
 def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
@@ -161,13 +162,14 @@ def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler
     """The last keys of a long log are looked up while a plan is made; if there is no other work, no result follows."""
 
     def next_plan(now: float) -> None:
-        scheduler.erased = [True]
+        scheduler.erased, scheduler.next_plan = [True], lambda now: None
 
-    scheduler.next_plan, scheduler.expire, scheduler.in_flight = next_plan, lambda now: [], 0
+    scheduler.next_plan, scheduler.in_flight = next_plan, 0
     service._executor.close = lambda: None
     here, there = multiprocessing.Pipe()
     service = Service(scheduler, service._executor, here, SimpleNamespace(slack=lambda now: 0.0))
     service._wait_for_news = lambda: service.drain(0.0)
+    service._inbox.put(Forget(None, array("i", [1]), 0, b""))
     service.run(SimpleNamespace())
     said = []
     with contextlib.suppress(EOFError):
@@ -250,7 +252,8 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     assert service._drained()
     said = [service._outbox.get(timeout=0) for _ in range(3)]
     assert said[:2] == [Draining(), Draining()]
-    assert isinstance(said[2], StepMessage) and said[2].events == (Output(RequestId(7), finish=FinishReason.ABORT),)
+    assert isinstance(said[2], StepMessage)
+    assert said[2].applied.rows == (RowResult(RequestId(7), finish=FinishReason.ABORT),)
 
 
 def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:

@@ -15,6 +15,7 @@ from collections import defaultdict
 
 from pensieve.scheduler.context_window import RECOMPUTE, RESTART
 from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
+from pensieve.scheduler.types import RowResult
 
 
 class DeviceModel:
@@ -118,9 +119,11 @@ class DeviceModel:
         after = plan.after._replace(swap_in=max(plan.after.swap_in, gate))
         self._begin(Lane.COMPUTE, plan.step, after)
         tokens, scores = self._compute(plan)
-        return StepResult(
-            plan.step, plan.samples, tokens, self.issued, prompt_logprobs=scores, erase_failed=erase_failed
-        )
+        rows = {
+            row: RowResult(row.request, prompt_logprobs=entries)
+            for row, entries in ((self.rows[seat], entries) for seat, entries in scores.items())
+        }
+        return StepResult(plan.step, plan.samples, tokens, self.issued, erase_failed=erase_failed, rows=rows)
 
     def _copy(self, batch):
         lane = Lane(batch.lane)

@@ -14,7 +14,7 @@ from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import DiskRecord, Request
+from pensieve.scheduler.types import DiskRecord, Request, RequestError, RowResult
 
 from .device_model import DeviceModel, kv, next_token
 
@@ -338,23 +338,24 @@ class Harness:
         if not self.completes():
             result = replace(result, completed=self.device.known)
         result = replace(result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out))
-        result = replace(result, stuck=tuple(row for row in result.samples if self.gets_stuck(row)))
+        stuck = [row for row in result.samples if self.gets_stuck(row)]
+        errors = {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
+        result = replace(result, rows={**result.rows, **errors})
         self.device.known = Tickets(*map(max, self.device.known, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
-        for request_id, scores in applied.prompt_logprobs.items():
-            self._note_scores(request_id, scores)
-        for request_id in applied.stuck:
-            del self.open[request_id]
-            self.counts["stuck"] += 1
-        for request_id, token in zip(applied.requests, applied.tokens, strict=True):
-            request, reply = self.open[request_id]
-            base, context = self.bases[request_id], [*request.prompt, *reply]
-            expected = next_token(context, self.windows, base, self._vocabulary, request.salt)
-            assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
-            reply.append(token)
-            self.counts["tokens"] += 1
-        for event in applied.events:
+        results = list(applied.results())
+        assert len({row.request for row in results}) == len(results)
+        for row in results:
+            if row.prompt_logprobs:
+                self._note_scores(row.request, row.prompt_logprobs)
+            if row.error is not None:
+                del self.open[row.request]
+                self.counts["stuck"] += 1
+            for token in row.tokens:
+                self._take_token(row.request, token)
+        events = [row for row in applied.rows if row.usage is not None or row.finish is not None]
+        for event in events:
             if event.request not in self.open:
                 assert (
                     self.config.save == "sync"
@@ -372,11 +373,19 @@ class Harness:
                 self.held[event.request] = True
             elif event.finish is not None:
                 self._ended(event.request, len(reply))
-        if applied.events:
+        if events:
             self.check_logs()
         if self.takes_erased:
             self._check_erased()
         return applied
+
+    def _take_token(self, request_id, token):
+        request, reply = self.open[request_id]
+        base, context = self.bases[request_id], [*request.prompt, *reply]
+        expected = next_token(context, self.windows, base, self._vocabulary, request.salt)
+        assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
+        reply.append(token)
+        self.counts["tokens"] += 1
 
     def gets_stuck(self, row):
         """Whether the row's grammar allows no next token."""

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import FinishReason, InvariantError, Output, RequestError, Sampling
+from pensieve.scheduler.types import FinishReason, InvariantError, RequestError, RowResult, Sampling
 
 from .device_model import next_token
 from .harness import Harness
@@ -360,24 +360,23 @@ def test_stop_ids_end_a_reply_once_it_is_long_enough(min_tokens, expected):
     harness = Harness()
     request = harness.submit(prompt, 9, "a", stop_ids=frozenset(stops), min_tokens=min_tokens)
     harness.tick()
-    events = []
     while request in harness.open:
         harness.launch()
-        events += harness.apply().events
+        harness.apply()
     assert harness.logs["a"].tolist() == prompt + stops[:expected]
 
 
 def test_usage_comes_with_the_first_token_and_the_end_with_the_last():
     harness = Harness()
     request = harness.submit(range(7), 3)
-    outputs = []
+    results = []
     while request in harness.open:
         harness.launch()
-        applied = harness.apply()
-        outputs.append((list(applied.tokens), applied.events))
-    assert [len(tokens) for tokens, _ in outputs] == [1, 1, 1]
-    assert outputs[0][1][0].usage.new == 7 and outputs[1][1] == []
-    assert outputs[2][1] == [Output(request, finish=FinishReason.LENGTH)]
+        results += harness.apply().results()
+    first, second, third = results
+    assert first.usage.new == 7 and len(first.tokens) == 1
+    assert second == RowResult(request, second.tokens)
+    assert third == RowResult(request, third.tokens, FinishReason.LENGTH)
 
 
 def test_a_held_reply_is_committed_when_its_length_is_confirmed():

@@ -166,7 +166,7 @@ class Starts(Harness):
     def apply(self):
         before = dict(self.open)
         applied = super().apply()
-        for event in applied.events if applied is not None else ():
+        for event in applied.rows if applied is not None else ():
             request, reply = before[event.request]
             count = len(request.prompt) + len(reply)
             assert event.truncated == self.sees_from(count - 2, self.bases[event.request])

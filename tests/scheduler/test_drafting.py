@@ -102,8 +102,10 @@ def play(drawn, prompt, max_tokens=9, seats=64, **fields):
         applied = made.apply(StepResult(plan.step, plan.samples, tuple(whole[end] for end in ends)), 0.0)
         made.check()
         plans.append(plan)
-        said.append("".join(map(chr, applied.tokens)))
-        events += applied.events
+        results = list(applied.results())
+        assert len(results) <= 1
+        said.append("".join(chr(token) for row in results for token in row.tokens))
+        events += applied.rows
     return made, plans, said, events
 
 

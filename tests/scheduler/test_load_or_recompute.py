@@ -87,7 +87,7 @@ def serve(cost, belief, history, rows=0, reply=1):
             done, end = launched.popleft()
             now = max(now, end)
             result = StepResult(done.step, done.samples, (7,) * len(done.samples), *device.reports(now))
-            for output in scheduler.apply(result, now).events:
+            for output in scheduler.apply(result, now).rows:
                 if output.usage is not None and output.request == rows + 1:
                     first_token, usage = now - TURN_AT, output.usage
                 if output.finish is not None:

@@ -145,5 +145,5 @@ def test_the_time_in_the_queue_is_told_with_the_first_token():
     while harness.open:
         harness.now += 0.25
         harness.launch()
-        told |= {event.request: event.queued for event in harness.apply().events if event.usage is not None}
+        told |= {row.request: row.queued for row in harness.apply().rows if row.usage is not None}
     assert told == {first: 0.25, second: 0.75}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +14,7 @@ from pensieve.scheduler.plan import Span, StepResult
 from pensieve.scheduler.planning.lookup import _scoring
 from pensieve.scheduler.planning.plan_builder import MOST_SCORED
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import Request, RequestError, RequestId, Sampling, TokenLogprobs
+from pensieve.scheduler.types import Request, RequestError, RequestId, RowId, RowResult, Sampling, TokenLogprobs
 
 GRAMMAR = Sampling(grammar="anything")
 
@@ -40,16 +40,14 @@ def request(number: int, tokens: int, max_tokens: int = 9, **options) -> Request
     return Request(RequestId(number), array("i", range(tokens)), max_tokens, **options)
 
 
-def result(plan, token: int = 7) -> StepResult:
-    """Every sample is `token`; the score of a known token is its id."""
-    scored = iter(plan.scored)
-    prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
-    for span in plan.spans:
-        if span.scores:
-            entries = [TokenLogprobs(-float(next(scored)), 1) for _ in range(span.start, span.end - span.samples)]
-            prompts[span.seat] = (*prompts.get(span.seat, ()), *entries)
-    logprobs = {row: TokenLogprobs(-1.0, 1) for row in plan.samples}
-    return StepResult(plan.step, plan.samples, (token,) * len(plan.samples), logprobs=logprobs, prompt_logprobs=prompts)
+def result(plan, token: int = 7, scored_row: RowId | None = None, stuck: Sequence[RowId] = ()) -> StepResult:
+    """Every sample is `token`; the score of a known token is its id, and all spans that score are of one row."""
+    rows = {row: RowResult(row.request, (token,), logprobs=(TokenLogprobs(-1.0, 1),)) for row in plan.samples}
+    if plan.scored:
+        entries = tuple(TokenLogprobs(-float(known), 1) for known in plan.scored)
+        rows[scored_row] = rows.get(scored_row, RowResult(scored_row.request))._replace(prompt_logprobs=entries)
+    rows |= {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
+    return StepResult(plan.step, plan.samples, (token,) * len(plan.samples), rows=rows)
 
 
 def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
@@ -78,19 +76,18 @@ def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
         plan = made.next_plan(0.0)
         if plan is not None:
             stuck = tuple(row for row in plan.samples if row.request == 1 and said[1])
-            applied = made.apply(replace(result(plan), stuck=stuck), 0.0)
-            assert applied.stuck == [row.request for row in stuck]
-            assert not {*applied.requests, *applied.logprobs}.intersection(applied.stuck)
-            for number in applied.requests:
-                said[number].append(7)
-        for number in {event.request for event in applied.events if event.finish} if confirm else ():
+            results = list(made.apply(result(plan, stuck=stuck), 0.0).results())
+            assert [row.request for row in results if row.error] == [row.request for row in stuck]
+            for row in results:
+                said[row.request] += row.tokens
+        for number in {row.request for row in results if row.finish} if confirm else ():
             made.finish(number, 2, 0.0)
     made.check()
     assert said == {1: [7], 2: [7, 7]}
     assert "c1" not in made.conversations and "c2" in made.conversations
     made.add(request(3, 40), 0.0)
-    (usage,) = [event.usage for event in made.apply(result(made.next_plan(0.0)), 0.0).events]
-    assert usage.cached == 32
+    (row,) = made.apply(result(made.next_plan(0.0)), 0.0).results()
+    assert row.usage.cached == 32
 
 
 def test_a_row_that_is_stuck_after_its_client_left_is_passed_over():
@@ -98,7 +95,7 @@ def test_a_row_that_is_stuck_after_its_client_left_is_passed_over():
     made.add(request(1, 40, sampling=GRAMMAR), 0.0)
     plan = made.next_plan(0.0)
     made.abort(RequestId(1), 0.0)
-    assert made.apply(replace(result(plan), stuck=plan.samples), 0.0).stuck == []
+    assert not list(made.apply(result(plan, stuck=plan.samples), 0.0).results())
     made.check()
 
 
@@ -133,16 +130,17 @@ def test_a_prompt_is_scored_in_pieces_once_each_token():
     made = scheduler()
     for number, choice in ((1, 0), (2, 1)):
         made.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
-        entries, usage = [], None
+        entries, usage, scored_row = [], None, None
         while usage is None:
             plan = made.next_plan(0.0)
+            scored_row = plan.joins[0].row if plan.joins else scored_row
             assert len(plan.scored) <= MOST_SCORED
             if number == 2:
                 assert all(span.write_from >= min(span.end, 672) for span in plan.spans)
-            applied = made.apply(result(plan), 0.0)
-            entries += applied.prompt_logprobs.get(number, ())
-            usage = next((event.usage for event in applied.events), None)
-            assert set(applied.logprobs) == set(applied.requests)
+            (row,) = made.apply(result(plan, scored_row=scored_row), 0.0).results()
+            entries += row.prompt_logprobs
+            usage = row.usage
+            assert len(row.logprobs) == len(row.tokens)
         assert [entry.logprob for entry in entries] == [-float(token) for token in range(1, 700)]
         assert usage.cached == 0 and usage.recomputed + usage.new == 700
         assert usage.recomputed >= (0 if number == 1 else 672)
@@ -197,7 +195,7 @@ def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_
             joins.update(join.row.request for join in plan.joins)
             assert not {*plan.ended}.intersection(row.request for row in plan.samples)
             stuck = tuple(row for row in plan.samples if (row.request, joins[4]) == (4, 2))
-            made.apply(replace(result(plan), stuck=stuck), float(step))
+            made.apply(result(plan, stuck=stuck), float(step))
         if step == 45:
             made.abort(RequestId(1), float(step))
         if not made.open_requests():

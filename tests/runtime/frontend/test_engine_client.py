@@ -11,18 +11,18 @@ from multiprocessing.connection import Connection
 import pytest
 
 from pensieve.runtime.counters import KVCounters
-from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient, outputs
-from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Look, Refusal, StepMessage, Submit
+from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient
+from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Look, Submit
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import (
     Applied,
     ConversationKV,
     FinishReason,
-    Output,
     Request,
     RequestError,
     RequestId,
     Residency,
+    RowResult,
     Usage,
 )
 
@@ -51,9 +51,8 @@ def request(client: EngineClient, confirm: bool = False, prompt: int = 3) -> Req
 
 def test_several_tokens_of_a_request_are_one_output_in_their_order() -> None:
     one, other = RequestId(1), RequestId(2)
-    ending = Output(one, finish=FinishReason.STOP)
-    news = Applied(array("q", [other, one, one, other]), array("i", [5, 6, 7, 8]), [ending])
-    assert list(outputs(news)) == [Output(one, (6, 7), FinishReason.STOP), Output(other, (5, 8))]
+    news = Applied(array("q", [one, one, other, other]), array("i", [6, 7, 5, 8]))
+    assert list(news.results()) == [RowResult(other, (5, 8)), RowResult(one, (6, 7))]
 
 
 def test_counts_and_times_of_a_request() -> None:
@@ -61,10 +60,10 @@ def test_counts_and_times_of_a_request() -> None:
         one, other = request(client), request(client)
         stream = client.submit([one, other], arrived=0.0)
         stats, usage = SchedulerStats(running=2), Usage(gpu=2, new=1)
-        here.send(step_message(Output(one.id, (5,), None, usage), stats=stats, copied=KVCounters(1, 2)))
-        here.send(step_message(Output(one.id, (6,))))
-        here.send(step_message(Output(one.id, (7,), FinishReason.STOP)))
-        here.send(StepMessage(refusals=(Refusal(other.id, RequestError(429, "full")),)))
+        here.send(step_message(RowResult(one.id, (5,), None, usage), stats=stats, copied=KVCounters(1, 2)))
+        here.send(step_message(RowResult(one.id, (6,))))
+        here.send(step_message(RowResult(one.id, (7,), FinishReason.STOP)))
+        here.send(step_message(RowResult(other.id, error=RequestError(429, "full"))))
         here.close()
         await client.closed.wait()
         assert [output.tokens for output in await stream.next()] == [(5,), (6,), (7,)]
@@ -95,11 +94,11 @@ def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
             await streams[number].next()
             told.append(number)
 
-        here.send(step_message(Output(old.id, (5,))))
+        here.send(step_message(RowResult(old.id, (5,))))
         await hear(old.id)
         waiting = asyncio.gather(hear(old.id), hear(new.id))
         await asyncio.sleep(0)
-        here.send(StepMessage(requests=array("q", [old.id, new.id]), tokens=array("i", [6, 7])))
+        here.send(step_message(RowResult(old.id, (6,)), RowResult(new.id, (7,), usage=Usage(new=3))))
         await waiting
         assert told == [old.id, new.id, old.id]
 
@@ -122,7 +121,7 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
         asked, barrier = request(client, confirm), request(client)
         stream = client.submit([asked], arrived=0.0)
         if ended:
-            here.send(step_message(Output(asked.id, (5,), FinishReason.LENGTH)))
+            here.send(step_message(RowResult(asked.id, (5,), FinishReason.LENGTH)))
             await stream.next()
         if finished:
             stream.finish(asked.id, 1)
@@ -137,7 +136,8 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
         while (message := await asyncio.to_thread(here.recv)) != [Submit(barrier)]:
             heard.append(message)
         assert [type(message) for message in heard] == said
-        here.send(step_message(Output(asked.id, (6,))))  # it was under way when the request was aborted, and is ignored
+        # It was under way when the request was aborted, and is ignored.
+        here.send(step_message(RowResult(asked.id, (6,))))
 
     run(work)
 
@@ -148,7 +148,8 @@ def test_a_reply_may_end_in_the_tokens_before_a_refusal() -> None:
     async def work(client: EngineClient, here: Connection) -> None:
         asked = request(client, confirm=True)
         stream = client.submit([asked], arrived=0.0)
-        here.send(step_message(Output(asked.id, (5,)), refusals=(Refusal(asked.id, RequestError(500, "stuck")),)))
+        here.send(step_message(RowResult(asked.id, (5,))))
+        here.send(step_message(RowResult(asked.id, error=RequestError(500, "stuck"))))
         await stream.next()
         stream.finish(asked.id, 1)
         with pytest.raises(RequestError, match="stuck"):
@@ -188,7 +189,7 @@ def test_a_loop_that_does_not_listen_blocks_no_request() -> None:
     async def work(client: EngineClient, here: Connection) -> None:
         asked = [request(client, prompt=100_000) for _ in range(20)]
         streams = [client.submit([one], arrived=0.0) for one in asked]
-        here.send(step_message(Output(asked[0].id, (5,), FinishReason.STOP)))
+        here.send(step_message(RowResult(asked[0].id, (5,), FinishReason.STOP)))
         assert len(await streams[0].next()) == 1
         for one in asked:
             assert await asyncio.to_thread(here.recv) == [Submit(one)]

@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.runtime.frontend import request_builder as calls
 from pensieve.runtime.messages import Abort, Finish, Submit
-from pensieve.scheduler.types import FinishReason, Output, Request
+from pensieve.scheduler.types import FinishReason, Request, RowResult
 
 from ..fake_loop import EOS, FakeLoop, byte_tokens, eventually, say
 
@@ -215,14 +215,14 @@ def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
 class LateEnds(FakeLoop):
     """The end comes a step after the last token, as with `--save sync`."""
 
-    ends: tuple[Output, ...] = ()
+    ends: tuple[RowResult, ...] = ()
 
-    def _step(self) -> Iterator[Output]:
+    def _step(self) -> Iterator[RowResult]:
         late, self.ends = self.ends, ()
         yield from late
         for output in super()._step():
             if output.finish is not None:
-                self.ends += (Output(output.request, finish=output.finish),)
+                self.ends += (RowResult(output.request, finish=output.finish),)
             yield replace(output, finish=None)
 
 
@@ -531,7 +531,7 @@ def test_a_closed_pipe_ends_every_open_request(ask: Callable[..., Any]) -> None:
 def test_a_drained_request_is_an_error_not_a_short_reply(ask: Callable[..., Any]) -> None:
     class Draining(FakeLoop):
         def _step(self) -> Iterator[Any]:
-            yield from (Output(request, (), FinishReason.ABORT) for request in self._running)
+            yield from (RowResult(request, (), FinishReason.ABORT) for request in self._running)
             self._running.clear()
 
     assert ask(complete(prompt="x", stop="y"), Draining()).status_code == 503

@@ -11,9 +11,10 @@ import pytest
 
 from pensieve.runtime.http import app as application
 from pensieve.runtime.http.event_sender import PIECE_BYTES, EventSender
-from pensieve.runtime.messages import Abort, Finish, Refusal, StepMessage
-from pensieve.scheduler.types import RequestError
+from pensieve.runtime.messages import Abort, Finish
+from pensieve.scheduler.types import RequestError, RowResult
 
+from ..fake_loop import step_message
 from ..served import CHAT, Served, run, serve, spell
 
 __all__ = ["serve"]
@@ -149,8 +150,8 @@ def test_a_failed_choice_ends_the_others_though_the_client_reads_nothing(serve: 
             asked = {"messages": HELLO, "conversation": "c", "history": "server", "n": 3, "stop": "never"}
             slow = SlowReader(served, CHAT, **asked)
             await until(lambda: len(served.requests) == 4)
-            stuck = Refusal(served.requests[1].id, RequestError(500, "the grammar is stuck"))
-            served.loop.say(StepMessage(refusals=(stuck,)))
+            stuck = RowResult(served.requests[1].id, error=RequestError(500, "the grammar is stuck"))
+            served.loop.say(step_message(stuck))
             await until(lambda: len(served.loop.said(Abort)) == 2)
             served.loop.go_on()
             await served.chat("more", conversation="c", history="server")

@@ -37,7 +37,17 @@ from pensieve.runtime.step.inputs import StepPacker
 from pensieve.runtime.step.sampler import Sampler, SharedSampler, make_sampler
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import CopyBatch, Join, Lane, Promotion, RowStart, Spill, StepPlan, StepResult, Tickets
-from pensieve.scheduler.types import GREEDY, ChunkKey, DiskRecord, InvariantError, RequestId, RowId, Sampling
+from pensieve.scheduler.types import (
+    GREEDY,
+    ChunkKey,
+    DiskRecord,
+    InvariantError,
+    RequestError,
+    RequestId,
+    RowId,
+    RowResult,
+    Sampling,
+)
 
 from ..fake_engine import FakeEngine, copy, join, plan, reply, span
 
@@ -129,10 +139,11 @@ def test_a_copy_that_is_none_on_one_rank_is_none():
 
 def test_only_rank_0_knows_which_rows_are_stuck():
     """It alone follows grammars; the others obey its next plan."""
-    reports, stuck = Reports(2), (RowId(RequestId(3), 4),)
+    reports, row = Reports(2), RowId(RequestId(3), 4)
+    rows = {row: RowResult(row.request, error=RequestError(500, "stuck"))}
     reports.take(1, report(1))
-    assert reports.merged(replace(result(1), stuck=stuck)).stuck == stuck
-    assert "stuck" not in Report._fields
+    assert reports.merged(replace(result(1), rows=rows)).rows == rows
+    assert "rows" not in Report._fields
 
 
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():

@@ -11,7 +11,7 @@ from pensieve.runtime.frontend.engine_client import OutputStream
 from pensieve.runtime.frontend.reply import Reply
 from pensieve.runtime.text.tokenizer import StopMatcher, Tokenizer
 from pensieve.runtime.triton.tensors import INPUTS, OUTPUTS, end_tensors, read_inputs, read_value
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, RequestId, Usage
+from pensieve.scheduler.types import FinishReason, Request, RequestError, RequestId, RowResult, Usage
 
 from ..fake_loop import byte_tokenizer, byte_tokens
 
@@ -127,7 +127,7 @@ def told(inputs, tokens, finish):
         continues_prompt=True,
         stop_token_ids=wanted.body.stop_token_ids,
     )
-    reply.add(Output(request.id, tuple(tokens), finish, usage=Usage(gpu=8, new=1)))
+    reply.add(RowResult(request.id, tuple(tokens), finish, usage=Usage(gpu=8, new=1)))
     tensors = end_tensors(wanted, Call, reply, chunk_tokens=4, now=1.0)
     assert all(value.ndim == 1 and name in OUTPUTS for name, value in tensors.items())
     return {name: value.item() for name, value in tensors.items()}

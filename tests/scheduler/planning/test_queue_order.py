@@ -102,7 +102,7 @@ def wait_of_a_long_prompt(order, among=CLIENTS, target=None):
     waited = []
 
     def watch(now, applied, served):
-        begun = [event.request for event in applied.events if event.usage is not None]
+        begun = [event.request for event in applied.rows if event.usage is not None]
         waited.extend(now - served[request].arrival for request in begun if served[request].session.name == "long")
 
     config = replace(CROWD, queue_order=order, max_queue=len(sessions), target_ms_per_token=target)
@@ -314,7 +314,7 @@ def seconds_beside(others, rows):
     found = []
 
     def watch(now, applied, served):
-        events = [event for event in applied.events if served[event.request].session.name == "other"]
+        events = [event for event in applied.rows if served[event.request].session.name == "other"]
         found.extend(event.queued if event.finish is None else now - 3.0 for event in events)
 
     simulator = Simulator(config, SERVER, [*others, other], watch=watch)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pensieve.scheduler.sim.simulator import Open, Session, SessionTurn
-from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, Usage
+from pensieve.scheduler.types import Applied, FinishReason, RequestId, RowResult, Usage
 from pensieve.scripts.simulate import main, parser
 from pensieve.scripts.simulation.arrivals import Arrival
 from pensieve.scripts.simulation.load import Tally, joined, load_run, measured
@@ -68,10 +68,10 @@ def test_the_window_counts_what_happens_in_it():
         RequestId(2): Open(Session("b", 0.0, turns), 1, 9.5),
     }
     tally = Tally(start=10.0)
-    tally.watch(9.75, Applied(requests=[1], events=[Output(RequestId(1), usage=Usage(new=8))]), served)
-    tally.watch(10.5, Applied(requests=[1, 2], events=[Output(RequestId(2), usage=Usage(gpu=15))]), served)
-    ended = [Output(RequestId(number), finish=FinishReason.LENGTH) for number in (1, 2)]
-    tally.watch(11.5, Applied(requests=[1, 2], events=ended), served)
+    tally.watch(9.75, Applied(rows=(RowResult(RequestId(1), (7,), usage=Usage(new=8)),)), served)
+    tally.watch(10.5, Applied([1], [7], (RowResult(RequestId(2), (7,), usage=Usage(gpu=15)),)), served)
+    ended = tuple(RowResult(RequestId(number), (7,), FinishReason.LENGTH) for number in (1, 2))
+    tally.watch(11.5, Applied(rows=ended), served)
     assert list(tally.gaps) == [0.75, 1.0, 1.0] and list(tally.ttft) == [1.0] and tally.usage == [Usage(gpu=15)]
     assert list(tally.latency) == [2.5, 2.0] and list(tally.tokens) == [2, 4]
     assert (tally.logs, tally.returning) == (10 + 19, 1)
