@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.runtime.launch import options, options_page
 from pensieve.scripts.bench import steps, tiers
 from pensieve.scripts.check.house import lines, reading_path
 
@@ -53,9 +54,14 @@ def known_options() -> set[str]:
             known.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
             known.update(f"--no-{flag}" for flag in flags)
-    actions = [*steps.parser()._actions, *tiers.parser()._actions]
+    actions = [*options.parser()._actions, *steps.parser()._actions, *tiers.parser()._actions]
     made = (option for action in actions for option in action.option_strings)
     return known.union(made)  # these it makes from a table
+
+
+def test_the_page_of_options_is_current():
+    """`python -m pensieve.runtime.launch.options_page > docs/use/options.md` makes it so."""
+    assert (ROOT / "docs" / "use" / "options.md").read_text() == options_page.page()
 
 
 def test_every_option_that_a_page_names_exists():

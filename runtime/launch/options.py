@@ -115,7 +115,7 @@ class Option:
         """What holds without the option; "" where its meaning says that."""
         if self.declared.unset or self.default is None or self.is_switch:
             return self.declared.unset
-        return str(self.default)
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def read(self, value: Any) -> Any:
         """The setting's value for the parser's. SettingError for a wrong size or word."""

@@ -41,7 +41,6 @@ def size_text(size: int) -> str:
     return f"{size // 1024**power}{('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-# `LLM` has arguments of its own for these, or no use for them.
 _server = partial(setting, users=SERVERS)
 _engine = partial(setting, group=BATCH)
 _cache = partial(setting, group=CACHE)
@@ -75,26 +74,23 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         page="docs/use/triton.md",
     )
     device: str = _engine("cpu", "where the engine runs", choices=DEVICES, common=True)
-    dtype: str | None = _server(
+    dtype: str | None = _engine(
         None,
         "of a checkpoint's weights and KV",
-        group=BATCH,
         choices=("auto", *DTYPES, "half", "float"),  # with vLLM's names too
         unset="its own",
         common=True,
     )
-    quantization: str | None = _server(
+    quantization: str | None = _engine(
         None,
         "fp8: round a checkpoint's weights to 8 bits",
-        group=BATCH,
         unit="NAME",
         unset="as they are",
         common=True,
     )
-    tensor_parallel_size: int | None = _server(
+    tensor_parallel_size: int | None = _engine(
         None,
         "divide a checkpoint over so many ranks",
-        group=BATCH,
         unit="N",
         unset="1",
         least=1,
@@ -102,10 +98,9 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         page="docs/use/tensor-parallel.md",
     )
     enforce_eager: bool = _engine(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
-    state_dir: Path | None = _server(
+    state_dir: Path | None = _engine(
         None,
         "of this server alone: histories, and the disk tier unless --disk-dir says otherwise",
-        group=BATCH,
         unit="DIR",
         unset="one for each engine in ~/.local/state/pensieve, or where XDG_STATE_HOME says",
         common=True,

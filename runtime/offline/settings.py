@@ -17,11 +17,11 @@ from ..launch.settings import DECLARED, ServeSettings
 
 DEMO = "demo"
 
-OPTIONS = frozenset(name for name, declared in DECLARED.items() if User.OFFLINE in declared.users)
-"""Options of `pensieve serve` that `LLM` takes, by their names without dashes."""
-
 ARGUMENTS = frozenset({"model", "dtype", "quantization", "backend", "tensor_parallel_size", "state_dir"})
-"""The other arguments of `LLM`."""
+"""Arguments that `LLM` names itself."""
+
+OPTIONS = frozenset(name for name, declared in DECLARED.items() if User.OFFLINE in declared.users) - ARGUMENTS
+"""The other options of `pensieve serve` that `LLM` takes, by their names without dashes."""
 
 
 def read_settings(engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]) -> ServeSettings:
