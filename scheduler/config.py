@@ -77,7 +77,7 @@ class SchedulerSettings:
         "conversation idle longest, in chunks or as a whole",
         choices=EVICTION_POLICIES,
         compared=PLAIN_POLICIES,
-        page="docs/design/scheduling.md",
+        page="docs/design/scheduling.md#which-chunk-is-evicted-first",
     )
     swap_out_below: float | None = _cache(
         None,
