@@ -24,6 +24,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.scheduler.config import SchedulerConfig
@@ -85,6 +86,7 @@ class StepBench:
             max_num_seqs=load.seats,
             max_num_batched_tokens=8192,
             max_queue=4096,
+            conversation_ttl=inf,
         )
         self.scheduler = Scheduler(config, cost)
         self.packer = StepPacker(load.seats, config.chunks(config.max_model_len), CHUNK_TOKENS)

@@ -24,12 +24,10 @@ LONGEST_LOG = 2**20
 """The longest prompt, in tokens, that may outgrow the context. Only the window is computed, but all of the prompt is
 hashed: for this length in about eighty steps."""
 
-KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
+KEEP, RECOMPUTE = OVERFLOW_MODES = ("keep", "recompute")
 """keep         kept KV stays valid: positions continue, which rotary embeddings allow
 recompute       each window is a context of its own, and the model counts positions from its start: all of it is
                 recomputed
-restart-positions
-                KV is kept, yet the model counts positions from each window's start: wrong, kept to measure the error
 """
 
 

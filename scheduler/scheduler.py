@@ -99,8 +99,7 @@ class Scheduler:
         self._timing_out: deque[Turn] = deque()  # by arrival; entries that have a seat or have ended are skipped
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
-        # Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the GPU gains nothing.
-        self._mark = min(int(config.swap_out_below * config.gpu_kv_chunks), config.host_kv_chunks // 4)
+        self._mark = config.swap_out_chunks
 
     # -- requests
 

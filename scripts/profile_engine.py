@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..builder.choices import DEVICES
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
+from ..runtime.launch.settings import DEFAULTS
 from .command import add_kv_cache_dtype, check_above_0, check_matplotlib, exit_status, subplots
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ def parser() -> CommandParser:
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory; profile.json is put there")
     option("--device", default="cpu", choices=DEVICES, help="where the engine runs (default %(default)s)")
     add_kv_cache_dtype(made)
-    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
-    option("--max-num-seqs", type=int, default=64, metavar="N", help="most rows that generate (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="a full batch (default %(default)s)")
+    option("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default %(default)s)")
+    option("--max-num-seqs", type=int, metavar="N", help="most rows that generate (default %(default)s)")
+    option("--max-num-batched-tokens", type=int, metavar="N", help="a full batch (default %(default)s)")
+    served = ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens")
+    made.set_defaults(**{name: DEFAULTS[name] for name in served})
     option("--max-model-len", type=int, metavar="N", help="longest context (default: the model's, or what fits)")
     option("--gpu-kv-bytes", metavar="SIZE", help="GPU cache (default: half of what is free, at most what batches use)")
     option("--seconds", type=float, default=0.2, metavar="S", help="to measure each point (default %(default)s)")

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import steps, tiers
 from benchmarks.check.house import lines, reading_path
+from pensieve.runtime.launch import options, options_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,9 +53,14 @@ def known_options() -> set[str]:
             known.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
             known.update(f"--no-{flag}" for flag in flags)
-    actions = [*steps.parser()._actions, *tiers.parser()._actions]
+    actions = [*options.parser()._actions, *steps.parser()._actions, *tiers.parser()._actions]
     made = (option for action in actions for option in action.option_strings)
     return known.union(made)  # these it makes from a table
+
+
+def test_the_page_of_options_is_current():
+    """`python -m pensieve.runtime.launch.options_page > docs/use/options.md` makes it so."""
+    assert (ROOT / "docs" / "use" / "options.md").read_text() == options_page.page()
 
 
 def test_every_option_that_a_page_names_exists():

@@ -11,8 +11,8 @@ FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts", "benchmarks"
 
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
-    "scheduler.types scheduler.plan scheduler.context_window scheduler.config scheduler.cost scheduler.step_timing "
-    "scheduler.work",
+    "scheduler.types scheduler.declaration scheduler.plan scheduler.context_window scheduler.config scheduler.cost "
+    "scheduler.step_timing scheduler.work",
     "scheduler.kv",
     "scheduler.turns",
     "scheduler.planning",

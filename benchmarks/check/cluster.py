@@ -16,6 +16,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def run(args: argparse.Namespace) -> None:
 def config_of(args: argparse.Namespace, cost: CostProfile) -> SchedulerConfig:
     """As the servers have it. SettingError."""
     names = ("gpu_kv_chunks", "host_kv_chunks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    config = SchedulerConfig(**{name: getattr(args, name) for name in names}, chunk_tokens=cost.chunk_tokens)
+    sizes = {name: getattr(args, name) for name in names}
+    config = SchedulerConfig(**sizes, chunk_tokens=cost.chunk_tokens, conversation_ttl=inf)
     return replace(config, swap_out_below=propose_swap_out_below(cost, config))
 
 

@@ -48,6 +48,9 @@ OPT_CHECKPOINT = Path(__file__).parents[2] / "tests" / "demo_models" / "opt"
 CHUNK = 32
 LEAST_CHUNKS = 2  # of a history
 
+RESTART = "restart-positions"
+"""A way that no server has: KV is kept, and the model counts positions from each window's start. That is wrong."""
+
 
 class Turn(NamedTuple):
     """Token ids: the history and the last message with the beginning of the reply, and the reply itself."""
@@ -247,11 +250,11 @@ def truncated_loss(context: Context, row: Ids, windows: ContextWindow) -> float:
 
 
 def perplexities(engine: Engine, rows: Sequence[Ids], length: int, step: int) -> dict[str, float]:
-    """Perplexities by overflow mode; modes that the engine's positions do not allow are left out."""
+    """Perplexities by overflow mode, and of RESTART; modes that the engine's positions do not allow are left out."""
     context = Context(engine, len(rows[0]))
     counted = len(rows) * (len(rows[0]) - 1 - length)
     result = {}
-    for mode in OVERFLOW_MODES:
+    for mode in (*OVERFLOW_MODES, RESTART):
         if mode != KEEP or engine.manifest.decoder.rotary is not None:
             windows = ContextWindow(length, step, mode)
             result[mode] = math.exp(sum(truncated_loss(context, row, windows) for row in rows) / counted)

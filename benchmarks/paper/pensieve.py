@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 from pensieve.scheduler.config import SchedulerConfig
@@ -118,6 +119,7 @@ def run(case: Case) -> dict[str, float]:
         max_num_seqs=ROWS,
         max_num_batched_tokens=STEP_TOKENS,
         chunk_tokens=CHUNK,
+        conversation_ttl=inf,
         max_queue=30 * len(sessions),
         eviction="lru" if case.server == "lru" else "retention",
         batching="separate" if case.server in ("stateless", "separate") else "unified",

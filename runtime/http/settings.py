@@ -1,45 +1,81 @@
-"""The HTTP process's settings from the command line. They are plain data, because they are sent to another process."""
+"""The HTTP process's settings. They are plain data, because they are sent to another process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+from ...scheduler.declaration import SERVERS, User, setting
+from ..observe.logs import LOG_FORMATS, LOG_LEVELS
+
+MIB = 2**20
+HTTP = "HTTP"
+_http = partial(setting, group=HTTP, users=User.SERVER)
+_both = partial(setting, group=HTTP, users=SERVERS)
 
 
-@dataclass(frozen=True, slots=True)
-class HTTPSettings:
-    """max_requests_per_client   the most open sequences of a client, None: any number (`limits.ClientLimit`)
-    max_body_bytes            a longer body is refused with 413
-    max_connections           one more is answered with 503 and closed
-    cors_origins              origins of web pages that may use the API, "*": all; none: only the server's own
-    client_timeout            seconds that a client may take to send a request or to read an answer; then it is cut off
-                              (`connection_limits.PatientProtocol`)
-    chat_template             its source, None: the engine's own
-    strict_fields             unknown fields are refused, not ignored
-    api_keys                  digests of the keys (`auth.key_digest`), one of which every call needs; none: no keys
-    histories                 where histories are stored (`databases.open_database`); ":memory:" stores nothing
-    server                    this server's name for users and in a shared database, None: it has none
-    history_ttl               seconds after their last turn until stored conversations are deleted, None: never
-    max_conversations_per_owner
-                              the most stored conversations of an API key, None: any number
-    otlp_traces_endpoint      URL for spans (`otel.Tracing`), None: no spans
-    log_format, log_level     as in `logs.configure_logging`
+@dataclass(frozen=True, kw_only=True)
+class HTTPOptions:
+    """What users set and the HTTP process takes as it is."""
+
+    strict_fields: bool = _http(
+        False, "refuse unknown fields of requests", unset="ignore them and name them in a header"
+    )
+    history_ttl: float | None = _both(
+        None,
+        "stored conversations are deleted so long after their last turn",
+        unit="SECONDS",
+        unset="never",
+    )
+    max_requests_per_client: int | None = _http(
+        None,
+        "open sequences, each prompt times n; then 429, or 400 for a single request with more",
+        unit="N",
+        unset="any number",
+        least=1,
+    )
+    max_conversations_per_owner: int | None = _both(
+        None, "that are stored; more are refused with 429", unit="N", unset="any number", least=1
+    )
+    max_body_bytes: int = _http(32 * MIB, "then 413", unit="SIZE")
+    max_connections: int = _http(4096, "then 503", unit="N", least=1)
+    client_timeout: float = _http(
+        30.0,
+        "for a client to send a request, or to take an answer; then it is cut off",
+        unit="SECONDS",
+    )
+    cors_origins: tuple[str, ...] = _http(
+        (),
+        "web pages of these origins may use the API, as https://chat.example.org; *: all",
+        unit="ORIGIN",
+        unset="none",
+    )
+    otlp_traces_endpoint: str | None = _http(
+        None,
+        "send a span for each request there, as http://HOST:4318/v1/traces",
+        unit="URL",
+        unset="none",
+    )
+    log_format: str = _both("text", "of each line of the log", choices=LOG_FORMATS)
+    log_level: str = _both("info", "of the log's least important lines", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class HTTPSettings(HTTPOptions):
+    """The options, and what their files hold.
+
+    chat_template   its source, None: the engine's own
+    api_keys        digests of the keys (`auth.key_digest`), one of which every call needs; none:
+                    no keys
+    histories       where histories are stored (`databases.open_database`); ":memory:" stores
+                    nothing
+    server          this server's name for users and in a shared database, None: it has none
     """
 
-    max_requests_per_client: int | None = None
-    max_body_bytes: int = 32 * 1024**2
-    max_connections: int = 4096
-    client_timeout: float = 30.0
-    cors_origins: tuple[str, ...] = ()
     chat_template: str | None = None
-    strict_fields: bool = False
     api_keys: tuple[str, ...] = ()
     histories: str = ":memory:"
     server: str | None = None
-    history_ttl: float | None = None
-    max_conversations_per_owner: int | None = None
-    otlp_traces_endpoint: str | None = None
-    log_format: str = "text"
-    log_level: str = "info"
 
 
 DEFAULTS = HTTPSettings()

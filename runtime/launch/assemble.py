@@ -186,9 +186,8 @@ def make_executor(
         from ..ranks.executor import RankedExecutor  # imported here because it imports MPI
 
         make = partial(RankedExecutor, ranks)
-    group_layers = GROUP_LAYERS if settings.swap_in == "pipelined" else engine.manifest.layers
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
-    return make(device, engine, config, group_layers, grammars, settings.link == "in-first", form, disk)
+    return make(device, engine, config, GROUP_LAYERS, grammars, settings.link == "in-first", form, disk)
 
 
 def make_device(name: str, enforce_eager: bool = False) -> Device:

@@ -7,16 +7,15 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...scheduler.types import SettingError
 from ..conversations.databases import has_password, is_url
 from ..http.auth import key_digest
-from ..http.settings import HTTPSettings
+from ..http.settings import HTTPOptions, HTTPSettings
 from ..text.tokenizer import ChatTemplate
-from .options import parse_bytes
 from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 
 
@@ -35,20 +34,10 @@ def client_settings(settings: ServeSettings) -> HTTPSettings:
         check_traces_endpoint(settings.otlp_traces_endpoint)
     url = history_url(settings.history_url, settings.history_url_file)
     return HTTPSettings(
-        max_requests_per_client=settings.max_requests_per_client,
-        max_body_bytes=parse_bytes(settings.max_body_bytes, "--max-body-bytes"),
-        max_connections=settings.max_connections,
-        client_timeout=settings.client_timeout,
-        strict_fields=settings.strict_fields,
-        cors_origins=settings.cors_origins,
+        **{one.name: getattr(settings, one.name) for one in fields(HTTPOptions)},
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),
         histories=url or "",
-        history_ttl=settings.history_ttl,
-        max_conversations_per_owner=settings.max_conversations_per_owner,
-        otlp_traces_endpoint=settings.otlp_traces_endpoint,
-        log_format=settings.log_format,
-        log_level=settings.log_level,
     )
 
 

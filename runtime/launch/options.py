@@ -9,22 +9,29 @@ import argparse
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
+from ...scheduler.config import BATCH, CACHE
+from ...scheduler.declaration import Declaration, flag
 from ...scheduler.types import SettingError
+from ..http.settings import HTTP
 from .command_line import CommandParser, did_you_mean
-from .settings import (
-    CHOICES,
-    DEFAULT_GPU_KV,
-    DEFAULT_HOST_KV,
-    DEFAULTS,
-    HISTORY_URL,
-    RIVALS,
-    ServeSettings,
-    default_state_dir,
-    flag,
+from .settings import DECLARED, DEFAULTS, RIVALS, ServeSettings, size_text
+
+GROUPS = {
+    BATCH: None,
+    CACHE: "With several ranks, sizes in bytes are what each of them may use.",
+    HTTP: None,
+}
+"""In the order of the help, with the sentence below the heading."""
+
+PATH_HELP = (
+    "an engine, or a Hugging Face checkpoint, of which an engine is built on first use; `demo`: "
+    "a small model that comes along"
 )
 
 ALIASES = {
@@ -44,7 +51,8 @@ ELSEWHERE = {
     "--kv-offloading-size": "--host-kv-bytes=4GiB keeps KV in host memory, so much for each rank",
     "--scheduling-policy": "--queue-order says which request joins next; smaller priorities always come first",
     "--enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
-    "--no-enable-chunked-prefill": "--batching=separate computes prompts apart from generation",
+    "--no-enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
+    "--swap-in": "KV is copied in by groups of layers while a step computes; leave it out",
     "--allowed-origins": "--cors-origins takes them as words",
     "--uvicorn-log-level": "use --log-level",
     "--disable-log-requests": "--log-level=warning leaves them out of the log",
@@ -80,12 +88,92 @@ ELSEWHERE = {
 """Frequent options of vLLM, TensorRT-LLM and `build_engine` without an equal here, with the suggestion for each. Those
 of TensorRT-LLM are typed with underscores."""
 
-COMMON = (
-    "path", "config", "device", "dtype", "quantization", "tensor_parallel_size", "max_model_len", "max_num_seqs",
-    "gpu_kv_bytes", "gpu_memory_utilization", "host_kv_bytes", "disk_kv_bytes", "state_dir", "host", "port",
-    "served_model_name", "api_key", "help", "help_all",
-)  # fmt: skip
-"""Options shown by `--help`; `--help-all` shows all."""
+ARGPARSE_TYPES = {int: int, float: float, Path: Path}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of the command line, derived from a setting's declaration.
+
+    kind     the type of the value, or of each of several values
+    default  as on the command line: a text for a size or for a switch with words
+    """
+
+    name: str
+    kind: type
+    several: bool
+    default: Any
+    declared: Declaration
+
+    @property
+    def is_switch(self) -> bool:
+        """True for --NAME and --no-NAME."""
+        return self.kind is bool and not self.declared.choices
+
+    @property
+    def default_text(self) -> str:
+        """What holds without the option; "" where its meaning says that."""
+        if self.declared.unset or self.default is None or self.is_switch:
+            return self.declared.unset
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def read(self, value: Any) -> Any:
+        """The setting's value for the parser's. SettingError for a wrong size or word."""
+        if isinstance(value, list):
+            return tuple(value)
+        if not isinstance(value, str):
+            return value
+        if self.declared.unit == "SIZE":
+            return parse_bytes(value, flag(self.name))
+        words = self.declared.choices
+        if self.kind is bool:
+            if value not in words:
+                message = f"must be one of {', '.join(words)}, not {value!r}"
+                raise SettingError(flag(self.name), message)
+            return value == words[0]
+        return value
+
+    def add_to(self, made: argparse._ActionsContainer) -> None:
+        declared = self.declared
+        help = argparse.SUPPRESS
+        if declared.help:
+            help = declared.help + (f" (default: {self.default_text})" if self.default_text else "")
+        if self.is_switch:
+            made.add_argument(flag(self.name), action=argparse.BooleanOptionalAction, help=help)
+            return
+        how: dict[str, Any] = {"choices": declared.choices or None, "metavar": declared.unit}
+        if declared.unit != "SIZE" and self.kind in ARGPARSE_TYPES:
+            how["type"] = token_count if declared.unit == "TOKENS" else ARGPARSE_TYPES[self.kind]
+        if self.several:
+            how |= {"nargs": "+", "action": "store" if self.default is None else "extend"}
+        made.add_argument(flag(self.name), help=help, **how)
+
+
+def _options() -> tuple[Option, ...]:
+    """Of `ServeSettings`; its own fields come before those of its bases."""
+    hints = get_type_hints(ServeSettings)
+    own = ServeSettings.__annotations__
+    made = []
+    for name, declared in sorted(DECLARED.items(), key=lambda item: item[0] not in own):
+        hint, default = hints[name], DEFAULTS[name]
+        if get_origin(hint) is UnionType:
+            hint = get_args(hint)[0]
+        several = get_origin(hint) is tuple
+        kind = get_args(hint)[0] if several else hint
+        if default is MISSING:  # `settings_of` says what is missing
+            default = None
+        elif default == ():
+            default = []  # which repeated flags extend
+        elif kind is bool and declared.choices:
+            default = declared.choices[not default]
+        elif declared.unit == "SIZE" and default is not None:
+            default = size_text(default)
+        made.append(Option(name, kind, several, default, declared))
+    return tuple(made)
+
+
+OPTIONS = _options()
+COMMON = tuple(option.name for option in OPTIONS if option.declared.common)
 
 
 def parse_options(argv: Sequence[str]) -> ServeSettings:
@@ -101,13 +189,11 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
     """SettingError for impossible values."""
-    values: dict[str, Any] = vars(args)
-    if values["engine"] is None:
+    if args.engine is None:
         raise SettingError(
             "PATH", "name an engine or a checkpoint's directory (pensieve serve PATH), or `demo` for a small model"
         )
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return ServeSettings(**(values | lists))
+    return ServeSettings(**{one.name: one.read(getattr(args, one.name)) for one in OPTIONS})
 
 
 def early_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -129,23 +215,15 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
         aliases=ALIASES,
         elsewhere=ELSEWHERE,
     )
-    made.add_argument("path", nargs="?", action=_Path, default=argparse.SUPPRESS, metavar="PATH",
-                      help="an engine, or a Hugging Face checkpoint, of which an engine is built on first use; "
-                      "`demo`: a small model that comes along")  # fmt: skip
+    made.add_argument("path", nargs="?", action=_Path, default=argparse.SUPPRESS, metavar="PATH", help=PATH_HELP)
     made.add_argument(
         "--help", "-h", action=_Help, nargs=0, default=argparse.SUPPRESS, help="show what most people need"
     )
     made.add_argument("--help-all", action="help", help="show all options")
-    made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these options, without the dashes")
-    made.add_argument("--attach", type=Path, metavar="SOCKET",
-                      help="serve Triton's model, which listens there and adds this option itself, and no HTTP clients"
-                      )  # fmt: skip
-    _engine_options(made)
-    _cache_options(made)
-    _http_options(made)
-    # values that repeated flags extend
-    lists: dict[str, list[str]] = {name: [] for name, value in DEFAULTS.items() if value == ()}
-    made.set_defaults(**DEFAULTS | lists, engine=None)
+    groups = {name: made.add_argument_group(name, about) for name, about in GROUPS.items()}
+    for option in OPTIONS:
+        option.add_to(groups.get(option.declared.group, made))
+    made.set_defaults(**{option.name: option.default for option in OPTIONS})
     return made
 
 
@@ -157,141 +235,14 @@ class _Path(argparse.Action):
 
 
 class _Help(argparse.Action):
-    """Shows the options in COMMON only."""
+    """Shows the common options only."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for action in parser._actions:
-            if action.dest not in COMMON:
+            if action.dest not in ("path", "help", "help_all", *COMMON):
                 action.help = argparse.SUPPRESS
         parser.print_help()
         parser.exit()
-
-
-def _engine_options(made: argparse.ArgumentParser) -> None:
-    option = made.add_argument_group("engine and batch").add_argument
-    option("--engine", metavar="PATH", help="PATH as an option; the last one counts")
-    option("--device", choices=CHOICES["device"], help="where the engine runs (default %(default)s)")
-    option("--dtype", choices=CHOICES["dtype"], help="of a checkpoint's weights and KV (default: its own)")
-    option("--quantization", metavar="NAME", help="fp8: round a checkpoint's weights to 8 bits (default: as they are)")
-    option("--tensor-parallel-size", type=int, metavar="N", help="divide a checkpoint over so many ranks (default 1)")
-    option("--enforce-eager", action=argparse.BooleanOptionalAction,
-           help="on a GPU: launch every kernel by itself, no CUDA graphs")  # fmt: skip
-    option("--state-dir", type=Path, metavar="DIR",
-           help="of this server alone: histories, and the disk tier unless --disk-dir says otherwise "
-           f"(default: one for each engine in {default_state_dir()})")  # fmt: skip
-    option("--max-model-len", type=token_count, metavar="N",
-           help="longest context, tokens; 32k is 32,000, 32K is 32,768 (default: the model's own)")  # fmt: skip
-    option("--max-num-seqs", type=int, metavar="N", help="running requests (default %(default)s)")
-    option("--max-num-batched-tokens", type=token_count, metavar="N", help="tokens a step (default %(default)s)")
-    option("--target-ms-per-token", type=float, metavar="MS",
-           help="beside generation, a step computes as many prompt tokens as this time allows (default: all it can)"
-           )  # fmt: skip
-    option("--batching", choices=CHOICES["batching"], help="(default %(default)s)")
-    option("--queue-order", choices=CHOICES["queue_order"],
-           help="which request joins first: the one with the largest ratio of wait to prompt cost, with a bound on "
-           "overtaking or without, or the earliest (default %(default)s)")  # fmt: skip
-    option("--speculate", choices=CHOICES["speculate"],
-           help="lookup: draft tokens from the conversation's own and check several in one step, where that pays "
-           "(default %(default)s)")  # fmt: skip
-    option("--max-queue", type=int, metavar="N", help="waiting requests, then 429 (default %(default)s)")
-    option("--queue-timeout", type=float, metavar="SECONDS", help="longest wait for a seat, then 503 (default: none)")
-    option(
-        "--shutdown-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="for running requests after SIGTERM; a second signal ends them (default %(default)s)",
-    )
-
-
-def _cache_options(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("KV cache", "With several ranks, sizes in bytes are what each of them may use.")
-    option = group.add_argument
-    tiers = (
-        ("gpu", "on the GPU", f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says"),
-        ("host", "in host memory", DEFAULT_HOST_KV),
-        ("disk", "on disk", "none"),
-    )
-    for tier, where, default in tiers:
-        option(f"--{tier}-kv-bytes", metavar="SIZE", help=f"KV {where}, as 40GiB (default {default})")
-        option(f"--{tier}-kv-chunks", type=int, metavar="N", help="or in chunks")
-        if tier == "gpu":
-            option("--gpu-memory-utilization", type=float, metavar="SHARE",
-                   help="or what this share of the GPU's memory leaves beside all else that the process needs "
-                   "(default %(default)s)")  # fmt: skip
-    option("--disk-dir", type=Path, metavar="DIR",
-           help="where the disk cache is, on a local disk (default: kv in --state-dir)")  # fmt: skip
-    option("--save", choices=CHOICES["save"],
-           help="an ended turn's KV goes to disk: soon, behind other work; before its reply ends; or only when host "
-           "memory needs the room (default %(default)s)")  # fmt: skip
-    option("--prefetch", choices=CHOICES["prefetch"],
-           help="read from disk the KV that requests in the queue will need (default %(default)s)")  # fmt: skip
-    option("--kv-cache-dtype", choices=CHOICES["kv_cache_dtype"],
-           help="of KV on every tier: the engine's own, or 8 bits a number (default %(default)s)")  # fmt: skip
-    option("--lower-tier-kv", choices=CHOICES["lower_tier_kv"],
-           help="KV outside the GPU: as it is there; the same in four fifths of the bytes (bfloat16 only); or rounded "
-           "to 8 bits a number (default %(default)s)")  # fmt: skip
-    option("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default %(default)s)")
-    option("--conversation-ttl", type=float, metavar="SECONDS",
-           help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip
-    option("--owner-kv-bytes", metavar="SIZE",
-           help="of each API key's conversations, the latest so many bytes of KV are kept while there is other KV to "
-           "evict (default: keys are not told apart)")  # fmt: skip
-    option("--eviction", choices=CHOICES["eviction"], help="(default %(default)s)")
-    option("--swap-out-below", type=float, metavar="SHARE",
-           help="copy out ahead (default: as `pensieve profile` measured, else 0.25)")  # fmt: skip
-    option("--generation-reserve", type=float, metavar="SHARE", help="(default %(default)s)")
-    option("--swap-in", choices=CHOICES["swap_in"],
-           help="by groups of layers while a step computes, or whole before it (default %(default)s)")  # fmt: skip
-    option("--link", choices=CHOICES["link"],
-           help="both directions at once, or copies ahead of time after swap-ins (default %(default)s)")  # fmt: skip
-    option("--overflow", choices=CHOICES["overflow"],
-           help="when a context outgrows the model's: keep the KV of its latest tokens, or compute it again (default: "
-           "keep with rotary positions, else recompute); restart-positions is for comparison")  # fmt: skip
-    option("--overflow-ratio", type=float, metavar="SHARE",
-           help="part of the context that is then truncated at once (default %(default)s)")  # fmt: skip
-    option("--reuse", action=argparse.BooleanOptionalAction,
-           help="off: compute every history anew, for comparison: the other options may stay as they are")  # fmt: skip
-
-
-def _http_options(made: argparse.ArgumentParser) -> None:
-    option = made.add_argument_group("HTTP").add_argument
-    option("--host", help="address to listen on (default %(default)s)")
-    option("--port", type=int, help="port to listen on, 0: any free one (default %(default)s)")
-    option(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="the names clients may use, the first one is told (default: the engine's directory name)",
-    )
-    option("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the engine's own)")
-    option("--api-key", nargs="+", action="extend", metavar="KEY",
-           help="clients need one of these keys (default: none)")  # fmt: skip
-    option("--api-key-file", type=Path, metavar="FILE", help="more keys, one a line")
-    option("--strict-fields", action=argparse.BooleanOptionalAction,
-           help="refuse unknown fields of requests (default: ignore them and name them in a header)")  # fmt: skip
-    option("--history-url", metavar="URL",
-           help="a PostgreSQL database for conversations, which several servers share, as postgresql://USER@HOST/NAME; "
-           f"without a password (default: {HISTORY_URL} of the environment, else a file in --state-dir)")  # fmt: skip
-    option("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
-    option("--history-ttl", type=float, metavar="SECONDS",
-           help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
-    option("--max-requests-per-client", type=int, metavar="N",
-           help="open sequences, each prompt times n; then 429, or 400 for a single request with more "
-           "(default: any number)")  # fmt: skip
-    option("--max-conversations-per-owner", type=int, metavar="N",
-           help="that are stored; more are refused with 429 (default: any number)")  # fmt: skip
-    option("--max-body-bytes", metavar="SIZE", help="then 413 (default %(default)s)")
-    option("--max-connections", type=int, metavar="N", help="then 503 (default %(default)s)")
-    option("--client-timeout", type=float, metavar="SECONDS",
-           help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
-    option("--cors-origins", nargs="+", action="extend", metavar="ORIGIN",
-           help="web pages of these origins may use the API, as https://chat.example.org; *: all (default: none)"
-           )  # fmt: skip
-    option("--otlp-traces-endpoint", metavar="URL",
-           help="send a span for each request there, as http://HOST:4318/v1/traces (default: none)")  # fmt: skip
-    option("--trace", type=Path, metavar="FILE", help="write what each step did and when, for ui.perfetto.dev")
-    option("--log-format", choices=CHOICES["log_format"], help="(default %(default)s)")
-    option("--log-level", choices=CHOICES["log_level"], help="(default %(default)s)")
 
 
 def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
@@ -310,7 +261,8 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
     for name, value in options.items():
         word = flag(name)
         if word not in known:
-            hint = did_you_mean(name.replace("_", "-"), [word[2:] for word in known])
+            near = did_you_mean(name.replace("_", "-"), [word[2:] for word in known])
+            hint = f": {ELSEWHERE[word]}" if word in ELSEWHERE else near
             raise SettingError("--config", f"{path}: there is no option {name!r}{hint}")
         action = known[word]
         switch, several = action.nargs == 0, action.nargs == "+"

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import check_model, engine_for
+from ...scheduler.declaration import flag
 from ...scheduler.types import SettingError
 from ..conversations.databases import stored_tokenizer
 from ..text.tokenizer import Tokenizer
 from .assemble import demo_engine
-from .settings import HISTORY_FILE, ServeSettings, default_state_dir, flag
+from .settings import HISTORY_FILE, ServeSettings, default_state_dir
 
 log = logging.getLogger("pensieve")
 

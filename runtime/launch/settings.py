@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...builder.choices import DEVICES, DTYPES, KV_CACHE_DTYPES
-from ...scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SPECULATION
-from ...scheduler.context_window import OVERFLOW_MODES
+from ...scheduler.config import BATCH, CACHE, SchedulerSettings
+from ...scheduler.declaration import SERVERS, Declaration, User, check_declared, flag, setting
 from ...scheduler.types import SettingError
-from ..observe.logs import LOG_FORMATS, LOG_LEVELS
+from ..http.settings import HTTP, MIB, HTTPOptions
 
-DEFAULT_GPU_KV = "512MiB"
-DEFAULT_HOST_KV = "2GiB"
-DEFAULT_DISK_KV = "0GiB"
+DEFAULT_GPU_KV = 512 * MIB
+DEFAULT_HOST_KV = 2048 * MIB
+DEFAULT_DISK_KV = 0
 
 HISTORY_FILE = "history.sqlite"  # in the state directory
 HISTORY_URL = "PENSIEVE_HISTORY_URL"  # environment variable, read where no option names a database
@@ -28,147 +29,204 @@ RIVALS = (
 )
 """Options of which at most one may be given: a flag overrides the others in the file too."""
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "device": DEVICES,
-    "dtype": ("auto", *DTYPES, "half", "float"),  # with vLLM's names too
-    "batching": BATCHING_MODES,
-    "queue_order": QUEUE_ORDERS,
-    "speculate": SPECULATION,
-    "save": SAVE_MODES,
-    "prefetch": ("on", "off"),
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "lower_tier_kv": ("same", "packed", "fp8"),
-    "eviction": EVICTION_POLICIES,
-    "swap_in": ("pipelined", "first"),
-    "link": ("duplex", "in-first"),
-    "overflow": OVERFLOW_MODES,
-    "log_format": tuple(LOG_FORMATS),
-    "log_level": tuple(LOG_LEVELS),
-}
-
-
-NOT_WITH_TRITON = (
-    "host",
-    "port",
-    "served_model_name",
-    "chat_template",
-    "api_key",
-    "api_key_file",
-    "strict_fields",
-    "max_requests_per_client",
-    "max_body_bytes",
-    "max_connections",
-    "client_timeout",
-    "cors_origins",
-    "owner_kv_bytes",
-    "otlp_traces_endpoint",
-)
-"""Options for HTTP clients only: with `--attach` Triton serves the clients."""
-
-
-AT_LEAST_ONE = (
-    "tensor_parallel_size",
-    "max_requests_per_client",
-    "max_conversations_per_owner",
-    "max_connections",
-    "chunk_tokens",
-)
-
 
 def default_state_dir() -> Path:
     """The directory in which each engine has its own state directory, unless `--state-dir` names one."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
 
 
+def size_text(size: int) -> str:
+    """The size with the largest unit that divides it: 2147483648 is 2GiB."""
+    power = next((power for power in (4, 3, 2, 1) if size and size % 1024**power == 0), 0)
+    return f"{size // 1024**power}{('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+_server = partial(setting, users=SERVERS)
+_engine = partial(setting, group=BATCH)
+_cache = partial(setting, group=CACHE)
+_http = partial(setting, group=HTTP, users=User.SERVER)
+
+
 @dataclass(frozen=True)
-class ServeSettings:
-    """The options by name, each as described by `pensieve serve --help-all`; sizes as text ("40GiB").
+class ServeSettings(HTTPOptions, SchedulerSettings):
+    """The options by name; sizes in bytes. SettingError names the flag at fault.
 
     `state_dir` None: the engine's own (`resolve.state_directory`). Values are checked here as far as neither a file nor
-    the engine is needed. SettingError names the flag at fault.
+    the engine is needed.
     """
 
-    engine: str
-    config: Path | None = None
-    attach: Path | None = None
-    device: str = "cpu"
-    dtype: str | None = None
-    quantization: str | None = None
-    tensor_parallel_size: int | None = None
-    enforce_eager: bool = False
-    state_dir: Path | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    target_ms_per_token: float | None = None
-    batching: str = "unified"
-    queue_order: str = "bounded-ratio"
-    speculate: str = "off"
-    max_queue: int = 1024
-    queue_timeout: float | None = None
-    shutdown_timeout: float = 30.0
+    engine: str = _server(
+        MISSING,
+        "PATH as an option; the last one counts",
+        group=BATCH,
+        unit="PATH",
+    )
+    config: Path | None = _server(
+        None,
+        "a TOML file of these options, without the dashes",
+        unit="FILE",
+        common=True,
+    )
+    attach: Path | None = _server(
+        None,
+        "serve Triton's model, which listens there and adds this option itself; no HTTP clients",
+        unit="SOCKET",
+        page="docs/use/triton.md",
+    )
+    device: str = _engine("cpu", "where the engine runs", choices=DEVICES, common=True)
+    dtype: str | None = _engine(
+        None,
+        "of a checkpoint's weights and KV",
+        choices=("auto", *DTYPES, "half", "float"),  # with vLLM's names too
+        unset="its own",
+        common=True,
+    )
+    quantization: str | None = _engine(
+        None,
+        "fp8: round a checkpoint's weights to 8 bits",
+        unit="NAME",
+        unset="as they are",
+        common=True,
+    )
+    tensor_parallel_size: int | None = _engine(
+        None,
+        "divide a checkpoint over so many ranks",
+        unit="N",
+        unset="1",
+        least=1,
+        common=True,
+        page="docs/use/tensor-parallel.md",
+    )
+    enforce_eager: bool = _engine(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
+    state_dir: Path | None = _engine(
+        None,
+        "of this server alone: histories, and the disk tier unless --disk-dir says otherwise",
+        unit="DIR",
+        unset="one for each engine in ~/.local/state/pensieve, or where XDG_STATE_HOME says",
+        common=True,
+    )
+    max_model_len: int | None = _engine(
+        None,
+        "longest context; 32k is 32,000, 32K is 32,768",
+        unit="TOKENS",
+        unset="the model's own",
+        common=True,
+    )
+    shutdown_timeout: float = _server(
+        30.0,
+        "for running requests after SIGTERM; a second signal ends them",
+        group=BATCH,
+        unit="SECONDS",
+    )
 
-    gpu_kv_chunks: int | None = None
-    gpu_kv_bytes: str | None = None
-    gpu_memory_utilization: float = 0.9
-    host_kv_chunks: int | None = None
-    host_kv_bytes: str | None = None
-    disk_kv_chunks: int | None = None
-    disk_kv_bytes: str | None = None
-    disk_dir: Path | None = None
-    save: str = "async"
-    prefetch: str = "on"
-    kv_cache_dtype: str = "auto"
-    lower_tier_kv: str = "same"
-    chunk_tokens: int = 32
-    conversation_ttl: float = 86400.0
-    owner_kv_bytes: str | None = None
-    eviction: str = "lru"
-    swap_out_below: float | None = None
-    generation_reserve: float = 0.10
-    swap_in: str = "pipelined"
-    link: str = "duplex"
-    overflow: str | None = None
-    overflow_ratio: float = 0.5
-    reuse: bool = True
+    gpu_kv_bytes: int | None = _cache(
+        None,
+        "KV on the GPU, as 40GiB",
+        unit="SIZE",
+        unset=f"{size_text(DEFAULT_GPU_KV)}; on a GPU as --gpu-memory-utilization says",
+        common=True,
+    )
+    gpu_kv_chunks: int | None = _cache(None, "or in chunks", unit="N")
+    gpu_memory_utilization: float = _cache(
+        0.9,
+        "or what this share of the GPU's memory leaves beside all else that the process needs",
+        unit="SHARE",
+        common=True,
+    )
+    host_kv_bytes: int | None = _cache(
+        None,
+        "KV in host memory, as 40GiB",
+        unit="SIZE",
+        unset=size_text(DEFAULT_HOST_KV),
+        common=True,
+    )
+    host_kv_chunks: int | None = _cache(None, "or in chunks", unit="N")
+    disk_kv_bytes: int | None = _cache(
+        None,
+        "KV on disk, as 40GiB",
+        unit="SIZE",
+        unset="none",
+        common=True,
+    )
+    disk_kv_chunks: int | None = _cache(None, "or in chunks", unit="N")
+    disk_dir: Path | None = _cache(
+        None, "where the disk cache is, on a local disk", unit="DIR", unset="kv in --state-dir"
+    )
+    kv_cache_dtype: str = _cache(
+        "auto",
+        "of KV on every tier: the engine's own, or 8 bits a number",
+        choices=KV_CACHE_DTYPES,
+        page="docs/design/kv-in-eight-bits.md",
+    )
+    lower_tier_kv: str = _cache(
+        "same",
+        "KV outside the GPU: as it is there; the same in four fifths of the bytes (bfloat16 only); "
+        "or rounded to 8 bits a number",
+        choices=("same", "packed", "fp8"),
+        page="docs/design/lower-tier.md",
+    )
+    owner_kv_bytes: int | None = _cache(
+        None,
+        "of each API key's conversations, the latest KV of this size is kept while other KV can go",
+        unit="SIZE",
+        unset="keys are not told apart",
+        users=User.SERVER,
+    )
+    link: str = _cache("duplex", "", choices=("duplex", "in-first"), users=SERVERS)
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] | None = None
-    chat_template: Path | None = None
-    api_key: tuple[str, ...] = ()
-    api_key_file: Path | None = None
-    strict_fields: bool = False
-    history_url: str | None = None
-    history_url_file: Path | None = None
-    history_ttl: float | None = None
-    max_requests_per_client: int | None = None
-    max_conversations_per_owner: int | None = None
-    max_body_bytes: str = "32MiB"
-    max_connections: int = 4096
-    client_timeout: float = 30.0
-    cors_origins: tuple[str, ...] = ()
-    otlp_traces_endpoint: str | None = None
-    trace: Path | None = None
-    log_format: str = "text"
-    log_level: str = "info"
+    host: str = _http("127.0.0.1", "address to listen on", common=True)
+    port: int = _http(8000, "port to listen on, 0: any free one", common=True)
+    served_model_name: tuple[str, ...] | None = _http(
+        None,
+        "the names clients may use, the first one is told",
+        unit="NAME",
+        unset="the engine's directory name",
+        common=True,
+    )
+    chat_template: Path | None = _http(
+        None,
+        "Jinja template",
+        unit="FILE",
+        unset="the engine's own",
+        users=User.SERVER | User.OFFLINE,
+    )
+    api_key: tuple[str, ...] = _http(
+        (),
+        "clients need one of these keys",
+        unit="KEY",
+        unset="none",
+        common=True,
+    )
+    api_key_file: Path | None = _http(None, "more keys, one a line", unit="FILE")
+    history_url: str | None = _http(
+        None,
+        "a PostgreSQL database for conversations, which several servers share, as "
+        "postgresql://USER@HOST/NAME; without a password",
+        unit="URL",
+        unset=f"{HISTORY_URL} of the environment, else a file in --state-dir",
+        users=SERVERS,
+        page="docs/use/shared-histories.md",
+    )
+    history_url_file: Path | None = _http(
+        None,
+        "that URL, which may have a password",
+        unit="FILE",
+        users=SERVERS,
+    )
+    trace: Path | None = _http(
+        None, "write what each step did and when, for ui.perfetto.dev", unit="FILE", users=SERVERS
+    )
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed and not (value is None and DEFAULTS[name] is None):
-                raise SettingError(flag(name), f"must be one of {', '.join(allowed)}, not {value!r}")
-        for name in NOT_WITH_TRITON if self.attach is not None else ():
-            if self.changed(name):
+        check_declared(self)
+        SchedulerSettings.__post_init__(self)
+        for name, declared in DECLARED.items():
+            if self.attach is not None and User.TRITON not in declared.users and self.changed(name):
                 raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
         for rivals in RIVALS:
             given = [name for name in rivals if self.changed(name)]
             if len(given) > 1:
                 raise SettingError(flag(given[1]), f"cannot be given beside {flag(given[0])}")
-        for name in AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(flag(name), f"must be at least 1, not {value}")
         for name in ("history_ttl", "client_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -200,8 +258,5 @@ class ServeSettings:
         return self.disk_dir or self.state_directory / "kv"
 
 
-DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ServeSettings) if one.default is not MISSING}
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+DECLARED: dict[str, Declaration] = {f.name: f.metadata["declaration"] for f in fields(ServeSettings)}
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ServeSettings)}

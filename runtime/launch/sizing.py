@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ import torch
 from ...builder.checkpoints.config import Shard
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
-from ...scheduler.config import SchedulerConfig
+from ...scheduler.config import SchedulerConfig, SchedulerSettings
 from ...scheduler.context_window import KEEP, RECOMPUTE
 from ...scheduler.cost import CostProfile, analytic_profile
+from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
 from ...scheduler.types import SettingError, Tier
 from ..device.memory import GIB, activation_bytes, check_pool_fits, divide
@@ -25,8 +26,7 @@ from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
 from ..disk.store import DiskSettings
 from ..engine import Engine
-from .options import parse_bytes
-from .settings import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings, flag
+from .settings import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
@@ -69,7 +69,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
-        owner_kv_chunks=None if quota is None else parse_bytes(quota, "--owner-kv-bytes") // record,
+        owner_kv_chunks=None if quota is None else quota // record,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),
         overflow=overflow_mode(settings.overflow, engine.manifest),
         copies_may_fail=form is not None and form.is_exact is not None,
@@ -94,31 +94,11 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
 
 def plain_values(settings: ServeSettings) -> dict[str, Any]:
     """Those of SchedulerConfig's values that do not depend on the engine."""
-    return dict(
-        save=settings.save,
-        prefetch=settings.prefetch == "on",
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        target_ms_per_token=settings.target_ms_per_token,
-        chunk_tokens=settings.chunk_tokens,
-        max_queue=settings.max_queue,
-        eviction=settings.eviction,
-        **({} if settings.swap_out_below is None else dict(swap_out_below=settings.swap_out_below)),
-        generation_reserve=settings.generation_reserve,
-        batching=settings.batching,
-        queue_order=settings.queue_order,
-        speculate=settings.speculate,
-        queue_timeout=settings.queue_timeout,
-        conversation_ttl=settings.conversation_ttl,
-        overflow_ratio=settings.overflow_ratio,
-        reuse=settings.reuse,
-    )
+    return {one.name: getattr(settings, one.name) for one in fields(SchedulerSettings)}
 
 
 def check_values(settings: ServeSettings) -> None:
     """SettingError for a value that is wrong with any engine: known before a port or a directory is taken."""
-    if settings.owner_kv_bytes is not None:
-        parse_bytes(settings.owner_kv_bytes, "--owner-kv-bytes")
     gpu, host, disk = (
         kv_chunks(settings, tier, default, 1)
         for tier, default in ((Tier.GPU, DEFAULT_GPU_KV), (Tier.HOST, DEFAULT_HOST_KV), (Tier.DISK, DEFAULT_DISK_KV))
@@ -153,7 +133,6 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
     for idle, name, needs in (
         (no_host, "lower_tier_kv", for_host),
         (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),  # 0 is right without host memory
-        (no_host, "swap_in", for_host),
         (no_host, "link", for_host),
         (no_disk, "disk_dir", for_disk),
         (no_disk, "save", for_disk),
@@ -202,15 +181,17 @@ def pool_setting(settings: ServeSettings, tier: Tier) -> str:
     return f"--{name}-kv-bytes" if getattr(settings, f"{name}_kv_chunks") is None else f"--{name}-kv-chunks"
 
 
-def kv_chunks(settings: ServeSettings, tier: Tier, default: str, record: int) -> int:
+def kv_chunks(settings: ServeSettings, tier: Tier, default: int, record: int) -> int:
     name = tier.name.lower()
     chunks: int | None = getattr(settings, f"{name}_kv_chunks")
     if chunks is not None:
         return chunks
-    setting = pool_setting(settings, tier)
-    size = parse_bytes(getattr(settings, f"{name}_kv_bytes") or default, setting)
+    given: int | None = getattr(settings, f"{name}_kv_bytes")
+    size = default if given is None else given
     if 0 < size < record:
-        raise SettingError(setting, f"{size} bytes are less than one chunk, which takes {record} bytes")
+        raise SettingError(
+            pool_setting(settings, tier), f"{size} bytes are less than one chunk, which takes {record} bytes"
+        )
     return size // record
 
 

@@ -10,52 +10,18 @@ from typing import Any, NoReturn
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
+from ...scheduler.declaration import User
 from ...scheduler.types import SettingError
 from ..launch.options import ALIASES, ELSEWHERE, parser, settings_of
-from ..launch.settings import ServeSettings
+from ..launch.settings import DECLARED, ServeSettings
 
 DEMO = "demo"
 
-OPTIONS = frozenset(
-    {
-        "device",
-        "enforce_eager",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "target_ms_per_token",
-        "batching",
-        "queue_order",
-        "speculate",
-        "gpu_kv_chunks",
-        "gpu_kv_bytes",
-        "gpu_memory_utilization",
-        "host_kv_chunks",
-        "host_kv_bytes",
-        "disk_kv_chunks",
-        "disk_kv_bytes",
-        "disk_dir",
-        "save",
-        "prefetch",
-        "kv_cache_dtype",
-        "lower_tier_kv",
-        "chunk_tokens",
-        "conversation_ttl",
-        "eviction",
-        "swap_out_below",
-        "generation_reserve",
-        "swap_in",
-        "link",
-        "overflow",
-        "overflow_ratio",
-        "reuse",
-        "chat_template",
-    }
-)
-"""Options of `pensieve serve` that `LLM` takes, by their names without dashes."""
-
 ARGUMENTS = frozenset({"model", "dtype", "quantization", "backend", "tensor_parallel_size", "state_dir"})
-"""The other arguments of `LLM`."""
+"""Arguments that `LLM` names itself."""
+
+OPTIONS = frozenset(name for name, declared in DECLARED.items() if User.OFFLINE in declared.users) - ARGUMENTS
+"""The other options of `pensieve serve` that `LLM` takes, by their names without dashes."""
 
 
 def read_settings(engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]) -> ServeSettings:
@@ -93,6 +59,8 @@ def _name(flag: str) -> str:
 def _hint(name: str, value: Any) -> str:
     """The end of the message about an option that `LLM` does not have: the suggestion of `serve`, or close names."""
     known = OPTIONS | ARGUMENTS
+    if name in DECLARED and not DECLARED[name].help:
+        return ": only benchmarks set it; leave it out"
     elsewhere = ELSEWHERE.get(_flag(name, value), "")
     if elsewhere and all(_name(flag) in known for flag in re.findall(r"--[\w-]+", elsewhere)):
         return ": " + re.sub(r"--([\w-]+)(=\w+)?", lambda found: _python(*found.groups()), elsewhere)

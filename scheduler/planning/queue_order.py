@@ -30,7 +30,7 @@ from ..cost import CostProfile
 from ..turns.turn import RunningTurn, Turn
 from .lookup import CacheLookup
 
-OVERTAKING = {"bounded-ratio": 1.0, "response-ratio": inf, "arrival": 0.0}
+OVERTAKING = {"bounded-ratio": 1.0, "arrival": 0.0}
 """k, by `queue_order`."""
 
 FIRST_REPLY_TOKENS = 128  # the mean length of replies before the first reply ends

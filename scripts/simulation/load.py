@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,8 @@ def add_workload(made: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace, sessions: Sequence[Session], cost: CostProfile, **how: Any) -> SchedulerConfig:
-    """From the options that all simulators have, and `how`, as `SchedulerConfig` has it. SettingError."""
+    """From the options that all simulators have, and `how`, as `SchedulerConfig` has it: without `conversation_ttl`
+    conversations last for ever. SettingError."""
     return SchedulerConfig(
         gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
         max_model_len=longest_context(sessions),
@@ -145,7 +147,7 @@ def config_of(args: argparse.Namespace, sessions: Sequence[Session], cost: CostP
         chunk_tokens=args.chunk_tokens,
         max_queue=len(sessions),
         queue_order=args.queue_order,
-        **how,
+        **{"conversation_ttl": inf, **how},
     )
 
 

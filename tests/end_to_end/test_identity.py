@@ -18,7 +18,7 @@ from tests.models import tiny_checkpoint
 from .chatter import TIGHT, Chatter
 
 MODELS = ("llama", "qwen3", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt")
-POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain")
+POLICIES = ("retention", "lru", "lru-conversation", "lru-plain", "fifo-plain")
 TURNS = 50
 EVENTS = (
     "gpu",

@@ -19,9 +19,8 @@ from tests.models import tiny_checkpoint
 from .chatter import Chatter
 
 WINDOWED = "mistral-window", "qwen3-windows"
-RUNS = [("llama", "keep"), ("llama", "recompute"), ("llama", "restart-positions"), ("opt", "recompute")]
+RUNS = [("llama", "keep"), ("llama", "recompute"), ("opt", "recompute")]
 RUNS += [(kind, overflow) for kind in WINDOWED for overflow in ("keep", "recompute")]
-RUNS += [("mistral-window", "restart-positions")]
 EVENTS = (
     "gpu",
     "host",

@@ -263,7 +263,7 @@ def test_without_a_tokenizer_there_is_none_to_get(llm, monkeypatch):
 
 def test_options_have_the_aliases_of_serve():
     read = read_settings("demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB"))
-    assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, "1GiB")
+    assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, 2**30)
     assert read_settings("demo", None, dict(enable_prefix_caching=True)).reuse
 
 
@@ -272,7 +272,9 @@ def test_options_have_the_aliases_of_serve():
     [
         (dict(swap_space=4), ': host_kv_bytes="4GiB" keeps KV in host memory'),
         (dict(enable_chunked_prefill=True), ": prompts are always cut to max_num_batched_tokens"),
-        (dict(enable_chunked_prefill=False), ': batching="separate" computes prompts apart from generation'),
+        (dict(enable_chunked_prefill=False), ": prompts are always cut to max_num_batched_tokens"),
+        (dict(batching="separate"), ": only benchmarks set it; leave it out"),
+        (dict(swap_in="first"), ": KV is copied in by groups of layers while a step computes; leave it out"),
         (dict(seed=0), ": requests take a seed (offline: SamplingParams(seed=0))"),
         (dict(trust_remote_code=True), ": code of a checkpoint is never run"),
         (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),  # LLM has no log_level

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
-from pensieve.scheduler.context_window import RECOMPUTE, RESTART
+from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
 from pensieve.scheduler.types import RowResult
 
@@ -282,7 +282,7 @@ def kv(tokens, windows=None, base=0, salt=b""):
     sums, values = [0], []
     for position, token in enumerate(tokens[base:], base):
         start = 0 if windows is None else windows.start(position, base)
-        zero = start if windows is not None and windows.mode in (RECOMPUTE, RESTART) else 0
+        zero = start if windows is not None and windows.mode == RECOMPUTE else 0
         values.append(mix(sums[-1] - sums[start - base], token, position - zero, salt))
         sums.append(sums[-1] + values[-1])
     return values

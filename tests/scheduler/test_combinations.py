@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
+from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, PLAIN_POLICIES, QUEUE_ORDERS, SAVE_MODES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.planning import admission
 from pensieve.scheduler.turns import drafts
@@ -43,7 +43,7 @@ def drawn(seed):
         "queue_order": pick(QUEUE_ORDERS),
         "target_ms_per_token": pick((None, 4.5, 8.0)) if batching == "unified" else None,
         "batching": batching,
-        "eviction": pick(EVICTION_POLICIES),
+        "eviction": pick((*EVICTION_POLICIES, *PLAIN_POLICIES)),
         "swap_out_below": pick((0.0, 0.25, 0.9)),
         "reuse": draw.random() < 0.95,
         "overflow": pick(OVERFLOW_MODES),

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, RESTART, ContextWindow
+from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, ContextWindow
 from pensieve.scheduler.kv.chunk_keys import NO_KEY, ChunkKeys, chunk_key, root_key
 
 SIZE = 4
@@ -37,7 +37,7 @@ def test_bases_are_the_starts_of_windows_up_to_the_last_ones_own():
 
 
 def test_the_model_counts_positions_from_zero_where_kv_is_kept():
-    assert [ContextWindow(16, 8, mode).zero(24) for mode in (KEEP, RECOMPUTE, RESTART)] == [0, 24, 24]
+    assert [ContextWindow(16, 8, mode).zero(24) for mode in (KEEP, RECOMPUTE)] == [0, 24]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, PLAIN_POLICIES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 
 from .driver import STATES, Driver
@@ -21,7 +21,7 @@ GPU_CHUNKS = (18, 24, 20, 72)  # by seed: room for one context of 64 tokens and 
 def runs():
     """Policies x batching x host sizes x seeds; the other settings take turns."""
     for number, (eviction, batching, host, seed) in enumerate(
-        product(EVICTION_POLICIES, BATCHING_MODES, (0, 16, 60), range(SEEDS))
+        product((*EVICTION_POLICIES, *PLAIN_POLICIES), BATCHING_MODES, (0, 16, 60), range(SEEDS))
     ):
         yield {
             "seed": number,
@@ -35,7 +35,7 @@ def runs():
             "max_num_batched_tokens": (24, 7, 12, 7)[seed],
             "target_ms_per_token": (None, 4.5, 8.0)[number // 2 % 3] if batching == "unified" else None,
             "reuse": number % 11 != 0,
-            "overflow": OVERFLOW_MODES[number % 3],
+            "overflow": OVERFLOW_MODES[number % 2],
             "overflow_ratio": (0.5, 0.5, 0.25, 0.8)[(number // 3) % 4],
             "disk_kv_chunks": (0, 20, 90, 400)[number * 7 // 3 % 4] if host else 0,
             "save": ("async", "off", "sync", "async")[number // 3 % 4],

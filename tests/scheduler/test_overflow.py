@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES
-from pensieve.scheduler.context_window import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, RESTART, check_length
+from pensieve.scheduler.context_window import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, check_length
 from pensieve.scheduler.types import Request, RequestError
 
 from .driver import Driver
@@ -50,10 +50,9 @@ def test_the_predicted_work_is_that_of_the_tokens_seen():
     assert work[0] == work[1]
 
 
-@pytest.mark.parametrize("mode", [KEEP, RESTART])
-def test_kept_kv_serves_on_however_long_a_conversation_becomes(mode):
+def test_kept_kv_serves_on_however_long_a_conversation_becomes():
     """Each turn computes its new tokens and the last one's last sample, in prompts and replies that cross windows."""
-    harness = a_harness(overflow=mode)
+    harness = a_harness(overflow=KEEP)
     for number, usage in enumerate(talk(harness, "a", 20)):
         assert usage.get("new") == 3 + (number > 0) and "recomputed" not in usage
     assert harness.counts["moved on"] > 8 and set(harness.bases.values()) == {0}

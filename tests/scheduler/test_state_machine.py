@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
+from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, PLAIN_POLICIES, SAVE_MODES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.types import RequestError
 
@@ -22,7 +22,7 @@ pick = st.integers(min_value=0, max_value=10**6)
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        eviction=st.sampled_from(EVICTION_POLICIES),
+        eviction=st.sampled_from((*EVICTION_POLICIES, *PLAIN_POLICIES)),
         batching=st.sampled_from(BATCHING_MODES),
         host=st.sampled_from((0, 6, 16)),
         chunks_a_step=st.sampled_from((0.85, 1, 4)),

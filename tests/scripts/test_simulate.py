@@ -38,7 +38,7 @@ def test_one_json_line_for_each_policy_and_host_size(capsys):
 
 
 def test_the_table_is_aligned_and_does_not_depend_on_the_number_of_processes(capsys):
-    options = [*SMALL, "--host-kv-bytes", "1GiB", "--eviction", "retention,fifo"]
+    options = [*SMALL, "--host-kv-bytes", "1GiB", "--eviction", "retention,lru"]
     assert main(options) == 0
     alone = capsys.readouterr().out
     assert main([*options, "--jobs", "2"]) == 0

@@ -144,17 +144,12 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Refused("--swap-out-below 0.5", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
     ),
     "generation_reserve": (Effect("--generation-reserve 0.2", "config.generation_reserve"),),
-    "swap_in": (
-        Effect("--swap-in first", "executor.group_layers"),
-        Refused("--swap-in first", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
-    ),
     "link": (
         Effect("--link in-first", "executor.in_first"),
         Refused("--link in-first", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
     ),
     "overflow": (
         Effect("--overflow recompute", "config.overflow"),
-        Effect("--overflow restart-positions", "config.overflow"),
         Refused("--overflow keep", "no context can overflow", "--max-model-len 60"),
     ),
     "overflow_ratio": (
@@ -243,7 +238,7 @@ def served(files, engine, monkeypatch):
         return nullcontext(SimpleNamespace(send=lambda message: None))
 
     def executor(device, engine, config, group_layers, grammars, in_first, form, disk):
-        note("executor", group_layers=group_layers, in_first=in_first, form=form)
+        note("executor", in_first=in_first, form=form)
         note("disk", **({} if disk is None else disk._asdict()))
         return SimpleNamespace(disk_records=lambda: ())
 

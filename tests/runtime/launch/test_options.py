@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,13 +58,13 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
     read = options(path)
     assert (read.engine, read.port, read.max_num_seqs, read.swap_out_below) == ("demo", 9000, 8, 0.5)
     assert (read.served_model_name, read.state_dir, read.reuse) == (("one", "two"), Path("somewhere"), False)
-    assert (read.gpu_kv_bytes, read.max_queue) == ("1GiB", 1024)
+    assert (read.gpu_kv_bytes, read.max_queue) == (2**30, 1024)
 
 
 def test_quotas_are_of_keys(tmp_path):
     with pytest.raises(SettingError, match="--api-key"):
-        ServeSettings("demo", owner_kv_bytes="1GiB")
-    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",), state_dir=tmp_path)
+        ServeSettings("demo", owner_kv_bytes=GIB)
+    settings = ServeSettings("demo", owner_kv_bytes=GIB, api_key=("one",), state_dir=tmp_path)
     assert http_settings(settings).max_conversations_per_owner is None
     with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
         ServeSettings("demo", max_conversations_per_owner=0)
@@ -84,6 +86,7 @@ def test_flags_override_the_file(file):
         ("max_num_seq = 8", "'max_num_seq'; did you mean max-num-seqs?"),
         ("[http]\nport = 1", "no option 'http'"),
         ("zzz = 1", "no option 'zzz'$"),
+        ("swap-in = 'first'", "no option 'swap-in': KV is copied in by groups of layers"),
         ("config = 'other.toml'", "no option 'config'"),
         ("help = true", "no option 'help'"),
         ("reuse = 'no'", "reuse takes true or false"),
@@ -109,8 +112,15 @@ def test_values_are_checked_as_those_of_flags(file, capsys):
     with pytest.raises(SystemExit):
         options(file("port = 'high'"), "--engine", "demo")
     assert "argument --port: invalid int value: 'high'" in capsys.readouterr().err
-    with pytest.raises(SettingError, match=r"--eviction: must be one of retention, .*, not 'none'"):
-        options(file("eviction = 'none'"), "--engine", "demo")
+    for text, said in (
+        ("eviction = 'fifo-plain'", "--eviction: must be one of retention, lru, lru-conversation, not 'fifo-plain'"),
+        ("queue-order = 'response-ratio'", "--queue-order: must be one of bounded-ratio, arrival, not"),
+        ("overflow = 'restart-positions'", "--overflow: must be one of keep, recompute, not"),
+        ("prefetch = 'yes'", "--prefetch: must be one of on, off, not 'yes'"),
+        ("max-body-bytes = 'big'", "--max-body-bytes: 'big' is not a size"),
+    ):
+        with pytest.raises(SettingError, match=said):
+            options(file(text), "--engine", "demo")
     with pytest.raises(SettingError, match="--gpu-kv-bytes: cannot be given beside --gpu-kv-chunks"):
         options(file("gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"), "--engine", "demo")
 
@@ -138,7 +148,7 @@ def test_other_names_of_an_option_mean_the_same(alias, file):
 
 def test_an_alias_overrides_the_rivals_in_the_file(file):
     read = options(file("gpu-kv-chunks = 7"), "demo", "--kv-cache-memory-bytes", "1GiB")
-    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (None, "1GiB")
+    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (None, 2**30)
 
 
 @pytest.mark.parametrize("theirs", ELSEWHERE)
@@ -180,7 +190,20 @@ def test_help_shows_what_most_people_need_and_help_all_shows_all(capsys):
         shown[word] = {line.split()[0].strip(",") for line in capsys.readouterr().out.splitlines() if " --" in line[:4]}
     assert 12 <= len(shown["--help"]) <= 20
     flags = {action.option_strings[0] for action in parser()._actions if action.option_strings}
-    assert shown["--help-all"] == flags
+    assert shown["--help-all"] == flags - {"--batching", "--link"}
+
+
+def test_what_only_benchmarks_set_is_read_though_no_help_shows_it():
+    read = parse_options(["demo", "--batching", "separate", "--link", "in-first"])
+    assert (read.batching, read.link) == ("separate", "in-first")
+
+
+def test_options_are_checked_before_anything_large_is_imported():
+    probe = "import sys; from pensieve.scripts import serve; serve.main(['--prefetch', 'off', '--save', 'none'])"
+    probe = f"import atexit, sys; atexit.register(lambda: print(*sys.modules)); {probe}"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert "argument --save: invalid choice: 'none'" in done.stderr
+    assert not {"torch", "numpy", "pydantic", "fastapi"} & set(done.stdout.split())
 
 
 def test_keys_of_the_command_line_are_added_to_those_of_the_file(file):
@@ -399,7 +422,7 @@ def test_the_demo_has_its_name_on_every_device(tmp_path, monkeypatch):
 
 
 def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
-    args = parse_options(["--engine", "some", "--disk-kv-bytes", "1000PB", "--disk-dir", str(tmp_path)])
+    args = parse_options(["--engine", "some", "--disk-kv-bytes", "1000TB", "--disk-dir", str(tmp_path)])
     check_disk_holds(args, 1000, 4096)
     with pytest.raises(SettingError, match=r"^--disk-kv-bytes: .* need 17179869184\.0 GiB and the disk of"):
         check_disk_holds(args, 2**51, 4096 - 1)

@@ -3,10 +3,11 @@
 from array import array
 from collections import deque
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from pensieve.scheduler.config import EVICTION_POLICIES, SchedulerConfig
+from pensieve.scheduler.config import EVICTION_POLICIES, PLAIN_POLICIES, SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import (
     NO_TICKETS,
@@ -41,7 +42,13 @@ COST = CostProfile(
 )
 QUICK = replace(COST, chunk_seconds=0.4, step_base_seconds=0.05, chunk_bytes=1)
 CONFIG = SchedulerConfig(
-    gpu_kv_chunks=32, host_kv_chunks=32, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, chunk_tokens=4
+    gpu_kv_chunks=32,
+    host_kv_chunks=32,
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    chunk_tokens=4,
+    conversation_ttl=inf,
 )
 
 
@@ -154,7 +161,7 @@ def test_lanes_work_in_order_and_wait_for_the_tickets_they_name():
 # -- properties of every run
 
 
-@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize("eviction", (*EVICTION_POLICIES, *PLAIN_POLICIES))
 @pytest.mark.parametrize("host_kv_chunks", [0, 32])
 def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
     sessions = crowd()
@@ -248,7 +255,7 @@ def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
 # -- steps by the dozen
 
 
-@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@pytest.mark.parametrize("policy", (*EVICTION_POLICIES, *PLAIN_POLICIES))
 @pytest.mark.parametrize(
     ("batching", "disk", "target"),
     [("unified", 0, None), ("separate", 0, None), ("unified", 60, None), ("unified", 0, 700)],

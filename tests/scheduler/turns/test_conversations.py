@@ -185,7 +185,7 @@ def test_writing_keeps_a_conversation_alive_and_a_shorter_ttl_counts_at_once():
 
 
 def test_a_turn_that_outlives_its_conversation_begins_it_anew():
-    harness = Harness()
+    harness = Harness(conversation_ttl=700.0)
     harness.turn(range(18), 2, "a")
     harness.keep("a", ttl=1.0, pinned_until=harness.now + 50)
     request = harness.submit([*harness.logs["a"], 1], 9, "a")
@@ -195,7 +195,7 @@ def test_a_turn_that_outlives_its_conversation_begins_it_anew():
     assert "a" not in harness.scheduler.conversations
     harness.run(request)
     assert len(harness.logs["a"]) == 30
-    assert conversation(harness, "a").ttl == float("inf") and not conversation(harness, "a").pinned
+    assert conversation(harness, "a").ttl == 700.0 and not conversation(harness, "a").pinned
     harness.check()
 
 
@@ -253,7 +253,7 @@ def test_a_fork_counts_and_a_deleted_conversation_does_not():
     harness.drain()
 
 
-@pytest.mark.parametrize("eviction", ["retention", "lru", "fifo", "lru-conversation"])
+@pytest.mark.parametrize("eviction", ["retention", "lru", "lru-conversation"])
 def test_a_pinned_conversation_is_evicted_last_until_the_pin_ends(eviction):
     harness = Harness(eviction=eviction, host_kv_chunks=0)
     harness.turn(range(16), 1, "pinned")
