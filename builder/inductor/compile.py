@@ -52,16 +52,21 @@ class Compilable(Decoder):
         return super().forward(batch, handle)
 
 
-def export(decoder: Compilable) -> ExportedProgram:
-    """The decoder as a graph for any batch; batches of one token or without samples are not special cases."""
-    device = decoder.embed.weight.device
-    differing = {name: Dim(name) for name in EXAMPLE}
-    tensors, shapes = [], []
+def traced_batch(device: torch.device) -> tuple[ForwardBatch, list[dict[int, Dim]]]:
+    """A batch for `torch.export`, and of each of its tensors the axes whose sizes may differ."""
+    named = {name: Dim(name) for name in EXAMPLE}
+    tensors = []
+    differing = []
     for one in INPUTS.values():
         tensors.append(torch.zeros(one.shape(EXAMPLE), dtype=torch.int32, device=device))
-        shapes.append({axis: differing[size] for axis, size in enumerate(one.sizes) if isinstance(size, str)})
-    batch = ForwardBatch(*tensors)
-    program = torch.export.export(decoder, (batch, torch.tensor(0)), dynamic_shapes=(shapes, None))
+        differing.append({axis: named[size] for axis, size in enumerate(one.sizes) if isinstance(size, str)})
+    return ForwardBatch(*tensors), differing
+
+
+def export(decoder: Compilable) -> ExportedProgram:
+    """The decoder as a graph for any batch; batches of one token or without samples are not special cases."""
+    batch, differing = traced_batch(decoder.embed.weight.device)
+    program = torch.export.export(decoder, (batch, torch.tensor(0)), dynamic_shapes=(differing, None))
     decomposed: ExportedProgram = program.run_decompositions(PLAIN)
     return decomposed
 

@@ -20,10 +20,9 @@ from transformers import (
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.hugging_face import read_json
-from pensieve.builder.forward_batch import INPUTS, SIZES
+from pensieve.builder.inductor.compile import traced_batch
 from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
-from pensieve.builder.parity import Piece, batch_of
 from pensieve.builder.weights import load_weights
 from pensieve.runtime.engine import open_engine
 from tests.models import (
@@ -169,11 +168,8 @@ def test_the_decoder_is_exported_once_for_any_batch(tmp_path):
     runner, expected = runner_beside(CONFIGS["qwen3"], tmp_path, lengths=(24, 12))
     config = decoder_config(read_json(tmp_path / "checkpoint" / "config.json"))
     decoder = Decoder.from_weights(config, load_weights(tmp_path / "engine" / WEIGHTS))
-    pieces = [Piece(0, 0, 2), Piece(1, 0, 3)]
-    example = batch_of(pieces, torch.arange(5), torch.arange(6).view(2, 3), torch.arange(5), 4)
-    any_size = torch.export.Dim.DYNAMIC
-    shapes = [{axis: any_size for axis, size in enumerate(one.sizes) if size in SIZES} for one in INPUTS.values()]
-    program = torch.export.export(decoder, (example, runner.handle), dynamic_shapes=(shapes, None))
+    batch, differing = traced_batch(torch.device("cpu"))
+    program = torch.export.export(decoder, (batch, runner.handle), dynamic_shapes=(differing, None))
 
     calls = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("pensieve")]
     of_the_pool = ["pensieve.write_kv.default", "pensieve.multi_token_attention.default"]

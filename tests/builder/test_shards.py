@@ -12,6 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config, Qwe
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.checkpoints.hugging_face import parameter_shapes, read_json, read_weights
+from pensieve.builder.inductor.compile import traced_batch
 from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
@@ -242,12 +243,9 @@ def test_what_does_not_divide_is_refused(change, ranks, possible):
 
 def exported(decoder):
     """As engines are compiled: one token, one sample or none are nothing special."""
-    token, segment, seat, block, row = map(Dim, ("tokens", "segments", "seats", "blocks", "rows"))
-    sizes = ((6,),) * 3 + ((2, 5), (3, 4), (5,))  # all different: equal ones would be taken for the same
-    example = [torch.zeros(size, dtype=torch.int32) for size in sizes]
-    shapes = ({0: token},) * 3 + ({0: segment}, {0: seat, 1: block}, {0: row}, Dim.DYNAMIC)
+    batch, differing = traced_batch(torch.device("cpu"))
     with _config.patch(backed_size_oblivious=True):
-        return torch.export.export(decoder, (*example, 12345), dynamic_shapes=shapes)
+        return torch.export.export(decoder, (batch, 12345), dynamic_shapes=(differing, Dim.DYNAMIC))
 
 
 def calls_of(program):
