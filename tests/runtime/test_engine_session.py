@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from benchmarks.check.house import ROOT, sources
 from pensieve.runtime.engine_session import EngineSession
 from pensieve.runtime.messages import Forget, Fork, Keep
 from pensieve.scheduler.config import SchedulerConfig
@@ -15,7 +16,6 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import FinishReason, InvariantError, Request, RequestId, RowResult, Sampling
-from pensieve.scripts.check.house import ROOT, sources
 
 COST = CostProfile(8, 0.0, ((1, 1e-3), (64, 1e-2)), 0.0, chunk_bytes=1, link_bytes_per_s=1.0)
 
