@@ -273,7 +273,8 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class Detokenizer:
-    """A reply's text, token by token; the pieces joined are the full decode of the reply.
+    """A reply's text, token by token; the pieces joined are the full decode of the reply. One exception: at a broken
+    character, a byte-fallback decoder also replaces the characters in bytes before it, which are already returned.
 
     A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space), and a character can
     need several tokens. So a small window is decoded, and new text is returned once it is complete:
