@@ -57,7 +57,9 @@ class Reply:
         `echoed`: precedes the reply's text; offsets count from its beginning.
         `stop_token_ids`: the client's ids that end the reply.
         """
-        context = tokenizer.context(request.prompt) if tokenizer is not None and continues_prompt else ()
+        context: Sequence[int] = ()
+        if tokenizer is not None and continues_prompt:
+            context = tokenizer.context(request.prompt)
         self.request = request
         self.tokens: list[int] = []
         self.texts: list[str] = []

@@ -211,8 +211,9 @@ class Tokenizer:
     def context(self, ids: Sequence[int]) -> list[int]:
         """The last tokens of `ids`: those that can change how the text behind them decodes.
 
-        They begin with a whole character. Otherwise a byte-fallback decoder would turn the run of bytes at their
-        beginning into replacement characters, also the part of the run that comes behind `ids`.
+        They begin with a whole character, unless the text is broken. Otherwise a byte-fallback
+        decoder would turn the run of bytes at their beginning into replacement characters, also
+        the part of the run that comes behind `ids`.
         """
         context = list(ids[-CONTEXT_TOKENS:])
         if len(ids) > CONTEXT_TOKENS:
@@ -273,8 +274,10 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class Detokenizer:
-    """A reply's text, token by token; the pieces joined are the full decode of the reply. One exception: at a broken
-    character, a byte-fallback decoder also replaces the characters in bytes before it, which are already returned.
+    """A reply's text, token by token; the pieces joined are the full decode of the reply.
+
+    One exception: at a broken character, a byte-fallback decoder also replaces the characters in
+    bytes before it, which are already returned.
 
     A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space), and a character can
     need several tokens. So a small window is decoded, and new text is returned once it is complete:

@@ -87,7 +87,7 @@ def test_the_same_tokenizer_finds_its_ids_again(serve: Callable[..., None]) -> N
     serve(Tokenizer(merging_tokenizer()), go_on)
 
 
-def test_a_reply_behind_a_long_run_of_byte_tokens_is_stored_with_its_ids(serve: Callable[..., None]) -> None:
+def test_a_reply_behind_many_byte_tokens_is_stored_with_its_ids(serve: Callable[..., None]) -> None:
     tokenizer = Tokenizer(sentencepiece_like())
 
     async def work(histories: TurnManager) -> None:

@@ -127,8 +127,8 @@ def test_a_reply_that_continues_its_prompt_keeps_its_leading_space() -> None:
 
 @pytest.mark.parametrize("prompt", ["今日は世界", "éa今日は世界", "今日は世界!", "a", "界"])
 def test_a_reply_goes_on_behind_a_long_run_of_byte_tokens(prompt: str) -> None:
-    """The prompt's last tokens may begin within a character. A decoder takes a run of bytes that begins so for
-    broken, the reply's own characters included."""
+    """The prompt's last tokens may begin within a character. A decoder takes a run of bytes that
+    begins so for broken, the reply's own characters included."""
     tokenizer = Tokenizer(sentencepiece_like())
     before, reply = in_bytes(prompt), in_bytes("今é")
     assert "".join(pieces(tokenizer, reply, tokenizer.context(before))) == "今é"
