@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import RequestError
 from ..messages import Forget, Fork, Keep
-from ..text.tokenizer import CONTINUED_TOKENS, Tokenizer
+from ..text.tokenizer import Tokenizer
 from .schema import Conversation, Gone, Kind, Name, Opening
 from .store import HistoryStore, Swept
 from .transcript import (
@@ -150,7 +150,7 @@ class OpenTurn:
         histories = self._histories
         inside, text = 0, ""
         if histories.tokenizer is not None and self.inside == len(self.prompt):
-            before = self.prompt[-CONTINUED_TOKENS:] if answer is None else ()
+            before = histories.tokenizer.context(self.prompt) if answer is None else ()
             inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)

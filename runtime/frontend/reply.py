@@ -17,8 +17,6 @@ from .errors import error_object
 from .logprobs import LogprobsWriter
 from .tool_calls import ToolCall, ToolCallParser
 
-CONTEXT_TOKENS = 8  # tokens of a prompt that can change the text of the reply's first token
-
 _encode_text = json.JSONEncoder().encode
 
 
@@ -58,7 +56,9 @@ class Reply:
         `echoed`: precedes the reply's text; offsets count from its beginning.
         `stop_token_ids`: the client's ids that end the reply.
         """
-        context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
+        context: Sequence[int] = ()
+        if tokenizer is not None and continues_prompt:
+            context = tokenizer.context(request.prompt)
         self.request = request
         self.tokens: list[int] = []
         self.texts: list[str] = []

@@ -22,7 +22,7 @@ from ...scheduler.types import RequestError, SettingError
 from .token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"  # the decoded text of an incomplete or invalid UTF-8 sequence
-CONTINUED_TOKENS = 8  # tokens that can change how the following text decodes
+CONTEXT_TOKENS = 8  # tokens that can change how the following text decodes
 TOOLS = "tool_use"  # the name of the chat template for requests with tools
 TEMPLATES = ("default", TOOLS)
 LONGEST_WINDOW = 64  # tokens that may stay undecoded: only broken UTF-8 and ids without text need so many
@@ -197,7 +197,7 @@ class Tokenizer:
         Some tokenizers add a space in front of every text. To remove it, the text is encoded after a newline, the ids
         are cut behind the newline, and the result is decoded to check it.
         """
-        context = list(before[-CONTINUED_TOKENS:])
+        context = self.context(before)
         said = self._tokenizer.decode(context, skip_special_tokens=False)
         normalizer = self._tokenizer.normalizer
         wanted = {said + text, said + (normalizer.normalize_str(text) if normalizer is not None else text)}
@@ -207,6 +207,21 @@ class Tokenizer:
             if self.decode_all(context + ids) in wanted:
                 return array("i", ids)
         return None
+
+    def context(self, ids: Sequence[int]) -> list[int]:
+        """The last tokens of `ids`: those that can change how the text behind them decodes.
+
+        They begin with a whole character, unless the text is broken. Otherwise a byte-fallback
+        decoder would turn the run of bytes at their beginning into replacement characters, also
+        the part of the run that comes behind `ids`.
+        """
+        context = list(ids[-CONTEXT_TOKENS:])
+        if len(ids) > CONTEXT_TOKENS:
+            for start in range(4):  # a character has at most 4 bytes
+                text = self.decode(context[start:])
+                if text and not text.startswith(REPLACEMENT):
+                    return context[start:]
+        return context
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids; special tokens have none."""
@@ -260,6 +275,9 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 class Detokenizer:
     """A reply's text, token by token; the pieces joined are the full decode of the reply.
+
+    One exception: at a broken character, a byte-fallback decoder also replaces the characters in
+    bytes before it, which are already returned.
 
     A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space), and a character can
     need several tokens. So a small window is decoded, and new text is returned once it is complete:

@@ -21,6 +21,7 @@ from pensieve.scheduler.types import FinishReason, Request, RequestId, RowResult
 
 from .fake_loop import EOS, FIRST_BYTE, FakeLoop, byte_tokens, say
 from .http.test_app import chat, complete, events, post
+from .text.test_tokenizer import in_bytes, sentencepiece_like
 
 Ask = Callable[..., Any]
 WEATHER = {
@@ -116,6 +117,14 @@ def test_streamed_completion_logprobs_are_those_of_the_whole(ask: Ask) -> None:
         for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
             joined[name] += values
     assert joined == whole
+
+
+def test_a_completion_goes_on_behind_a_long_run_of_byte_tokens(ask: Ask, tmp_path: Path) -> None:
+    """Of the prompt's last tokens the first ones end a character that began before them."""
+    sentencepiece_like().save(str(tmp_path / "tokenizer.json"))
+    loop = FakeLoop(lambda request: [*in_bytes("今é"), EOS])
+    (choice,) = ask(complete(prompt="今日は世界"), loop, directory=tmp_path).json()["choices"]
+    assert choice["text"] == "今é"
 
 
 def test_echo(ask: Ask) -> None:

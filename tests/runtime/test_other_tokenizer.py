@@ -19,6 +19,7 @@ from pensieve.scheduler.types import RequestError
 
 from . import served
 from .odd_tokenizer import TEMPLATE, merging_tokenizer, save_merging, spaced_tokenizer
+from .text.test_tokenizer import in_bytes, sentencepiece_like
 
 OURS, THEIRS = (Tokenizer(made(), ChatTemplate(TEMPLATE, {})) for made in (merging_tokenizer, spaced_tokenizer))
 HELLO, ANSWER, AGAIN = ({"role": role, "content": x} for role, x in (("user", "a"), ("assistant", "b"), ("user", "ab")))
@@ -84,6 +85,19 @@ def test_the_same_tokenizer_finds_its_ids_again(serve: Callable[..., None]) -> N
 
     serve(OURS, talk)
     serve(Tokenizer(merging_tokenizer()), go_on)
+
+
+def test_a_reply_behind_many_byte_tokens_is_stored_with_its_ids(serve: Callable[..., None]) -> None:
+    tokenizer = Tokenizer(sentencepiece_like())
+
+    async def work(histories: TurnManager) -> None:
+        turn = await histories.open_completion("", "text", "今日は世界")
+        await turn.commit(in_bytes("今é"), "今é", None, b"")
+        stored = await histories.run(histories._store.find, Name("", "text"), 0.0)
+        assert stored is not None and stored[1] is not None
+        assert stored[1].inside == len(turn.prompt) + len(in_bytes("今é"))
+
+    serve(tokenizer, work)
 
 
 def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -14,7 +14,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pensieve.runtime.text.tokenizer import REPLACEMENT, ChatTemplate, Detokenizer, StopMatcher, Tokenizer
+from pensieve.runtime.text.tokenizer import (
+    CONTEXT_TOKENS,
+    REPLACEMENT,
+    ChatTemplate,
+    Detokenizer,
+    StopMatcher,
+    Tokenizer,
+)
 from pensieve.scheduler.types import RequestError, SettingError
 
 from ..fake_loop import FIRST_BYTE, TEMPLATE, byte_tokenizer, byte_tokens, save_tokenizer
@@ -34,6 +41,12 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
+
+
+def in_bytes(text: str) -> list[int]:
+    """`sentencepiece_like`'s ids of a text, all of them bytes."""
+    backend = sentencepiece_like()
+    return [backend.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
 
 
 def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = ()) -> list[str]:
@@ -110,6 +123,23 @@ def test_a_reply_that_continues_its_prompt_keeps_its_leading_space() -> None:
     hello, world = (backend.token_to_id(word) for word in ("▁Hello", "▁world"))
     assert "".join(pieces(Tokenizer(backend), [world])) == "world"
     assert "".join(pieces(Tokenizer(backend), [world], context=(hello,))) == " world"
+
+
+@pytest.mark.parametrize("prompt", ["今日は世界", "éa今日は世界", "今日は世界!", "a", "界"])
+def test_a_reply_goes_on_behind_a_long_run_of_byte_tokens(prompt: str) -> None:
+    """The prompt's last tokens may begin within a character. A decoder takes a run of bytes that
+    begins so for broken, the reply's own characters included."""
+    tokenizer = Tokenizer(sentencepiece_like())
+    before, reply = in_bytes(prompt), in_bytes("今é")
+    assert "".join(pieces(tokenizer, reply, tokenizer.context(before))) == "今é"
+    behind = tokenizer.encode_behind(before, "今é")
+    assert behind is not None and behind.tolist() == reply
+
+
+def test_a_context_of_broken_bytes_stays_whole() -> None:
+    tokenizer = Tokenizer(sentencepiece_like())
+    broken = in_bytes("界")[1:] * 6
+    assert tokenizer.context(broken) == broken[-CONTEXT_TOKENS:]
 
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:
