@@ -135,7 +135,7 @@ def batch_of_parts(parts: Sequence[Part], vocab: int) -> ForwardBatch:
     return batch_of(pieces, ids, table, torch.tensor(rows), CHUNK)
 
 
-class StepBench:
+class Comparison:
     """Both engines, over one pool of `slots` chunks; `step` runs one batch on each."""
 
     def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
@@ -228,7 +228,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             engines.append(open_engine(Path(directory) / backend))
         steps = chat_steps()
         slots = max(slots_of(parts) for parts in (*BATCHES.values(), *steps))
-        bench = StepBench(engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter))
+        bench = Comparison(engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter))
         rows = [bench.batch(name, args.seconds) for name in BATCHES]
         rows.append(bench.chats(steps))
     print("| batch | reference, ms | inductor, ms | ratio | with attention: reference | inductor |")

@@ -164,6 +164,38 @@ def make_device(name: str) -> Timed:
 # The loop.
 
 
+class Pools:
+    """Pools in chunks, just large enough for what is measured. Subclasses work them out.
+
+    size, batch     tokens of a chunk, of a full batch
+    longest, seats  the longest context, tokens; running requests
+    """
+
+    size: int
+    batch: int
+    longest: int
+    seats: int
+    gpu: int
+    host: int
+    disk = 0
+
+    def config(self) -> SchedulerConfig:
+        """Eviction is least recently used, and all idle chunks are copied out ahead of time: a displaced history
+        leaves no chunk on the GPU."""
+        return SchedulerConfig(
+            gpu_kv_chunks=self.gpu,
+            host_kv_chunks=self.host,
+            disk_kv_chunks=self.disk,
+            max_model_len=self.longest,
+            max_num_seqs=self.seats,
+            max_num_batched_tokens=self.batch,
+            chunk_tokens=self.size,
+            eviction="lru",
+            swap_out_below=1.0,
+            generation_reserve=0.0,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Seconds of the host's work in a pass of the loop, the time when its result was applied, and rows that got a

@@ -74,7 +74,7 @@ class Step:
         return sum(self.seconds)
 
 
-class StepBench:
+class FilledScheduler:
     def __init__(self, load: Load):
         self.load = load
         shape = MODELS["llama-3-8b"]
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="print where the time goes (and measure slower steps)")
     args = parser.parse_args(argv)
 
-    bench = StepBench(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))
+    bench = FilledScheduler(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))
     start = time.perf_counter()
     bench.fill()
     slots = bench.scheduler.stats().slots

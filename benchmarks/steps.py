@@ -41,6 +41,7 @@ from pensieve.scripts.command import check_least, exit_status
 from .loop import (
     SPARE_CHUNKS,
     Loop,
+    Pools,
     Timed,
     add_counts,
     check_context,
@@ -73,18 +74,17 @@ UNMEASURED_STEPS = 8  # of rows while gaps are measured: before all have begun, 
 POINT_SECONDS = 0.05  # to measure each cost of a step, each copy
 
 
-# Sizes.
+# Pools.
 
 
-class Sizes:
-    """Caches that are just large enough, in chunks. SettingError if they, or the model's contexts, are too small."""
+class StepPools(Pools):
+    """SettingError if they, or the model's contexts, are too small."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine):
-        size = args.chunk_tokens
+        self.batch = args.max_num_batched_tokens
+        self.size = size = args.chunk_tokens
         self.record = engine.chunk_bytes(size)
-        self.seats = max(
-            args.gap_rows if "gaps" in args.parts else 1, args.rows + 1, args.max_num_batched_tokens // size
-        )
+        self.seats = max(args.gap_rows if "gaps" in args.parts else 1, args.rows + 1, self.batch // size)
         steps = 2 * (args.repeats + 1) * (QUIET_STEPS + TURN_STEPS)
         steps += 2 * args.rows * args.row_context // args.max_num_batched_tokens  # until the last row has joined
         self.row_tokens = steps
@@ -115,20 +115,6 @@ class Sizes:
             + SPARE_CHUNKS
         )
         self.host = max(4 * (alone + SPARE_CHUNKS), turns)
-
-    def config(self, args: argparse.Namespace) -> SchedulerConfig:
-        """The settings of the pools; parts have smaller GPU caches. All idle chunks are copied out ahead of time."""
-        return SchedulerConfig(
-            gpu_kv_chunks=self.gpu,
-            host_kv_chunks=self.host,
-            max_model_len=self.longest,
-            max_num_seqs=self.seats,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            chunk_tokens=args.chunk_tokens,
-            eviction="lru",  # a displaced history leaves no chunk on the GPU
-            swap_out_below=1.0,
-            generation_reserve=0.0,
-        )
 
 
 # The parts.
@@ -177,7 +163,7 @@ class MeasuredTurn(NamedTuple):
 class Returning:
     """Turns with a history of KV on HOST, and again with it on the GPU, beside `rows` rows that generate."""
 
-    def __init__(self, device: Timed, loop: Loop, sizes: Sizes, args: argparse.Namespace, rows: int):
+    def __init__(self, device: Timed, loop: Loop, sizes: StepPools, args: argparse.Namespace, rows: int):
         self.device, self.loop, self.rows = device, loop, rows
         self.new_tokens = args.new_tokens
         self.cached = sizes.history * args.chunk_tokens
@@ -248,7 +234,12 @@ class Returning:
 
 
 def measure_returning(
-    device: Timed, make_loop: Callable[..., Loop], layers: int, sizes: Sizes, args: argparse.Namespace, link: CopyTime
+    device: Timed,
+    make_loop: Callable[..., Loop],
+    layers: int,
+    sizes: StepPools,
+    args: argparse.Namespace,
+    link: CopyTime,
 ) -> dict[str, Any]:
     """Results by kind of swap-in and by other rows; `ratio` is the time to first token over the copy's or the
     compute's."""
@@ -264,7 +255,7 @@ def measure_returning(
     return found
 
 
-def measure_gaps(device: Timed, loop: Loop, sizes: Sizes, args: argparse.Namespace) -> dict[str, float]:
+def measure_gaps(device: Timed, loop: Loop, sizes: StepPools, args: argparse.Namespace) -> dict[str, float]:
     """Measures rows whose contexts are `gap_context` tokens long in the middle of the measured steps."""
     for row in range(args.gap_rows):
         loop.add(loop.random_ids(sizes.gap_start + row % args.chunk_tokens), sizes.gap_tokens)
@@ -314,14 +305,14 @@ def run(args: argparse.Namespace) -> None:
     least = {"rows": 0, "history": args.chunk_tokens, "steps": 10, "max_num_batched_tokens": args.chunk_tokens}
     check_least(args, **dict.fromkeys(COUNTS, 1) | least)
     engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
-    sizes = Sizes(args, engine)
-    with loaded(args.device, engine, sizes.config(args)) as device:
+    sizes = StepPools(args, engine)
+    with loaded(args.device, engine, sizes.config()) as device:
         measure(device, engine, sizes, args)
 
 
-def measure(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace) -> None:
+def measure(device: Timed, engine: Engine, sizes: StepPools, args: argparse.Namespace) -> None:
     """Runs the parts, each of which prints a table and a line of JSON."""
-    config, layers = sizes.config(args), engine.manifest.layers
+    config, layers = sizes.config(), engine.manifest.layers
     pieces = {piece for piece in PIECES if piece < layers} if "copies" in args.parts else {min(GROUP_LAYERS, layers)}
     measuring = replace(config, gpu_kv_chunks=sizes.measuring)
     cost, copies = measure_costs(device, engine, measuring, sizes.history, max(args.rows, 1), pieces)

@@ -53,6 +53,7 @@ from .loop import (
     SPARE_CHUNKS,
     Answer,
     Loop,
+    Pools,
     Timed,
     add_counts,
     check_context,
@@ -326,18 +327,19 @@ def saved_batch(args: argparse.Namespace, prompt: int) -> int:
     return args.rows * 3 // 2 * (-(-(prompt + args.reply) // args.chunk_tokens) + 1)
 
 
-class Sizes:
-    """Caches that are just large enough, in chunks. SettingError if the model's contexts are too short."""
+class TierPools(Pools):
+    """With a disk a sixteenth of HOST is kept free. SettingError if the model's contexts are too short."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine):
-        size = args.chunk_tokens
+        self.batch = args.max_num_batched_tokens
+        self.size = size = args.chunk_tokens
         self.history = args.history // size
         self.new_tokens = [times * args.new_tokens for times in NEW_TOKENS]
         most = (max(SAVED) if "batch" in args.parts else 10) * args.prompt // 10
         self.longest = max(args.history + self.new_tokens[-1], most + args.reply) + 1
         check_context(self.longest, engine)
         self.turn = -(-self.longest // size) + SPARE_CHUNKS
-        self.seats = max(args.rows, args.max_num_batched_tokens // size)
+        self.seats = max(args.rows, self.batch // size)
         saved = -(-(args.prompt + args.reply) // size)
         self.saving = max(self.turn, (args.rows + 1) * saved)
         self.gpu = max(self.saving, self.seats + self.turn, 2 * self.history)
@@ -351,22 +353,6 @@ class Sizes:
             splits = [Split(args, *tenths) for tenths in SPLITS]
             self.gpu = max(self.gpu, saved_batch(args, most), *(split.gpu for split in splits))
             self.host = max(self.host, 2 * self.gpu, *(split.host for split in splits))  # copies ahead need room
-
-    def config(self, args: argparse.Namespace) -> SchedulerConfig:
-        """Eviction is least recently used, so a displaced history leaves no chunk on the GPU. With a disk a sixteenth
-        of HOST is kept free."""
-        return SchedulerConfig(
-            gpu_kv_chunks=self.gpu,
-            host_kv_chunks=self.host,
-            disk_kv_chunks=self.disk,
-            max_model_len=self.longest,
-            max_num_seqs=self.seats,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            chunk_tokens=args.chunk_tokens,
-            eviction="lru",
-            swap_out_below=1.0,
-            generation_reserve=0.0,
-        )
 
 
 # The parts.
@@ -489,17 +475,17 @@ def run(args: argparse.Namespace) -> None:
     if args.disk_dir is not None and not args.disk_dir.is_dir():
         raise SettingError("--disk-dir", f"{args.disk_dir} is no directory")
     engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
-    sizes = Sizes(args, engine)
+    sizes = TierPools(args, engine)
     with (
-        loaded(args.device, engine, sizes.config(args)) as device,
+        loaded(args.device, engine, sizes.config()) as device,
         tempfile.TemporaryDirectory(prefix="bench-tiers-", dir=args.disk_dir) as directory,
     ):
         measure(prepare(device, engine, sizes, args, Path(directory)), sizes, args, Path(directory))
 
 
-def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace, directory: Path) -> Tiers:
+def prepare(device: Timed, engine: Engine, sizes: TierPools, args: argparse.Namespace, directory: Path) -> Tiers:
     """Measures the scheduler's costs and makes the histories."""
-    config = sizes.config(args)
+    config = sizes.config()
     pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
     cost, copies = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
     speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start
@@ -515,7 +501,7 @@ def random_histories(engine: Engine, count: int, tokens: int) -> list[array[int]
     return [array("i", row.tobytes()) for row in ids]
 
 
-def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
+def measure(tiers: Tiers, sizes: TierPools, args: argparse.Namespace, directory: Path) -> None:
     """Runs the parts, each of which prints a table and a line of JSON."""
     manifest, cost = tiers.engine.manifest, tiers.cost
     speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]

@@ -44,7 +44,7 @@ from pensieve.scheduler.types import (
 )
 from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status
 
-from ..loop import Answer, Loop, make_device, random_ids, table
+from ..loop import Answer, Loop, Pools, make_device, random_ids, table
 
 SOURCES = ("gpu", "host", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
@@ -121,13 +121,16 @@ SHORT_REPLY = 4
 LOAD_S = 2e-5  # assumed cost of loading a chunk; recomputing costs as much at a chosen context
 
 
-class Sizes:
-    """Sizes of the pools in chunks; `tokens`: the longest prompt's."""
+class ReusePools(Pools):
+    """`tokens`: the longest prompt's. Prompts run in turn are never found in the tier where they were."""
 
     def __init__(self, tokens: int, size: int):
         self.size, self.tokens = size, tokens
         self.row_prompt, self.row_reply = max(size, tokens // 8), 3 * size
         self.long_reply = 2 * size
+        self.longest = tokens + self.long_reply
+        self.seats = 2 * ROWS
+        self.batch = 1024
         self.prompt = self.chunks(tokens + self.long_reply) + 1
         self.rows = ROWS * (self.chunks(self.row_prompt + self.row_reply) + 1)
         self.gpu = 3 * self.prompt + self.rows
@@ -143,20 +146,6 @@ class Sizes:
 
     def chunks(self, tokens: int) -> int:
         return -(-tokens // self.size)
-
-    def config(self, max_model_len: int) -> SchedulerConfig:
-        """Eviction is least recently used, so prompts run in turn are never found in the tier where they were."""
-        return SchedulerConfig(
-            gpu_kv_chunks=self.gpu,
-            host_kv_chunks=self.host,
-            max_model_len=max_model_len,
-            max_num_seqs=2 * ROWS,
-            max_num_batched_tokens=max(1024, 2 * ROWS),
-            chunk_tokens=self.size,
-            eviction="lru",
-            swap_out_below=1.0,
-            generation_reserve=0.0,
-        )
 
 
 class Asker(Loop):
@@ -214,7 +203,7 @@ class Asker(Loop):
 class Others:
     """Rows that generate and histories that run in turn, for ever; set as an `Asker`'s `tend`."""
 
-    def __init__(self, asker: Asker, sizes: Sizes, history: int):
+    def __init__(self, asker: Asker, sizes: ReusePools, history: int):
         self._asker, self._sizes = asker, sizes
         self._histories = [asker.random_ids(history) for _ in range(sizes.histories)]
         self._rows: list[Answer] = []
@@ -270,7 +259,7 @@ def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
         raise InvariantError(f"a prompt of {len(prompt)} tokens was to be found in the way {way!r}, but had {usage}")
 
 
-def ask_again(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+def ask_again(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
     """Runs the prompts cold, on the GPU, on HOST; and at the end dropped by many other prompts."""
     asker.tend = others = Others(asker, sizes, sizes.tokens)
     others.turn(sizes.histories + 1)
@@ -286,7 +275,7 @@ def ask_again(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: T
     asker.end()
 
 
-def ask_partly(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+def ask_partly(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
     """On HOST, with a leading half that is faster recomputed than loaded: the spans of a prompt are disjoint."""
     asker.tend = others = Others(asker, sizes, sizes.tokens)
     others.turn(sizes.histories + 1)
@@ -297,7 +286,7 @@ def ask_partly(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: 
     asker.end()
 
 
-def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+def ask_suspended(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
     """The GPU holds the prompt and the rows at their start. As the rows grow, the prompt must leave until they end."""
     asker.tend = others = Others(asker, sizes, sizes.short_history)
     for number, prompt in enumerate(prompts):
@@ -335,10 +324,15 @@ def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, seed)
 
 
-def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Sequence[array[int]]) -> list[Answer]:
+def in_float32(directory: Path, manifest: Manifest, sizes: ReusePools, prompts: Sequence[array[int]]) -> list[Answer]:
     """The first token of each prompt with the same weights; frees the memory afterwards."""
-    longest = sizes.tokens + 1
-    config = replace(sizes.config(longest), gpu_kv_chunks=sizes.prompt + 1, host_kv_chunks=1, reuse=False)
+    config = replace(
+        sizes.config(),
+        max_model_len=sizes.tokens + 1,
+        gpu_kv_chunks=sizes.prompt + 1,
+        host_kv_chunks=1,
+        reuse=False,
+    )
     device = assemble.make_device(manifest.device, enforce_eager=True)  # used only for a short time
     asker = Asker(device, Exact(directory, manifest), config, sizes.size, 0)
     try:
@@ -357,12 +351,11 @@ def measure(
     dice = np.random.default_rng(seed)
     # Lengths differ, and none is a multiple of the chunk size.
     lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
-    sizes = Sizes(max(lengths), size)
+    sizes = ReusePools(max(lengths), size)
     prompts = [random_ids(dice, engine.vocab_size, length) for length in lengths]
-    longest = sizes.tokens + max(sizes.long_reply, size + 1)
-    if longest > engine.manifest.max_model_len:
+    if sizes.longest > engine.manifest.max_model_len:
         raise SettingError(
-            "--tokens", f"needs contexts of {longest} tokens, the model's are {engine.manifest.max_model_len}"
+            "--tokens", f"needs contexts of {sizes.longest} tokens, the model's are {engine.manifest.max_model_len}"
         )
     exact = in_float32(directory, engine.manifest, sizes, prompts)
     if engine.manifest.device == "cuda":
@@ -376,13 +369,13 @@ def measure(
             cold[number] = answer
         ways[way].add(answer, exact[number], cold[number])
 
-    config = replace(sizes.config(longest), copies_may_fail=form is not None and form.is_exact is not None)
+    config = replace(sizes.config(), copies_may_fail=form is not None and form.is_exact is not None)
     make = partial(Executor, host_form=form)
     device = make_device(engine.manifest.device)  # graphs are captured once for all three
     try:
         ask_again(Asker(device, engine, config, size, seed + 1, make), sizes, prompts, tell)
         ask_partly(Asker(device, engine, config, sizes.tokens // 2, seed + 2, make), sizes, prompts, tell)
-        tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(longest)))
+        tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
         ask_suspended(Asker(device, engine, tight, size, seed + 3, make), sizes, prompts, tell)
     finally:
         device.end()

@@ -3,13 +3,13 @@
 import json
 
 from benchmarks import scheduler
-from benchmarks.scheduler import Load, StepBench, summary
+from benchmarks.scheduler import FilledScheduler, Load, summary
 
 SMALL = Load(3000, 4000, seats=16, plain_steps=20, heavy_steps=3, swap_ins=40, victims=80)
 
 
 def test_steps_are_of_the_kinds_that_are_measured():
-    bench = StepBench(SMALL)
+    bench = FilledScheduler(SMALL)
     bench.fill()
     slots = bench.scheduler.stats().slots
     assert slots["gpu"]["free"] == slots["host"]["free"] == 0

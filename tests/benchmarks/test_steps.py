@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.loop import Loop, make_device, table
-from benchmarks.steps import QUIET_STEPS, Returning, Sizes, main, parser
+from benchmarks.steps import QUIET_STEPS, Returning, StepPools, main, parser
 from pensieve.builder.build import build_random_engine
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
@@ -120,8 +120,8 @@ COST = CostProfile(32, 1e-3, ((32, 1e-4),), 1e-3, 1000, 1e9)
 def bench(directory, engine):
     """Its device, arguments, sizes, and a function that makes a loop."""
     args = parser().parse_args(["--engine", str(directory), *SMALL])
-    sizes = Sizes(args, engine)
-    config = sizes.config(args)
+    sizes = StepPools(args, engine)
+    config = sizes.config()
     device = make_device("cpu")
     Executor(device, engine, config)
 
@@ -190,7 +190,7 @@ def test_the_gpu_cache_is_what_the_parts_need(directory, engine):
     sizes = {}
     for parts in ("copies", "returning", "gaps", "copies,returning,gaps"):
         args = parser().parse_args(["--engine", str(directory), *SMALL, "--gap-rows", "40", "--parts", parts])
-        sizes[parts] = Sizes(args, engine).gpu
+        sizes[parts] = StepPools(args, engine).gpu
     assert sizes["copies,returning,gaps"] == max(sizes.values()) == sizes["gaps"] > sizes["returning"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.loop import Answer, make_device
-from benchmarks.tiers import SPEEDS, Disk, Load, MemoryDisk, Sizes, Tiers, ask, main, parser
+from benchmarks.tiers import SPEEDS, Disk, Load, MemoryDisk, TierPools, Tiers, ask, main, parser
 from pensieve.runtime.disk.record import PAGE
 from pensieve.runtime.disk.segments import Segments, aligned_buffer
 from pensieve.runtime.engine import open_engine
@@ -37,8 +37,8 @@ def tiers(directory):
     """Three histories of 14 chunks, a GPU cache that holds one of them."""
     args = parser().parse_args(["--engine", str(directory), *SMALL])
     engine = open_engine(directory)
-    sizes = Sizes(args, engine)
-    config, device = sizes.config(args), make_device("cpu")
+    sizes = TierPools(args, engine)
+    config, device = sizes.config(), make_device("cpu")
     Executor(device, engine, config)
     dice = np.random.default_rng(2)
     histories = [array("i", ids.tobytes()) for ids in dice.integers(0, 160, (sizes.histories, 448), np.int32)]
