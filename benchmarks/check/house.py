@@ -53,8 +53,7 @@ def _tokens(source: str) -> int:
     }
     found = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(
-        token.type not in LAYOUT
-        and not (token.type == tokenize.STRING and token.start in docstrings)
+        token.type not in LAYOUT and not (token.type == tokenize.STRING and token.start in docstrings)
         for token in found
     )
 
@@ -91,11 +90,7 @@ def _of_unlike_things(node: ast.Assign) -> bool:
     if any(not isinstance(part, ast.Name | ast.Attribute) for part in target.elts):
         return False
     names = {ast.unparse(part) for part in target.elts}
-    read = {
-        ast.unparse(part)
-        for part in ast.walk(value)
-        if isinstance(part, ast.Name | ast.Attribute)
-    }
+    read = {ast.unparse(part) for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)}
     return not names & read and len({_kind(part) for part in value.elts}) > 1
 
 
@@ -175,8 +170,11 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     loose = ", ".join(f"{folder}/" for folder in loosely_checked())
     chat = files_of_a_request() & {str(path) for path in sources(*PROGRAM)}
     planning = f"{len(planners(*SHIPPED))}, {len(planners('tests'))}"
-    yield "tokens of builder, plugins, runtime, scheduler, deploy", "241,900", "218,000", _count(
-        tokens(sources(*PROGRAM))
+    yield (
+        "tokens of builder, plugins, runtime, scheduler, deploy",
+        "241,900",
+        "218,000",
+        _count(tokens(sources(*PROGRAM))),
     )
     yield "tokens of scripts", "96,600", "17,000", _count(tokens(sources("scripts")))
     yield "tokens of the reading path", "40,600", "42,000", _count(tokens(reading_path()))
@@ -186,8 +184,11 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     yield "most modules in one folder", "14", "14", _count(max(folders.values()))
     yield "files from a chat's arrival to the kernel", "62", "40", _count(len(chat))
     yield "places that plan steps: in the product, in tests", "1, 0", "1, 0", planning
-    yield "folders type-checked `strict`", "all but scripts/", "all but scripts/", (
-        f"all but {loose}" if loose else "all"
+    yield (
+        "folders type-checked `strict`",
+        "all but scripts/",
+        "all but scripts/",
+        (f"all but {loose}" if loose else "all"),
     )
     yield "words of the documentation", "104,800", "80,000", _count(words())
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -223,7 +222,7 @@ class LateEnds(FakeLoop):
         for output in super()._step():
             if output.finish is not None:
                 self.ends += (RowResult(output.request, finish=output.finish),)
-            yield replace(output, finish=None)
+            yield output._replace(finish=None)
 
 
 def test_the_text_of_a_stop_token_is_left_out_though_the_end_comes_later(ask: Callable[..., Any]) -> None:
