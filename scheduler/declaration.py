@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Flag, auto
+from math import inf
 from typing import Any
 
 from .types import SettingError
@@ -59,13 +60,22 @@ class Declaration:
         allowed = self.choices + self.compared * compared
         if allowed and not isinstance(value, bool) and value not in allowed:
             return f"must be one of {', '.join(allowed)}, not {value!r}"
-        least = self.least
-        if least is not None and not (value > least or (value == least and not self.between)):
-            return f"must be {'more than' if self.between else 'at least'} {least}, not {value}"
-        most = self.most
-        if most is not None and not (value < most or (value == most and not self.between)):
-            return f"must be {'less than' if self.between else 'at most'} {most}, not {value}"
-        return ""
+        if self.least is None:
+            return ""
+        if self.between:
+            right = value > self.least and (self.most is None or value < self.most)
+        else:
+            right = value >= self.least and (self.most is None or value <= self.most)
+        return "" if right else f"must be {self._range()}, not {value}"
+
+    def _range(self) -> str:
+        """The bounds in words."""
+        if self.most in (None, inf):
+            unit = {"SECONDS": " seconds", "MS": " ms"}.get(self.unit, "")
+            return f"{'more than' if self.between else 'at least'} {self.least}{unit}"
+        if self.between:
+            return f"more than {self.least} and less than {self.most}"
+        return f"between {self.least} and {self.most}"
 
 
 def setting(default: Any, help: str, unset: str = "", **more: Any) -> Any:
