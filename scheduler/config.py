@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Any
 
 from .context_window import KEEP, OVERFLOW_MODES, ContextWindow
 from .declaration import SERVERS, check_declared, flag, setting
@@ -22,19 +23,23 @@ SWAP_OUT_BELOW = 0.25
 BATCH, CACHE = "engine and batch", "KV cache"
 _batch = partial(setting, group=BATCH)
 _cache = partial(setting, group=CACHE)
+SHARE: dict[str, Any] = {"unit": "SHARE", "least": 0, "most": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
     """What users and benchmarks set, whatever the engine is. SettingError names a wrong one."""
 
-    max_num_seqs: int = _batch(64, "running requests", unit="N", least=1, common=True)
+    max_num_seqs: int = _batch(64, "running requests", least=1, common=True)
     max_num_batched_tokens: int = _batch(1024, "tokens a step", unit="TOKENS", least=1)
     target_ms_per_token: float | None = _batch(
         None,
         "beside generation, a step has as many prompt tokens as this time allows, at least a chunk",
+        "all it can",
         unit="MS",
-        unset="all it can",
+        least=0,
+        most=inf,
+        between=True,
         page="docs/measured/steps.md#prompts-beside-generation",
     )
     batching: str = _batch("unified", "", choices=BATCHING_MODES, users=SERVERS)
@@ -47,13 +52,20 @@ class SchedulerSettings:
     )
     speculate: str = _batch(
         "off",
-        "lookup: draft tokens from the conversation's own, and check several a step where that pays",
+        "lookup: draft tokens from the conversation's own; check several a step where that pays",
         choices=("off", "lookup"),
         page="docs/design/drafts.md",
     )
-    max_queue: int = _batch(1024, "waiting requests, then 429", unit="N", least=1, users=SERVERS)
+    max_queue: int = _batch(1024, "waiting requests, then 429", least=1, users=SERVERS)
     queue_timeout: float | None = _batch(
-        None, "longest wait for a seat, then 503", unit="SECONDS", unset="none", users=SERVERS
+        None,
+        "longest wait for a seat, then 503",
+        "none",
+        unit="SECONDS",
+        least=0,
+        most=inf,
+        between=True,
+        users=SERVERS,
     )
     save: str = _cache(
         "async",
@@ -64,12 +76,16 @@ class SchedulerSettings:
     )
     prefetch: bool = _cache(
         True,
-        "read from disk the KV that requests in the queue will need",
+        "read the KV of requests in the queue from disk ahead",
         choices=("on", "off"),
     )
-    chunk_tokens: int = _cache(32, "tokens of a chunk", unit="N", least=1)
+    chunk_tokens: int = _cache(32, "tokens of a chunk", least=1)
     conversation_ttl: float = _cache(
-        86400.0, "a conversation claims its KV for so long after its last turn", unit="SECONDS"
+        86400.0,
+        "a conversation claims its KV for so long after its last turn",
+        unit="SECONDS",
+        least=0,
+        between=True,
     )
     eviction: str = _cache(
         "lru",
@@ -82,74 +98,41 @@ class SchedulerSettings:
     swap_out_below: float | None = _cache(
         None,
         "while a smaller share of the GPU's KV is free, copy out ahead of time",
-        unit="SHARE",
-        unset=f"as `pensieve profile` measured, else {SWAP_OUT_BELOW}",
+        f"as `pensieve profile` measured, else {SWAP_OUT_BELOW}",
+        **SHARE,
     )
     generation_reserve: float = _cache(
         0.10,
         "requests join while a larger share of the GPU's KV is free",
-        unit="SHARE",
+        **SHARE,
     )
     overflow: str | None = _cache(
         None,
         "when a context outgrows the model's: keep its latest tokens' KV, or compute it again",
+        "keep with rotary positions, else recompute",
         choices=OVERFLOW_MODES,
-        unset="keep with rotary positions, else recompute",
         page="docs/use/long-conversations.md",
     )
     overflow_ratio: float = _cache(
         0.5,
         "part of the context that is then truncated at once",
-        unit="SHARE",
+        between=True,
+        **SHARE,
     )
     reuse: bool = _cache(
         True,
-        "off: compute every history anew, for comparison: the other options may stay as they are",
+        "off: compute every history anew, for comparison; other options may stay as they are",
     )
 
     def __post_init__(self) -> None:
         check_declared(self, compared=True)
-        target = self.target_ms_per_token
-        need(
-            target is None or 0.0 < target < inf,
-            "target_ms_per_token",
-            f"must be more than 0 ms, not {target}",
-        )
-        need(
-            target is None or self.batching == "unified",
-            "target_ms_per_token",
-            "needs --batching unified: `separate` computes no prompt beside rows that generate",
-        )
-        patience = self.queue_timeout
-        need(
-            patience is None or 0.0 < patience < inf,
-            "queue_timeout",
-            f"must be more than 0 seconds, not {patience}",
-        )
-        need(
-            self.conversation_ttl > 0.0,
-            "conversation_ttl",
-            f"must be more than 0 s, not {self.conversation_ttl}",
-        )
-        for name in ("swap_out_below", "generation_reserve"):
-            share = getattr(self, name)
-            need(
-                share is None or 0.0 <= share <= 1.0,
-                name,
-                f"must be between 0 and 1, not {share}",
-            )
-        ratio = self.overflow_ratio
-        need(
-            0.0 < ratio < 1.0,
-            "overflow_ratio",
-            f"must be more than 0 and less than 1, not {ratio}",
-        )
+        if self.target_ms_per_token is not None and self.batching != "unified":
+            message = "needs --batching unified: `separate` computes no prompt beside generation"
+            raise SettingError("--target-ms-per-token", message)
         tokens = self.max_num_batched_tokens
-        need(
-            tokens >= self.max_num_seqs,
-            "max_num_batched_tokens",
-            f"must be at least --max-num-seqs ({self.max_num_seqs}), not {tokens}",
-        )
+        if tokens < self.max_num_seqs:
+            message = f"must be at least --max-num-seqs ({self.max_num_seqs}), not {tokens}"
+            raise SettingError("--max-num-batched-tokens", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +162,10 @@ class SchedulerConfig(SchedulerSettings):
 
     def __post_init__(self) -> None:
         SchedulerSettings.__post_init__(self)
-        for name in ("gpu_kv_chunks", "max_model_len"):
-            need(getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}")
-        need(
-            self.host_kv_chunks >= 0,
-            "host_kv_chunks",
-            f"must not be negative, not {self.host_kv_chunks}",
-        )
-        need(
-            self.disk_kv_chunks >= 0,
-            "disk_kv_chunks",
-            f"must not be negative, not {self.disk_kv_chunks}",
-        )
+        sizes = {"gpu_kv_chunks": 1, "max_model_len": 1, "host_kv_chunks": 0, "disk_kv_chunks": 0}
+        for name, least in sizes.items():
+            size = getattr(self, name)
+            need(size >= least, name, f"must be at least {least}, not {size}")
         need(
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
             "disk_kv_bytes",
@@ -200,11 +175,12 @@ class SchedulerConfig(SchedulerSettings):
         need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")
         need(self.log_chunks > 0, "log_chunks", f"must be more than 0, not {self.log_chunks}")
         largest = self.largest_context
+        needed = self.chunks(self.max_model_len) + self.reserved_chunks
         need(
             self.max_model_len <= largest,
             "max_model_len",
-            f"a context of {self.max_model_len} tokens needs {self.chunks(self.max_model_len) + self.reserved_chunks} "
-            f"GPU chunks with the reserve; --gpu-kv-chunks is {self.gpu_kv_chunks}, enough for {largest} tokens",
+            f"a context of {self.max_model_len} tokens needs {needed} GPU chunks with the reserve; "
+            f"--gpu-kv-chunks is {self.gpu_kv_chunks}, enough for {largest} tokens",
         )
 
     def chunks(self, tokens: int) -> int:
@@ -213,9 +189,10 @@ class SchedulerConfig(SchedulerSettings):
 
     @property
     def windows(self) -> ContextWindow | None:
-        """The rules of context overflow, or None if contexts are shorter than a step of whole chunks and cannot
-        overflow."""
-        step = int(self.overflow_ratio * self.max_model_len) // self.chunk_tokens * self.chunk_tokens
+        """The rules of context overflow, or None if contexts are shorter than a step of whole
+        chunks and cannot overflow."""
+        dropped = int(self.overflow_ratio * self.max_model_len)
+        step = dropped // self.chunk_tokens * self.chunk_tokens
         return ContextWindow(self.max_model_len, step, self.overflow or KEEP) if step else None
 
     @property

@@ -19,42 +19,47 @@ class HTTPOptions:
     """What users set and the HTTP process takes as it is."""
 
     strict_fields: bool = _http(
-        False, "refuse unknown fields of requests", unset="ignore them and name them in a header"
+        False,
+        "refuse unknown fields of requests",
+        "ignore them and name them in a header",
     )
     history_ttl: float | None = _both(
         None,
         "stored conversations are deleted so long after their last turn",
+        "never",
         unit="SECONDS",
-        unset="never",
+        least=0,
+        between=True,
     )
     max_requests_per_client: int | None = _http(
         None,
         "open sequences, each prompt times n; then 429, or 400 for a single request with more",
-        unit="N",
-        unset="any number",
+        "any number",
         least=1,
     )
     max_conversations_per_owner: int | None = _both(
-        None, "that are stored; more are refused with 429", unit="N", unset="any number", least=1
+        None, "that are stored; more are refused with 429", "any number", least=1
     )
     max_body_bytes: int = _http(32 * MIB, "then 413", unit="SIZE")
-    max_connections: int = _http(4096, "then 503", unit="N", least=1)
+    max_connections: int = _http(4096, "then 503", least=1)
     client_timeout: float = _http(
         30.0,
         "for a client to send a request, or to take an answer; then it is cut off",
         unit="SECONDS",
+        least=0,
+        between=True,
     )
     cors_origins: tuple[str, ...] = _http(
         (),
         "web pages of these origins may use the API, as https://chat.example.org; *: all",
+        "none",
         unit="ORIGIN",
-        unset="none",
     )
     otlp_traces_endpoint: str | None = _http(
         None,
         "send a span for each request there, as http://HOST:4318/v1/traces",
+        "none",
         unit="URL",
-        unset="none",
     )
     log_format: str = _both("text", "of each line of the log", choices=LOG_FORMATS)
     log_level: str = _both("info", "of the log's least important lines", choices=LOG_LEVELS)

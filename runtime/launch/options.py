@@ -111,9 +111,14 @@ class Option:
         return self.kind is bool and not self.declared.choices
 
     @property
+    def unit(self) -> str:
+        """The word for a value in the help."""
+        return self.declared.unit or ("N" if self.kind is int else self.name.upper())
+
+    @property
     def default_text(self) -> str:
         """What holds without the option; "" where its meaning says that."""
-        if self.declared.unset or self.default is None or self.is_switch:
+        if self.declared.unset or self.is_switch or self.default in (None, []):
             return self.declared.unset
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
@@ -141,7 +146,11 @@ class Option:
         if self.is_switch:
             made.add_argument(flag(self.name), action=argparse.BooleanOptionalAction, help=help)
             return
-        how: dict[str, Any] = {"choices": declared.choices or None, "metavar": declared.unit}
+        how: dict[str, Any] = {}
+        if declared.choices:
+            how["choices"] = declared.choices
+        else:
+            how["metavar"] = self.unit
         if declared.unit != "SIZE" and self.kind in ARGPARSE_TYPES:
             how["type"] = token_count if declared.unit == "TOKENS" else ARGPARSE_TYPES[self.kind]
         if self.several:
@@ -215,7 +224,14 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
         aliases=ALIASES,
         elsewhere=ELSEWHERE,
     )
-    made.add_argument("path", nargs="?", action=_Path, default=argparse.SUPPRESS, metavar="PATH", help=PATH_HELP)
+    made.add_argument(
+        "path",
+        nargs="?",
+        action=_Path,
+        default=argparse.SUPPRESS,
+        metavar="PATH",
+        help=PATH_HELP,
+    )
     made.add_argument(
         "--help", "-h", action=_Help, nargs=0, default=argparse.SUPPRESS, help="show what most people need"
     )

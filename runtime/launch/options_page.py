@@ -82,8 +82,7 @@ def spellings(option: Option) -> Iterator[str]:
         yield f"{name} {first}"
         yield from others
     else:
-        unit = declared.unit or option.name.upper()
-        yield f"{name} {unit}{' ...' if option.several else ''}"
+        yield f"{name} {option.unit}{' ...' if option.several else ''}"
 
 
 def link(target: str) -> str:

@@ -41,7 +41,6 @@ def size_text(size: int) -> str:
     return f"{size // 1024**power}{('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-_server = partial(setting, users=SERVERS)
 _engine = partial(setting, group=BATCH)
 _cache = partial(setting, group=CACHE)
 _http = partial(setting, group=HTTP, users=User.SERVER)
@@ -51,48 +50,45 @@ _http = partial(setting, group=HTTP, users=User.SERVER)
 class ServeSettings(HTTPOptions, SchedulerSettings):
     """The options by name; sizes in bytes. SettingError names the flag at fault.
 
-    `state_dir` None: the engine's own (`resolve.state_directory`). Values are checked here as far as neither a file nor
-    the engine is needed.
+    `state_dir` None: the engine's own (`resolve.state_directory`). Values are checked as far as
+    neither a file nor the engine is needed.
     """
 
-    engine: str = _server(
+    engine: str = _engine(
         MISSING,
         "PATH as an option; the last one counts",
-        group=BATCH,
         unit="PATH",
+        users=SERVERS,
     )
-    config: Path | None = _server(
+    config: Path | None = setting(
         None,
         "a TOML file of these options, without the dashes",
         unit="FILE",
+        users=SERVERS,
         common=True,
     )
-    attach: Path | None = _server(
+    attach: Path | None = setting(
         None,
         "serve Triton's model, which listens there and adds this option itself; no HTTP clients",
         unit="SOCKET",
+        users=SERVERS,
         page="docs/use/triton.md",
     )
     device: str = _engine("cpu", "where the engine runs", choices=DEVICES, common=True)
     dtype: str | None = _engine(
         None,
         "of a checkpoint's weights and KV",
+        "its own",
         choices=("auto", *DTYPES, "half", "float"),  # with vLLM's names too
-        unset="its own",
         common=True,
     )
     quantization: str | None = _engine(
-        None,
-        "fp8: round a checkpoint's weights to 8 bits",
-        unit="NAME",
-        unset="as they are",
-        common=True,
+        None, "fp8: round a checkpoint's weights to 8 bits", "as they are", unit="NAME", common=True
     )
     tensor_parallel_size: int | None = _engine(
         None,
         "divide a checkpoint over so many ranks",
-        unit="N",
-        unset="1",
+        "1",
         least=1,
         common=True,
         page="docs/use/tensor-parallel.md",
@@ -101,32 +97,33 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     state_dir: Path | None = _engine(
         None,
         "of this server alone: histories, and the disk tier unless --disk-dir says otherwise",
+        "one for each engine in ~/.local/state/pensieve, or where XDG_STATE_HOME says",
         unit="DIR",
-        unset="one for each engine in ~/.local/state/pensieve, or where XDG_STATE_HOME says",
         common=True,
     )
     max_model_len: int | None = _engine(
         None,
         "longest context; 32k is 32,000, 32K is 32,768",
+        "the model's own",
         unit="TOKENS",
-        unset="the model's own",
         common=True,
     )
-    shutdown_timeout: float = _server(
+    shutdown_timeout: float = _engine(
         30.0,
         "for running requests after SIGTERM; a second signal ends them",
-        group=BATCH,
         unit="SECONDS",
+        least=0,
+        users=SERVERS,
     )
 
     gpu_kv_bytes: int | None = _cache(
         None,
         "KV on the GPU, as 40GiB",
+        f"{size_text(DEFAULT_GPU_KV)}; on a GPU as --gpu-memory-utilization says",
         unit="SIZE",
-        unset=f"{size_text(DEFAULT_GPU_KV)}; on a GPU as --gpu-memory-utilization says",
         common=True,
     )
-    gpu_kv_chunks: int | None = _cache(None, "or in chunks", unit="N")
+    gpu_kv_chunks: int | None = _cache(None, "or in chunks")
     gpu_memory_utilization: float = _cache(
         0.9,
         "or what this share of the GPU's memory leaves beside all else that the process needs",
@@ -134,23 +131,22 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         common=True,
     )
     host_kv_bytes: int | None = _cache(
-        None,
-        "KV in host memory, as 40GiB",
-        unit="SIZE",
-        unset=size_text(DEFAULT_HOST_KV),
-        common=True,
+        None, "KV in host memory, as 40GiB", size_text(DEFAULT_HOST_KV), unit="SIZE", common=True
     )
-    host_kv_chunks: int | None = _cache(None, "or in chunks", unit="N")
+    host_kv_chunks: int | None = _cache(None, "or in chunks")
     disk_kv_bytes: int | None = _cache(
         None,
         "KV on disk, as 40GiB",
+        "none",
         unit="SIZE",
-        unset="none",
         common=True,
     )
-    disk_kv_chunks: int | None = _cache(None, "or in chunks", unit="N")
+    disk_kv_chunks: int | None = _cache(None, "or in chunks")
     disk_dir: Path | None = _cache(
-        None, "where the disk cache is, on a local disk", unit="DIR", unset="kv in --state-dir"
+        None,
+        "where the disk cache is, on a local disk",
+        "kv in --state-dir",
+        unit="DIR",
     )
     kv_cache_dtype: str = _cache(
         "auto",
@@ -168,33 +164,33 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     owner_kv_bytes: int | None = _cache(
         None,
         "of each API key's conversations, the latest KV of this size is kept while other KV can go",
+        "keys are not told apart",
         unit="SIZE",
-        unset="keys are not told apart",
         users=User.SERVER,
     )
     link: str = _cache("duplex", "", choices=("duplex", "in-first"), users=SERVERS)
 
     host: str = _http("127.0.0.1", "address to listen on", common=True)
-    port: int = _http(8000, "port to listen on, 0: any free one", common=True)
+    port: int = _http(8000, "port to listen on, 0: any free one", unit="PORT", common=True)
     served_model_name: tuple[str, ...] | None = _http(
         None,
         "the names clients may use, the first one is told",
+        "the engine's directory name",
         unit="NAME",
-        unset="the engine's directory name",
         common=True,
     )
     chat_template: Path | None = _http(
         None,
         "Jinja template",
+        "the engine's own",
         unit="FILE",
-        unset="the engine's own",
         users=User.SERVER | User.OFFLINE,
     )
     api_key: tuple[str, ...] = _http(
         (),
         "clients need one of these keys",
+        "none",
         unit="KEY",
-        unset="none",
         common=True,
     )
     api_key_file: Path | None = _http(None, "more keys, one a line", unit="FILE")
@@ -202,8 +198,8 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         None,
         "a PostgreSQL database for conversations, which several servers share, as "
         "postgresql://USER@HOST/NAME; without a password",
+        f"{HISTORY_URL} of the environment, else a file in --state-dir",
         unit="URL",
-        unset=f"{HISTORY_URL} of the environment, else a file in --state-dir",
         users=SERVERS,
         page="docs/use/shared-histories.md",
     )
@@ -224,24 +220,21 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
             if self.attach is not None and User.TRITON not in declared.users and self.changed(name):
                 raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
         for rivals in RIVALS:
-            given = [name for name in rivals if self.changed(name)]
-            if len(given) > 1:
-                raise SettingError(flag(given[1]), f"cannot be given beside {flag(given[0])}")
-        for name in ("history_ttl", "client_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(flag(name), f"must be more than 0 seconds, not {value}")
-        if not self.shutdown_timeout >= 0:
-            raise SettingError("--shutdown-timeout", f"must not be negative, not {self.shutdown_timeout}")
+            changed = [name for name in rivals if self.changed(name)]
+            if len(changed) > 1:
+                raise SettingError(flag(changed[1]), f"cannot be given beside {flag(changed[0])}")
         if self.owner_kv_bytes is not None and not self.api_key and self.api_key_file is None:
-            raise SettingError("--owner-kv-bytes", "needs --api-key: without keys there is one owner")
+            message = "needs --api-key: without keys there is one owner"
+            raise SettingError("--owner-kv-bytes", message)
         if self.kv_cache_dtype != "auto" and self.lower_tier_kv != "same":
-            message = f"cannot be given beside --kv-cache-dtype {self.kv_cache_dtype}, whose KV is equal on every tier"
+            given = f"--kv-cache-dtype {self.kv_cache_dtype}"
+            message = f"cannot be given beside {given}, whose KV is equal on every tier"
             raise SettingError("--lower-tier-kv", message)
         if self.enforce_eager and self.device != "cuda":
             raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
         if self.device != "cuda" and self.changed("gpu_memory_utilization"):
-            raise SettingError("--gpu-memory-utilization", "needs --device cuda; on a CPU, give --gpu-kv-bytes")
+            message = "needs --device cuda; on a CPU, give --gpu-kv-bytes"
+            raise SettingError("--gpu-memory-utilization", message)
 
     def changed(self, name: str) -> bool:
         """True if the option is not at its default."""
@@ -258,5 +251,8 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         return self.disk_dir or self.state_directory / "kv"
 
 
-DECLARED: dict[str, Declaration] = {f.name: f.metadata["declaration"] for f in fields(ServeSettings)}
+DECLARED: dict[str, Declaration] = {
+    one.name: one.metadata["declaration"]
+    for one in fields(ServeSettings)  # by name
+}
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ServeSettings)}

@@ -290,7 +290,7 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
 
 @pytest.mark.parametrize("seconds", ["-1", "nan"])
 def test_the_grace_time_ends(seconds):
-    with pytest.raises(SettingError, match="--shutdown-timeout: must not be negative, not"):
+    with pytest.raises(SettingError, match="--shutdown-timeout: must be at least 0 seconds, not"):
         http_settings(parse_options(["--engine", "demo", f"--shutdown-timeout={seconds}"]))
 
 
