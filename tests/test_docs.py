@@ -121,7 +121,8 @@ def test_every_figure_is_shown():
 
 
 def test_no_page_has_an_unresolved_merge():
-    assert not [page for page in PAGES if re.search(r"^(
+    assert not [page for page in PAGES if re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)]
+
 
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_a_first_page_is_short(name: str):
@@ -146,7 +147,6 @@ def test_the_reading_path_is_short():
     """Its files exist, and together they have at most as many tokens as its page says."""
     files = reading_path()
     assert len(files) > 20
-<<<<<<< HEAD
     assert tokens(files) <= 42_000
 
 
