@@ -190,7 +190,8 @@ class Versus:
 
     def __init__(self, args: argparse.Namespace):
         """SettingError before anything starts."""
-        self._args, self._preset = args, (preset := PRESETS[args.workload])
+        self._args = args
+        self._preset = preset = PRESETS[args.workload]
         self._deadline = time.monotonic() + args.seconds
         self._servers = [Server.read(text) for text in args.servers or ("pensieve", BEST_VLLM)]
         kinds = {server.kind for server in self._servers}

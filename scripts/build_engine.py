@@ -27,8 +27,8 @@ An engine for measuring needs no checkpoint:
   build_engine --random-weights --config opt-13b/config.json --set max_position_embeddings=16384 \\
       --dtype bfloat16 --device cuda --output engine
 
-Its weights are made anew whenever it is opened, on its device, the same for the same seed and kind of device. It has
-no tokenizer: prompts and replies are token ids.
+Its weights are made anew whenever it is opened, on its device, the same for the same seed and kind
+of device. It has no tokenizer: prompts and replies are token ids.
 """
 
 

@@ -142,7 +142,15 @@ def run(args: argparse.Namespace) -> None:
     sessions = [session for session in drawn if longest_context([session]) <= args.max_model_len]
     print(title_line(COLUMNS), flush=True)
     for routing in ROUTINGS:
-        cluster = Cluster(config, cost, sessions, len(args.url), routing, warm_up_s=args.warm_up_s, seed=args.seed)  # type: ignore[arg-type]
+        cluster = Cluster(
+            config,
+            cost,
+            sessions,
+            len(args.url),
+            routing,  # type: ignore[arg-type]
+            warm_up_s=args.warm_up_s,
+            seed=args.seed,
+        )
         found = {"measured": asyncio.run(measured(args, cluster, routing, sessions))}
         report = cluster.run(args.seconds)
         found["simulated"] = {

@@ -65,8 +65,10 @@ class Counts:
         return f"| {name} | {self.tokens:,} | {self.drafts:,} | {of_check} | {alone:.2f} | {beside:.2f} |"
 
 
-HEADER = """| conversations | reply tokens | checks of drafts | true of drafted, each | tokens/step, alone | not alone |
-|---|---|---|---|---|---|"""
+HEADER = (
+    "| conversations | reply tokens | checks of drafts | true of drafted, each "
+    "| tokens/step, alone | not alone |\n|---|---|---|---|---|---|"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -110,8 +110,10 @@ class Quality:
         )
 
 
-HEADER = """| model | history | error of logits | KL divergence, nats | perplexity | greedy agreement | equal replies |
-|---|---|---|---|---|---|---|"""
+HEADER = (
+    "| model | history | error of logits | KL divergence, nats | perplexity | greedy agreement "
+    "| equal replies |\n|---|---|---|---|---|---|---|"
+)
 
 
 class Context:

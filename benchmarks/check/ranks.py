@@ -75,9 +75,10 @@ def check(args: argparse.Namespace, ranks: Ranks) -> int:
     status = 0
     for directory in args.engine:
         manifest = Manifest.read(directory)
-        config, prompts = ranks.together(lambda: plan_prompts(args, manifest))  # noqa: B023 - called at once
+        config, prompts = ranks.together(partial(plan_prompts, args, manifest))
         dtype = getattr(torch, manifest.dtype)
-        whole = ranks.together(lambda: ask_whole(directory, manifest, config, prompts) if ranks.rank == 0 else None)  # noqa: B023
+        ask = partial(ask_whole, directory, manifest, config, prompts)
+        whole = ranks.together(ask if ranks.rank == 0 else lambda: None)
         group = group or ranks.open_group(args.device, dtype)
         register_group(TENSOR_PARALLEL, group)
         answers = ask_ranks(args, ranks, directory, config, prompts)

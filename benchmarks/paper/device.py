@@ -204,7 +204,8 @@ KERNELS = Measurement(
     kernel_values,
     "hardware",
 )
-PROFILE_WORDS = """pensieve.scripts.profile_engine --engine {engine} --device cuda --max-num-seqs 256
+PROFILE_WORDS = """pensieve.scripts.profile_engine --engine {engine} --device cuda
+                   --max-num-seqs 256
                    --max-num-batched-tokens 2048"""
 PROFILE = Measurement(
     ("3", "4", "section 5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values, "hardware"
@@ -212,7 +213,8 @@ PROFILE = Measurement(
 TIERS = Measurement(
     ("14", "15"), ("benchmarks.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers"), tier_values
 )
-BATCH_WORDS = """benchmarks.tiers --engine {engine} --device cuda --parts batch --history 1024 --prompt 1000 --reply 20
+BATCH_WORDS = """benchmarks.tiers --engine {engine} --device cuda --parts batch
+                 --history 1024 --prompt 1000 --reply 20
                  --turns 64 --repeats 2 --max-num-batched-tokens 2048"""
 BATCH = Measurement(("18", "19", "20"), tuple(BATCH_WORDS.split()), batch_values, "hardware")
 MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {

@@ -327,9 +327,10 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         acc = tl.zeros([ROWS, DIM], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        # tiles of keys   | head |       full        |   tail   |    head: begins before `begin`; full: every row
-        #                 first                                       sees all of it. With WINDOW the head has all
-        #                                                             tiles before the full ones
+        # tiles of keys   | head |       full        |   tail   |
+        #                 first
+        # The head begins before `begin`. Every row sees all of a full tile. With WINDOW the head has
+        # all tiles before the full ones.
         first = begin // KEYS
         count = tl.cdiv(end, KEYS) - first
         if UNMASKED:

@@ -2,9 +2,9 @@
 
 A program is a loader and two groups of four warps, which work side by side:
 
-    loader   takes items, copies chunks into shared memory (TMA)     | item 1: K V K V .. | item 2: K V ..
-    group 0  64 rows: products of a tile beside the softmax of the last  | item 1 ..        | item 2 ..
-    group 1  64 rows, half a tile later                                    | item 1 ..        | item 2 ..
+    loader   | item 1: K V K V .. | item 2: K V ..      copies chunks into shared memory (TMA)
+    group 0      | item 1 ..        | item 2 ..         64 rows: a tile's products, the last's softmax
+    group 1        | item 1 ..        | item 2 ..       64 rows, half a tile later
 
 The loader is ahead: the keys of the next item arrive while the groups end the one before. A group starts its products
 after the other group's, so that one multiplies while the other is at its softmax. Barriers in shared memory say which

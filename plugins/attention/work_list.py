@@ -13,7 +13,7 @@ many of them as fill a tile. Rows of a product do not depend on each other, so t
 
     keys of a segment   kv_start ........................................ kv_len
     splits              |------- first -------|---- second ----|- third -|     see `_cuts`
-    a tile's items                 x                 x           (none: beyond the tile's last query)
+    a tile's items                 x                 x           (none: no query of the tile)
 
 Layers with a window use the same list, if it has no stacks. With a short window their programs take each tile once and
 do not split it, with a long one they skip the items that no query of the tile sees.
@@ -33,13 +33,20 @@ NAMED = 14
 ITEM = NAMED + 2 * STACKED
 """Words of an item.
 
-0  first row in q               5  seat                                           10  1 for a stack, else 0
-1  query tokens                 6  pairs of a token                               11  keys of a split, see `_cuts`
-2  first query's coordinate     7  number of this split                           12  additional keys of the first
-3  first key's coordinate       8  splits of the segment (1: the result is        13  number of the last
-4  end of the keys                 complete)
-                                9  splits that the tile's last query reaches;
-                                   the others are empty
+0   first row in q
+1   query tokens
+2   first query's coordinate
+3   first key's coordinate
+4   end of the keys
+5   seat
+6   pairs of a token
+7   number of this split
+8   splits of the segment; 1: the result is complete
+9   splits that the tile's last query reaches; the others are empty
+10  1 for a stack, else 0
+11  keys of a split, see `_cuts`
+12  additional keys of the first
+13  number of the last
 
 Of a stack, the words from NAMED on are its tokens' rows in q; STACKED words later follow their words 9.
 """

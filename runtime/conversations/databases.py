@@ -132,7 +132,8 @@ SQLITE_TYPES = {
 }
 SQLITE_NAMES = "CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, id);"
 SQLITE_BRANCHES = """
-CREATE INDEX IF NOT EXISTS branches_of ON conversations (owner, parent, number) WHERE kind = 'branch';
+CREATE INDEX IF NOT EXISTS branches_of ON conversations (owner, parent, number)
+WHERE kind = 'branch';
 """
 SQLITE_STATUSES = {
     sqlite3.SQLITE_TOOBIG: 400,

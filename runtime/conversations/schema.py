@@ -23,9 +23,10 @@ CREATE TABLE turns (
     inside {int} NOT NULL,          -- -1: the tokens are of a tokenizer that is not known any more
     text_kept {int} NOT NULL,       -- leading characters of the parent's text
     text {text} NOT NULL,
-    tokenizer {bytes},              -- digest of the tokenizer of `tokens` and `inside`; NULL: of an older program
-    id {bytes}                      -- unique: of the open turn (`Opening.turn`) whose commit this is; NULL: of an
-                                    -- older program, or imported
+    tokenizer {bytes},              -- digest of the tokenizer of `tokens` and `inside`;
+                                    -- NULL: of an older program
+    id {bytes}                      -- unique: of the open turn (`Opening.turn`) whose commit this
+                                    -- is; NULL: of an older program, or imported
 ){strict};
 CREATE INDEX turns_parent ON turns (parent);
 CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL;
@@ -65,7 +66,7 @@ CREATE {lasting} TABLE open_turns (  -- a conversation does not expire while a t
     turn {bytes} NOT NULL,
     conversation {int} NOT NULL,
     alone {int} NOT NULL,            -- 1: the one turn with the server's history
-    until {real} NOT NULL,           -- by the database's clock; then its server has ended without a word
+    until {real} NOT NULL,           -- by the database's clock; then its server has died
     PRIMARY KEY (turn, conversation)
 );
 CREATE INDEX {index_place}open_turns_conversation ON open_turns (conversation);

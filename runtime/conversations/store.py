@@ -60,7 +60,8 @@ LIVE = (
     "WHERE conversation = conversations.number AND until > {clock}))"
 )
 DUE = """
-SELECT {columns} FROM conversations WHERE history_ttl {given} AND {since} <= :due AND kind <> 'removed' AND NOT {live}
+SELECT {columns} FROM conversations
+WHERE history_ttl {given} AND {since} <= :due AND kind <> 'removed' AND NOT {live}
 ORDER BY {since} LIMIT :most
 """
 LINE = """
@@ -75,17 +76,22 @@ TRACE_COLUMNS = "number, parent, digest, kept, length(tokens) / 4 AS own"
 TRACES = "SELECT {columns} FROM turns WHERE number IN ({listed})"
 TRACES_OF_LINES = """
 WITH RECURSIVE past (number) AS (SELECT number FROM turns WHERE number IN ({listed})
-UNION SELECT (SELECT parent FROM turns WHERE turns.number = past.number) FROM past WHERE past.number IS NOT NULL)
+UNION SELECT (SELECT parent FROM turns WHERE turns.number = past.number)
+FROM past WHERE past.number IS NOT NULL)
 SELECT {columns} FROM past JOIN turns USING (number)
 """
 TREE = """
-WITH RECURSIVE tree (number) AS (SELECT head FROM conversations WHERE number IN ({numbers}) AND head IS NOT NULL
-UNION SELECT (SELECT parent FROM turns WHERE turns.number = tree.number) FROM tree WHERE tree.number IS NOT NULL)
+WITH RECURSIVE tree (number) AS (
+SELECT head FROM conversations WHERE number IN ({numbers}) AND head IS NOT NULL
+UNION SELECT (SELECT parent FROM turns WHERE turns.number = tree.number)
+FROM tree WHERE tree.number IS NOT NULL)
 SELECT number FROM tree WHERE number IS NOT NULL
 """
 TREE_TURNS = """
-SELECT number, parent, kept, tokens, (SELECT count(*) FROM turns AS next WHERE next.parent = turns.number)
-+ (SELECT count(*) FROM conversations WHERE head = turns.number) FROM turns WHERE number IN ({numbers})
+SELECT number, parent, kept, tokens,
+(SELECT count(*) FROM turns AS next WHERE next.parent = turns.number)
++ (SELECT count(*) FROM conversations WHERE head = turns.number)
+FROM turns WHERE number IN ({numbers})
 """
 BRANCHES = """
 SELECT {columns} FROM conversations AS whole JOIN conversations AS branch
@@ -93,17 +99,22 @@ ON branch.owner = whole.owner AND branch.parent = whole.id AND branch.kind = 'br
 WHERE whole.kind = 'conversation' AND whole.number IN ({numbers}) ORDER BY branch.number
 """
 UNUSED = """
-WITH RECURSIVE unused (number, parent, depth) AS (SELECT number, parent, 0 FROM turns WHERE number = :head
+WITH RECURSIVE unused (number, parent, depth) AS (
+SELECT number, parent, 0 FROM turns WHERE number = :head
 AND NOT EXISTS (SELECT 1 FROM conversations WHERE head = turns.number)
 AND NOT EXISTS (SELECT 1 FROM turns AS next WHERE next.parent = turns.number)
-UNION ALL SELECT turns.number, turns.parent, depth + 1 FROM unused JOIN turns ON turns.number = unused.parent
+UNION ALL SELECT turns.number, turns.parent, depth + 1
+FROM unused JOIN turns ON turns.number = unused.parent
 WHERE NOT EXISTS (SELECT 1 FROM conversations WHERE head = turns.number)
-AND NOT EXISTS (SELECT 1 FROM turns AS next WHERE next.parent = turns.number AND next.number <> unused.number))
+AND NOT EXISTS (SELECT 1 FROM turns AS next
+WHERE next.parent = turns.number AND next.number <> unused.number))
 SELECT number FROM unused ORDER BY depth
 """
 CHAIN = """
-WITH RECURSIVE chain (number, parent, depth) AS (SELECT number, parent, 1 FROM turns WHERE number = :head
-UNION ALL SELECT turns.number, turns.parent, depth + 1 FROM chain JOIN turns ON turns.number = chain.parent
+WITH RECURSIVE chain (number, parent, depth) AS (
+SELECT number, parent, 1 FROM turns WHERE number = :head
+UNION ALL SELECT turns.number, turns.parent, depth + 1
+FROM chain JOIN turns ON turns.number = chain.parent
 WHERE depth < :most) SELECT number, parent FROM chain ORDER BY depth
 """
 

@@ -212,8 +212,8 @@ class CompletionWriter:
         if not (self._style.token_ids or self._style.echo):
             return ""
         return "".join(
-            f'{self._head}{index},{self._content(Piece(reply.echoed, RowResult(reply.request.id)))},"logprobs":null,'
-            f'"finish_reason":null{self._prompt_ids(reply)}{self._tail}'
+            f"{self._head}{index},{self._content(Piece(reply.echoed, RowResult(reply.request.id)))}"
+            f',"logprobs":null,"finish_reason":null{self._prompt_ids(reply)}{self._tail}'
             for index, reply in enumerate(replies)
         )
 
@@ -230,7 +230,8 @@ class CompletionWriter:
         reason = f'"{finish}","stop_reason":{json.dumps(piece.stop)}' if finish else "null"
         content = self._content(piece)
         logprobs = json.dumps(self._logprobs(piece)) if result.logprobs else "null"
-        return f'{self._head}{index},{content},"logprobs":{logprobs},"finish_reason":{reason}{ids}{self._tail}'
+        ending = f'"logprobs":{logprobs},"finish_reason":{reason}{ids}'
+        return f"{self._head}{index},{content},{ending}{self._tail}"
 
     def stored(self, replies: Sequence[Reply]) -> str | None:
         """The stored body with which later calls get the answer; None except for a response."""

@@ -243,7 +243,8 @@ class Ranks:
         """The store through which NCCL's ranks find each other."""
         local = self.local_size == self.size
         host = self._messages.bcast("127.0.0.1" if local else socket.gethostname())
-        first, store = self.rank == 0, torch.distributed.TCPStore  # type: ignore[attr-defined]
+        first = self.rank == 0
+        store = torch.distributed.TCPStore  # type: ignore[attr-defined]
         if first:
             served = store(host, 0, self.size, is_master=True, wait_for_workers=False)
         port = self._messages.bcast(served.port if first else None)

@@ -1,7 +1,9 @@
 """The device memory from which a step reads its batch: fixed addresses, sizes from a short list, one upload.
 
-    staging (pinned)  | token ids | positions | slots | segments | sample rows | feeds | sharing |  | everything else |
-                       \\_______________ one copy, to where the graphs read ________________/    \\__ another one __/
+    | token ids | positions | slots | segments | sample rows | feeds | sharing | everything else |
+     \\______________ one copy, to where the graphs read ______________________/ \\_ another one _/
+
+Both copies are from pinned memory.
 
 The first parts are the inputs of `PackedBatch`, in its order. Each begins at a multiple of 16 bytes, so kernels are
 compiled for one alignment.

@@ -249,7 +249,11 @@ import sys, yaml
 from ray.serve.schema import ServeDeploySchema
 from pensieve.ray_serve.application import build
 config = ServeDeploySchema.model_validate(yaml.safe_load(sys.stdin.read()))
-known = {deployment.name for application in config.applications for deployment in application.deployments}
+known = {
+    deployment.name
+    for application in config.applications
+    for deployment in application.deployments
+}
 assert known == {build(config.applications[0].args)._bound_deployment.name}
 """
 

@@ -39,7 +39,8 @@ TEMPLATE = """
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}
 {{- '}\n</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\n' }}

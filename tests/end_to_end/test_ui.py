@@ -36,7 +36,9 @@ SMALL = (
 KEY, OTHER_KEY, NEW_KEY = "of-the-visitors", "of-the-other", "of-a-newcomer"
 WATCH = """
 window.violations = [];
-document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));
+document.addEventListener("securitypolicyviolation", (event) => {
+    window.violations.push(event.violatedDirective);
+});
 """
 SIZES = pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 
@@ -389,7 +391,8 @@ def test_large_numbers_fit_their_boxes(server, browser, size):
                 const inside = box.getBoundingClientRect();
                 const range = document.createRange();
                 range.selectNodeContents(box);
-                return [...range.getClientRects()].some((part) => part.left < inside.left || part.right > inside.right);
+                return [...range.getClientRects()].some(
+                    (part) => part.left < inside.left || part.right > inside.right);
             }).map((box) => box.textContent);
         }""")
         assert cut == []

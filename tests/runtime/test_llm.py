@@ -319,7 +319,8 @@ def test_no_lane_outlives_python(cache):
     """With an LLM that is not closed; handlers run in the reverse order of their registration."""
     code = f"""
 import atexit, threading
-atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name.startswith("lane")]))
+names = lambda: [thread.name for thread in threading.enumerate()]
+atexit.register(lambda: print([name for name in names() if name.startswith("lane")]))
 from pensieve import LLM
 LLM("demo", **{SIZES}).chat({QUESTION})
 """

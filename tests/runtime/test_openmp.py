@@ -106,7 +106,8 @@ tasks = Path("/proc/self/task")
 
 def sleeps():
     texts = [status.read_text() for status in tasks.glob("*/status")]
-    return sum(int(number) for text in texts for number in re.findall(r"\\nvoluntary_ctxt_switches:\\s*(\\d+)", text))
+    switches = r"\\nvoluntary_ctxt_switches:\\s*(\\d+)"
+    return sum(int(number) for text in texts for number in re.findall(switches, text))
 
 def regions():
     before = sleeps()

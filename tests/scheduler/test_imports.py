@@ -16,7 +16,8 @@ import importlib, importlib.util, sys, types
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if not name.startswith("pensieve.scheduler.") and name.partition(".")[0] not in sys.stdlib_module_names:
+        own = name.startswith("pensieve.scheduler.")
+        if not own and name.partition(".")[0] not in sys.stdlib_module_names:
             raise ImportError(f"the scheduler may not import {name}")
 
 sys.meta_path.insert(0, Refuse())

@@ -190,8 +190,10 @@ def test_fields_that_have_no_effect_here_are_accepted(ask: Callable[..., Any]) -
 
 # -- templates and grammars
 
-TEMPLATE = """{% if enable_thinking is false %}quick {% endif %}{{ reasoning_effort or "" }}{{ bos_token }}
-{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}{{ documents or "" }}"""
+TEMPLATE = """{% if enable_thinking is false %}quick {% endif %}
+{{- reasoning_effort or "" }}{{ bos_token }}
+{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}
+{{- messages[0].content }}{{ documents or "" }}"""
 VARIABLES = {"enable_thinking": False, "bos_token": "<b>", "documents": ["d"], "self": 1, "not a name": 2}
 
 

@@ -67,7 +67,9 @@ def test_mpirun_minds_nothing_that_a_killed_one_of_its_number_has_left(tmp_path)
     script = tmp_path / "mpirun"
     script.write_text(f"""#!/bin/sh
 mkdir -p "$TMPDIR/ompi.$$"
-for name in "" ".$$" ".prterun-$(hostname -s)-$$@0"; do touch "$TMPDIR/ompi.$$/pmix.$(hostname -s).tool$name"; done
+for name in "" ".$$" ".prterun-$(hostname -s)-$$@0"; do
+    touch "$TMPDIR/ompi.$$/pmix.$(hostname -s).tool$name"
+done
 exec {find_mpirun()} "$@"
 """)
     script.chmod(0o755)
