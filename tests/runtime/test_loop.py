@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from benchmarks.check.house import ROOMS, planners
+from benchmarks.check.house import SHIPPED, planners
 from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
@@ -60,4 +60,4 @@ def test_without_requests_nothing_is_launched():
 
 def test_only_the_loop_plans_steps():
     """Elsewhere only the simulator and tests of the scheduler do."""
-    assert planners(*ROOMS, "benchmarks", "tests") == {"runtime/loop.py"}
+    assert planners(*SHIPPED, "benchmarks", "tests") == {"runtime/loop.py"}
