@@ -393,7 +393,7 @@ def line(row: GpuRow) -> str:
 
 
 def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    """As `compare`."""
+    """See `compare`."""
     batches = [batch(text) for text in args.generation]
     generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
     print(f"| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running | {generation} | "

@@ -321,7 +321,7 @@ def source_metric(source: str) -> str:
 
 
 def read_metrics(server: Server) -> dict[str, float]:
-    """As `Server.metrics`; empty if the server has no metrics or has ended."""
+    """Returns `Server.metrics`; empty if the server has no metrics or has ended."""
     try:
         return server.metrics()
     except (ServerError, UnicodeDecodeError):

@@ -104,12 +104,12 @@ class MemoryDisk:
 
 
 def always_load(cost: CostProfile) -> CostProfile:
-    """As if computing took for ever."""
+    """Pretends that computing takes for ever."""
     return replace(cost, chunk_seconds=1e3)
 
 
 def never_load(cost: CostProfile) -> CostProfile:
-    """As if computing took no time."""
+    """Pretends that computing takes no time."""
     return replace(cost, chunk_seconds=1e-9, attention=((1, 0.0),))
 
 

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Parity:
-    """As `check_ranks`, for an engine of one rank."""
+    """Does what `check_ranks` does, for an engine of one rank."""
     return check_ranks([engine], config, [weights])
 
 

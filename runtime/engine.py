@@ -53,7 +53,7 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: int) -> Tensor:
-        """As `Decoder.forward`."""
+        """Computes what `Decoder.forward` does."""
         return self._decoder(batch, pool)
 
 

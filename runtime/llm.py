@@ -171,7 +171,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}.
+        """Generates like `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}.
 
         chat_template_kwargs variables for the chat template, as {"enable_thinking": False}
         tools                functions in OpenAI's form, for the chat template; a reply's calls of them stay in its text
@@ -188,7 +188,7 @@ class LLM:
         conversation: str | None = None,
         history: str = "client",
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields an output each time a prompt's replies grow. It holds the whole replies so far; the
+        """Generates like `generate`, but yields an output each time a prompt's replies grow. It holds the whole replies so far; the
         last one is `finished`. Prompts are aborted if the iterator is closed early."""
         return self._run(self._completions(prompts, sampling_params, conversation, history), grown=True)
 
@@ -202,7 +202,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `stream`, for dialogues."""
+        """Streams like `stream`, for dialogues."""
         more = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
         jobs = self._chats(messages, sampling_params, conversation, history, more)
         return self._run(jobs, grown=True)
@@ -277,7 +277,7 @@ class LLM:
         return outputs
 
     def _outputs(self, jobs: list[_Job], grown: bool) -> Iterator[Any]:
-        """As `_run`, after one None."""
+        """Yields None once, then what `_run` yields."""
         waiting, self._running = deque(jobs), True
         try:
             yield None

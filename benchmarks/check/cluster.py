@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def config_of(args: argparse.Namespace, cost: CostProfile) -> SchedulerConfig:
-    """As the servers have it. SettingError."""
+    """Returns the settings of a server. SettingError."""
     names = ("gpu_kv_chunks", "host_kv_chunks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
     sizes = {name: getattr(args, name) for name in names}
     config = SchedulerConfig(**sizes, chunk_tokens=cost.chunk_tokens, conversation_ttl=inf)

@@ -271,7 +271,7 @@ def measure(
 
 
 def machine(lines: Lines) -> str:
-    """As result lines name it."""
+    """Returns its name in result lines."""
     for line in lines:
         if name := line.get("hardware") or line.get("gpu") or line.get("machine", {}).get("name"):
             return str(name)

@@ -27,7 +27,7 @@ class Machine(NamedTuple):
 A100 = Machine(156e12, 1.6e12, 26e9)
 """Half of its bf16 peak in large steps, four fifths of its memory's speed in small ones."""
 H200 = Machine(624e12, 4.25e12, 54.4e9)
-"""As measured: docs/measured/steps.md."""
+"""Measured: docs/measured/steps.md."""
 MEMORY = {"A100": A100.memory, "H200": H200.memory}
 """By a word of a GPU's name."""
 

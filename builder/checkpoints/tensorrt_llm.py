@@ -259,7 +259,7 @@ def _open(path: Path) -> dict[str, Any]:
 def read_legacy_weights(
     directory: Path, config: DecoderConfig, dtype: torch.dtype, rank: int = 0, ranks: int = 1
 ) -> CheckpointWeights:
-    """As `hugging_face.read_weights`, for one of any number of ranks."""
+    """Reads weights like `hugging_face.read_weights`, for one of any number of ranks."""
     files = legacy_files(directory, read_json(directory / "config.json"))
     wanted = weight_sources(Shard(config, ranks, rank))
     _check_names(files, wanted, config)

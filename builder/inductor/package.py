@@ -47,6 +47,6 @@ class Package:
         self._loader.load_constants(self._constants, False, True, True)  # active, complete, managed by the caller
 
     def __call__(self, batch: ForwardBatch, pool: int) -> Tensor:
-        """As `Decoder.forward`."""
+        """Computes what `Decoder.forward` does."""
         (logits,) = self._loader.run([*batch.tensors(), torch.tensor(pool)])
         return logits

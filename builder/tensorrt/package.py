@@ -108,7 +108,7 @@ class TensorRTLayers(nn.Module):
         self._kernels: dict[int, _Kernels] = {}  # of each pool, by its handle
 
     def forward(self, x: Tensor, change: None, inputs: LayerInputs) -> tuple[Tensor, None]:
-        """As `model.Layer`, on the current stream. Overwrites x."""
+        """Computes what `model.Layer` does, on the current stream. Overwrites x."""
         batch, rotary, pool = inputs
         now = Sizes(len(x), *batch.block_table.shape)
         context = self._context(now.tokens)

@@ -38,7 +38,7 @@ def numbers(codes, kind: tl.constexpr):
 
 @triton.jit
 def scaled_numbers(codes, scale, kind: tl.constexpr):
-    """As `numbers`, times the scale of each row. Exact in bfloat16 and float32; in float16 it may overflow."""
+    """Returns `numbers` times the scale of each row. Exact in bfloat16 and float32; in float16 it may overflow."""
     return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(kind)
 
 

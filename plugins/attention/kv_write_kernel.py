@@ -77,7 +77,7 @@ def _turn(source, target, row, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def _encode(source, codes, exponents, row, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
-    """As `_turn`, for a pool in eight bits. All dimensions of a head are in one tensor, because they share an
+    """Does what `_turn` does, for a pool in eight bits. All dimensions of a head are in one tensor, because they share an
     exponent."""
     dim = tl.arange(0, DIM)
     mask = kept[:, None] & (dim < HEAD_DIM)[None, :]

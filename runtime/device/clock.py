@@ -15,7 +15,7 @@ WINDOW_S = 1.0
 
 
 class Event(Protocol):
-    """As `torch.cuda.Event(enable_timing=True)`."""
+    """Stands for `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self, stream: Any) -> None: ...
     def query(self) -> bool: ...

@@ -34,7 +34,7 @@ HALF_BYTES = 32 * 2**20
 """Bytes of a half of a staging buffer: it takes 0.6 ms on the link, much longer than issuing it. A record must fit."""
 
 CopyCall = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
-"""As `CudaRuntime.copy_batch`."""
+"""See `CudaRuntime.copy_batch`."""
 
 
 class _Half:

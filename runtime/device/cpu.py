@@ -96,7 +96,7 @@ class CpuDevice:
         self._queues[lane].put(task)
 
     def _issue_work(self, lane: Lane, task: Callable[[], None]) -> None:
-        """As `_issue`, but the lane may sleep first."""
+        """Issues like `_issue`, but the lane may sleep first."""
         delay = self._disturb(lane) if self._disturb else 0.0
 
         def delayed() -> None:

@@ -329,12 +329,12 @@ class ChatBody(ChoicesBody):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """As in `GenerationBody`."""
+        """See `GenerationBody`."""
         return with_effort(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """As in `GenerationBody`."""
+        """See `GenerationBody`."""
         given = self.max_completion_tokens
         return ("max_tokens", self.max_tokens) if given is None else ("max_completion_tokens", given)
 

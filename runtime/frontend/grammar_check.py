@@ -57,7 +57,7 @@ class GrammarChecker:
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
-        """As `Grammars`."""
+        """See `Grammars`."""
         about = list(map(str, (MOST_SECONDS, MOST_BYTES, tokenizer, vocab_size, *stop_ids)))
         self._threads = ThreadPoolExecutor(CHECKERS, "grammars")
         self._free = deque(self._threads.map(CheckProcess, [about] * CHECKERS))
@@ -170,7 +170,7 @@ class CheckProcess:
 
 
 def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> GrammarChecker | None:
-    """As `GrammarChecker`; None if the engine has no tokenizer (""), or one whose tokens are not bytes."""
+    """Makes a `GrammarChecker`. Returns None if the engine has no tokenizer (""), or one whose tokens are not bytes."""
     if not tokenizer:
         return None
     try:

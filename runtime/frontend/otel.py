@@ -51,7 +51,7 @@ class Tracing:
     def traced(
         self, call: GenerationCall, headers: Headers, replies: Collection[Reply]
     ) -> AbstractContextManager[None]:
-        """As `watched`, for a call with these request headers. `replies` may be filled meanwhile."""
+        """Watches like `watched`, for a call with these request headers. `replies` may be filled meanwhile."""
         return watched(lambda unfinished, status: self._end(call, headers, list(replies), unfinished, status))
 
     def close(self) -> None:

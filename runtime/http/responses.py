@@ -114,12 +114,12 @@ class ResponseBody(GenerationBody):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """As in `GenerationBody`."""
+        """See `GenerationBody`."""
         return with_effort(self.chat_template_kwargs, self.reasoning.effort if self.reasoning is not None else None)
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """As in `GenerationBody`."""
+        """See `GenerationBody`."""
         return "max_output_tokens", self.max_output_tokens
 
     def messages(self) -> list[Message]:

@@ -29,7 +29,7 @@ class GrammarMatchers:
         self._matchers: dict[RequestId, LLMatcher] = {}
 
     def begin(self, grammar: str) -> Future[LLMatcher]:
-        """As `Grammars`."""
+        """See `Grammars`."""
         return self._grammars.begin(grammar)
 
     def keep(self, request: RequestId, compiled: LLMatcher) -> None:

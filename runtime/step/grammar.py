@@ -142,7 +142,7 @@ def _deep_threads(count: int) -> ThreadPoolExecutor:
 
 
 def open_grammars(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> Grammars | None:
-    """As `Grammars`. Returns None if the engine has no tokenizer (""), or one whose tokens are not bytes (this is
+    """Makes `Grammars`. Returns None if the engine has no tokenizer (""), or one whose tokens are not bytes (this is
     logged)."""
     if not tokenizer:
         return None

@@ -54,7 +54,7 @@ class Scores(NamedTuple):
         )
 
     def entries(self, tops: Sequence[int]) -> list[TokenLogprobs]:
-        """As plain data, each with the number of likeliest tokens given in `tops` [N]."""
+        """Returns the scores of each row in plain data, each with the number of likeliest tokens given in `tops` [N]."""
         columns = (column.tolist() for column in self)
         return [
             TokenLogprobs(logprob, rank, tuple(ids[:top]), tuple(logprobs[:top]))
@@ -134,11 +134,11 @@ class SharedSampler:
         self._sampler, self._group = sampler, group
 
     def start(self, starts: tuple[PenaltyStart, ...]) -> None:
-        """As `Sampler.start`; only rank 0 has penalties."""
+        """Starts like `Sampler.start`; only rank 0 has penalties."""
         self._sampler.start(starts)
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
-        """As `Sampler.sample`; only rank 0 returns scores."""
+        """Samples like `Sampler.sample`; only rank 0 returns scores."""
         if self._group.rank == 0:
             tokens, scores = self._sampler.sample(logits, inputs)
         else:

@@ -91,7 +91,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
+    """Does what transformers does. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -143,7 +143,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token) or "" if token in self.special else ""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """As `encode`, and the place in the text at which each token begins. A space in front of a token belongs to
+        """Returns the ids of `encode`, and the place in the text at which each token begins. A space in front of a token belongs to
         it."""
         (encoded,) = self._tokenizer.encode_batch([text])
         places, done = [], 0
@@ -228,7 +228,7 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """As `decode`, with the text forms of special tokens, and without the interpreter lock (as `_ids`): a client
+        """Decodes like `decode`, with the text forms of special tokens, and without the interpreter lock (as `_ids`): a client
         may send millions of ids."""
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)
         return text

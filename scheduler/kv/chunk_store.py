@@ -286,7 +286,7 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
-        """As `release_gpu` for idle chunks of one group. Returns how many of them are dropped."""
+        """Does what `release_gpu` does, for idle chunks of one group. Returns how many of them are dropped."""
         for chunk in victims:
             self.gpu.give(chunk.gpu)
             chunk.gpu = NO_SLOT
@@ -305,7 +305,7 @@ class ChunkStore:
         return len(dropped)
 
     def drop_from_host(self, victims: Sequence[Chunk]) -> None:
-        """As `drop` for chunks of one group of `host_only`."""
+        """Does what `drop` does, for chunks of one group of `host_only`."""
         for chunk in victims:
             self.host.give(chunk.host)
             chunk.host = NO_SLOT
@@ -362,7 +362,7 @@ class ChunkStore:
         chunk.disk = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
-        """As `release_host` for a copy that this plan's swap-in still reads. Nothing else in this plan may take the
+        """Does what `release_host` does, for a copy that this plan's swap-in still reads. Nothing else in this plan may take the
         slot."""
         self._late_host_slots.append(chunk.host)
         chunk.host = NO_SLOT

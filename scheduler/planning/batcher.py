@@ -171,7 +171,7 @@ class Batcher:
     # -- known tokens
 
     def plan_fair_spans(self, builder: PlanBuilder) -> None:
-        """As `plan_spans`, but if several owners have prompts to compute, each gets an equal share of the budget.
+        """Plans like `plan_spans`, but if several owners have prompts to compute, each gets an equal share of the budget.
 
         The rest of the budget is for requests that join, then for any row.
         """

@@ -41,7 +41,7 @@ class DiskWork:
         return self._chunk_keys.all(tokens, salt, shared)
 
     def erase(self, keys: Iterable[ChunkKey]) -> None:
-        """As `Conversations.delete`, for a conversation that has not been active since the start: drops the chunks of
+        """Deletes like `Conversations.delete`, for a conversation that has not been active since the start: drops the chunks of
         these keys, which are made one by one. A long log takes several plans."""
         self._deletions.begin(self._deletions.drop(keys, units=2))
 

@@ -126,7 +126,7 @@ class CacheLookup:
         return self._step_growth(tokens, len(turn.tokens))
 
     def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
-        """As `work`, for the tokens that the turn computes if it joins with these needs."""
+        """Predicts like `work`, for the tokens that the turn computes if it joins with these needs."""
         return self._step_growth(needs.computed, len(turn.tokens))
 
     def _step_growth(self, tokens: int, context: int) -> float:

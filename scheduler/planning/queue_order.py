@@ -100,7 +100,7 @@ class QueueOrder:
                 other.allowance -= work + turn.reply_work
 
     def _by_owner(self, now: float) -> Iterator[Turn]:
-        """As `preferred`, but requests of owners with fewer seats first. The number of seats may grow meanwhile."""
+        """Orders like `preferred`, but requests of owners with fewer seats first. The number of seats may grow meanwhile."""
         held, preferred, places = self._held, self.preferred(now), defaultdict[str, deque[int]](deque)
         for place, turn in enumerate(preferred):
             places[turn.request.owner].append(place)

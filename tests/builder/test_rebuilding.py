@@ -49,7 +49,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_an_engine_that_cannot_be_opened_any_more_is_built_again(damage, checkpoint, tmp_path):
-    """As the refusal advises: "build the engine again"."""
+    """Follows the refusal's advice: "build the engine again"."""
     engine = tmp_path / "engine"
     build_engine(checkpoint, engine)
     damage(engine)
@@ -142,7 +142,7 @@ def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp
 
 
 def test_what_is_not_the_systems_is_not_blamed_on_the_output(checkpoint, tmp_path, monkeypatch):
-    """As ctypes and torch say that a library cannot be loaded."""
+    """The words in which ctypes and torch say that a library cannot be loaded."""
 
     def load(*_, **__):
         raise OSError("libmade.so: cannot open shared object file")

@@ -242,7 +242,7 @@ def test_what_does_not_divide_is_refused(change, ranks, possible):
 
 
 def exported(decoder):
-    """As engines are compiled: one token, one sample or none are nothing special."""
+    """Shapes with which engines are compiled: one token, one sample or none are nothing special."""
     batch, differing = traced_batch(torch.device("cpu"))
     with _config.patch(backed_size_oblivious=True):
         return torch.export.export(decoder, (batch, 12345), dynamic_shapes=(differing, Dim.DYNAMIC))

@@ -32,7 +32,7 @@ def test_an_unknown_field_is_no_error(server: Server) -> None:
 
 
 def test_an_ignored_field_is_named_in_a_header(server: Server) -> None:
-    """As an extension: a client can find out which of its fields had no effect."""
+    """Extension: a client can find out which of its fields had no effect."""
     ask = server.client.chat.completions.with_raw_response
     extra = {"no_such_field": 1, "nor_this": 2}
     answer = ask.create(model=server.model, messages=user("hi"), max_tokens=2, extra_body=extra)
@@ -56,7 +56,7 @@ def test_guided_fields_are_followed(server: Server) -> None:
 
 
 def test_a_misspelt_field_of_an_extension_is_refused(server: Server) -> None:
-    """As an extension: BadRequestError that names it, where ignoring it would lose the history."""
+    """Extension: BadRequestError that names it, where ignoring it would lose the history."""
     if server.raw("/v1/conversations")[0] != 200:
         server.skip("the server has no conversations")
     error = server.refuses(openai.BadRequestError, lambda: server.chat(extra_body={"converation": "c"}))
@@ -76,7 +76,7 @@ def test_a_served_server_is_healthy(server: Server) -> None:
 
 
 def test_a_process_is_alive_and_tells_its_version(server: Server) -> None:
-    """As vLLM does at /version; /live is an extension, for probes that restart a process."""
+    """Equal to vLLM at /version; /live is an extension, for probes that restart a process."""
     status, body = server.raw("/version")
     assert status == 200 and json.loads(body)["version"]
     if server.raw("/live")[0] == 404:

@@ -260,7 +260,7 @@ def check_greedy(reference, tokens, start, undecided=UNDECIDED):
 
 @torch.inference_mode()
 def check_overflowing(reference, tokens, start, windows: ContextWindow, base):
-    """As `check_greedy` where nothing before `base` exists, and each position sees its window only."""
+    """Checks like `check_greedy` where nothing before `base` exists, and each position sees its window only."""
     last = len(tokens) - 1
     if windows.mode == RECOMPUTE:  # each window is a context of its own
         while start <= last:

@@ -43,7 +43,7 @@ class SumsEngine(FakeEngine):
 
 def every_next_token_of(largest):
     def every_next_token(tokens):
-        """As `fake_engine.next_token`, for every beginning of the context at once: tokens [1, n]."""
+        """Computes `fake_engine.next_token` for every beginning of the context at once: tokens [1, n]."""
         at = torch.arange(tokens.shape[1])
         sums = sum(((tokens[0] * 31 + at * 17 + layer * 7) % largest).cumsum(0) for layer in range(3))
         return SimpleNamespace(logits=torch.nn.functional.one_hot(sums % VOCAB, VOCAB).float().unsqueeze(0))

@@ -58,7 +58,7 @@ def test_the_configuration_file_counts_and_flags_override_it(server):
 
 
 def test_smaller_priorities_are_served_first(server):
-    """As shown by the server's log: the clients' threads may see the ends in another order."""
+    """The order is that of the server's log: the clients' threads may see the ends in another order."""
     numbers = {}
 
     def one(number, priority):

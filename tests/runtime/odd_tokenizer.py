@@ -36,7 +36,7 @@ def merging_tokenizer() -> tokenizers.Tokenizer:
 
 
 def spaced_tokenizer() -> tokenizers.Tokenizer:
-    """As sentencepiece does it: a space in front of every text, which decoding takes away again."""
+    """Does what sentencepiece does: a space in front of every text, which decoding takes away again."""
     signs = ["▁", "\n", *"abcdefghijklmnopqrstuvwxyz:!", "ab", "▁a"]
     vocabulary = {sign: at for at, sign in enumerate(["<unk>", *signs])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b"), ("▁", "a")], unk_token="<unk>"))

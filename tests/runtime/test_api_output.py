@@ -153,7 +153,7 @@ def test_echo_repeats_what_was_written_special_tokens_too(ask: Ask) -> None:
 
 
 def test_offsets_of_tokens_that_the_text_would_not_be_encoded_to(tokenizer_directory: Path) -> None:
-    """As a conversation's may be, which the model has written."""
+    """The model may have written such tokens of a conversation."""
     writer = LogprobsWriter(Tokenizer.load(tokenizer_directory), 0, None)
     x, y = byte_tokens("xy")
     assert writer.offsets([1, x, EOS, y], "<s>x</s>y") == [0, 3, 4, 8]  # encoded it has a second <s>

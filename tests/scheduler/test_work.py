@@ -40,7 +40,7 @@ def little(harness, most=LARGEST_PIECE):
 
 
 def submit(harness, prompt, conversation=None, **fields):
-    """As `Harness.submit`, but the prompt is prepared in pieces."""
+    """Submits like `Harness.submit`, but the prompt is prepared in pieces."""
     harness.ids += 1
     request = Request(harness.ids, array("i", prompt), 4, conversation=conversation, **fields)
     harness.salts[request.id] = request.salt

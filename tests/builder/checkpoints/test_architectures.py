@@ -75,7 +75,7 @@ def test_frequencies_are_those_of_transformers(scaling):
 
 
 def test_a_length_of_the_original_training_beside_the_rotary_settings_wins_over_theirs():
-    """As in transformers."""
+    """Equal to transformers."""
     parameters = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
     config = LlamaConfig(head_dim=64, rope_parameters=parameters, original_max_position_embeddings=32)
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")

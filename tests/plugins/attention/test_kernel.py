@@ -162,7 +162,7 @@ def bfloat16_products(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_products):
-    """As exact as plain attention over the decoded KV, and a row's bits are equal with any neighbours. The sizes of
+    """Exact like plain attention over the decoded KV, and a row's bits are equal with any neighbours. The sizes of
     values differ by up to 2**20."""
     q, segments, block_table, pool = random_batch(6, heads, kv_heads, head_dim, dtype, LENGTHS, chunk)
     generator = torch.Generator(DEVICE).manual_seed(1)

@@ -148,7 +148,7 @@ def slots_of(*numbers):
 
 
 def used_records(shape, count, layers):
-    """As in a reused pinned buffer: padding is zero, all else is old data."""
+    """The state of a reused pinned buffer: padding is zero, all else is old data."""
     at, heads = layout(shape), math.prod(shape[2:4])
     records = torch.randint(1, 256, (count, layers, at.length), generator=torch.Generator().manual_seed(0)).byte()
     records[..., at.bases + heads * shape[5] : at.escapes] = 0

@@ -101,7 +101,7 @@ def test_what_torch_promises_of_an_operation_holds():
 
 
 def test_weights_may_be_stored_by_columns():
-    """As packages on a CPU have them."""
+    """The form of packages on a CPU."""
     x, chosen, shares, up, down = case("of every number", torch.float32)
     by_columns = [weight.t().contiguous().t() for weight in (up, down)]
     expected = torch.ops.pensieve.experts(x, chosen, shares, up, down)

@@ -205,7 +205,7 @@ def test_leases_are_renewed_again_after_any_error_of_the_database(serve: Any, po
 def test_a_transaction_that_pauses_for_too_long_is_tried_again_later(
     serve: Any, postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a stop of the whole process: the database has ended the session meanwhile."""
+    """The state after a stop of the whole process: the database has ended the session meanwhile."""
     monkeypatch.setitem(databases.SETTINGS, "idle_in_transaction_session_timeout", 20)
     find, paused = HistoryStore._find, list[str]()
 

@@ -36,7 +36,7 @@ def engine(tmp_path_factory):
 
 
 def earlier_histories(digest):
-    """As versions left them that had one state directory for all engines."""
+    """Makes directories of versions that had one state directory for all engines."""
     shared = default_state_dir()
     shared.mkdir(parents=True)
     store = HistoryStore(shared / HISTORY_FILE)

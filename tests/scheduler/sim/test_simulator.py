@@ -307,7 +307,7 @@ def test_what_is_skipped_leaves_rows_and_plans_as_they_would_be():
 
 
 def one_step(scheduler, flight):
-    """As the loop does it: plan, then apply the step before."""
+    """Does what the loop does: plan, then apply the step before."""
     plan = scheduler.next_plan(1.0)
     if plan is not None:
         flight.append(plan)
