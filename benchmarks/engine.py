@@ -118,7 +118,7 @@ def batch_for(requests: int, new: int, vocab: int, context: int = CONTEXT) -> Fo
 
 
 def batch_of_parts(parts: Sequence[Part], vocab: int) -> ForwardBatch:
-    """As `batch_for`, with its own part for each request; chunks are those of the pool's first slots, in order."""
+    """Makes a batch like `batch_for`, with its own part for each request; chunks are those of the pool's first slots, in order."""
     blocks = [-(-part.context // CHUNK) for part in parts]
     table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
     pieces = []

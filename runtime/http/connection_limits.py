@@ -74,7 +74,8 @@ class PatientProtocol(H11Protocol):
                 self._start_body()
         elif state is not h11.IDLE or self._body_since is not None or self.transport.is_closing():
             self._stop_waiting()
-        if state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:  # type: ignore[attr-defined]
+        answered = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
+        if state in answered and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:
             # uvicorn stops reading while a further request is buffered; the connection's end would not be seen
             self.flow.resume_reading()
 
