@@ -1,8 +1,10 @@
-"""Clients of a completions endpoint, in several processes, that play conversations and time the answers.
+"""Clients of a completions endpoint, in several processes, that play conversations and time the
+answers.
 
-Every event is counted when it happens, and only inside the measured window: a request when it is sent, a first token, a
-gap between two events, a token when it arrives, a whole reply when it ends. So the window's edges cut nothing off, and
-an overloaded server does not look better because its unfinished replies are left out.
+Every event is counted when it happens, and only inside the measured window: a request when it is
+sent, a first token, a gap between two events, a token when it arrives, a whole reply when it ends.
+So the window's edges cut nothing off, and an overloaded server does not look better because its
+unfinished replies are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from pensieve.scripts.simulation.traces import Encode
 from .workload import Words
 
 CONNECT_SECONDS = 10
-KEEPALIVE_SECONDS = 2  # less than servers' (5 s): a connection is not used while the server closes it
+# less than servers' (5 s): a connection is not used while the server closes it
+KEEPALIVE_SECONDS = 2
 START_SECONDS = 0.2  # for the word to reach every process
 PATIENCE_SECONDS = 60  # for a process to import its modules, or to return its measurements
 
@@ -66,7 +69,8 @@ class Tally:
     gaps              between two events of a reply with tokens
     open_at_start, open_at_end
                       open requests at these times
-    busy              share of a core that the busiest client process used: near 1 the client measures its own limit
+    busy              share of a core that the busiest client process used: near 1 the client
+                      measures its own limit
     """
 
     sent: int = 0
@@ -96,7 +100,8 @@ class Failed(Exception):
 
 
 class Reply:
-    """What came of one request so far. Without token ids from the server, events with text count as a token each."""
+    """What came of one request so far. Without token ids from the server, events with text count as
+    a token each."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -107,8 +112,8 @@ class Reply:
         self._rest = b""
 
     def read(self, data: bytes) -> list[int]:
-        """Takes a piece of the answer's bytes; returns the token count of each of its events that has tokens. Raises
-        Failed."""
+        """Takes a piece of the answer's bytes; returns the token count of each of its events that
+        has tokens. Raises Failed."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         brought = []
         for line in lines:
@@ -143,7 +148,11 @@ class Reply:
 
     @property
     def length(self) -> int:
-        return self.tokens if self.has_ids or self.usage is None else int(self.usage["completion_tokens"])
+        return (
+            self.tokens
+            if self.has_ids or self.usage is None
+            else int(self.usage["completion_tokens"])
+        )
 
     @property
     def cached(self) -> int | None:
@@ -157,14 +166,17 @@ class Client:
     def __init__(self, target: Target, words: Words, window: Window, start: float):
         """`start`: by `clock`, the run's start."""
         self.tally = Tally()
-        self._target, self._words = target, words
-        self._begin, self._end = start + window.start, start + window.end
+        self._target = target
+        self._words = words
+        self._begin = start + window.start
+        self._end = start + window.end
         self._start = start
         self._encode = load_encode(target.tokenizer)
         self._conversations: set[asyncio.Task[None]] = set()
 
     async def run(self, arrivals: Sequence[Arrival]) -> Tally:
-        """Plays the conversations until the window ends; requests that are open then are cut off."""
+        """Plays the conversations until the window ends; requests that are open then are cut
+        off."""
         async with open_session(self._target) as self._session:
             measured = asyncio.create_task(self._measure_itself())
             coming = asyncio.create_task(self._receive(arrivals))
@@ -202,7 +214,8 @@ class Client:
         for index in range(arrival.turn, len(turns)):
             wanted = turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
             left = arrival.think_s if index == arrival.turn else None
-            tally = self.tally if left is None else Tally()  # a history that is sent for one token is not measured
+            # a history that is sent for one token is not measured
+            tally = self.tally if left is None else Tally()
             reply = await self._ask(prompt, wanted, self._words.name(arrival), tally)
             if left is not None:
                 self.tally.errors += tally.errors
@@ -216,11 +229,16 @@ class Client:
             else:
                 await _until(self._start + arrival.at + left)
 
-    async def _ask(self, prompt: list[int], wanted: int, conversation: str, tally: Tally) -> Reply | None:
-        reply, sent = Reply(), clock()
+    async def _ask(
+        self, prompt: list[int], wanted: int, conversation: str, tally: Tally
+    ) -> Reply | None:
+        reply = Reply()
+        sent = clock()
         tally.sent += self._measured(sent)
         try:
-            await self._stream(body(self._target, prompt, wanted, conversation), reply, sent, len(prompt), tally)
+            await self._stream(
+                body(self._target, prompt, wanted, conversation), reply, sent, len(prompt), tally
+            )
             now = clock()
             if reply.length < wanted:
                 raise Failed("short reply")
@@ -239,11 +257,15 @@ class Client:
             tally.open_at_start += sent < self._begin <= now
             tally.open_at_end += sent < self._end <= now
 
-    async def _stream(self, content: bytes, reply: Reply, sent: float, prompt_tokens: int, tally: Tally) -> None:
+    async def _stream(
+        self, content: bytes, reply: Reply, sent: float, prompt_tokens: int, tally: Tally
+    ) -> None:
         """Raises Failed with the kind of the failure."""
         last = sent
         try:
-            async with self._session.post(f"{self._target.url}/v1/completions", data=content) as response:
+            async with self._session.post(
+                f"{self._target.url}/v1/completions", data=content
+            ) as response:
                 if response.status != 200:
                     raise Failed(f"HTTP {response.status}")
                 async for data in response.content.iter_any():
@@ -265,8 +287,11 @@ class Client:
         return self._begin <= now < self._end
 
 
-def _count(tally: Tally, brought: list[int], now: float, last: float, first_of: int | None, sent: float) -> None:
-    """Events that came at `now`, together; `first_of`: the prompt's length if the reply begins with them."""
+def _count(
+    tally: Tally, brought: list[int], now: float, last: float, first_of: int | None, sent: float
+) -> None:
+    """Events that came at `now`, together; `first_of`: the prompt's length if the reply begins with
+    them."""
     for index, tokens in enumerate(brought):
         tally.output_tokens += tokens
         if index == 0 and first_of is not None:
@@ -282,7 +307,9 @@ def open_session(target: Target) -> aiohttp.ClientSession:
         headers["Authorization"] = f"Bearer {target.api_key}"
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=target.timeout_s),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=target.timeout_s
+        ),
         headers=headers,
     )
 
@@ -305,8 +332,8 @@ def body(target: Target, prompt: list[int], max_tokens: int, conversation: str) 
 
 
 def load_encode(tokenizer: str | None) -> Encode | None:
-    """Returns a function from text to token ids with a tokenizer.json, without special tokens. Raises the tokenizers
-    library's errors."""
+    """Returns a function from text to token ids with a tokenizer.json, without special tokens.
+    Raises the tokenizers library's errors."""
     if tokenizer is None:
         return None
     import tokenizers  # text alone needs it
@@ -328,7 +355,14 @@ class Load:
     `start` is the run's start by `clock`. The processes begin together, after their imports.
     """
 
-    def __init__(self, target: Target, arrivals: Sequence[Arrival], words: Words, window: Window, processes: int):
+    def __init__(
+        self,
+        target: Target,
+        arrivals: Sequence[Arrival],
+        words: Words,
+        window: Window,
+        processes: int,
+    ):
         self._window = window
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -360,11 +394,13 @@ class Load:
             worker.join()
 
     def result(self) -> Tally:
-        """The sum of all processes' counts, after the window has ended. Raises ChildProcessError if a process is
-        lost."""
+        """The sum of all processes' counts, after the window has ended. Raises ChildProcessError if
+        a process is lost."""
         whole = Tally()
         for pipe in self._pipes:
-            whole.add(_receive(pipe, max(0.0, self.start + self._window.end - clock()) + PATIENCE_SECONDS))
+            whole.add(
+                _receive(pipe, max(0.0, self.start + self._window.end - clock()) + PATIENCE_SECONDS)
+            )
         return whole
 
 
@@ -377,7 +413,9 @@ def _receive(pipe: Connection, seconds: float) -> Any:
     raise ChildProcessError("a client process says nothing")
 
 
-def _work(pipe: Connection, target: Target, arrivals: Sequence[Arrival], words: Words, window: Window) -> None:
+def _work(
+    pipe: Connection, target: Target, arrivals: Sequence[Arrival], words: Words, window: Window
+) -> None:
     pipe.send(None)
     client = Client(target, words, window, pipe.recv())
     pipe.send(asyncio.run(client.run(arrivals)))

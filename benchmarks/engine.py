@@ -1,21 +1,23 @@
-"""benchmarks.engine: times a compiled forward pass against the reference's, and engines of large models on a GPU.
+"""benchmarks.engine: times a compiled forward pass against the reference's, and engines of large
+models on a GPU.
 
     python -m benchmarks.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
     python -m benchmarks.engine gpu [--shapes opt-13b ...] [--backends reference inductor tensorrt]
         [--dtype float16] [--generation 1x256 64x256 ...] [--weights same fp8 int4]
 
-compare: the time outside attention, which both engines share. Prints medians of batches with one new token for each
-request, or with one prompt; then runs all steps of a chat load, each once.
+compare: the time outside attention, which both engines share. Prints medians of batches with one
+new token for each request, or with one prompt; then runs all steps of a chat load, each once.
 
-gpu: for each shape, with random weights, an engine of each backend is built, opened and run: a prompt, then generation,
-both captured. Printed for each:
+gpu: for each shape, with random weights, an engine of each backend is built, opened and run: a
+prompt, then generation, both captured. Printed for each:
 
     build, load        seconds; of a compiled engine also its compiler's
-    loading            peak GPU memory while it was opened, besides the weights' own bytes (random weights are made one
-                       tensor at a time, so a tensor or two)
-    running            peak GPU memory while steps ran, besides weights and KV pool: activations, a step's logits,
-                       graphs
-    generation         ms for a step, and the share of the minimum: weights and KV bytes at 4.25 TB/s
+    loading            peak GPU memory while it was opened, besides the weights' own bytes (random
+                       weights are made one tensor at a time, so a tensor or two)
+    running            peak GPU memory while steps ran, besides weights and KV pool: activations, a
+                       step's logits, graphs
+    generation         ms for a step, and the share of the minimum: weights and KV bytes at 4.25
+                       TB/s
     prompt             ms for a step of one prompt
 
 The last line is JSON.
@@ -58,14 +60,16 @@ CHUNK = 32
 
 
 class Part(NamedTuple):
-    """One request's share of a step: its `new` last tokens of `context`, and whether the last of them is sampled."""
+    """One request's share of a step: its `new` last tokens of `context`, and whether the last of
+    them is sampled."""
 
     new: int
     context: int
     samples: bool = True
 
 
-CONTEXT = 128  # tokens of a row that generates: short, because attention's time is subtracted but its noise is not
+# tokens of a row that generates: short, because attention's time is subtracted but its noise is not
+CONTEXT = 128
 BATCHES = {
     "1 row generates": [Part(1, CONTEXT)],
     "4 rows generate": [Part(1, CONTEXT)] * 4,
@@ -84,7 +88,8 @@ class Spent:
     """Seconds of a clock inside the operations that every backend calls."""
 
     def __init__(self, clock: Clock) -> None:
-        self.seconds, self.clock = 0.0, clock
+        self.seconds = 0.0
+        self.clock = clock
         for name in ("write_kv", "multi_token_attention"):
             setattr(attention_reference, name, self._timed(getattr(attention_reference, name)))
 
@@ -118,7 +123,8 @@ def batch_for(requests: int, new: int, vocab: int, context: int = CONTEXT) -> Fo
 
 
 def batch_of_parts(parts: Sequence[Part], vocab: int) -> ForwardBatch:
-    """Makes a batch like `batch_for`, with its own part for each request; chunks are those of the pool's first slots, in order."""
+    """Makes a batch like `batch_for`, with its own part for each request; chunks are those of the
+    pool's first slots, in order."""
     blocks = [-(-part.context // CHUNK) for part in parts]
     table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
     pieces = []
@@ -139,9 +145,12 @@ class Comparison:
     """Both engines, over one pool of `slots` chunks; `step` runs one batch on each."""
 
     def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
-        self.engines, self.spent = engines, spent
+        self.engines = engines
+        self.spent = spent
         self.vocab = engines[0].manifest.vocab_size
-        self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].kv_dtype))
+        self.handle = register_pool(
+            torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].kv_dtype)
+        )
 
     def step(self, batch: ForwardBatch) -> list[float]:
         """Milliseconds outside attention of each engine, then all of them."""
@@ -180,14 +189,19 @@ class Recorder(VirtualDevice):
     def launch(self, plan: StepPlan, now: float) -> float:
         if plan.tokens:
             generated = [Part(1, position + 1) for position in plan.positions]
-            spans = [Part(span.end - span.start, span.end, bool(span.samples)) for span in plan.spans]
+            spans = [
+                Part(span.end - span.start, span.end, bool(span.samples)) for span in plan.spans
+            ]
             self.steps.append((*generated, *spans))
         return super().launch(plan, now)
 
 
 def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part, ...]]:
-    """The steps of `users` conversations like ShareGPT's, of `turns` turns at most; nothing is evicted."""
-    drawn = synthetic(CHATS["sharegpt"], conversations=users, sessions_per_s=1.0, think_s=2.0, seed=seed)
+    """The steps of `users` conversations like ShareGPT's, of `turns` turns at most; nothing is
+    evicted."""
+    drawn = synthetic(
+        CHATS["sharegpt"], conversations=users, sessions_per_s=1.0, think_s=2.0, seed=seed
+    )
     sessions = [session._replace(turns=session.turns[:turns]) for session in drawn]
     longest = longest_context(sessions)
     config = SchedulerConfig(
@@ -228,7 +242,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             engines.append(open_engine(Path(directory) / backend))
         steps = chat_steps()
         slots = max(slots_of(parts) for parts in (*BATCHES.values(), *steps))
-        bench = Comparison(engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter))
+        bench = Comparison(
+            engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter)
+        )
         rows = [bench.batch(name, args.seconds) for name in BATCHES]
         rows.append(bench.chats(steps))
     print("| batch | reference, ms | inductor, ms | ratio | with attention: reference | inductor |")
@@ -251,7 +267,8 @@ REPEATS = 30
 
 
 class GpuRow(NamedTuple):
-    """Seconds, bytes, and milliseconds: of each generation of the options, in their order, and of a prompt."""
+    """Seconds, bytes, and milliseconds: of each generation of the options, in their order, and of a
+    prompt."""
 
     shape: str
     backend: str
@@ -270,13 +287,20 @@ class GpuRow(NamedTuple):
 
 
 def bench_on_gpu(
-    config: Path, backend: str, dtype: str, weights: str, batches: Sequence[tuple[int, int]], directory: Path,
+    config: Path,
+    backend: str,
+    dtype: str,
+    weights: str,
+    batches: Sequence[tuple[int, int]],
+    directory: Path,
     kv_cache_dtype: str = "auto",
-) -> GpuRow:  # fmt: skip
+) -> GpuRow:
     """batches: (rows, context) of each generation. Raises SettingError as building does."""
     start = time.perf_counter()
     path = directory / f"{backend}-{weights}"
-    built = build_random_engine(config, path, backend=backend, dtype=dtype, device="cuda", weights=weights)
+    built = build_random_engine(
+        config, path, backend=backend, dtype=dtype, device="cuda", weights=weights
+    )
     build_seconds = time.perf_counter() - start
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -307,20 +331,27 @@ def bench_on_gpu(
 
 
 def floor_ms(engine: Engine, rows: int, context: int) -> float:
-    """The time to read the KV that a layer's window reaches, and the weights, without those of experts that no row
-    chooses, if all are equally likely."""
+    """The time to read the KV that a layer's window reaches, and the weights, without those of
+    experts that no row chooses, if all are equally likely."""
     decoder = engine.manifest.decoder
     keys = sum(min(context, decoder.window(layer) or context) for layer in range(decoder.layers))
     kv = rows * keys * engine.chunk_bytes(CHUNK) // CHUNK // decoder.layers
-    others = 1 - decoder.experts_per_token / max(decoder.experts, 1)  # the share that a row does not choose
-    unread = (engine.parameters - engine.active_parameters) * others ** (rows - 1) * engine.dtype.itemsize
+    # the share that a row does not choose
+    others = 1 - decoder.experts_per_token / max(decoder.experts, 1)
+    unread = (
+        (engine.parameters - engine.active_parameters)
+        * others ** (rows - 1)
+        * engine.dtype.itemsize
+    )
     return 1e3 * (engine.weight_bytes - unread + kv) / FLOOR_BYTES_S
 
 
 @torch.inference_mode()
-def run(engine: Engine, batches: Sequence[tuple[int, int]], before: int) -> tuple[int, int, list[float], float]:
-    """Returns (bytes of the pool, peak bytes besides those allocated before the engine, milliseconds of each
-    generation, of a prompt)."""
+def run(
+    engine: Engine, batches: Sequence[tuple[int, int]], before: int
+) -> tuple[int, int, list[float], float]:
+    """Returns (bytes of the pool, peak bytes besides those allocated before the engine,
+    milliseconds of each generation, of a prompt)."""
     slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
     for rows, context in batches:
         if rows * -(-context // CHUNK) > slots:
@@ -334,7 +365,9 @@ def run(engine: Engine, batches: Sequence[tuple[int, int]], before: int) -> tupl
     return pool.nbytes, torch.cuda.max_memory_allocated() - before, times, prompt
 
 
-def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0) -> Callable[..., Any]:
+def step_of(
+    engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0
+) -> Callable[..., Any]:
     """Returns a function that calls how(step) while the pool is registered."""
     from pensieve.plugins.attention.kernel import (
         make_work_list,  # imported here because only CUDA installations have Triton
@@ -344,7 +377,9 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
     batch = batch_for(requests, new, engine.vocab_size, context).map(lambda part: part.cuda())
     shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
     capacity = Capacity(requests * new, requests, batch.block_table.shape[1] * CHUNK)
-    work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype)
+    work = make_work_list(
+        capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype
+    )
 
     def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
         handle = register_pool(pool, work=work)
@@ -377,7 +412,9 @@ def captured_ms(step: Callable[[], Tensor]) -> float:
 
 def line(row: GpuRow) -> str:
     mib, gib = 2**20, 2**30
-    steps = [f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True)]
+    steps = [
+        f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True)
+    ]
     cells = (
         row.shape,
         f"{row.backend}, {row.dtype}, {row.weights}",
@@ -396,8 +433,11 @@ def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
     """See `compare`."""
     batches = [batch(text) for text in args.generation]
     generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
-    print(f"| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running | {generation} | "
-          f"prompt of {PROMPT} |")  # fmt: skip
+    print(
+        "| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running "
+        f"| {generation} | "
+        f"prompt of {PROMPT} |"
+    )
     print("|---|---|---|---|---|---|---|" + "---|" * len(batches) + "---|")
     rows = []
     for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
@@ -431,11 +471,21 @@ def parser() -> argparse.ArgumentParser:
     add_kv_cache_dtype(gpu)
     option = gpu.add_argument
     option(
-        "--shapes", nargs="+", default=["llama-3-8b", "llama-2-13b-gqa"], metavar="NAME", help="of benchmarks/shapes/"
+        "--shapes",
+        nargs="+",
+        default=["llama-3-8b", "llama-2-13b-gqa"],
+        metavar="NAME",
+        help="of benchmarks/shapes/",
     )
     option("--backends", nargs="+", default=["reference", "inductor"], metavar="NAME")
     option("--dtype", default="bfloat16", help="(default %(default)s)")
-    option("--generation", nargs="+", default=GENERATION, metavar="ROWSxCONTEXT", help="(default %(default)s)")
+    option(
+        "--generation",
+        nargs="+",
+        default=GENERATION,
+        metavar="ROWSxCONTEXT",
+        help="(default %(default)s)",
+    )
     option("--weights", nargs="+", default=["same"], choices=WEIGHTS)
     return made
 

@@ -1,16 +1,18 @@
-"""Times the attention kernel on a GPU beside FlashAttention-3's measured times and three other ways to the same result.
+"""Times the attention kernel on a GPU beside FlashAttention-3's measured times and three other ways
+to the same result.
 
-    python -m benchmarks.kernels [--heads 40/10 ...] [--shapes decode ...] [--queries 1 2 4] [--plot FILE]
-    python -m benchmarks.kernels --sharing
+    python -m benchmarks.kernels [--heads 40/10 ...] [--shapes decode ...] [--queries 1 2 4] [--plot
+    FILE] python -m benchmarks.kernels --sharing
 
-Ways: `ours`, over scattered chunks; `in a row`, ours in a graph of eight layers, per layer; `contiguous`, PyTorch's
-FlashAttention-2 over KV that lies contiguous for free; `copy out`, the same behind a copy out of the chunks; `one
-token`, one launch of our kernel that takes each query token for a request of its own; `rounds`, where each request has
-the same few query tokens: one launch after the other, for the first query token of each request, then the second. Each
-is a captured graph, launched with a cold L2 and timed by events; the median counts. The last line is JSON.
+Ways: `ours`, over scattered chunks; `in a row`, ours in a graph of eight layers, per layer;
+`contiguous`, PyTorch's FlashAttention-2 over KV that lies contiguous for free; `copy out`, the same
+behind a copy out of the chunks; `one token`, one launch of our kernel that takes each query token
+for a request of its own; `rounds`, where each request has the same few query tokens: one launch
+after the other, for the first query token of each request, then the second. Each is a captured
+graph, launched with a cold L2 and timed by events; the median counts. The last line is JSON.
 
-`--sharing`: generating rows whose contexts begin with the same chunks, ours with stacks and without, beside the time to
-read each chunk once.
+`--sharing`: generating rows whose contexts begin with the same chunks, ours with stacks and
+without, beside the time to read each chunk once.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ MOST_ROUNDS = 32  # each round has a work list of its own
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by HEADS, if known.
+    """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by
+    HEADS, if known.
 
     shared   how many leading tokens all requests have in the same chunks
     """
@@ -84,16 +87,20 @@ SHAPES = (
 
 def sharing_shape(rows: int, shared: int, context: int) -> Shape:
     """`rows` generating requests; the other two in units of 1,024 tokens."""
-    return Shape(f"{rows} x {context}k share {shared}k", ((1, 1024 * context),) * rows, shared=1024 * shared)
+    return Shape(
+        f"{rows} x {context}k share {shared}k", ((1, 1024 * context),) * rows, shared=1024 * shared
+    )
 
 
-SHARED = ((4, 8), (4, 24), (15, 24), (16, 24), (4, 128), (16, 128), (64, 128))  # thousands of tokens, of a context
+# thousands of tokens, of a context
+SHARED = ((4, 8), (4, 24), (15, 24), (16, 24), (4, 128), (16, 128), (64, 128))
 SHARING = tuple(sharing_shape(rows, *tokens) for rows in (8, 16, 64) for tokens in SHARED)
 SHARING_HEADS = (32, 8)  # of Llama-3-8B
 
 
 def queries_shape(queries: int) -> Shape:
-    """32 requests of that many query tokens at 8,192, a point of Pensieve's figure 12 with other query sizes."""
+    """32 requests of that many query tokens at 8,192, a point of Pensieve's figure 12 with other
+    query sizes."""
     return Shape(f"queries 32 x {queries} at 8192", ((queries, 8192),) * 32)
 
 
@@ -101,7 +108,8 @@ class Batch:
     """The tensors of one shape, whose chunks lie in random order in the first slots of a pool."""
 
     def __init__(self, shape: Shape, heads: int, pool: Tensor):
-        self.shape, self.pool = shape, pool
+        self.shape = shape
+        self.pool = pool
         blocks = [-(-context // CHUNK) for _, context in shape.requests]
         common = shape.shared // CHUNK
         own = [blocks[0], *(count - common for count in blocks[1:])]
@@ -115,13 +123,18 @@ class Batch:
         self.sharing[0, 1] = 0
         starts = [0, *itertools.accumulate(queries for queries, _ in shape.requests)]
         rows = [
-            (at, n, 0, context, i) for i, (at, (n, context)) in enumerate(zip(starts, shape.requests, strict=False))
+            (at, n, 0, context, i)
+            for i, (at, (n, context)) in enumerate(zip(starts, shape.requests, strict=False))
         ]
         single = [(at + j, 1, 0, end - n + j + 1, i) for at, n, _, end, i in rows for j in range(n)]
-        self.segments, self.single = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, single))
+        self.segments, self.single = (
+            torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, single)
+        )
         queries = shape.requests[0][0]
         self.rounds = (
-            [self.single[j::queries] for j in range(queries)] if shape.uniform and queries <= MOST_ROUNDS else []
+            [self.single[j::queries] for j in range(queries)]
+            if shape.uniform and queries <= MOST_ROUNDS
+            else []
         )
         self.q = torch.randn(starts[-1], heads, HEAD_DIM, device="cuda").to(torch.bfloat16)
         self.ends = [0, *itertools.accumulate(context for _, context in shape.requests)]
@@ -129,14 +142,19 @@ class Batch:
 
     def work(self, segments: Tensor, sharing: Tensor | None = None) -> WorkList:
         capacity = Capacity(len(self.q), len(segments), int(segments[:, 3].max()))
-        heads, kv_heads = self.q.shape[1], self.pool.shape[3]
-        work = attention_kernel.make_work_list(capacity, heads, kv_heads, HEAD_DIM, self.q.dtype, pool=self.pool)
+        heads = self.q.shape[1]
+        kv_heads = self.pool.shape[3]
+        work = attention_kernel.make_work_list(
+            capacity, heads, kv_heads, HEAD_DIM, self.q.dtype, pool=self.pool
+        )
         generation = int(segments[:, 1].max()) == 1
         work.build(segments, 1 if generation else None, sharing)  # as the device does it
         return work
 
     def attend(self, work: WorkList, layer: int) -> Tensor:
-        return attention_kernel.multi_token_attention(self.q, self.block_table, self.pool, layer, SCALE, work)
+        return attention_kernel.multi_token_attention(
+            self.q, self.block_table, self.pool, layer, SCALE, work
+        )
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Slot and offset of every context's tokens, one behind the other."""
@@ -158,7 +176,11 @@ class Batch:
             def uniform(kv: Tensor) -> Tensor:
                 k, v = (x.view(count, context, *x.shape[1:]).transpose(1, 2) for x in kv.unbind(1))
                 op = torch.ops.aten._scaled_dot_product_flash_attention
-                return op(q, k, v, 0.0, queries > 1, scale=SCALE)[0].transpose(1, 2).reshape(self.q.shape)
+                return (
+                    op(q, k, v, 0.0, queries > 1, scale=SCALE)[0]
+                    .transpose(1, 2)
+                    .reshape(self.q.shape)
+                )
 
             return uniform
         ends = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.starts, self.ends)]
@@ -192,7 +214,9 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def median_seconds(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
+def median_seconds(
+    work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
+) -> float:
     """Of one call of `work`. The time of `before`, called before each one, is not counted."""
     times = []
     for _ in range(UNCOUNTED + repeats):
@@ -207,27 +231,35 @@ def median_seconds(work: Callable[[], object], repeats: int, before: Callable[[]
 
 
 def microseconds(run: Callable[[], object], flush: Tensor, repeats: int = 25) -> float:
-    """Median time of one captured run, each with a cold L2; the launch itself hides behind the flush."""
+    """Median time of one captured run, each with a cold L2; the launch itself hides behind the
+    flush."""
     return 1e6 * median_seconds(captured(run), repeats, before=flush.zero_)
 
 
 def ceilings(flush: Tensor) -> dict[str, float]:
-    """Bandwidth of reading and writing, both counted, in TB/s and bf16 matrix rate in TFLOP/s, of this machine now."""
+    """Bandwidth of reading and writing, both counted, in TB/s and bf16 matrix rate in TFLOP/s, of
+    this machine now."""
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
     copy = microseconds(lambda: torch.add(source, 1.0, out=target), flush)
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     product = microseconds(lambda: a @ b, flush)
-    return {"copy_tb_s": 2 * source.nbytes / copy / 1e6, "matrix_tflop_s": 2 * 8192**3 / product / 1e6}
+    return {
+        "copy_tb_s": 2 * source.nbytes / copy / 1e6,
+        "matrix_tflop_s": 2 * 8192**3 / product / 1e6,
+    }
 
 
 def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
     """Microseconds by way; `error` of ours relative to FlashAttention-2's result."""
     work = batch.work(batch.segments)
     times = {"ours": microseconds(lambda: batch.attend(work, 1), flush)}
-    times["in a row"] = microseconds(lambda: [batch.attend(work, i % LAYERS) for i in range(8)], flush, 9) / 8
+    times["in a row"] = (
+        microseconds(lambda: [batch.attend(work, i % LAYERS) for i in range(8)], flush, 9) / 8
+    )
     if others:
-        flash, places = batch.flash(), batch.places()
+        flash = batch.flash()
+        places = batch.places()
         kv = batch.copied(places, 1)
         difference = batch.attend(work, 1).float() - flash(kv).float()
         times["error"] = float(difference.norm() / flash(kv).float().norm())
@@ -237,15 +269,21 @@ def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
         times["one token"] = microseconds(lambda: batch.attend(alone, 1), flush, 9)
         if batch.rounds:
             rounds = [batch.work(segments) for segments in batch.rounds]
-            times["rounds"] = microseconds(lambda: [batch.attend(work, 1) for work in rounds], flush, 9)
+            times["rounds"] = microseconds(
+                lambda: [batch.attend(work, 1) for work in rounds], flush, 9
+            )
     return times
 
 
 def measure_sharing(flush: Tensor, tb_s: float) -> list[dict]:
-    """Prints and returns a row for each of SHARING. tb_s: bandwidth for the time to read each chunk once."""
+    """Prints and returns a row for each of SHARING. tb_s: bandwidth for the time to read each chunk
+    once."""
     heads, kv_heads = SHARING_HEADS
     pool = random_pool(max(shape.slots for shape in SHARING), kv_heads, fp8=False, layers=1)
-    print("shape                   unique MB  roofline us  stacked  of roofline  alone  ratio  equal bits")
+    print(
+        "shape                   unique MB  roofline us  stacked  of roofline  alone  ratio  equal "
+        "bits"
+    )
     results = []
     for shape in SHARING:
         batch = Batch(shape, heads, pool)
@@ -253,13 +291,24 @@ def measure_sharing(flush: Tensor, tb_s: float) -> list[dict]:
         equal = torch.equal(batch.attend(alone, 0), batch.attend(stacked, 0))
         read = shape.slots * pool[0].nbytes
         roofline = read / tb_s / 1e6
-        ours, before = (microseconds(partial(batch.attend, work, 0), flush) for work in (stacked, alone))
+        ours, before = (
+            microseconds(partial(batch.attend, work, 0), flush) for work in (stacked, alone)
+        )
         print(
-            f"{shape.name:24} {read / 1e6:8.0f} {roofline:12.1f} {ours:8.1f} {roofline / ours:12.2f} "
+            f"{shape.name:24} {read / 1e6:8.0f} {roofline:12.1f} {ours:8.1f} "
+            f"{roofline / ours:12.2f} "
             f"{before:6.0f} {before / ours:6.2f}  {equal}",
             flush=True,
         )
-        results.append({"shape": shape.name, "roofline": roofline, "stacked": ours, "alone": before, "equal": equal})
+        results.append(
+            {
+                "shape": shape.name,
+                "roofline": roofline,
+                "stacked": ours,
+                "alone": before,
+                "equal": equal,
+            }
+        )
     return results
 
 
@@ -269,22 +318,43 @@ def plot(results: list[dict], path: str) -> None:
     for heads, axis in zip(HEADS, axes, strict=True):
         rows = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
         for way in ("ours", "contiguous", "copy out", "one token", "rounds", "fa3"):
-            axis.plot([int(r["shape"].split()[-1]) for r in rows], [r[way] for r in rows], marker="o", label=way)
-        axis.set(title=f"{heads} heads", xlabel="context, tokens", ylabel="us", yscale="log", xscale="log")
+            axis.plot(
+                [int(r["shape"].split()[-1]) for r in rows],
+                [r[way] for r in rows],
+                marker="o",
+                label=way,
+            )
+        axis.set(
+            title=f"{heads} heads",
+            xlabel="context, tokens",
+            ylabel="us",
+            yscale="log",
+            xscale="log",
+        )
     axes[0].legend()
     figure.savefig(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="times the attention kernel beside others")
-    parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads/key heads")
-    parser.add_argument("--shapes", nargs="+", default=("",), help="shapes whose names contain one of these")
     parser.add_argument(
-        "--queries", nargs="+", type=int, default=(), help="also 32 requests of that many query tokens at 8,192"
+        "--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads/key heads"
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", default=("",), help="shapes whose names contain one of these"
+    )
+    parser.add_argument(
+        "--queries",
+        nargs="+",
+        type=int,
+        default=(),
+        help="also 32 requests of that many query tokens at 8,192",
     )
     parser.add_argument("--only-ours", action="store_true", help="leave the other ways out")
     add_kv_cache_dtype(parser)
-    parser.add_argument("--sharing", action="store_true", help="only rows that share chunks, heads 32/8")
+    parser.add_argument(
+        "--sharing", action="store_true", help="only rows that share chunks, heads 32/8"
+    )
     parser.add_argument("--plot", help="file for the figure")
     options = parser.parse_args()
     fp8 = options.kv_cache_dtype != "auto"  # only for our kernel
@@ -292,7 +362,10 @@ def main() -> None:
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     limits = ceilings(flush)
     report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **limits}
-    print(f"{report['gpu']}: copy {limits['copy_tb_s']:.2f} TB/s, matrix {limits['matrix_tflop_s']:.0f} TFLOP/s")
+    print(
+        f"{report['gpu']}: copy {limits['copy_tb_s']:.2f} TB/s, matrix "
+        f"{limits['matrix_tflop_s']:.0f} TFLOP/s"
+    )
     if options.sharing:
         print(json.dumps({**report, "sharing": measure_sharing(flush, limits["copy_tb_s"])}))
         return
@@ -311,14 +384,26 @@ def main() -> None:
             if shape.fa3:
                 row["fa3"] = shape.fa3[HEADS.index(heads)]
             row |= measure(Batch(shape, q_heads, pool), flush, not (options.only_ours or fp8))
-            read = sum(context for _, context in shape.requests) * kv_heads * 2 * pool.shape[5] * pool.element_size()
-            work = sum(n * (context - (n - 1) / 2) for n, context in shape.requests) * q_heads * HEAD_DIM * 4
+            read = (
+                sum(context for _, context in shape.requests)
+                * kv_heads
+                * 2
+                * pool.shape[5]
+                * pool.element_size()
+            )
+            work = (
+                sum(n * (context - (n - 1) / 2) for n, context in shape.requests)
+                * q_heads
+                * HEAD_DIM
+                * 4
+            )
             row |= {"tb_s": read / row["ours"] / 1e6, "tflop_s": work / row["ours"] / 1e6}
             others = "".join(f"{row.get(way, 0):11.0f}" for way in ways)
             fa3 = row.get("fa3", 0)
             print(
                 f"{shape.name:28} {heads:6} {fa3:6} {row['ours']:8.1f} {fa3 / row['ours']:5.2f} "
-                f"{row['in a row']:8.1f} {row['tb_s']:6.2f} {row['tflop_s']:7.0f} {others} {row.get('error', 0):9.2g}",
+                f"{row['in a row']:8.1f} {row['tb_s']:6.2f} {row['tflop_s']:7.0f} {others} "
+                f"{row.get('error', 0):9.2g}",
                 flush=True,
             )
             results.append(row)

@@ -1,6 +1,8 @@
-"""The base of the benchmarks of steps and tiers: a device that keeps times, and the service's loop without messages.
+"""The base of the benchmarks of steps and tiers: a device that keeps times, and the service's loop
+without messages.
 
-Also shared by their commands: counts as options, parts, the engine loaded once, lines and JSON of each part.
+Also shared by their commands: counts as options, parts, the engine loaded once, lines and JSON of
+each part.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ _Device: Any = object  # of the class that mixes it in
 
 
 class Timed(_Device):
-    """A mixin of devices: records when copies in and steps began and ended, on the device's own clock.
+    """A mixin of devices: records when copies in and steps began and ended, on the device's own
+    clock.
 
-    Several executors may use it one after the other. Only the first one makes the pools and loads the engine, so it
-    must have the largest pools and the smallest layer groups. It is ended by `end`, not by `close`. A later executor
-    with fewer gates marks only those; the others stay open.
+    Several executors may use it one after the other. Only the first one makes the pools and loads
+    the engine, so it must have the largest pools and the smallest layer groups. It is ended by
+    `end`, not by `close`. A later executor with fewer gates marks only those; the others stay open.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,8 @@ class Timed(_Device):
         self.copies_in: list[tuple[Any, Any]] = []
         self.steps: list[tuple[Any, Any]] = []
         self.late = 0
-        """Steps that were issued only after the previous one had ended: the device may have waited."""
+        """Steps that were issued only after the previous one had ended: the device may have
+        waited."""
 
     def stamp(self, lane: Lane) -> Any:
         """Takes the time at this point of the lane's order."""
@@ -88,12 +92,16 @@ class Timed(_Device):
         self.recording, self.late = True, 0
         self.copies_in, self.steps = [], []
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
+    def allocate_pool(
+        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+    ) -> None:
         if tier not in self._allocated:
             super().allocate_pool(tier, shape, dtype, form)
             self._allocated.add(tier)
 
-    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
+    def load(
+        self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
+    ) -> None:
         if not self._loaded:
             super().load(engine, seats, blocks, gates, most_tokens)
             self._loaded = True
@@ -114,7 +122,8 @@ class Timed(_Device):
         self._open = self._start
 
     def mark(self, lane: Lane, gate: int | None = None) -> Any:
-        # `sample` ends with a mark. A stamp after it might not be passed when the step is known to be complete.
+        # `sample` ends with a mark. A stamp after it might not be passed when the step is known to
+        # be complete.
         if lane is Lane.COMPUTE and self._open is not None:
             self.late += bool(self.steps) and self.passed(self.steps[-1][1])
             self.steps.append((self._open, self.stamp(lane)))
@@ -180,8 +189,8 @@ class Pools:
     disk = 0
 
     def config(self) -> SchedulerConfig:
-        """Eviction is least recently used, and all idle chunks are copied out ahead of time: a displaced history
-        leaves no chunk on the GPU."""
+        """Eviction is least recently used, and all idle chunks are copied out ahead of time: a
+        displaced history leaves no chunk on the GPU."""
         return SchedulerConfig(
             gpu_kv_chunks=self.gpu,
             host_kv_chunks=self.host,
@@ -198,8 +207,8 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of the host's work in a pass of the loop, the time when its result was applied, and rows that got a
-    token."""
+    """Seconds of the host's work in a pass of the loop, the time when its result was applied, and
+    rows that got a token."""
 
     plan: float
     launch: float
@@ -225,7 +234,8 @@ class Answer:
 
 
 class Loop:
-    """The engine's loop with requests of random tokens; keeps their answers and the times of its steps."""
+    """The engine's loop with requests of random tokens; keeps their answers and the times of its
+    steps."""
 
     def __init__(
         self,
@@ -237,20 +247,27 @@ class Loop:
         make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
     ):
         """Finds the records of an earlier executor on the disk, as after a restart."""
-        self.config, self.device = config, device
-        self.scheduler, self.executor = Scheduler(config, cost), make_executor(device, engine, config)
+        self.config = config
+        self.device = device
+        self.scheduler = Scheduler(config, cost)
+        self.executor = make_executor(device, engine, config)
         self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
         self._session = EngineSession(self.scheduler, self.executor)
-        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
+        self._vocab_size = engine.vocab_size
+        self._dice = np.random.default_rng(seed)
         self.answers: dict[RequestId, Answer] = {}
         self.steps: list[Step] = []
 
     def random_ids(self, count: int) -> array[int]:
         return random_ids(self._dice, self._vocab_size, count)
 
-    def add(self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
+    def add(
+        self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0
+    ) -> Answer:
         request = RequestId(len(self.answers) + 1)
-        self._session.add(Request(request, prompt, max_tokens, sampling=sampling, priority=priority))
+        self._session.add(
+            Request(request, prompt, max_tokens, sampling=sampling, priority=priority)
+        )
         answer = self.answers[request] = Answer()
         return answer
 
@@ -261,7 +278,9 @@ class Loop:
         if applied is None:
             return not self._session.idle
         at = time.perf_counter()
-        plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
+        plan, launch, wait, apply = (
+            after - spent for after, spent in zip(self._seconds(), before, strict=True)
+        )
         rows = 0
         for row in applied.results():
             if row.error is not None:
@@ -271,16 +290,20 @@ class Loop:
             answer.logprobs += row.logprobs
             rows += bool(row.tokens)
             if row.usage is not None:
-                answer.usage, answer.began = row.usage, at
+                answer.usage = row.usage
+                answer.began = at
             if row.finish is not None:
-                answer.done, answer.ended = True, at
+                answer.done = True
+                answer.ended = at
         self.steps.append(Step(plan, launch, wait, apply, at, rows))
         return True
 
     def _seconds(self) -> list[float]:
         """Seconds of all steps so far: planning, launching, waiting, applying."""
         counters = self._session.counters
-        return [part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)]
+        return [
+            part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)
+        ]
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -314,7 +337,9 @@ class Loop:
     def checked(self, first: int, rows: int) -> list[Step]:
         """The steps from `first` on. InvariantError if rows have ended."""
         if (least := min((step.rows for step in self.steps[first:]), default=rows)) < rows:
-            raise InvariantError(f"{rows} rows were to generate throughout, and once only {least} did")
+            raise InvariantError(
+                f"{rows} rows were to generate throughout, and once only {least} did"
+            )
         return self.steps[first:]
 
 
@@ -323,7 +348,8 @@ def random_ids(dice: np.random.Generator, vocab_size: int, count: int) -> array[
 
 
 def intervals(steps: Sequence[Step]) -> list[float]:
-    """Seconds from each step to the next: the wait for a token of every row that generates in both."""
+    """Seconds from each step to the next: the wait for a token of every row that generates in
+    both."""
     return [after.at - before.at for before, after in pairwise(steps)]
 
 
@@ -331,26 +357,43 @@ def intervals(steps: Sequence[Step]) -> list[float]:
 
 
 def add_counts(made: argparse.ArgumentParser, counts: Mapping[str, tuple[int, str]]) -> None:
-    """--engine, --device and --kv-cache-dtype, and an option for each count: its default, and in words."""
-    made.add_argument("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
-    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="for the engine (default %(default)s)")
+    """--engine, --device and --kv-cache-dtype, and an option for each count: its default, and in
+    words."""
+    made.add_argument(
+        "--engine", required=True, type=Path, metavar="DIR", help="an engine directory"
+    )
+    made.add_argument(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="for the engine (default %(default)s)",
+    )
     add_kv_cache_dtype(made)
     for name, (default, words) in counts.items():
-        made.add_argument(flag(name), type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")
+        made.add_argument(
+            flag(name),
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{words} (default %(default)s)",
+        )
 
 
 def check_context(longest: int, engine: Engine) -> None:
     if longest > engine.manifest.max_model_len:
         raise SettingError(
             "--history",
-            f"contexts come to {longest} tokens, the model's to {engine.manifest.max_model_len}; take shorter "
+            f"contexts come to {longest} tokens, the model's to {engine.manifest.max_model_len}; "
+            "take shorter "
             "ones, or build it with --set max_position_embeddings",
         )
 
 
-def parts_type(parts: Sequence[str], needed: Mapping[str, str] | None = None) -> Callable[[str], tuple[str, ...]]:
-    """The type of an option that lists some of the parts; returns them in their own order. `needed`: by part, another
-    part."""
+def parts_type(
+    parts: Sequence[str], needed: Mapping[str, str] | None = None
+) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that lists some of the parts; returns them in their own order.
+    `needed`: by part, another part."""
 
     def read(text: str) -> tuple[str, ...]:
         named = text.split(",")
@@ -376,7 +419,9 @@ def loaded(name: str, engine: Engine, config: SchedulerConfig) -> Iterator[Timed
         device.end()
 
 
-def show(bench: str, title: str, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def show(
+    bench: str, title: str, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
     """A table of the rows for people, and all that was found as one line of JSON."""
     print(f"{title}\n{table(rows)}")
     print(json.dumps({"bench": bench, **found}), flush=True)
@@ -387,7 +432,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_shown(row.get(name, "")) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [" | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines = [
+        " | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
     rule = "|".join("-" * (width + 1) + ":" for width in widths)
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 

@@ -1,15 +1,18 @@
-"""benchmarks.ranks: times a sum over all ranks, and the sending of each step's plan to the other ranks.
+"""benchmarks.ranks: times a sum over all ranks, and the sending of each step's plan to the other
+ranks.
 
     python -m benchmarks.ranks sums --device cuda --ranks 4
     python -m benchmarks.ranks plans --ranks 4 --rows 256
 
-sums: by tokens and method. On GPUs the sums are in a CUDA graph, one after the other, as in an engine: NCCL, one shot,
-and `auto`, the choice of engines; `--ways two_shot` is a candidate for sizes between. Every sum is compared with
-float32's, and its bits with rank 0's; a wrong one makes the exit status 1.
+sums: by tokens and method. On GPUs the sums are in a CUDA graph, one after the other, as in an
+engine: NCCL, one shot, and `auto`, the choice of engines; `--ways two_shot` is a candidate for
+sizes between. Every sum is compared with float32's, and its bits with rank 0's; a wrong one makes
+the exit status 1.
 
-plans: of a batch that generates, and of one with two new prompts and copies, at the pace of real steps: packed and
-sent, received and unpacked, reported, and the reports merged. Each part is timed on the clock that all processes of a
-host share, and by the thread's processor time, which other programs on the machine affect less.
+plans: of a batch that generates, and of one with two new prompts and copies, at the pace of real
+steps: packed and sent, received and unpacked, reported, and the reports merged. Each part is timed
+on the clock that all processes of a host share, and by the thread's processor time, which other
+programs on the machine affect less.
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ from torch import Tensor
 
 from pensieve.runtime.launch.ranks import run_rank, take_share
 from pensieve.runtime.ranks.launch import run_ranks, under_mpi
-from pensieve.scheduler.plan import BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, StepResult, Tickets
+from pensieve.scheduler.plan import (
+    BlockUpdate,
+    CopyBatch,
+    Join,
+    Lane,
+    Span,
+    StepPlan,
+    StepResult,
+    Tickets,
+)
 from pensieve.scheduler.types import GREEDY, RequestId, RowId
 from pensieve.scripts.command import check_least, exit_status
 
@@ -52,15 +64,47 @@ def parser() -> argparse.ArgumentParser:
     option = parts.add_parser("sums", help="over all ranks, by tokens and way").add_argument
     option("--ranks", type=int, default=2, metavar="N", help="(default %(default)s)")
     option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
-    option("--width", type=int, default=8192, metavar="N", help="numbers of a token (default %(default)s)")
-    option("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096], metavar="N", help="(%(default)s)")
-    option("--ways", nargs="+", default=WAYS[:3], choices=WAYS, help="of --device cuda (default: all but two_shot)")
-    option("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(default %(default)s)")
+    option(
+        "--width",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="numbers of a token (default %(default)s)",
+    )
+    option(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64, 256, 1024, 4096],
+        metavar="N",
+        help="(%(default)s)",
+    )
+    option(
+        "--ways",
+        nargs="+",
+        default=WAYS[:3],
+        choices=WAYS,
+        help="of --device cuda (default: all but two_shot)",
+    )
+    option(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+        help="(default %(default)s)",
+    )
     option = parts.add_parser("plans", help="sent to the ranks, and their reports").add_argument
     option("--ranks", type=int, default=4, metavar="N", help="(default %(default)s)")
-    option("--rows", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
+    option(
+        "--rows", type=int, default=256, metavar="N", help="running requests (default %(default)s)"
+    )
     option("--steps", type=int, default=1000, metavar="N", help="(default %(default)s)")
-    option("--step-ms", type=float, default=10.0, metavar="MS", help="from plan to plan (default %(default)s)")
+    option(
+        "--step-ms",
+        type=float,
+        default=10.0,
+        metavar="MS",
+        help="from plan to plan (default %(default)s)",
+    )
     return made
 
 
@@ -77,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ranks], int]) -> int:
-    """Calls work(ranks) as one of `count` ranks, or starts all of them with `words` after the module's name. Returns
-    the exit status. SettingError if there is no mpirun."""
+    """Calls work(ranks) as one of `count` ranks, or starts all of them with `words` after the
+    module's name. Returns the exit status. SettingError if there is no mpirun."""
     if under_mpi():
         return run_rank(name, count, work)
     return run_ranks(count, [sys.executable, "-m", name, *words])
@@ -91,12 +135,20 @@ def bench_sums(args: argparse.Namespace, ranks: Ranks) -> int:
     ranks.together(lambda: take_share(args.device, ranks))
     dtype = getattr(torch, args.dtype)
     on_gpu = args.device == "cuda"
-    ways = cuda_ways(ranks, dtype, args.ways) if on_gpu else {"mpi": ranks.open_group("cpu", dtype).all_reduce}
+    ways = (
+        cuda_ways(ranks, dtype, args.ways)
+        if on_gpu
+        else {"mpi": ranks.open_group("cpu", dtype).all_reduce}
+    )
     wrong: list[str] = []
     for tokens in args.tokens:
         generator = torch.Generator().manual_seed(tokens)
-        shares = [torch.randn(tokens, args.width, generator=generator).to(dtype) for _ in range(ranks.size)]
-        x, exact = shares[ranks.rank].to(args.device), torch.stack(shares).float().sum(0)
+        shares = [
+            torch.randn(tokens, args.width, generator=generator).to(dtype)
+            for _ in range(ranks.size)
+        ]
+        x = shares[ranks.rank].to(args.device)
+        exact = torch.stack(shares).float().sum(0)
         found = {}
         for name, add in ways.items():
             if x.nbytes > LARGEST.get(name, x.nbytes):
@@ -104,14 +156,21 @@ def bench_sums(args: argparse.Namespace, ranks: Ranks) -> int:
             wrong += problems(ranks, add(x).cpu(), exact, f"{name}, {tokens} tokens")
             found[name] = round(1e6 * (in_a_graph if on_gpu else one_by_one)(partial(add, x)), 2)
         if ranks.rank == 0:
-            about = {"ranks": ranks.size, "dtype": args.dtype, "width": args.width, "tokens": tokens}
+            about = {
+                "ranks": ranks.size,
+                "dtype": args.dtype,
+                "width": args.width,
+                "tokens": tokens,
+            }
             print(json.dumps({"bench": "all_reduce", **about, "us": found}), flush=True)
     if wrong and ranks.rank == 0:
         print("\n".join(wrong), file=sys.stderr)
     return int(bool(wrong))
 
 
-def cuda_ways(ranks: Ranks, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+def cuda_ways(
+    ranks: Ranks, dtype: torch.dtype, names: Sequence[str]
+) -> dict[str, Callable[[Tensor], Tensor]]:
     """The methods among the names that these ranks and this dtype support."""
     from pensieve.plugins.collectives.cuda import ONE_SHOT_BYTES
 
@@ -123,24 +182,29 @@ def cuda_ways(ranks: Ranks, dtype: torch.dtype, names: Sequence[str]) -> dict[st
 
     ways = {"nccl": partial(add_up_to, 0)}
     if group.shared is not None:
-        ways["one_shot"], ways["auto"] = partial(add_up_to, LARGEST["one_shot"]), partial(add_up_to, ONE_SHOT_BYTES)
+        ways["one_shot"], ways["auto"] = (
+            partial(add_up_to, LARGEST["one_shot"]),
+            partial(add_up_to, ONE_SHOT_BYTES),
+        )
         ways["two_shot"] = partial(two_shot, group.shared, group.name)
     return {name: add for name, add in ways.items() if name in names}
 
 
 def two_shot(shared: Tensor, group: str, x: Tensor) -> Tensor:
-    """Each rank adds a part of the numbers, then all read all parts; the kernels of all ranks end together."""
+    """Each rank adds a part of the numbers, then all read all parts; the kernels of all ranks end
+    together."""
     place = shared[: x.numel()].view(x.shape)
     place.copy_(x)
     return torch.ops.symm_mem.two_shot_all_reduce_out(place, "sum", group, torch.empty_like(x))
 
 
 def problems(ranks: Ranks, total: Tensor, exact: Tensor, what: str) -> list[str]:
-    """Returns, equal on all ranks, the ranks whose bits differ from rank 0's or whose error exceeds that of
-    roundings."""
+    """Returns, equal on all ranks, the ranks whose bits differ from rank 0's or whose error exceeds
+    that of roundings."""
     digest = hashlib.sha256(total.view(torch.uint8).numpy().tobytes()).hexdigest()
     error = float((total.float() - exact).norm() / exact.norm())
-    # Each of ranks - 1 additions rounds once, by at most half a unit; norms average over all numbers.
+    # Each of ranks - 1 additions rounds once, by at most half a unit; norms average over all
+    # numbers.
     most = ranks.size * torch.finfo(total.dtype).eps
     found = []
     told = ranks.gather((digest, error))
@@ -194,7 +258,9 @@ def generating(step: int, rows: int, spans: int = 0) -> StepPlan:
         copies=(),
         after=Tickets(),
         joins=(),
-        blocks=tuple(BlockUpdate(seat, CONTEXT // CHUNK, (seat,)) for seat in range(step % CHUNK, fed, CHUNK)),
+        blocks=tuple(
+            BlockUpdate(seat, CONTEXT // CHUNK, (seat,)) for seat in range(step % CHUNK, fed, CHUNK)
+        ),
         generate=array("i", range(fed)),
         positions=array("i", [CONTEXT + seat for seat in range(fed)]),
         spans=(),
@@ -205,10 +271,18 @@ def generating(step: int, rows: int, spans: int = 0) -> StepPlan:
 
 def mixed(step: int, rows: int) -> StepPlan:
     """Two rows begin, with a prompt each, while chunks are copied both ways."""
-    plan, joined = generating(step, rows, 2), range(rows - 2, rows)
+    plan = generating(step, rows, 2)
+    joined = range(rows - 2, rows)
     slots = tuple(range(-(-PROMPT // CHUNK)))
     copies = tuple(
-        CopyBatch(lane, 2 * step, array("i", range(COPIED)), array("i", range(COPIED)), Tickets(step - 1), gated)
+        CopyBatch(
+            lane,
+            2 * step,
+            array("i", range(COPIED)),
+            array("i", range(COPIED)),
+            Tickets(step - 1),
+            gated,
+        )
         for lane, gated in ((Lane.IN, True), (Lane.OUT, False))
     )
     return StepPlan(
@@ -237,8 +311,8 @@ def bench_plans(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def follow(ranks: Ranks) -> None:
-    """Reports each step, with the time at which its plan was unpacked, and the seconds of that and of the previous
-    report."""
+    """Reports each step, with the time at which its plan was unpacked, and the seconds of that and
+    of the previous report."""
     from pensieve.runtime.ranks.executor import report_of, unpack
     from pensieve.runtime.ranks.mpi import pause
 
@@ -251,10 +325,16 @@ def follow(ranks: Ranks) -> None:
         if not packed:
             break
         step = unpack(packed).step
-        unpacking, when = clock.spent(), time.monotonic_ns()
+        unpacking = clock.spent()
+        when = time.monotonic_ns()
         clock = Clock()
         ranks.report(
-            (report_of(StepResult(step, (), (), Tickets(step, 2 * step, 2 * step))), when, unpacking, reporting)
+            (
+                report_of(StepResult(step, (), (), Tickets(step, 2 * step, 2 * step))),
+                when,
+                unpacking,
+                reporting,
+            )
         )
         reporting = clock.spent()
 
@@ -273,7 +353,8 @@ class Clock:
     """Reads both clocks when made."""
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic_ns(), time.thread_time_ns()
+        self._wall = time.monotonic_ns()
+        self._cpu = time.thread_time_ns()
 
     def spent(self) -> Spent:
         return Spent(time.monotonic_ns() - self._wall, time.thread_time_ns() - self._cpu)
@@ -293,14 +374,22 @@ def measure(args: argparse.Namespace, ranks: Ranks, name: str, plans: Sequence[S
     """A JSON line, in microseconds."""
     from pensieve.runtime.ranks.executor import Reports
 
-    reports, taken, size = Reports(ranks.size - 1), [], 0
+    reports = Reports(ranks.size - 1)
+    taken = []
+    size = 0
     for plan in plans:
         began = time.monotonic()
         times, packed_bytes = one_step(ranks, reports, plan)
         taken.append(times)
         size = max(size, packed_bytes)
         time.sleep(max(0.0, began + args.step_ms / 1e3 - time.monotonic()))
-    about = {"bench": "ranks_plans", "plans": name, "ranks": ranks.size, "rows": args.rows, "steps": len(plans)}
+    about = {
+        "bench": "ranks_plans",
+        "plans": name,
+        "ranks": ranks.size,
+        "rows": args.rows,
+        "steps": len(plans),
+    }
     found = {
         f"{part}_{clock}_us": percentiles([getattr(getattr(times, part), clock) for times in taken])
         for part in ("sending", "unpacking", "reporting", "merging")
@@ -315,7 +404,8 @@ def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int
     from pensieve.runtime.ranks.executor import pack
     from pensieve.runtime.ranks.mpi import RankFailed
 
-    began, clock = time.monotonic_ns(), Clock()
+    began = time.monotonic_ns()
+    clock = Clock()
     packed = pack(plan)
     ranks.send(packed)
     sending = clock.spent()

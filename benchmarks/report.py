@@ -1,4 +1,5 @@
-"""The results of a serving benchmark as lines of a table and of JSON, and as a plot; the page and plot of `versus`."""
+"""The results of a serving benchmark as lines of a table and of JSON, and as a plot; the page and
+plot of `versus`."""
 
 from __future__ import annotations
 
@@ -26,18 +27,22 @@ class RateReport:
     """One rate's measurement. None: nothing to tell it from.
 
     rate                conversations that come a second
-    offered_per_s       requests a second that this workload makes if all is answered: rate x mean turns
+    offered_per_s       requests a second that this workload makes if all is answered: rate x mean
+                        turns
     sent_per_s, completed_per_s
-                        requests; fewer are sent than offered where replies are late, or conversations failed
+                        requests; fewer are sent than offered where replies are late, or
+                        conversations failed
     output_tokens_per_s, prompt_tokens_per_s
                         generated; of prompts, cached or computed
-    ms_per_token_*      normalised latency: from a request to the end of its reply, over the reply's tokens
+    ms_per_token_*      normalised latency: from a request to the end of its reply, over the reply's
+                        tokens
     inter_token_ms_*    between two events of a reply
     prompt_tokens, cached_tokens
                         over the window; cached as the server's `usage` tells
     sources             prompt tokens by where their KV came from, by the server's own counters
     open_at_start, open_at_end
-                        requests in the server at the window's edges: it keeps up if they are about equal
+                        requests in the server at the window's edges: it keeps up if they are about
+                        equal
     client_busy         share of a core that the busiest client process used
     gpu_seconds         the server's own count, or the window's length
     dollars             of them
@@ -86,7 +91,8 @@ def report(
     gpu_seconds: float | None = None,
     dollars_per_hour: float | None = None,
 ) -> RateReport:
-    """`turns`: mean of a conversation. `gpu_seconds` None: the server does not tell, and costs all the time."""
+    """`turns`: mean of a conversation. `gpu_seconds` None: the server does not tell, and costs all
+    the time."""
     spent = seconds if gpu_seconds is None else gpu_seconds
     dollars = None if dollars_per_hour is None else spent / 3600 * dollars_per_hour
     tokens = tally.output_tokens
@@ -98,7 +104,9 @@ def report(
         completed_per_s=tally.completed / seconds,
         output_tokens_per_s=tokens / seconds,
         prompt_tokens_per_s=tally.prompt_tokens / seconds,
-        ms_per_token_mean=1e3 * sum(tally.per_token) / len(tally.per_token) if tally.per_token else None,
+        ms_per_token_mean=1e3 * sum(tally.per_token) / len(tally.per_token)
+        if tally.per_token
+        else None,
         ms_per_token_p90=milliseconds(tally.per_token, 0.9),
         ttft_ms_p50=milliseconds(tally.first_token, 0.5),
         ttft_ms_p90=milliseconds(tally.first_token, 0.9),
@@ -115,7 +123,9 @@ def report(
         errors={kind: count for kind, count in sorted(tally.errors.items()) if count},
         gpu_seconds=spent,
         dollars=dollars,
-        dollars_per_million_output_tokens=1e6 * dollars / tokens if dollars is not None and tokens else None,
+        dollars_per_million_output_tokens=1e6 * dollars / tokens
+        if dollars is not None and tokens
+        else None,
     )
 
 
@@ -147,21 +157,29 @@ def titles() -> str:
 
 
 def report_line(made: RateReport) -> str:
-    found = result_line(COLUMNS, asdict(made) | {"open": f"{made.open_at_start}>{made.open_at_end}"})
+    found = result_line(
+        COLUMNS, asdict(made) | {"open": f"{made.open_at_start}>{made.open_at_end}"}
+    )
     return f"{found}    {_came_from(made)}{_errors(made)}{_cost(made)}"
 
 
 def _came_from(made: RateReport) -> str:
     if made.sources is not None:
         whole = sum(made.sources.values()) or 1
-        return ", ".join(f"{name} {count / whole:.1%}" for name, count in made.sources.items() if count)
+        return ", ".join(
+            f"{name} {count / whole:.1%}" for name, count in made.sources.items() if count
+        )
     if made.cached_tokens is not None:
         return f"cached {made.cached_tokens / (made.prompt_tokens or 1):.1%}"
     return "sources unknown"
 
 
 def _errors(made: RateReport) -> str:
-    return "; " + ", ".join(f"{kind}: {count}" for kind, count in made.errors.items()) if made.errors else ""
+    return (
+        "; " + ", ".join(f"{kind}: {count}" for kind, count in made.errors.items())
+        if made.errors
+        else ""
+    )
 
 
 def _cost(made: RateReport) -> str:
@@ -174,7 +192,8 @@ def json_line(made: RateReport, settings: Mapping[str, Any]) -> str:
 
 
 def read_records(path: Path, option: str, command: str, row_of: Callable[[Any], Row]) -> list[Row]:
-    """Calls `row_of` with each line of JSON that `command` wrote. SettingError names the option and the line."""
+    """Calls `row_of` with each line of JSON that `command` wrote. SettingError names the option and
+    the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +203,9 @@ def read_records(path: Path, option: str, command: str, row_of: Callable[[Any], 
         try:
             records.append(row_of(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettingError(option, f"{path}, line {number}: not a line of {command}: {error!r}") from error
+            raise SettingError(
+                option, f"{path}, line {number}: not a line of {command}: {error!r}"
+            ) from error
     if not records:
         raise SettingError(option, f"{path} holds no results")
     return records
@@ -194,7 +215,10 @@ def read_reports(path: Path, option: str) -> list[RateReport]:
     """The lines that `json_line` wrote. SettingError names the option and the line."""
     names = [each.name for each in fields(RateReport)]
     return read_records(
-        path, option, "benchmarks.serving", lambda row: RateReport(**{name: row[name] for name in names})
+        path,
+        option,
+        "benchmarks.serving",
+        lambda row: RateReport(**{name: row[name] for name in names}),
     )
 
 
@@ -202,10 +226,21 @@ def plot(curves: Mapping[str, Sequence[RateReport]], path: Path) -> None:
     """Normalised latency over throughput, a curve a name: mean, and p90 dashed."""
     figure, axes = subplots("--plot", figsize=(7, 4.5))
     for name, reports in curves.items():
-        drawn = [each for each in sorted(reports, key=lambda each: each.rate) if each.ms_per_token_mean is not None]
+        drawn = [
+            each
+            for each in sorted(reports, key=lambda each: each.rate)
+            if each.ms_per_token_mean is not None
+        ]
         reached = [each.completed_per_s for each in drawn]
-        (line,) = axes.plot(reached, [each.ms_per_token_mean for each in drawn], marker="o", label=name)
-        axes.plot(reached, [each.ms_per_token_p90 for each in drawn], linestyle="--", color=line.get_color())
+        (line,) = axes.plot(
+            reached, [each.ms_per_token_mean for each in drawn], marker="o", label=name
+        )
+        axes.plot(
+            reached,
+            [each.ms_per_token_p90 for each in drawn],
+            linestyle="--",
+            color=line.get_color(),
+        )
     axes.set_xlabel("requests completed a second")
     axes.set_ylabel("ms a token: mean, p90 dashed")
     axes.set_ylim(bottom=0)
@@ -219,9 +254,17 @@ def plot(curves: Mapping[str, Sequence[RateReport]], path: Path) -> None:
 
 BEGIN, END = "<!-- the table of `versus --report` -->", "<!-- its end -->"
 TITLES = (
-    "run", "conversations/s", "server", "offered, done req/s", "ms/token, p90", "TTFT p50, p90, p95, p99",
-    "inter-token p50, p99", "GPU, HOST, DISK, recomputed, new, %", "open", "failed",
-)  # fmt: skip
+    "run",
+    "conversations/s",
+    "server",
+    "offered, done req/s",
+    "ms/token, p90",
+    "TTFT p50, p90, p95, p99",
+    "inter-token p50, p99",
+    "GPU, HOST, DISK, recomputed, new, %",
+    "open",
+    "failed",
+)
 
 Record = Mapping[str, Any]
 
@@ -233,11 +276,14 @@ def read_runs(paths: Sequence[Path]) -> list[Record]:
         _row(record)
         return dict(record)
 
-    return [record for path in paths for record in read_records(path, "--report", "versus", checked)]
+    return [
+        record for path in paths for record in read_records(path, "--report", "versus", checked)
+    ]
 
 
 def write_report(records: Sequence[Record], page: Path | None, picture: Path | None) -> str:
-    """Returns the table. Also writes it between the marks of `page` (created if missing), and the plot to `picture`."""
+    """Returns the table. Also writes it between the marks of `page` (created if missing), and the
+    plot to `picture`."""
     text = "\n".join(_tables(records))
     if page is not None:
         before, after = "", ""
@@ -245,7 +291,9 @@ def write_report(records: Sequence[Record], page: Path | None, picture: Path | N
             before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
             _, end, after = rest.partition(END)
             if not (begin and end):
-                raise SettingError("--page", f"{page} lacks a line {BEGIN} with a line {END} behind it")
+                raise SettingError(
+                    "--page", f"{page} lacks a line {BEGIN} with a line {END} behind it"
+                )
         page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after or chr(10)}", encoding="utf-8")
     if picture is not None:
         plot_runs(records, picture)
@@ -262,7 +310,13 @@ def _tables(records: Sequence[Record]) -> list[str]:
         lines += [f"* run {name}: {_about(record)}" for name, record in runs.items()]
         lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
         places = {name: place for place, name in enumerate(runs)}
-        rows.sort(key=lambda record: (places[record["run"]], record["result"]["rate"], record["result"]["seed"]))
+        rows.sort(
+            key=lambda record: (
+                places[record["run"]],
+                record["result"]["rate"],
+                record["result"]["seed"],
+            )
+        )
         lines += [f"| {' | '.join(_row(record))} |" for record in rows]
     return [*lines, ""]
 
@@ -272,13 +326,18 @@ def _about(record: Record) -> str:
     parts = [_date(result["time"]), machine["name"], f"{machine['cores']} cores"]
     if "driver" in machine:
         parts.append(f"driver {machine['driver']}")
-        parts.append(f"link {machine['link_in_gb_s']:.1f} GB/s in and {machine['link_out_gb_s']:.1f} out")
+        parts.append(
+            f"link {machine['link_in_gb_s']:.1f} GB/s in and {machine['link_out_gb_s']:.1f} out"
+        )
         parts.append(f"bf16 product {machine['product_tflop_s']:.0f} TFLOP/s")
     parts.append(f"torch {versions['torch']}")
     parts.append(f"Pensieve {versions['pensieve']}")
     if "vllm" in versions:
         parts.append(f"vLLM {versions['vllm']['vllm']} with torch {versions['vllm']['torch']}")
-    windows = f"ramp {result['ramp_s']:g}, warm-up {result['warm_up_s']:g}, measured {result['seconds']:g} s"
+    windows = (
+        f"ramp {result['ramp_s']:g}, warm-up {result['warm_up_s']:g}, measured "
+        f"{result['seconds']:g} s"
+    )
     return ", ".join([*parts, windows])
 
 
@@ -290,7 +349,9 @@ def _row(record: Record) -> list[str]:
     result = record["result"]
 
     def shown(form: str, *names: str) -> str:
-        return ", ".join("-" if (value := result[name]) is None else format(value, form) for name in names)
+        return ", ".join(
+            "-" if (value := result[name]) is None else format(value, form) for name in names
+        )
 
     return [
         record["run"],
@@ -316,15 +377,22 @@ def _sources(result: Record) -> str:
 
 
 def plot_runs(records: Sequence[Record], path: Path) -> None:
-    """By rate and workload: time a token, and the 99th percentile of TTFT; a line a server and run. Workloads with one
-    rate are left out, where there are others."""
+    """By rate and workload: time a token, and the 99th percentile of TTFT; a line a server and run.
+    Workloads with one rate are left out, where there are others."""
     workloads = list(dict.fromkeys(record["workload"] for record in records))
-    rates = {name: {each["result"]["rate"] for each in records if each["workload"] == name} for name in workloads}
+    rates = {
+        name: {each["result"]["rate"] for each in records if each["workload"] == name}
+        for name in workloads
+    }
     workloads = [name for name in workloads if len(rates[name]) > 1] or workloads
     servers = list(dict.fromkeys(record["server"] for record in records))
-    figure, grid = subplots("--plot", 2, len(workloads), figsize=(6 * len(workloads), 7), squeeze=False)
+    figure, grid = subplots(
+        "--plot", 2, len(workloads), figsize=(6 * len(workloads), 7), squeeze=False
+    )
     for column, workload in enumerate(workloads):
-        for row, (name, title) in enumerate((("ms_per_token_mean", "ms a token"), ("ttft_ms_p99", "TTFT p99, ms"))):
+        for row, (name, title) in enumerate(
+            (("ms_per_token_mean", "ms a token"), ("ttft_ms_p99", "TTFT p99, ms"))
+        ):
             axes = grid[row][column]
             lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
             for record in records:
@@ -335,7 +403,12 @@ def plot_runs(records: Sequence[Record], path: Path) -> None:
             for (_, server), points in lines.items():
                 label = None if server in named else server
                 named.add(server)
-                axes.plot(*zip(*sorted(points), strict=True), "o-", color=f"C{servers.index(server)}", label=label)
+                axes.plot(
+                    *zip(*sorted(points), strict=True),
+                    "o-",
+                    color=f"C{servers.index(server)}",
+                    label=label,
+                )
             axes.set_xlabel(f"{workload}: conversations a second")
             axes.set_ylabel(title)
             axes.set_yscale("log")
@@ -344,5 +417,7 @@ def plot_runs(records: Sequence[Record], path: Path) -> None:
             axes.tick_params(axis="y", which="minor", labelsize=6)
             axes.grid(alpha=0.3, which="both")
             if named and row == 0:
-                axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+                axes.legend(
+                    fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2
+                )
     figure.savefig(path, dpi=130, bbox_inches="tight")

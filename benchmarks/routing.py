@@ -1,10 +1,12 @@
-"""benchmarks.routing: what routing is worth when several replicas serve the same conversations, simulated.
+"""benchmarks.routing: what routing is worth when several replicas serve the same conversations,
+simulated.
 
-    python -m benchmarks.routing --replicas 1,8,64 --routing session,random --trace FILE --sessions-per-s 0.3
+    python -m benchmarks.routing --replicas 1,8,64 --routing session,random --trace FILE
+    --sessions-per-s 0.3
 
-Every replica gets the load of `--sessions-per-s`, so that more replicas have more conversations. Replicas may fail,
-drain and come back (`--event`). Large clusters are simulated by some of their replicas (`--simulated`). See
-`scheduler/sim/cluster.py` for what is simulated.
+Every replica gets the load of `--sessions-per-s`, so that more replicas have more conversations.
+Replicas may fail, drain and come back (`--event`). Large clusters are simulated by some of their
+replicas (`--simulated`). See `scheduler/sim/cluster.py` for what is simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, Clust
 from pensieve.scheduler.sim.simulator import Session, longest_context
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status, numbers, result_line, title_line
-from pensieve.scripts.simulate import add_common_options, add_hardware_options, in_processes, print_lines
+from pensieve.scripts.simulate import (
+    add_common_options,
+    add_hardware_options,
+    in_processes,
+    print_lines,
+)
 from pensieve.scripts.simulation.load import add_workload, config_of, conversations
 from pensieve.scripts.simulation.models import MODELS
 from pensieve.scripts.simulation.traces import TURN_COUNTS
@@ -54,19 +61,51 @@ def parser() -> CommandParser:
     add_common_options(made)
     option = made.add_argument
     option("--replicas", required=True, metavar="NUMBERS", help="of servers, comma between")
-    option("--routing", default="all", metavar="NAMES", help=f"all, or of {','.join(ROUTINGS)} (default all)")
-    option("--simulated", type=int, metavar="N", help="replicas that stand for all (default: all are simulated)")
-    option("--event", action="append", default=[], metavar="S:REPLICA:KIND",
-           help=f"after S seconds one of {', '.join(KINDS)}; replicas count from 0; may be repeated")  # fmt: skip
+    option(
+        "--routing",
+        default="all",
+        metavar="NAMES",
+        help=f"all, or of {','.join(ROUTINGS)} (default all)",
+    )
+    option(
+        "--simulated",
+        type=int,
+        metavar="N",
+        help="replicas that stand for all (default: all are simulated)",
+    )
+    option(
+        "--event",
+        action="append",
+        default=[],
+        metavar="S:REPLICA:KIND",
+        help=f"after S seconds one of {', '.join(KINDS)}; replicas count from 0; may be repeated",
+    )
     add_workload(made)
     option("--turn-counts", choices=TURN_COUNTS, default="geometric",
            help="of synthetic conversations (default %(default)s)")  # fmt: skip
-    option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="a replica (default %(default)s)")
-    option("--seconds", type=float, default=300.0, metavar="S", help="of arrivals (default %(default)s)")
+    option(
+        "--sessions-per-s",
+        type=float,
+        default=0.1,
+        metavar="RATE",
+        help="a replica (default %(default)s)",
+    )
+    option(
+        "--seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="of arrivals (default %(default)s)",
+    )
     option("--warm-up-s", type=float, default=150.0, metavar="S",
            help="requests of its first seconds are not reported (default %(default)s)")  # fmt: skip
-    option("--ramp-s", type=float, default=60.0, metavar="S",
-           help="in which conversations in the middle of their lives come (default %(default)s)")  # fmt: skip
+    option(
+        "--ramp-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="in which conversations in the middle of their lives come (default %(default)s)",
+    )
     option("--seeds", default="0", metavar="SEEDS", help="comma between (default %(default)s)")
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
     add_hardware_options(made)
@@ -95,7 +134,9 @@ def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
     if unknown := [name for name in routings if name not in ROUTINGS]:
         raise SettingError("--routing", f"is all, or of {', '.join(ROUTINGS)}, not {unknown[0]!r}")
     if not 0 <= args.warm_up_s < args.seconds:
-        raise SettingError("--warm-up-s", f"must be below --seconds ({args.seconds:g}), not {args.warm_up_s:g}")
+        raise SettingError(
+            "--warm-up-s", f"must be below --seconds ({args.seconds:g}), not {args.warm_up_s:g}"
+        )
     if min(replicas) < 1 or (args.simulated is not None and args.simulated < 1):
         raise SettingError("--replicas, --simulated", "must be at least 1")
     events = tuple(sorted(_event(text) for text in args.event))
@@ -108,8 +149,16 @@ def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
         config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks)
         runs += [
             ClusterRun(
-                *(number, routing, args.simulated, seed, config, cost, sessions),
-                *(events, args.seconds, args.warm_up_s),
+                number,
+                routing,
+                args.simulated,
+                seed,
+                config,
+                cost,
+                sessions,
+                events,
+                args.seconds,
+                args.warm_up_s,
             )
             for routing in routings
         ]
@@ -121,7 +170,9 @@ def _event(text: str) -> Event:
         at, replica, kind = text.split(":")
         event = Event(float(at), int(replica), kind)  # type: ignore[arg-type]
     except ValueError:
-        raise SettingError("--event", f"needs SECONDS:REPLICA:KIND, as 120:0:fail, not {text!r}") from None
+        raise SettingError(
+            "--event", f"needs SECONDS:REPLICA:KIND, as 120:0:fail, not {text!r}"
+        ) from None
     if kind not in KINDS:
         raise SettingError("--event", f"{kind!r} is none of {', '.join(KINDS)}")
     return event
@@ -134,7 +185,9 @@ def _check_events(events: Sequence[Event], replicas: int, simulated: int | None)
     for failed, back in product(events, events):
         early = failed.kind == "fail" and back.kind == "back" and failed.replica == back.replica
         if early and failed.at <= back.at <= failed.at + DETECTION_S:
-            raise SettingError("--event", f"a replica is back more than {DETECTION_S:g} s after it failed")
+            raise SettingError(
+                "--event", f"a replica is back more than {DETECTION_S:g} s after it failed"
+            )
 
 
 def simulate_cluster(run: ClusterRun) -> ClusterReport:
@@ -170,14 +223,21 @@ COLUMNS = {
 
 
 def cluster_line(run: ClusterRun, found: ClusterReport) -> str:
-    rates = {"hit_percent": 100 * found.hit_rate, "moved_percent": 100 * found.moved / found.requests}
+    rates = {
+        "hit_percent": 100 * found.hit_rate,
+        "moved_percent": 100 * found.moved / found.requests,
+    }
     rates["ms_per_token"] = 1e3 * found.seconds_per_token
-    return result_line(COLUMNS, asdict(found) | rates | {name: getattr(run, name) for name in SETTING})
+    return result_line(
+        COLUMNS, asdict(found) | rates | {name: getattr(run, name) for name in SETTING}
+    )
 
 
 def cluster_json(run: ClusterRun, found: ClusterReport) -> str:
     setting = {name: getattr(run, name) for name in (*SETTING, "simulated")}
-    return json.dumps({"bench": "simulate_cluster", **setting, **asdict(found), "hit_rate": found.hit_rate})
+    return json.dumps(
+        {"bench": "simulate_cluster", **setting, **asdict(found), "hit_rate": found.hit_rate}
+    )
 
 
 if __name__ == "__main__":

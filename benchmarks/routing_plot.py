@@ -1,8 +1,11 @@
-"""Draws what routing costs by the number of replicas, from recorded lines of `benchmarks.routing --json`.
+"""Draws what routing costs by the number of replicas, from recorded lines of `benchmarks.routing
+--json`.
 
-    python -m benchmarks.routing_plot docs/measured/routing-2026-11-24.jsonl --plot docs/figures/routing.png
+    python -m benchmarks.routing_plot docs/measured/routing-2026-11-24.jsonl --plot
+    docs/figures/routing.png
 
-A line's `load` names the row of panels. If a whole cluster was simulated, lines of a part of it are left out.
+A line's `load` names the row of panels. If a whole cluster was simulated, lines of a part of it are
+left out.
 """
 
 from __future__ import annotations
@@ -38,28 +41,49 @@ def read_rows(path: Path) -> list[dict]:
     """One for each load, routing and number of replicas, by their number. Raises SettingError."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        known = {(row["load"], row["routing"], row["replicas"]): row for row in rows if row["simulated"] is not None}
-        known |= {(row["load"], row["routing"], row["replicas"]): row for row in rows if row["simulated"] is None}
+        known = {
+            (row["load"], row["routing"], row["replicas"]): row
+            for row in rows
+            if row["simulated"] is not None
+        }
+        known |= {
+            (row["load"], row["routing"], row["replicas"]): row
+            for row in rows
+            if row["simulated"] is None
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingError("FILE", f"{path} holds no lines of `benchmarks.routing` with a load ({error!r})") from None
+        raise SettingError(
+            "FILE", f"{path} holds no lines of `benchmarks.routing` with a load ({error!r})"
+        ) from None
     return sorted(known.values(), key=lambda row: row["replicas"])
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Writes the figure; a hollow mark is a cluster of which a part was simulated. Raises SettingError."""
+    """Writes the figure; a hollow mark is a cluster of which a part was simulated. Raises
+    SettingError."""
     rows = read_rows(args.records)
     loads, sizes = (list(dict.fromkeys(row[name] for row in rows)) for name in ("load", "replicas"))
-    figure, grid = subplots("--plot", len(loads), len(PANELS), figsize=(12, 2.8 * len(loads)), squeeze=False)
+    figure, grid = subplots(
+        "--plot", len(loads), len(PANELS), figsize=(12, 2.8 * len(loads)), squeeze=False
+    )
     for axes, load in zip(grid, loads, strict=True):
         for axis, (title, value) in zip(axes, PANELS.items(), strict=True):
             for place, routing in enumerate(ROUTINGS):
                 found = [row for row in rows if (row["load"], row["routing"]) == (load, routing)]
-                color, numbers = f"C{place}", [row["replicas"] for row in found]
+                color = f"C{place}"
+                numbers = [row["replicas"] for row in found]
                 style = "--" if place % 2 else "-"  # neighbours may lie on one another
                 axis.plot(numbers, [value(row) for row in found], style, color=color, label=routing)
                 for row in found:
                     face = color if row["simulated"] is None else "white"
-                    axis.plot(row["replicas"], value(row), marker="o", color=color, markerfacecolor=face, markersize=4)
+                    axis.plot(
+                        row["replicas"],
+                        value(row),
+                        marker="o",
+                        color=color,
+                        markerfacecolor=face,
+                        markersize=4,
+                    )
             axis.set_xscale("log")
             axis.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
             axis.minorticks_off()

@@ -1,12 +1,15 @@
-"""benchmarks.scheduler: the host's time for one step: planning, packing and applying it, on one core, without a device.
+"""benchmarks.scheduler: the host's time for one step: planning, packing and applying it, on one
+core, without a device.
 
-A scheduler is filled through normal operation with made-up samples: about 200,000 chunks known (30,000 GPU slots,
-170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then measured, each planned before the previous one
-is applied, as in the serving loop:
+A scheduler is filled through normal operation with made-up samples: about 200,000 chunks known
+(30,000 GPU slots, 170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then
+measured, each planned before the previous one is applied, as in the serving loop:
 
-    plain     every seat generates; sometimes chunks fill up, and chunks are copied out ahead of time
-    heavy     nearly all seats generate while conversations return from HOST: at least 100 swap-ins, and 200 victims
-              (GPU slots taken back and chunks copied out; HOST drops further chunks for them)
+    plain     every seat generates; sometimes chunks fill up, and chunks are copied out ahead of
+              time
+    heavy     nearly all seats generate while conversations return from HOST: at least 100 swap-ins,
+              and 200 victims (GPU slots taken back and chunks copied out; HOST drops further chunks
+              for them)
     heaviest  as heavy, and a prompt of 3,200 tokens joins in the same step
 """
 
@@ -78,7 +81,9 @@ class FilledScheduler:
     def __init__(self, load: Load):
         self.load = load
         shape = MODELS["llama-3-8b"]
-        cost = shape.cost(CHUNK_TOKENS, 16_384, flops_per_s=500e12, memory_bytes_per_s=4e12, link_bytes_per_s=50e9)
+        cost = shape.cost(
+            CHUNK_TOKENS, 16_384, flops_per_s=500e12, memory_bytes_per_s=4e12, link_bytes_per_s=50e9
+        )
         config = SchedulerConfig(
             gpu_kv_chunks=load.gpu_chunks,
             host_kv_chunks=load.host_chunks,
@@ -101,7 +106,9 @@ class FilledScheduler:
 
     def add(self, conversation: str, prompt: array[int], max_tokens: int) -> None:
         self.requests += 1
-        self.scheduler.add(Request(RequestId(self.requests), prompt, max_tokens, conversation), self.now)
+        self.scheduler.add(
+            Request(RequestId(self.requests), prompt, max_tokens, conversation), self.now
+        )
 
     def add_new(self, tokens: int, max_tokens: int) -> None:
         self.conversations += 1
@@ -128,8 +135,11 @@ class FilledScheduler:
         if plan is not None:
             self.packer.pack(plan)
         packed = time.perf_counter()
-        launched, self._launched = self._launched, plan
-        result = launched and StepResult(launched.step, launched.samples, (launched.step,) * len(launched.samples))
+        launched = self._launched
+        self._launched = plan
+        result = launched and StepResult(
+            launched.step, launched.samples, (launched.step,) * len(launched.samples)
+        )
         applying = time.perf_counter()
         if result:
             self.scheduler.apply(result, self.now)
@@ -148,14 +158,16 @@ class FilledScheduler:
         )
 
     def fill(self) -> None:
-        """Conversations of equal length until both tiers are full, then a long reply begins in nearly every seat."""
+        """Conversations of equal length until both tiers are full, then a long reply begins in
+        nearly every seat."""
         known = self.load.gpu_chunks + self.load.host_chunks
         while self.conversations * HISTORY_CHUNKS < known:
             for _ in range(4):
                 self.add_new(HISTORY_CHUNKS * CHUNK_TOKENS, 1)
             self.step()
         self.drain()
-        self.returning = self.conversations // 4  # in the middle of the ages: neither dropped nor still on the GPU
+        # in the middle of the ages: neither dropped nor still on the GPU
+        self.returning = self.conversations // 4
         for _ in range(self.load.seats - 4):
             self.add_new(self.random.randrange(200, 1200), 10_000)
         while self.scheduler.stats().waiting:
@@ -169,7 +181,8 @@ class FilledScheduler:
         return [step for _ in range(self.load.plain_steps) if (step := self.step())]
 
     def heavy(self, prompt_tokens: int) -> list[Step]:
-        """Two conversations return and a prompt joins in one step; the lighter steps that follow are left out."""
+        """Two conversations return and a prompt joins in one step; the lighter steps that follow
+        are left out."""
         load = self.load
         steps: list[Step] = []
         while len(steps) < load.heavy_steps:
@@ -197,19 +210,33 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
 
 def show(title: str, found: dict[str, float]) -> None:
     print(
-        f"{title}: {found['steps']} steps, on average {found['generate']} generating, {found['tokens']} tokens, "
+        f"{title}: {found['steps']} steps, on average {found['generate']} generating, "
+        f"{found['tokens']} tokens, "
         f"{found['swap_ins']} swapped in, {found['taken_back']} GPU slots taken back, "
         f"{found['copied_out']} copied out, {found['dropped']} dropped"
     )
     for name in PHASES:
-        print(f"  {name:<6} p50 {found[f'{name}_ms_p50']:7.3f} ms   p99 {found[f'{name}_ms_p99']:7.3f} ms")
+        print(
+            f"  {name:<6} p50 {found[f'{name}_ms_p50']:7.3f} ms   p99 "
+            f"{found[f'{name}_ms_p99']:7.3f} ms"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.scheduler", description="Host time of a step: plan, pack, apply.")
-    parser.add_argument("--plain-steps", type=int, default=500, metavar="N", help="default %(default)s")
-    parser.add_argument("--heavy-steps", type=int, default=100, metavar="N", help="default %(default)s")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes (and measure slower steps)")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.scheduler", description="Host time of a step: plan, pack, apply."
+    )
+    parser.add_argument(
+        "--plain-steps", type=int, default=500, metavar="N", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--heavy-steps", type=int, default=100, metavar="N", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print where the time goes (and measure slower steps)",
+    )
     args = parser.parse_args(argv)
 
     bench = FilledScheduler(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))

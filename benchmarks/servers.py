@@ -27,7 +27,8 @@ PIECE = 4 * GIB
 
 
 def run(module: str, *words: object, seconds: float | None = None) -> None:
-    """Runs one of our commands; CalledProcessError if it fails, TimeoutExpired if it takes longer."""
+    """Runs one of our commands; CalledProcessError if it fails, TimeoutExpired if it takes
+    longer."""
     command = [sys.executable, "-m", module, *map(str, words)]
     with _started(command) as process:
         if status := process.wait(seconds):
@@ -36,9 +37,14 @@ def run(module: str, *words: object, seconds: float | None = None) -> None:
 
 @contextmanager
 def serving(
-    command: Sequence[object], log: Path, seconds: float, ready: str = READY, variables: Mapping[str, str] | None = None
+    command: Sequence[object],
+    log: Path,
+    seconds: float,
+    ready: str = READY,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """The address of a server that is ready: `command` with `--port`. It writes to `log`, and ends with the block.
+    """The address of a server that is ready: `command` with `--port`. It writes to `log`, and ends
+    with the block.
 
     ready       the path that answers with 200 from then on
     variables   the whole environment (default: this process's)
@@ -49,7 +55,9 @@ def serving(
     started = time.monotonic()
     with (
         log.open("wb") as out,
-        _started([*map(str, command), "--port", str(port)], stdout=out, stderr=out, env=variables) as process,
+        _started(
+            [*map(str, command), "--port", str(port)], stdout=out, stderr=out, env=variables
+        ) as process,
     ):
         while not _answers(f"{url}{ready}"):
             if process.poll() is not None or time.monotonic() - started > seconds:
@@ -66,7 +74,8 @@ def tell_end(log: Path, error: Exception) -> None:
 
 
 def use_memory(size: int) -> None:
-    """Touches memory until `size` bytes are free: some virtual machines get memory only when they use it."""
+    """Touches memory until `size` bytes are free: some virtual machines get memory only when they
+    use it."""
     held: list[np.ndarray] = []
     patience = 10
     while (free := host_memory().free) + len(held) * PIECE < size and patience:
@@ -75,7 +84,10 @@ def use_memory(size: int) -> None:
         else:
             patience -= 1
             time.sleep(1.0)
-    print(f"{(free + len(held) * PIECE) / GIB:.0f} GiB of host memory for {size / GIB:.0f}", flush=True)
+    print(
+        f"{(free + len(held) * PIECE) / GIB:.0f} GiB of host memory for {size / GIB:.0f}",
+        flush=True,
+    )
 
 
 @contextmanager

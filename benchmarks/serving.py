@@ -1,11 +1,12 @@
 """Puts multi-turn load on a server with OpenAI's completions, and measures latency over throughput.
 
-python -m benchmarks.serving --url http://127.0.0.1:8000 --synthetic sharegpt --rate 1,2,4 --plot out.png
-python -m benchmarks.serving --compare ours.json theirs.json --plot both.png
+python -m benchmarks.serving --url http://127.0.0.1:8000 --synthetic sharegpt --rate 1,2,4 --plot
+out.png python -m benchmarks.serving --compare ours.json theirs.json --plot both.png
 
-Conversations arrive as a Poisson process, at any speed of the server. Each prompt has the server's own earlier replies,
-and comes a think time after the last reply. At the start, conversations are already in the middle of their lives: they
-send their histories first. Each client process needs about one core.
+Conversations arrive as a Poisson process, at any speed of the server. Each prompt has the server's
+own earlier replies, and comes a think time after the last reply. At the start, conversations are
+already in the middle of their lives: they send their histories first. Each client process needs
+about one core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ import aiohttp
 
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.chat import Server, ServerError
-from pensieve.scripts.command import check_above_0, check_least, check_matplotlib, exit_status, numbers
+from pensieve.scripts.command import (
+    check_above_0,
+    check_least,
+    check_matplotlib,
+    exit_status,
+    numbers,
+)
 from pensieve.scripts.simulation.arrivals import clock_rate, plan_arrivals
 from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, made_up, synthetic
 
@@ -42,32 +49,81 @@ BUSY_CLIENT = 0.8
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="benchmarks.serving", description=__doc__.partition("\n")[0])
+    made = argparse.ArgumentParser(
+        prog="benchmarks.serving", description=__doc__.partition("\n")[0]
+    )
     option = made.add_argument
     option("--url", default="http://127.0.0.1:8000", help="the server (default %(default)s)")
     option("--model", metavar="NAME", help="(default: the server's first)")
-    option("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="(default: $OPENAI_API_KEY)")
-    option("--conversations", action="store_true", help="name conversations in the requests (a Pensieve server)")
+    option(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        metavar="KEY",
+        help="(default: $OPENAI_API_KEY)",
+    )
+    option(
+        "--conversations",
+        action="store_true",
+        help="name conversations in the requests (a Pensieve server)",
+    )
     workload = made.add_mutually_exclusive_group()
-    workload.add_argument("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)")
+    workload.add_argument(
+        "--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)"
+    )
     option("--turn-counts", choices=TURN_COUNTS, help=f"of --synthetic (default {TURN_COUNTS[0]})")
     workload.add_argument("--trace", type=Path, metavar="FILE", help="see benchmarks/traces.py")
-    option("--tokenizer", metavar="FILE", help="tokenizer.json: for traces of text, servers that return no token ids")
-    option("--rate", metavar="RATES", help="conversations/s, comma between (default 1; a trace's own if it has one)")
-    option("--find-rate", type=float, metavar="MS", help="between two --rate, the largest with at most this ms/token")
-    option("--think-s", type=float, default=15.0, metavar="S", help="mean, where no trace tells (default %(default)s)")
-    option("--warm-up-s", type=float, default=60.0, metavar="S", help="not measured (default %(default)s)")
+    option(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json: for traces of text, servers that return no token ids",
+    )
+    option(
+        "--rate",
+        metavar="RATES",
+        help="conversations/s, comma between (default 1; a trace's own if it has one)",
+    )
+    option(
+        "--find-rate",
+        type=float,
+        metavar="MS",
+        help="between two --rate, the largest with at most this ms/token",
+    )
+    option(
+        "--think-s",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="mean, where no trace tells (default %(default)s)",
+    )
+    option(
+        "--warm-up-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="not measured (default %(default)s)",
+    )
     option(
         "--ramp-s",
         type=float,
         default=0.0,
         metavar="S",
-        help="conversations that are in the middle at the start come in over so long (default %(default)s)",
+        help=(
+            "conversations that are in the middle at the start come in over so long (default "
+            "%(default)s)"
+        ),
     )
-    option("--send-histories", action="store_true",
-           help="a conversation that comes in while its user thinks sends its history at once and asks for one "
-           "token; this request is not measured")  # fmt: skip
-    option("--from-empty", action="store_true", help="start without conversations: warm up for a lifetime")
+    option(
+        "--send-histories",
+        action="store_true",
+        help="a conversation that comes in while its user thinks sends its history at once and "
+        "asks for one "
+        "token; this request is not measured",
+    )
+    option(
+        "--from-empty",
+        action="store_true",
+        help="start without conversations: warm up for a lifetime",
+    )
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(
         "--expected-ms-per-token",
@@ -76,19 +132,49 @@ def parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="of replies, to find where conversations are at the start (default %(default)s)",
     )
-    option("--max-context", type=int, metavar="N", help="conversations end before it (default: as the server says)")
     option(
-        "--vocabulary", type=int, default=1000, metavar="N", help="made-up token ids are below (default %(default)s)"
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="conversations end before it (default: as the server says)",
     )
-    option("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths, not ids (default %(default)s)")
-    option("--processes", type=int, default=4, metavar="N", help="of the client (default %(default)s)")
     option(
-        "--timeout-s", type=float, default=120.0, metavar="S", help="between pieces of a reply (default %(default)s)"
+        "--vocabulary",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="made-up token ids are below (default %(default)s)",
     )
-    option("--gpu-dollars-per-hour", type=float, metavar="D", help="of all the server's GPUs: tells the cost")
+    option(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of arrivals and lengths, not ids (default %(default)s)",
+    )
+    option(
+        "--processes", type=int, default=4, metavar="N", help="of the client (default %(default)s)"
+    )
+    option(
+        "--timeout-s",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="between pieces of a reply (default %(default)s)",
+    )
+    option(
+        "--gpu-dollars-per-hour",
+        type=float,
+        metavar="D",
+        help="of all the server's GPUs: tells the cost",
+    )
     option("--json", type=Path, metavar="FILE", help="a JSON line a rate")
-    option("--plot", type=Path, metavar="FILE", help="normalised latency over throughput (matplotlib)")
-    option("--compare", type=Path, nargs="+", metavar="FILE", help="no load: show what --json wrote")
+    option(
+        "--plot", type=Path, metavar="FILE", help="normalised latency over throughput (matplotlib)"
+    )
+    option(
+        "--compare", type=Path, nargs="+", metavar="FILE", help="no load: show what --json wrote"
+    )
     return made
 
 
@@ -111,7 +197,14 @@ def run(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises SettingError for numbers that cannot be."""
-    positive = ("think_s", "measure_s", "expected_ms_per_token", "timeout_s", "processes", "vocabulary")
+    positive = (
+        "think_s",
+        "measure_s",
+        "expected_ms_per_token",
+        "timeout_s",
+        "processes",
+        "vocabulary",
+    )
     check_above_0(args, (*positive, "find_rate", "max_context", "gpu_dollars_per_hour"))
     check_least(args, warm_up_s=0, ramp_s=0)
     if args.trace is not None and args.turn_counts is not None:
@@ -129,7 +222,9 @@ def parse_rates(text: str | None, native: float | None, find: bool) -> list[floa
     if not all(0 < rate < float("inf") for rate in rates):
         raise SettingError("--rate", f"must be above 0, not {text}")
     if find and (len(rates) != 2 or rates[0] >= rates[1]):
-        raise SettingError("--rate", "two rates LOW,HIGH are needed to search between them (--find-rate)")
+        raise SettingError(
+            "--rate", "two rates LOW,HIGH are needed to search between them (--find-rate)"
+        )
     return rates
 
 
@@ -154,7 +249,14 @@ class ServingBench:
         except ServerError as error:
             raise SettingError("--url", str(error)) from error
         model, longest = ask_model(self._server, args.model)
-        target = Target(self._server.url, model, args.api_key, args.conversations, args.timeout_s, args.tokenizer)
+        target = Target(
+            self._server.url,
+            model,
+            args.api_key,
+            args.conversations,
+            args.timeout_s,
+            args.tokenizer,
+        )
         encode = read_tokenizer(args.tokenizer)
         asyncio.run(probe(target, args.vocabulary))
         self._target = target
@@ -162,24 +264,35 @@ class ServingBench:
         limit = args.max_context or longest
         if limit is not None:
             self._fit(limit)
-        self._rates = parse_rates(args.rate, clock_rate(self._dialogues), args.find_rate is not None)
+        self._rates = parse_rates(
+            args.rate, clock_rate(self._dialogues), args.find_rate is not None
+        )
         self._reports: list[RateReport] = []
         if args.json is not None:
             args.json.write_text("")
 
     def _fit(self, limit: int) -> None:
         fit = fitting(self._dialogues, limit)
-        turns = [sum(len(dialogue.turns) for dialogue in dialogues) for dialogues in (self._dialogues, fit)]
+        turns = [
+            sum(len(dialogue.turns) for dialogue in dialogues)
+            for dialogues in (self._dialogues, fit)
+        ]
         if turns[0] != turns[1]:
             print(
-                f"{turns[0] - turns[1]} of {turns[0]} turns do not fit into {limit} tokens: left out", file=sys.stderr
+                f"{turns[0] - turns[1]} of {turns[0]} turns do not fit into {limit} tokens: left "
+                "out",
+                file=sys.stderr,
             )
         self._dialogues = fit
 
     def run(self) -> None:
-        args, turns = self._args, mean_turns(self._dialogues)
+        args = self._args
+        turns = mean_turns(self._dialogues)
         workload = args.trace or args.synthetic
-        print(f"{self._target.model} at {self._target.url}, {workload}: {turns:.2f} turns a conversation; times in ms")
+        print(
+            f"{self._target.model} at {self._target.url}, {workload}: {turns:.2f} turns a "
+            "conversation; times in ms"
+        )
         print(titles(), flush=True)
         if args.find_rate is None:
             for rate in self._rates:
@@ -223,25 +336,46 @@ class ServingBench:
             rate=rate,
             turns=mean_turns(self._dialogues),
             seconds=args.measure_s,
-            sources={name: int(grown[key]) for name in SOURCES if (key := source_metric(name)) in grown} or None,
+            sources={
+                name: int(grown[key]) for name in SOURCES if (key := source_metric(name)) in grown
+            }
+            or None,
             gpu_seconds=grown.get(GPU_SECONDS),
             dollars_per_hour=args.gpu_dollars_per_hour,
         )
         self._reports.append(made)
         print(report_line(made), flush=True)
         if made.client_busy > BUSY_CLIENT:
-            print(f"the client used {made.client_busy:.0%} of a core: more --processes", file=sys.stderr)
+            print(
+                f"the client used {made.client_busy:.0%} of a core: more --processes",
+                file=sys.stderr,
+            )
         if args.json is not None:
             with args.json.open("a", encoding="utf-8") as lines:
                 lines.write(json_line(made, self._settings()) + "\n")
         return made
 
     def _settings(self) -> dict[str, Any]:
-        times = ("think_s", "warm_up_s", "ramp_s", "from_empty", "send_histories", "expected_ms_per_token")
+        times = (
+            "think_s",
+            "warm_up_s",
+            "ramp_s",
+            "from_empty",
+            "send_histories",
+            "expected_ms_per_token",
+        )
         names = (*times, "seed", "processes", "conversations")
-        workload = str(self._args.trace or f"{self._args.synthetic}, {self._args.turn_counts or TURN_COUNTS[0]} turns")
+        workload = str(
+            self._args.trace
+            or f"{self._args.synthetic}, {self._args.turn_counts or TURN_COUNTS[0]} turns"
+        )
         chosen = {name: getattr(self._args, name) for name in names}
-        return {"model": self._target.model, "workload": workload, "time": int(time.time()), **chosen}
+        return {
+            "model": self._target.model,
+            "workload": workload,
+            "time": int(time.time()),
+            **chosen,
+        }
 
 
 def largest_rate(bears: Callable[[float], bool], low: float, high: float) -> str:
@@ -256,7 +390,9 @@ def largest_rate(bears: Callable[[float], bool], low: float, high: float) -> str
     return f"{low:.4g} conversations/s"
 
 
-def load_dialogues(args: argparse.Namespace, encode: Callable[[str], Sequence[int]] | None) -> list[Dialogue]:
+def load_dialogues(
+    args: argparse.Namespace, encode: Callable[[str], Sequence[int]] | None
+) -> list[Dialogue]:
     if args.trace is not None:
         return read_dialogues(args.trace, encode=encode, think_s=args.think_s, seed=args.seed)
     sessions = synthetic(
@@ -282,9 +418,14 @@ def read_tokenizer(path: str | None) -> Callable[[str], Sequence[int]] | None:
 def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
     """The model's name, and its longest context where the server tells. Raises SettingError."""
     try:
-        models = {model["id"]: model.get("max_model_len") for model in server.ask("GET", "/v1/models")["data"]}
+        models = {
+            model["id"]: model.get("max_model_len")
+            for model in server.ask("GET", "/v1/models")["data"]
+        }
     except (ServerError, ValueError, KeyError, TypeError) as error:
-        raise SettingError("--url", f"{server.url}/v1/models does not answer as it should: {error}") from error
+        raise SettingError(
+            "--url", f"{server.url}/v1/models does not answer as it should: {error}"
+        ) from error
     if not models:
         raise SettingError("--url", f"{server.url} serves no model")
     if name is None:
@@ -295,7 +436,8 @@ def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
 
 
 async def probe(target: Target, vocabulary: int) -> None:
-    """Sends one small request before the run. Raises SettingError if the server cannot be measured."""
+    """Sends one small request before the run. Raises SettingError if the server cannot be
+    measured."""
     reply = Reply()
     prompt = [index % vocabulary for index in range(PROBE_TOKENS)]
     content = body(target, prompt, PROBE_TOKENS, f"probe-{secrets.token_hex(4)}")
@@ -305,15 +447,21 @@ async def probe(target: Target, vocabulary: int) -> None:
             session.post(f"{target.url}/v1/completions", data=content) as response,
         ):
             if response.status != 200:
-                raise SettingError("--url", f"a request gets HTTP {response.status}: {await response.text()}")
+                raise SettingError(
+                    "--url", f"a request gets HTTP {response.status}: {await response.text()}"
+                )
             async for data in response.content.iter_any():
                 reply.read(data)
     except (aiohttp.ClientError, TimeoutError, Failed) as error:
         raise SettingError("--url", f"a request fails: {error or type(error).__name__}") from error
     if not reply.has_ids and target.tokenizer is None:
-        raise SettingError("--tokenizer", "the server returns no token ids: replies must be encoded again to go on")
+        raise SettingError(
+            "--tokenizer", "the server returns no token ids: replies must be encoded again to go on"
+        )
     if reply.length < PROBE_TOKENS:
-        raise SettingError("--url", f"{PROBE_TOKENS} tokens were asked for with ignore_eos, {reply.length} came")
+        raise SettingError(
+            "--url", f"{PROBE_TOKENS} tokens were asked for with ignore_eos, {reply.length} came"
+        )
 
 
 def source_metric(source: str) -> str:

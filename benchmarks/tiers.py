@@ -1,19 +1,23 @@
-"""benchmarks.tiers: a turn's first token by its history's tier, and the cost of loading and saving KV.
+"""benchmarks.tiers: a turn's first token by its history's tier, and the cost of loading and saving
+KV.
 
-    tiers    the history on the GPU, on HOST, on DISK, recomputed, and as the engine chooses; the disk speed at which
-             reading and recomputing take equally long
-    sweep    reading, recomputing and the engine's choice on disks around that speed, which are simulated in memory
-    preload  the swap-in whole before the step, or layer group by layer group beside it, by the number of new tokens
+    tiers    the history on the GPU, on HOST, on DISK, recomputed, and as the engine chooses; the
+             disk speed at which reading and recomputing take equally long
+    sweep    reading, recomputing and the engine's choice on disks around that speed, which are
+             simulated in memory
+    preload  the swap-in whole before the step, or layer group by layer group beside it, by the
+             number of new tokens
     saving   turns under `--save off`, `async` and `sync`
-    batch    `--rows` prompts at once, with more or fewer tokens known: recomputed, the known ones on HOST, on the GPU;
-             and turns whose KV is copied to HOST beside other turns, or dropped
+    batch    `--rows` prompts at once, with more or fewer tokens known: recomputed, the known ones
+             on HOST, on the GPU; and turns whose KV is copied to HOST beside other turns, or
+             dropped
 
-    build_engine --random-weights --config config.json --set max_position_embeddings=16384 --device cuda --output DIR
-    python -m benchmarks.tiers --engine DIR --device cuda --disk-dir /a/local/disk
+    build_engine --random-weights --config config.json --set max_position_embeddings=16384 --device
+    cuda --output DIR python -m benchmarks.tiers --engine DIR --device cuda --disk-dir /a/local/disk
 
-CachedAttention (Gao et al., USENIX ATC 2024) measures the last three in its sections 4.3.1 and 4.3.2. The engine is
-loaded and measured once. Prompts are random token ids, sampling is greedy, prefetching is off. The results are
-explained in docs/measured/disk.md.
+CachedAttention (Gao et al., USENIX ATC 2024) measures the last three in its sections 4.3.1 and
+4.3.2. The engine is loaded and measured once. Prompts are random token ids, sampling is greedy,
+prefetching is off. The results are explained in docs/measured/disk.md.
 """
 
 from __future__ import annotations
@@ -64,12 +68,14 @@ from .loop import (
 )
 from .steps import measure_costs
 
-FOUND = 0.9  # of a history's tokens must have been where they were to be: a chunk or two may be shared with others
+# of a history's tokens must have been where they were to be: a chunk or two may be shared with
+# others
+FOUND = 0.9
 
 
 class MemoryDisk:
-    """Replaces the system calls: data stays in memory and is read at `bytes_per_s`, as by one device that serves one
-    call after the other."""
+    """Replaces the system calls: data stays in memory and is read at `bytes_per_s`, as by one
+    device that serves one call after the other."""
 
     def __init__(self) -> None:
         self.bytes_per_s = inf
@@ -94,9 +100,14 @@ class MemoryDisk:
         return done
 
     def _copy(
-        self, descriptor: int, buffers: Sequence[Any], offset: int, copy: Callable[[np.ndarray, np.ndarray], None]
+        self,
+        descriptor: int,
+        buffers: Sequence[Any],
+        offset: int,
+        copy: Callable[[np.ndarray, np.ndarray], None],
     ) -> int:
-        content, end = self._files[os.fstat(descriptor).st_ino], offset
+        content = self._files[os.fstat(descriptor).st_ino]
+        end = offset
         for buffer in buffers:
             copy(content[end : end + len(buffer)], np.frombuffer(buffer, np.uint8))
             end += len(buffer)
@@ -145,8 +156,8 @@ def quickest(turns: Sequence[Turn]) -> float:
 
 
 def ask(loop: Loop, prompts: Sequence[array[int]], tier: str | None, tokens: int) -> Turn:
-    """All at once: until the last first token, with that prompt's usage. InvariantError if not almost `tokens` of each
-    prompt's tokens came from there (a name in `Usage`)."""
+    """All at once: until the last first token, with that prompt's usage. InvariantError if not
+    almost `tokens` of each prompt's tokens came from there (a name in `Usage`)."""
     loop.drain()
     started = time.perf_counter()
     answers = [loop.add(prompt, 1) for prompt in prompts]
@@ -154,13 +165,16 @@ def ask(loop: Loop, prompts: Sequence[array[int]], tier: str | None, tokens: int
     for answer in answers:
         usage = answer.usage or Usage()
         if tier is not None and getattr(usage, tier) < FOUND * tokens:
-            raise InvariantError(f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}")
+            raise InvariantError(
+                f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}"
+            )
     last = max(answers, key=lambda answer: answer.began)
     return Turn(last.began - started, last.usage or Usage())
 
 
 class Load(NamedTuple):
-    """`turns` first turns of conversations, `rows` at a time: tokens of a prompt, and of a reply."""
+    """`turns` first turns of conversations, `rows` at a time: tokens of a prompt, and of a
+    reply."""
 
     turns: int
     rows: int
@@ -170,8 +184,8 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiers:
-    """One device and engine, and the caches for turns: the GPU's holds one history and the new tokens, HOST all
-    histories.
+    """One device and engine, and the caches for turns: the GPU's holds one history and the new
+    tokens, HOST all histories.
 
     copy          times of copies over the link
     histories     token ids, in whole chunks, one history for each turn: the first one warms up
@@ -193,12 +207,20 @@ class Tiers:
 
     @contextmanager
     def loop(
-        self, cost: CostProfile, disk: Disk | None = None, group_layers: int = GROUP_LAYERS, **how: Any
+        self,
+        cost: CostProfile,
+        disk: Disk | None = None,
+        group_layers: int = GROUP_LAYERS,
+        **how: Any,
     ) -> Iterator[Loop]:
-        """disk: used with the files that earlier loops left there; how: fields of `SchedulerConfig`."""
-        settings, slots = None, self.config.disk_kv_chunks if disk else 0
+        """disk: used with the files that earlier loops left there; how: fields of
+        `SchedulerConfig`."""
+        settings = None
+        slots = self.config.disk_kv_chunks if disk else 0
         if disk is not None:
-            settings = DiskSettings(disk.directory, slots, self.engine.manifest.fingerprint, system=disk.calls)
+            settings = DiskSettings(
+                disk.directory, slots, self.engine.manifest.fingerprint, system=disk.calls
+            )
         config = replace(self.config, disk_kv_chunks=slots, **how)
         make = partial(Executor, group_layers=group_layers, disk=settings)
         loop = Loop(self.device, self.engine, config, cost, make_executor=make)
@@ -218,13 +240,19 @@ class Tiers:
         with self.loop(self.cost, reuse=False) as loop:
             return quickest([self._ask(loop, batch, new, "new") for batch in self._batches()])
 
-    def from_memory(self, news: Sequence[int], group_layers: int = GROUP_LAYERS) -> list[dict[str, float]]:
-        """Seconds to the first token by how many tokens are new, with the history on HOST alone and on the GPU."""
+    def from_memory(
+        self, news: Sequence[int], group_layers: int = GROUP_LAYERS
+    ) -> list[dict[str, float]]:
+        """Seconds to the first token by how many tokens are new, with the history on HOST alone and
+        on the GPU."""
         found = []
         with self.loop(always_load(self.cost), group_layers=group_layers) as loop:
             self.fill(loop)
             for new in news:
-                turns = [[self._ask(loop, batch, new, tier) for tier in ("host", "gpu")] for batch in self._batches()]
+                turns = [
+                    [self._ask(loop, batch, new, tier) for tier in ("host", "gpu")]
+                    for batch in self._batches()
+                ]
                 host, gpu = (quickest(tier) for tier in zip(*turns, strict=True))
                 found.append({"new_tokens": new, "host_s": host, "gpu_s": gpu})
         return found
@@ -234,15 +262,20 @@ class Tiers:
             yield self.histories[first : first + self.rows]
 
     def _ask(self, loop: Loop, histories: Sequence[array[int]], new: int, tier: str | None) -> Turn:
-        return ask(loop, [history + loop.random_ids(new) for history in histories], tier, self.tokens)
+        return ask(
+            loop, [history + loop.random_ids(new) for history in histories], tier, self.tokens
+        )
 
     def write(self, disk: Disk) -> None:
         """Writes all histories to files of that disk; afterwards they are in no other tier."""
         with self.loop(self.cost, disk, save="async") as loop:
             self.fill(loop)
 
-    def from_disk(self, disk: Disk, cost: CostProfile, belief: str, new: int) -> tuple[float, float]:
-        """Seconds to the first token, and the share of the history that was read. Before, the history is on DISK only.
+    def from_disk(
+        self, disk: Disk, cost: CostProfile, belief: str, new: int
+    ) -> tuple[float, float]:
+        """Seconds to the first token, and the share of the history that was read. Before, the
+        history is on DISK only.
 
         `cost` contains the disk's speed.
         """
@@ -272,8 +305,10 @@ class Tiers:
                     at = time.perf_counter()
                     turns.append((at, loop.add(loop.random_ids(load.prompt), load.reply)))
                 loop.step()
-            start, last = turns[0][0], max(answer.ended for _, answer in turns)
-            between, copied = intervals(loop.steps), loop.executor.copied_bytes.swap_out // self.cost.chunk_bytes
+            start = turns[0][0]
+            last = max(answer.ended for _, answer in turns)
+            between = intervals(loop.steps)
+            copied = loop.executor.copied_bytes.swap_out // self.cost.chunk_bytes
             loop.drain()
             return {
                 "seconds": last - start,
@@ -290,7 +325,8 @@ class Tiers:
 PARTS = ("tiers", "sweep", "preload", "saving", "batch")
 SPEEDS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)  # of the break-even
 NEW_TOKENS = (1, 4, 16)  # multiples of --new-tokens, for turns whose swap-in is timed
-SPLITS = ((5, 5), (6, 4), (7, 3), (8, 2), (9, 1), (10, 1))  # known and new tokens of `batch`, in tenths of --prompt
+# known and new tokens of `batch`, in tenths of --prompt
+SPLITS = ((5, 5), (6, 4), (7, 3), (8, 2), (9, 1), (10, 1))
 SAVED = (10, 16)  # tokens of a turn of `batch` that is saved, in tenths of --prompt
 TARGET = 1.1  # the choice's time over the better way's
 COUNTS = {
@@ -308,8 +344,8 @@ COUNTS = {
 
 
 class Split:
-    """A prompt of `batch`: known tokens in whole chunks, the other ones new. Caches in chunks: the GPU's for a batch,
-    HOST's for all of them with what two turns add."""
+    """A prompt of `batch`: known tokens in whole chunks, the other ones new. Caches in chunks: the
+    GPU's for a batch, HOST's for all of them with what two turns add."""
 
     def __init__(self, args: argparse.Namespace, known: int, new: int):
         size = args.chunk_tokens
@@ -328,7 +364,8 @@ def saved_batch(args: argparse.Namespace, prompt: int) -> int:
 
 
 class TierPools(Pools):
-    """With a disk a sixteenth of HOST is kept free. SettingError if the model's contexts are too short."""
+    """With a disk a sixteenth of HOST is kept free. SettingError if the model's contexts are too
+    short."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine):
         self.batch = args.max_num_batched_tokens
@@ -352,26 +389,37 @@ class TierPools(Pools):
         if "batch" in args.parts:
             splits = [Split(args, *tenths) for tenths in SPLITS]
             self.gpu = max(self.gpu, saved_batch(args, most), *(split.gpu for split in splits))
-            self.host = max(self.host, 2 * self.gpu, *(split.host for split in splits))  # copies ahead need room
+            # copies ahead need room
+            self.host = max(self.host, 2 * self.gpu, *(split.host for split in splits))
 
 
 # The parts.
 
 
 def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
-    """Seconds to the first token by tier, the share of the history that the engine chose to read, and the measured and
-    the predicted break-even."""
-    cost, chunks = tiers.cost, tiers.tokens // tiers.config.chunk_tokens
+    """Seconds to the first token by tier, the share of the history that the engine chose to read,
+    and the measured and the predicted break-even."""
+    cost = tiers.cost
+    chunks = tiers.tokens // tiers.config.chunk_tokens
     (memory,) = tiers.from_memory([new])
     tiers.write(disk)
-    found = {"gpu_s": memory["gpu_s"], "host_s": memory["host_s"], "recomputed_s": tiers.recomputed(new)}
+    found = {
+        "gpu_s": memory["gpu_s"],
+        "host_s": memory["host_s"],
+        "recomputed_s": tiers.recomputed(new),
+    }
     found["disk_s"], _ = tiers.from_disk(disk, cost, "load", new)
     found["chosen_s"], read = tiers.from_disk(disk, cost, "chosen", new)
     spared = found["recomputed_s"] - found["host_s"]
     if spared <= 0:
-        raise SettingError("--history", "is computed as quickly as it is copied from HOST: no disk is worth reading")
+        raise SettingError(
+            "--history",
+            "is computed as quickly as it is copied from HOST: no disk is worth reading",
+        )
     size = chunks * cost.chunk_bytes
-    recompute = sum(cost.recompute((chunk + 1) * tiers.config.chunk_tokens) for chunk in range(chunks))
+    recompute = sum(
+        cost.recompute((chunk + 1) * tiers.config.chunk_tokens) for chunk in range(chunks)
+    )
     return found | {
         "chosen_read": read,
         "disk_read_gb_per_s": cost.disk_read_bytes_per_s / 1e9,
@@ -405,11 +453,14 @@ def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[d
     """By the layers of a group that share a gate, all of them first; as `Tiers.from_memory`."""
     layers = tiers.engine.manifest.layers
     groups = {min(group, layers) for group in (GROUP_LAYERS, 2 * GROUP_LAYERS, layers)}
-    return {str(group): tiers.from_memory(new_tokens, group) for group in sorted(groups, reverse=True)}
+    return {
+        str(group): tiers.from_memory(new_tokens, group) for group in sorted(groups, reverse=True)
+    }
 
 
 def measure_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """By split: seconds to the last first token of `--rows` prompts at once, and of copying their known tokens in."""
+    """By split: seconds to the last first token of `--rows` prompts at once, and of copying their
+    known tokens in."""
     found = []
     for split in (Split(args, *tenths) for tenths in SPLITS):
         histories = random_histories(tiers.engine, split.histories, split.known * args.chunk_tokens)
@@ -418,31 +469,46 @@ def measure_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]
         batch = replace(tiers, config=config, histories=histories, rows=args.rows)
         (memory,) = batch.from_memory([split.new])
         copied = args.rows * split.known * tiers.copy.swap_in / tiers.copy.chunks
-        found.append({"split": split.name, "recomputed_s": batch.recomputed(split.new), **memory, "copy_in_s": copied})
+        found.append(
+            {
+                "split": split.name,
+                "recomputed_s": batch.recomputed(split.new),
+                **memory,
+                "copy_in_s": copied,
+            }
+        )
     return found
 
 
 def measure_saved_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds for a turn, by its prompt: if its KV is dropped, if it is copied to HOST beside other turns, and of the
-    copy alone. What the copies beside cost is shared among the turns that were copied before the run's end."""
+    """Seconds for a turn, by its prompt: if its KV is dropped, if it is copied to HOST beside other
+    turns, and of the copy alone. What the copies beside cost is shared among the turns that were
+    copied before the run's end."""
     found = []
     for tenths in SAVED:
         load = Load(args.turns, args.rows, tenths * args.prompt // 10, args.reply)
-        gpu, longest = saved_batch(args, load.prompt), load.prompt + load.reply
+        gpu = saved_batch(args, load.prompt)
+        longest = load.prompt + load.reply
         runs = [
-            [tiers.saving(load, reuse=reuse, gpu_kv_chunks=gpu, max_model_len=longest) for reuse in (False, True)]
+            [
+                tiers.saving(load, reuse=reuse, gpu_kv_chunks=gpu, max_model_len=longest)
+                for reuse in (False, True)
+            ]
             for _ in range(args.repeats)
         ]
         dropped, kept = (min(ways, key=itemgetter("seconds")) for ways in zip(*runs, strict=True))
         chunks = longest // args.chunk_tokens
-        alone, copied = dropped["seconds"] / load.turns, max(1, kept["copied_out"] / chunks)
-        found.append({
-            "prompt": load.prompt,
-            "dropped_s": alone,
-            "copied_beside_s": alone + (kept["seconds"] - dropped["seconds"]) / copied,
-            "copy_out_s": chunks * tiers.copy.swap_out / tiers.copy.chunks,
-            "copied_turns": copied,
-        })  # fmt: skip
+        alone = dropped["seconds"] / load.turns
+        copied = max(1, kept["copied_out"] / chunks)
+        found.append(
+            {
+                "prompt": load.prompt,
+                "dropped_s": alone,
+                "copied_beside_s": alone + (kept["seconds"] - dropped["seconds"]) / copied,
+                "copy_out_s": chunks * tiers.copy.swap_out / tiers.copy.chunks,
+                "copied_turns": copied,
+            }
+        )
     return found
 
 
@@ -453,9 +519,20 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="benchmarks.tiers", description=__doc__.partition("\n")[0])
     add_counts(made, COUNTS)
     option = made.add_argument
-    option("--disk-dir", type=Path, metavar="DIR", help="on the disk to be measured (default: the system's own)")
+    option(
+        "--disk-dir",
+        type=Path,
+        metavar="DIR",
+        help="on the disk to be measured (default: the system's own)",
+    )
     words = f"of {','.join(PARTS)} (default: all); with sweep come the tiers"
-    option("--parts", type=parts_type(PARTS, {"sweep": "tiers"}), default=PARTS, metavar="LIST", help=words)
+    option(
+        "--parts",
+        type=parts_type(PARTS, {"sweep": "tiers"}),
+        default=PARTS,
+        metavar="LIST",
+        help=words,
+    )
     return made
 
 
@@ -483,7 +560,9 @@ def run(args: argparse.Namespace) -> None:
         measure(prepare(device, engine, sizes, args, Path(directory)), sizes, args, Path(directory))
 
 
-def prepare(device: Timed, engine: Engine, sizes: TierPools, args: argparse.Namespace, directory: Path) -> Tiers:
+def prepare(
+    device: Timed, engine: Engine, sizes: TierPools, args: argparse.Namespace, directory: Path
+) -> Tiers:
     """Measures the scheduler's costs and makes the histories."""
     config = sizes.config()
     pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
@@ -493,7 +572,9 @@ def prepare(device: Timed, engine: Engine, sizes: TierPools, args: argparse.Name
         raise SettingError("--disk-dir", f"{directory} takes no records")
     cost = replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
     histories = random_histories(engine, sizes.histories, sizes.history * args.chunk_tokens)
-    return Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, copies[-1], histories)
+    return Tiers(
+        device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, copies[-1], histories
+    )
 
 
 def random_histories(engine: Engine, count: int, tokens: int) -> list[array[int]]:
@@ -503,33 +584,57 @@ def random_histories(engine: Engine, count: int, tokens: int) -> list[array[int]
 
 def measure(tiers: Tiers, sizes: TierPools, args: argparse.Namespace, directory: Path) -> None:
     """Runs the parts, each of which prints a table and a line of JSON."""
-    manifest, cost = tiers.engine.manifest, tiers.cost
-    speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
+    manifest = tiers.engine.manifest
+    cost = tiers.cost
+    speeds = [
+        f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)
+    ]
     about = {"hardware": hardware(tiers.engine)}
-    print(f"{about['hardware']}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
+    print(
+        f"{about['hardware']}; {manifest.layers} layers, {manifest.dtype}, chunks of "
+        f"{cost.chunk_bytes} bytes"
+    )
     print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
     if "tiers" in args.parts:
         found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
-        title = f"a turn of {args.new_tokens} tokens, {args.history} tokens of history: first token by tier, break-even"
+        title = (
+            f"a turn of {args.new_tokens} tokens, {args.history} tokens of history: first token by "
+            "tier, break-even"
+        )
         rows = [{"what": name, "found": value} for name, value in found.items()]
         show("tiers_tiers", title, {"history": tiers.tokens, **found, **about}, rows)
     if "sweep" in args.parts:
-        swept = measure_sweep(tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"])
+        swept = measure_sweep(
+            tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"]
+        )
         worst = max(speed["ratio"] for speed in swept)
-        title = f"first token by the disk's speed; ratio: chosen over the better, worst {worst:.2f}, target {TARGET}"
+        title = (
+            f"first token by the disk's speed; ratio: chosen over the better, worst {worst:.2f}, "
+            f"target {TARGET}"
+        )
         show("tiers_sweep", title, {"speeds": swept, "worst": worst, "target": TARGET}, swept)
     if "preload" in args.parts:
         preloads = measure_preload(tiers, sizes.new_tokens)
-        title = "first token with the history on HOST and on the GPU; a group of all layers: swap-in first"
-        rows = [{"layers a group": group} | turn for group, turns in preloads.items() for turn in turns]
+        title = (
+            "first token with the history on HOST and on the GPU; a group of all layers: swap-in "
+            "first"
+        )
+        rows = [
+            {"layers a group": group} | turn for group, turns in preloads.items() for turn in turns
+        ]
         show("tiers_preload", title, {"history": tiers.tokens, "by_group_layers": preloads}, rows)
     if "saving" in args.parts:
         load = Load(args.turns, args.rows, args.prompt, args.reply)
         modes = {
-            mode: tiers.saving(load, Disk(_own(directory, mode)), save=mode, gpu_kv_chunks=sizes.saving)
+            mode: tiers.saving(
+                load, Disk(_own(directory, mode)), save=mode, gpu_kv_chunks=sizes.saving
+            )
             for mode in reversed(SAVE_MODES)
         }
-        title = f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} out, by --save"
+        title = (
+            f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} "
+            "out, by --save"
+        )
         rows = [{"save": mode} | found for mode, found in modes.items()]
         show("tiers_saving", title, {**load._asdict(), "modes": modes}, rows)
     if "batch" in args.parts:
@@ -542,7 +647,8 @@ def measure(tiers: Tiers, sizes: TierPools, args: argparse.Namespace, directory:
         )
         saved = measure_saved_batch(tiers, args)
         title = (
-            f"a turn of {args.reply} steps, {args.rows} at a time: its KV dropped or copied to HOST beside other turns"
+            f"a turn of {args.reply} steps, {args.rows} at a time: its KV dropped or copied to "
+            "HOST beside other turns"
         )
         show("tiers_saved_batch", title, {"reply": args.reply, "turns": saved, **about}, saved)
 

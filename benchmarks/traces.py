@@ -1,11 +1,11 @@
 """Reads conversations to be played against a server, from several forms of traces.
 
 * lengths and text: see `scripts/simulation/traces.py`
-* Mooncake, one request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (a block of 512 tokens
-  each, the last one shorter). Requests with equal ids have equal tokens; the trace does not tell which request
-  continues which.
-* vLLM's `benchmarks/multi_turn` (.json): a list of `{id, messages}`, or its settings for generated conversations
-  (`"filetype": "generate_conversations"`)
+* Mooncake, one request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (a
+  block of 512 tokens each, the last one shorter). Requests with equal ids have equal tokens; the
+  trace does not tell which request continues which.
+* vLLM's `benchmarks/multi_turn` (.json): a list of `{id, messages}`, or its settings for generated
+  conversations (`"filetype": "generate_conversations"`)
 
 If a form has no think times they are drawn from an exponential distribution.
 """
@@ -45,8 +45,11 @@ class MooncakeLine(BaseModel, strict=True):
     hash_ids: list[int]
 
 
-def read_dialogues(path: Path, *, encode: Encode | None, think_s: float, seed: int) -> list[Dialogue]:
-    """The trace's conversations. `encode` is needed for text, `think_s` (mean, seconds) if the trace has no times.
+def read_dialogues(
+    path: Path, *, encode: Encode | None, think_s: float, seed: int
+) -> list[Dialogue]:
+    """The trace's conversations. `encode` is needed for text, `think_s` (mean, seconds) if the
+    trace has no times.
 
     SettingError names the file and place that cannot be read, or `--tokenizer` if it is missing.
     """
@@ -58,17 +61,23 @@ def read_dialogues(path: Path, *, encode: Encode | None, think_s: float, seed: i
     if not dialogues:
         raise SettingError("--trace", f"{path} holds no conversations")
     if len({dialogue.start_s is None for dialogue in dialogues}) > 1:
-        raise SettingError("--trace", f"{path}: some conversations have an arrival_s and some have none")
+        raise SettingError(
+            "--trace", f"{path}: some conversations have an arrival_s and some have none"
+        )
     return dialogues
 
 
-def _json_lines(path: Path, encode: Encode | None, think_s: float, draw: random.Random) -> list[Dialogue]:
+def _json_lines(
+    path: Path, encode: Encode | None, think_s: float, draw: random.Random
+) -> list[Dialogue]:
     where, line = next(read_lines(path), ("", "{}"))
     first = parse_json(line, where)
     if not isinstance(first, dict):
         raise SettingError("--trace", f"{where}: needs an object")
     if "hash_ids" in first:
-        return [_mooncake(line, where, index) for index, (where, line) in enumerate(read_lines(path))]
+        return [
+            _mooncake(line, where, index) for index, (where, line) in enumerate(read_lines(path))
+        ]
     if "messages" in first:
         objects = [(parse_json(line, where), where) for where, line in read_lines(path)]
         return text_dialogues(objects, "conversation", encode, think_s, draw)
@@ -79,11 +88,16 @@ def _mooncake(text: str, where: str, index: int) -> Dialogue:
     line = checked(MooncakeLine, text, where)
     tokens, blocks = line.input_length, line.hash_ids
     if len(blocks) != -(-tokens // BLOCK_TOKENS):
-        raise SettingError("--trace", f"{where}: {len(blocks)} hash_ids for {tokens} tokens, {BLOCK_TOKENS} each")
+        raise SettingError(
+            "--trace", f"{where}: {len(blocks)} hash_ids for {tokens} tokens, {BLOCK_TOKENS} each"
+        )
     pieces = tuple(
-        MadeUp(min(BLOCK_TOKENS, tokens - place * BLOCK_TOKENS), f"block {block}") for place, block in enumerate(blocks)
+        MadeUp(min(BLOCK_TOKENS, tokens - place * BLOCK_TOKENS), f"block {block}")
+        for place, block in enumerate(blocks)
     )
-    return Dialogue(f"m{index}", line.timestamp / 1e3, (SessionTurn(0, tokens, line.output_length),), (pieces,))
+    return Dialogue(
+        f"m{index}", line.timestamp / 1e3, (SessionTurn(0, tokens, line.output_length),), (pieces,)
+    )
 
 
 def _vllm(path: Path, encode: Encode | None, think_s: float, draw: random.Random) -> list[Dialogue]:
@@ -92,18 +106,27 @@ def _vllm(path: Path, encode: Encode | None, think_s: float, draw: random.Random
         objects = [(item, f"{path}, conversation {number}") for number, item in enumerate(value)]
         return text_dialogues(objects, "id", encode, think_s, draw)
     if not isinstance(value, dict) or value.get("filetype") != "generate_conversations":
-        raise SettingError("--trace", f"{path}: needs a list of conversations or filetype generate_conversations")
+        raise SettingError(
+            "--trace", f"{path}: needs a list of conversations or filetype generate_conversations"
+        )
     return list(_generated(value, path, think_s, draw))
 
 
-def _generated(settings: dict[str, Any], path: Path, think_s: float, draw: random.Random) -> Iterator[Dialogue]:
+def _generated(
+    settings: dict[str, Any], path: Path, think_s: float, draw: random.Random
+) -> Iterator[Dialogue]:
     """Made-up conversations of these distributions. `num_turns` counts both sides' messages."""
     count = settings.get("num_conversations")
     if not isinstance(count, int) or count < 1:
-        raise SettingError("--trace", f"{path}: num_conversations must be a whole number of at least 1, not {count!r}")
+        raise SettingError(
+            "--trace",
+            f"{path}: num_conversations must be a whole number of at least 1, not {count!r}",
+        )
 
     def sample(section: str, name: str, least: int) -> int:
-        return max(least, _sample(settings.get(section, {}).get(name), f"{path}: {section}.{name}", draw))
+        return max(
+            least, _sample(settings.get(section, {}).get(name), f"{path}: {section}.{name}", draw)
+        )
 
     common = settings.get("prompt_input", {}).get("common_prefix_num_tokens")
     shared = 0 if common is None else sample("prompt_input", "common_prefix_num_tokens", 0)
@@ -112,8 +135,11 @@ def _generated(settings: dict[str, Any], path: Path, think_s: float, draw: rando
         history = 0
         for _ in range((sample("prompt_input", "num_turns", 1) + 1) // 2):
             prefix = 0 if turns else shared + sample("prompt_input", "prefix_num_tokens", 0)
-            given, reply = prefix + sample("prompt_input", "num_tokens", 1), sample("prompt_output", "num_tokens", 1)
-            turns.append(SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if turns else 0.0))
+            given = prefix + sample("prompt_input", "num_tokens", 1)
+            reply = sample("prompt_output", "num_tokens", 1)
+            turns.append(
+                SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if turns else 0.0)
+            )
             history += given + reply
         yield made_up(Session(f"v{index}", 0.0, tuple(turns), shared))
 
@@ -134,12 +160,16 @@ def _sample(distribution: Any, where: str, draw: random.Random) -> int:
         elif kind == "lognormal":
             value = round(draw.lognormvariate(*_lognormal(distribution)))
         else:
-            raise SettingError("--trace", f"{where}: {kind!r} is no distribution that is known here")
+            raise SettingError(
+                "--trace", f"{where}: {kind!r} is no distribution that is known here"
+            )
         return min(value, distribution.get("max") or value)
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, SettingError):
             raise
-        raise SettingError("--trace", f"{where}: not a distribution: {distribution!r} ({error})") from error
+        raise SettingError(
+            "--trace", f"{where}: not a distribution: {distribution!r} ({error})"
+        ) from error
 
 
 def _lognormal(distribution: dict[str, Any]) -> tuple[float, float]:
@@ -152,7 +182,9 @@ def _lognormal(distribution: dict[str, Any]) -> tuple[float, float]:
 
 def _poisson(mean: float, draw: random.Random) -> int:
     """Events of a Poisson process of rate 1 in `mean` seconds."""
-    count, now = 0, draw.expovariate(1)
+    count = 0
+    now = draw.expovariate(1)
     while now < mean:
-        count, now = count + 1, now + draw.expovariate(1)
+        count = count + 1
+        now = now + draw.expovariate(1)
     return count

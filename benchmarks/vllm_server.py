@@ -2,11 +2,13 @@
 
     VENV/bin/python -P benchmarks/vllm_server.py --model DIR --load-format dummy ...
 
-vLLM's own random weights are so small that the routers of some mixtures of experts choose the same experts for all
-tokens. The other experts are then never read, and steps are faster than with any trained model. These weights are drawn
-much as Pensieve draws its own: projections keep the size of their input, norms multiply by 1, biases are 0.
+vLLM's own random weights are so small that the routers of some mixtures of experts choose the same
+experts for all tokens. The other experts are then never read, and steps are faster than with any
+trained model. These weights are drawn much as Pensieve draws its own: projections keep the size of
+their input, norms multiply by 1, biases are 0.
 
-This file runs in vLLM's environment and uses nothing of Pensieve. A process that vLLM starts imports it again.
+This file runs in vLLM's environment and uses nothing of Pensieve. A process that vLLM starts
+imports it again.
 """
 
 import runpy
@@ -18,10 +20,15 @@ of_vllm = dummy_loader.initialize_dummy_weights
 
 
 def initialize(module: torch.nn.Module, model_config: object) -> None:
-    """Fills the parameters of a module. Scales (one number) and quantised weights stay as vLLM fills them."""
+    """Fills the parameters of a module. Scales (one number) and quantised weights stay as vLLM
+    fills them."""
     of_vllm(module, model_config)
     for name, parameter in module.state_dict().items():
-        if parameter.is_meta or parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if parameter.is_meta or parameter.dtype not in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float32,
+        ):
             continue
         if parameter.ndim > 1 and not name.endswith("bias"):
             generator = torch.Generator(parameter.device).manual_seed(parameter.numel())

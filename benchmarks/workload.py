@@ -1,4 +1,5 @@
-"""Contents of conversations: the load that `benchmarks.serving` puts on a server, without the server."""
+"""Contents of conversations: the load that `benchmarks.serving` puts on a server, without the
+server."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from pensieve.scripts.simulation.traces import Dialogue, MadeUp
 
 
 def fitting(dialogues: Sequence[Dialogue], max_context: int) -> list[Dialogue]:
-    """Conversations, cut before the first turn that does not fit. A conversation whose first turn does not fit is
-    dropped."""
+    """Conversations, cut before the first turn that does not fit. A conversation whose first turn
+    does not fit is dropped."""
     cut = []
     for dialogue in dialogues:
         turns = len(dialogue.turns)
@@ -22,7 +23,9 @@ def fitting(dialogues: Sequence[Dialogue], max_context: int) -> list[Dialogue]:
                 turns = index
                 break
         if turns:
-            cut.append(dialogue._replace(turns=dialogue.turns[:turns], inputs=dialogue.inputs[:turns]))
+            cut.append(
+                dialogue._replace(turns=dialogue.turns[:turns], inputs=dialogue.inputs[:turns])
+            )
     if not cut:
         raise SettingError("--max-context", f"no conversation fits into {max_context} tokens")
     return cut
@@ -33,13 +36,15 @@ def mean_turns(dialogues: Sequence[Dialogue]) -> float:
 
 
 class Words:
-    """Token ids of the conversations, equal for equal `salt`. Runs with different salts share nothing.
+    """Token ids of the conversations, equal for equal `salt`. Runs with different salts share
+    nothing.
 
     The ids of a trace's text are fixed; only the head before it differs.
     """
 
     def __init__(self, vocabulary: int, salt: str):
-        self._vocabulary, self._salt = vocabulary, salt
+        self._vocabulary = vocabulary
+        self._salt = salt
 
     def name(self, arrival: Arrival) -> str:
         """A conversation id."""
@@ -56,8 +61,8 @@ class Words:
         return said
 
     def history(self, arrival: Arrival) -> list[int]:
-        """The prompt of the first request: the log of the earlier turns, with made-up replies, and this turn's
-        input."""
+        """The prompt of the first request: the log of the earlier turns, with made-up replies, and
+        this turn's input."""
         log: list[int] = []
         for turn in range(arrival.turn + 1):
             lengths = arrival.dialogue.turns[turn]

@@ -1,5 +1,5 @@
-"""Builds an engine directory from a checkpoint or from a config.json alone: writes it to a temporary directory, makes
-it durable, then renames it into place."""
+"""Builds an engine directory from a checkpoint or from a config.json alone: writes it to a
+temporary directory, makes it durable, then renames it into place."""
 
 from __future__ import annotations
 
@@ -66,9 +66,11 @@ def _advance_nothing(done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """outcome: "built", "replaced" (another engine was there) or "reused" (the same engine was there).
+    """outcome: "built", "replaced" (another engine was there) or "reused" (the same engine was
+    there).
 
-    has_tokenizer False: the checkpoint has no supported tokenizer; the engine takes and returns token ids only.
+    has_tokenizer False: the checkpoint has no supported tokenizer; the engine takes and returns
+    token ids only.
     """
 
     manifest: Manifest
@@ -88,22 +90,27 @@ def build_engine(
     weights: str = "same",
     advance: Advance = _advance_nothing,
 ) -> Built:
-    """Makes `output` the engine of a Hugging Face checkpoint, or of a TensorRT-LLM checkpoint in the legacy format.
+    """Makes `output` the engine of a Hugging Face checkpoint, or of a TensorRT-LLM checkpoint in
+    the legacy format.
 
-    `dtype` None: the checkpoint's own. `tensor_parallel`: number of ranks that share the decoder. `weights`: "same"
-    keeps the projections' weights as in the checkpoint; "fp8" rounds them to FP8 and measures the error on the device.
+    `dtype` None: the checkpoint's own. `tensor_parallel`: number of ranks that share the decoder.
+    `weights`: "same" keeps the projections' weights as in the checkpoint; "fp8" rounds them to FP8
+    and measures the error on the device.
 
-    `output` may be missing, empty, or an engine. The same, undamaged engine is kept; any other is replaced. Any other
-    content is refused. `output` does not change before the very end. Of several builds of it at once, one runs and the
-    others wait.
+    `output` may be missing, empty, or an engine. The same, undamaged engine is kept; any other is
+    replaced. Any other content is refused. `output` does not change before the very end. Of several
+    builds of it at once, one runs and the others wait.
 
-    `say` gets the build's next stage, `advance` the progress. `workspace`, MiB, limits the memory of one layer in a
-    TensorRT plan. Raises SettingError.
+    `say` gets the build's next stage, `advance` the progress. `workspace`, MiB, limits the memory
+    of one layer in a TensorRT plan. Raises SettingError.
     """
-    checkpoint, output = Path(checkpoint), Path(output).resolve()
+    checkpoint = Path(checkpoint)
+    output = Path(output).resolve()
     check_settings(backend, tensor_parallel, device, workspace, weights)
     if weights == "int4":
-        raise SettingError("--weights", "int4 is of random weights only; take a checkpoint in int4 (AWQ or GPTQ)")
+        raise SettingError(
+            "--weights", "int4 is of random weights only; take a checkpoint in int4 (AWQ or GPTQ)"
+        )
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
@@ -111,7 +118,8 @@ def build_engine(
     read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
-    in_fp8, in_int4 = names_in_fp8(rounded[0]), names_in_int4(rounded[0])
+    in_fp8 = names_in_fp8(rounded[0])
+    in_int4 = names_in_int4(rounded[0])
     setting = "--checkpoint" if weights == "same" else "--weights"
     _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder, setting)
     form = check_quantization(hf_config.get("quantization_config"))
@@ -120,7 +128,9 @@ def build_engine(
     size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
-        tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
+        tokenizer = files_digest(
+            [aside / name for name in TOKENIZER_FILES if (aside / name).exists()]
+        )
         say("reading the weights")
         digests = tuple(map(weights_digest, watched(rounded, tensor_parallel * size, advance)))
         parts = Parts(digests, tokenizer, code_digest(), **versions())
@@ -140,7 +150,8 @@ def build_engine(
             int4=group,
         )
         if there := intact_engine(output, manifest.fingerprint):
-            manifest, outcome = there, "reused"
+            manifest = there
+            outcome = "reused"
         else:
             _check_room(output.parent, tensor_parallel * size + ROOM)
             if weights == "fp8":
@@ -155,13 +166,14 @@ def build_engine(
 def read_config(
     checkpoint: Path, dtype: str | None = None, tensor_parallel: int = 1
 ) -> tuple[dict[str, Any], DecoderConfig, str]:
-    """Returns a checkpoint's config.json with Hugging Face's keys, its decoder, and the dtype of its engine (`dtype`
-    None: its own).
+    """Returns a checkpoint's config.json with Hugging Face's keys, its decoder, and the dtype of
+    its engine (`dtype` None: its own).
 
     SettingError if such an engine is impossible.
     """
     hf_config = read_json(checkpoint / "config.json")
-    hf_config = (hf_config.get("text_config") or {}) | hf_config  # of a model that also takes images
+    # of a model that also takes images
+    hf_config = (hf_config.get("text_config") or {}) | hf_config
     if is_legacy(checkpoint):
         hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
@@ -176,15 +188,23 @@ def _rounded(
     """Each rank's weights in FP8, from the rank's own and from the undivided ones."""
     if names_in_fp8(whole) or names_in_int4(whole):
         kind = "FP8" if names_in_fp8(whole) else "int4"
-        raise SettingError("--weights", f"the checkpoint's weights are in {kind} already; leave the option out")
+        raise SettingError(
+            "--weights", f"the checkpoint's weights are in {kind} already; leave the option out"
+        )
     return [QuantisedWeights(decoder, each, whole) for each in own]
 
 
-def _check_quantised(weights: str, backend: str, decoder: DecoderConfig, setting: str = "--weights") -> None:
+def _check_quantised(
+    weights: str, backend: str, decoder: DecoderConfig, setting: str = "--weights"
+) -> None:
     if weights != "same" and backend == "tensorrt":
-        raise SettingError("--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet")
+        raise SettingError(
+            "--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet"
+        )
     if weights != "same" and decoder.experts:
-        raise SettingError(setting, f"{weights} weights of experts ({decoder.architecture}) are not supported yet")
+        raise SettingError(
+            setting, f"{weights} weights of experts ({decoder.architecture}) are not supported yet"
+        )
 
 
 def _measured(
@@ -193,12 +213,16 @@ def _measured(
     rounded: Callable[[int], Mapping[str, Tensor]],
     say: Say,
 ) -> Manifest:
-    """Returns the manifest with the error of rounding to FP8. original(): the undivided weights; rounded(rank): one
-    rank's."""
+    """Returns the manifest with the error of rounding to FP8. original(): the undivided weights;
+    rounded(rank): one rank's."""
     say("measuring what FP8 costs")
     ranks = range(manifest.tensor_parallel)
-    on_device = [{name: x.to(manifest.device) for name, x in rounded(rank).items()} for rank in ranks]
-    manifest = replace(manifest, quantisation=check_quantisation(manifest.decoder, original(), on_device))
+    on_device = [
+        {name: x.to(manifest.device) for name, x in rounded(rank).items()} for rank in ranks
+    ]
+    manifest = replace(
+        manifest, quantisation=check_quantisation(manifest.decoder, original(), on_device)
+    )
     del on_device
     if manifest.device == "cuda":
         torch.cuda.empty_cache()  # another process compiles, and needs the memory
@@ -218,8 +242,8 @@ def build_random_engine(
     workspace: int | None = None,
     weights: str = "same",
 ) -> Built:
-    """Like `build_engine`, from a Hugging Face config.json alone, for measuring: `open_engine` makes random weights,
-    and there is no tokenizer.
+    """Like `build_engine`, from a Hugging Face config.json alone, for measuring: `open_engine`
+    makes random weights, and there is no tokenizer.
 
     `overrides` replaces or adds keys of config.json; a key that no code reads is refused.
     """
@@ -233,27 +257,53 @@ def build_random_engine(
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
     _check_quantised(weights, backend, decoder)
-    fp8, int4 = weights == "fp8", RANDOM_GROUP if weights == "int4" else 0
-    torch_dtype, quantised = getattr(torch, dtype), projections(decoder)
-    stored = stored_as(decoder, torch_dtype, tensor_parallel, quantised if fp8 else (), quantised if int4 else (), int4)
+    fp8 = weights == "fp8"
+    int4 = RANDOM_GROUP if weights == "int4" else 0
+    torch_dtype = getattr(torch, dtype)
+    quantised = projections(decoder)
+    stored = stored_as(
+        decoder,
+        torch_dtype,
+        tensor_parallel,
+        quantised if fp8 else (),
+        quantised if int4 else (),
+        int4,
+    )
     size = sum(kind.nbytes for kind in stored.values())
     stop_ids = _stop_ids(hf_config, setting="--config")
     unread = sorted(set(overrides or {}) - hf_config.read)
     if unread:
-        raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
-    parts = Parts((f"{RANDOM}{seed}",) * tensor_parallel, files_digest([]), code_digest(), **versions())
+        raise SettingError(
+            "--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that"
+        )
+    parts = Parts(
+        (f"{RANDOM}{seed}",) * tensor_parallel, files_digest([]), code_digest(), **versions()
+    )
     target = target_of(backend, device)
     manifest = Manifest(
-        backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8, int4=int4
+        backend,
+        dtype,
+        device,
+        tensor_parallel,
+        decoder,
+        stop_ids,
+        parts,
+        size,
+        target=target,
+        fp8=fp8,
+        int4=int4,
     )
     make = partial(random_weights, decoder, torch_dtype, device, seed)
     with _beside(output, say) as aside:
         if there := intact_engine(output, manifest.fingerprint):
-            manifest, outcome = there, "reused"
+            manifest = there
+            outcome = "reused"
         else:
             _check_room(output.parent, ROOM)
             if fp8:
-                manifest = _measured(manifest, make, lambda rank: make(rank, tensor_parallel, fp8=True), say)
+                manifest = _measured(
+                    manifest, make, lambda rank: make(rank, tensor_parallel, fp8=True), say
+                )
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
     return Built(manifest, outcome, has_tokenizer=False)
 
@@ -281,25 +331,40 @@ def _decoder_of_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         raise SettingError("--config", str(error).removeprefix(f"{error.setting}: ")) from None
 
 
-def check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None, weights: str) -> None:
+def check_settings(
+    backend: str, tensor_parallel: int, device: str, workspace: int | None, weights: str
+) -> None:
     """SettingError if no checkpoint can be built here with these settings."""
-    choices = (("--backend", backend, BACKENDS), ("--device", device, DEVICES), ("--weights", weights, WEIGHTS))
+    choices = (
+        ("--backend", backend, BACKENDS),
+        ("--device", device, DEVICES),
+        ("--weights", weights, WEIGHTS),
+    )
     for setting, value, allowed in choices:
         if value not in allowed:
             raise SettingError(setting, f"{value!r} does not exist; there is {', '.join(allowed)}")
     if workspace is not None and (backend != "tensorrt" or workspace < 1):
-        raise SettingError("--workspace", f"must be positive, and is of --backend tensorrt only, not {workspace}")
+        raise SettingError(
+            "--workspace", f"must be positive, and is of --backend tensorrt only, not {workspace}"
+        )
     if backend == "tensorrt":
         tensorrt_version()
         if device != "cuda":
             raise SettingError("--device", f"tensorrt runs on cuda, not on {device}")
         if tensor_parallel != 1:
-            raise SettingError("--tensor-parallel", f"tensorrt's engines of {tensor_parallel} ranks do not exist yet")
+            raise SettingError(
+                "--tensor-parallel",
+                f"tensorrt's engines of {tensor_parallel} ranks do not exist yet",
+            )
     if device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("--device", "cuda needs an NVIDIA GPU in this machine, and PyTorch finds none")
+        raise SettingError(
+            "--device", "cuda needs an NVIDIA GPU in this machine, and PyTorch finds none"
+        )
     if backend == "inductor" and cpp_compiler() is None:
         raise SettingError(
-            "--backend", "inductor needs a C++ compiler: install g++, or name one in CXX; or use --backend reference"
+            "--backend",
+            "inductor needs a C++ compiler: install g++, or name one in CXX; or use --backend "
+            "reference",
         )
 
 
@@ -312,15 +377,20 @@ def _check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise SettingError("--output", f"{output} is a file")
     if output.is_mount():
-        raise SettingError("--output", f"{output} is a mount point, and cannot be renamed; name a directory in it")
+        raise SettingError(
+            "--output", f"{output} is a mount point, and cannot be renamed; name a directory in it"
+        )
     if output.is_dir() and any(output.iterdir()) and published_fingerprint(output) is None:
-        raise SettingError("--output", f"{output} is neither empty nor an engine; name another directory")
+        raise SettingError(
+            "--output", f"{output} is neither empty nor an engine; name another directory"
+        )
 
 
 def _own_dtype(hf_config: Mapping[str, Any]) -> str:
     own = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     in_int4 = check_quantization(hf_config.get("quantization_config")) is not None
-    return "bfloat16" if in_int4 and own == "float16" else own  # PyTorch's int4 product takes bfloat16 only
+    # PyTorch's int4 product takes bfloat16 only
+    return "bfloat16" if in_int4 and own == "float16" else own
 
 
 def _checked_dtype(dtype: str) -> str:
@@ -334,7 +404,8 @@ def _stop_ids(
 ) -> tuple[int, ...]:
     """End-of-sequence ids; those of generation_config.json, if it exists, take precedence.
 
-    SettingError, of `setting`, if they are not ids: no token would equal them, and no reply would end.
+    SettingError, of `setting`, if they are not ids: no token would equal them, and no reply would
+    end.
     """
     ids = read_json(generation).get("eos_token_id") if generation and generation.exists() else None
     ids = hf_config.get("eos_token_id") if ids is None else ids
@@ -342,16 +413,19 @@ def _stop_ids(
         return ()
     ids = tuple(ids) if isinstance(ids, list) else (ids,)
     if any(type(token) is not int for token in ids):
-        raise SettingError(setting, f"eos_token_id must be a token id or a list of some, not {list(ids)!r}")
+        raise SettingError(
+            setting, f"eos_token_id must be a token id or a list of some, not {list(ids)!r}"
+        )
     return ids
 
 
 @contextmanager
 def _beside(output: Path, say: Say) -> Iterator[Path]:
-    """Yields a new directory next to `output`, removed at the end unless it was renamed. No other build has one
-    meanwhile.
+    """Yields a new directory next to `output`, removed at the end unless it was renamed. No other
+    build has one meanwhile.
 
-    SettingError if `output` is neither an engine nor empty, or the system cannot create it, for example on a full disk.
+    SettingError if `output` is neither an engine nor empty, or the system cannot create it, for
+    example on a full disk.
     """
     aside = output.parent / f".{output.name}.{secrets.token_hex(4)}.building"
     lock = output.parent / f".{output.name}.lock"
@@ -374,8 +448,8 @@ def _beside(output: Path, say: Say) -> Iterator[Path]:
 
 
 def _clear_up(output: Path) -> None:
-    """Cleans up after a killed build of `output`: an engine that was moved aside returns, other temporary directories
-    are removed."""
+    """Cleans up after a killed build of `output`: an engine that was moved aside returns, other
+    temporary directories are removed."""
     ours = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.(building|replaced)")
     for left in [path for path in output.parent.iterdir() if ours.fullmatch(path.name)]:
         if left.suffix == ".replaced" and not output.exists():
@@ -398,15 +472,22 @@ def _check_room(directory: Path, needed: int) -> None:
     if free < needed:
         raise SettingError(
             "--output",
-            f"the engine takes {needed / 2**20:.0f} MiB, and the disk of {directory} has {free / 2**20:.0f} MiB free",
+            f"the engine takes {needed / 2**20:.0f} MiB, and the disk of {directory} has "
+            f"{free / 2**20:.0f} MiB free",
         )
 
 
-def _complete(manifest: Manifest, aside: Path, output: Path, say: Say, workspace: int | None) -> tuple[Manifest, str]:
-    """Compiles the engine if its backend requires it, and publishes it. Returns (the completed manifest, outcome)."""
+def _complete(
+    manifest: Manifest, aside: Path, output: Path, say: Say, workspace: int | None
+) -> tuple[Manifest, str]:
+    """Compiles the engine if its backend requires it, and publishes it. Returns (the completed
+    manifest, outcome)."""
     if manifest.backend != "reference":
         manifest.write(aside)
-        manifest = replace(manifest, compiled=compile_apart(aside, say, () if workspace is None else (str(workspace),)))
+        manifest = replace(
+            manifest,
+            compiled=compile_apart(aside, say, () if workspace is None else (str(workspace),)),
+        )
     return manifest, _publish(manifest, aside, output)
 
 

@@ -1,12 +1,15 @@
-"""The user's cache of engines: a checkpoint is built at its first use, and later uses find its engine.
+"""The user's cache of engines: a checkpoint is built at its first use, and later uses find its
+engine.
 
-    engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of its build settings, NAME the
-                         name of the checkpoint's directory
-    engines/PLACE.json   for one checkpoint directory and one set of build settings: its state when its engine was built
+    engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of its build
+                         settings, NAME the name of the checkpoint's directory
+    engines/PLACE.json   for one checkpoint directory and one set of build settings: its state when
+                         its engine was built
 
-A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these differ from
-PLACE.json, the weights are read: equal content keeps the same engine, which `build_engine` then verifies. An engine of
-content that the checkpoint no longer has is removed, unless another checkpoint directory uses it.
+A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these
+differ from PLACE.json, the weights are read: equal content keeps the same engine, which
+`build_engine` then verifies. An engine of content that the checkpoint no longer has is removed,
+unless another checkpoint directory uses it.
 """
 
 from __future__ import annotations
@@ -72,18 +75,19 @@ def engine_for(
     backend: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`. That engine is built
-    first unless the cache has it.
+    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`. That
+    engine is built first unless the cache has it.
 
     dtype            one of DTYPES, or vLLM's name for it; None or "auto": the checkpoint's own
-    quantization     "fp8" rounds a checkpoint's weights; None, or the method in which they are stored, keeps them
+    quantization     "fp8" rounds a checkpoint's weights; None, or the method in which they are
+                     stored, keeps them
     tensor_parallel  ranks; None: 1
     backend          None: "reference", which needs no compiler and no time
     progress         gets the progress; None: a bar on a terminal, else lines in the log
 
-    An engine has fixed settings: a given one must agree with them. Of several processes that need the same engine, one
-    builds it and the others wait.
-    SettingError names "PATH", "XDG_CACHE_HOME", or the option of `pensieve serve` at fault.
+    An engine has fixed settings: a given one must agree with them. Of several processes that need
+    the same engine, one builds it and the others wait. SettingError names "PATH", "XDG_CACHE_HOME",
+    or the option of `pensieve serve` at fault.
     """
     check_model(path)
     directory = Path(os.path.abspath(path))
@@ -94,14 +98,18 @@ def engine_for(
     with _settings_renamed():
         ranks = 1 if tensor_parallel is None else tensor_parallel
         config, _, dtype = read_config(directory, dtype, ranks)
-        settings = BuildSettings(backend or "reference", dtype, ranks, device, _weights(quantization, config))
+        settings = BuildSettings(
+            backend or "reference", dtype, ranks, device, _weights(quantization, config)
+        )
         shown = progress or Progress(directory.name)
         try:
             return _Place(directory, settings).engine(shown)
         except OSError as error:
             if error.errno is None:
                 raise  # not a system error: a library that cannot be loaded
-            raise SettingError("--output", f"{cache_directory()} cannot keep the engine: {error}") from error
+            raise SettingError(
+                "--output", f"{cache_directory()} cannot keep the engine: {error}"
+            ) from error
         finally:
             shown.close()
 
@@ -122,21 +130,27 @@ class _Place:
     """One checkpoint directory with one set of build settings."""
 
     def __init__(self, checkpoint: Path, settings: BuildSettings):
-        self._checkpoint, self._settings = checkpoint, settings
+        self._checkpoint = checkpoint
+        self._settings = settings
         self._cache = cache_directory()
         self._record = self._cache / f"{_digest([str(checkpoint), asdict(settings)])}.json"
-        self._weights = legacy_weight_files(checkpoint) if is_legacy(checkpoint) else weight_files(checkpoint)
+        self._weights = (
+            legacy_weight_files(checkpoint) if is_legacy(checkpoint) else weight_files(checkpoint)
+        )
 
     def engine(self, progress: Progress) -> Path:
         if (found := self._unchanged()) is not None:
             return found
         self._cache.mkdir(parents=True, exist_ok=True)
-        with locked(self._record.with_suffix(".lock"), lambda: progress.say("waiting for another start to build it")):
+        with locked(
+            self._record.with_suffix(".lock"),
+            lambda: progress.say("waiting for another start to build it"),
+        ):
             return self._unchanged() or self._build(progress)
 
     def _unchanged(self) -> Path | None:
-        """Returns the engine if neither it nor the checkpoint nor the program has changed since it was recorded, else
-        None."""
+        """Returns the engine if neither it nor the checkpoint nor the program has changed since it
+        was recorded, else None."""
         known = _read(self._record)
         if "engine" not in known:
             return None
@@ -156,7 +170,8 @@ class _Place:
         how = self._settings
         check_settings(how.backend, how.tensor_parallel, how.device, None, how.weights)
         known = _read(self._record)
-        small, times = self._small_digest(), _times(self._weights)
+        small = self._small_digest()
+        times = _times(self._weights)
         if known.get("times") == times:
             weights = known["weights"]
         else:
@@ -164,13 +179,17 @@ class _Place:
             weights = _content_digest(self._weights, progress.advance)
         key = _digest([small, weights, asdict(how), target_of(how.backend, how.device)])
         engine = self._cache / key / self._checkpoint.name
-        # Written before the build, because it outlives a killed process: the next build learns from it which engines it
-        # may remove.
+        # Written before the build, because it outlives a killed process: the next build learns from
+        # it which engines it may remove.
         engines = [*(one for one in known.get("engines", []) if one != key), key]
         _write(self._record, known | {"checkpoint": str(self._checkpoint), "engines": engines})
-        built = build_engine(self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how))
+        built = build_engine(
+            self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how)
+        )
         if (self._small_digest(), _times(self._weights)) != (small, times):
-            raise SettingError("--checkpoint", f"{self._checkpoint} changed while it was built; start again")
+            raise SettingError(
+                "--checkpoint", f"{self._checkpoint} changed while it was built; start again"
+            )
         log.info("%s the engine of %s in %s", built.outcome, self._checkpoint, engine)
         record = {
             "checkpoint": str(self._checkpoint),
@@ -189,7 +208,12 @@ class _Place:
     def _remove(self, engines: list[str]) -> None:
         """Removes engines that no other checkpoint has."""
         records = [_read(record) for record in self._cache.glob("*.json")]
-        kept = {one for known in records if Path(known["checkpoint"]).exists() for one in known["engines"]}
+        kept = {
+            one
+            for known in records
+            if Path(known["checkpoint"]).exists()
+            for one in known["engines"]
+        }
         for engine in engines:
             if engine not in kept:
                 shutil.rmtree(self._cache / engine, ignore_errors=True)
@@ -204,24 +228,31 @@ def _digest(value: Any) -> str:
 
 
 def _program_digest() -> str:
-    """A digest of all that may change the engine of a checkpoint; `build_engine` then checks whether it does."""
+    """A digest of all that may change the engine of a checkpoint; `build_engine` then checks
+    whether it does."""
     room = Path(__file__).parent
     code = [*room.rglob("*.py"), *(room.parent / "plugins").rglob("*.py")]
     return _digest([files_digest(sorted(code)), versions()])
 
 
 def _times(files: Iterable[Path]) -> Times:
-    """FileNotFoundError if one is missing. Includes the change time, which the system keeps: a change that restores
-    size and modification time is noticed."""
+    """FileNotFoundError if one is missing. Includes the change time, which the system keeps: a
+    change that restores size and modification time is noticed."""
     states = {str(file): file.stat() for file in files}
-    return {path: [state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in sorted(states.items())}
+    return {
+        path: [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+        for path, state in sorted(states.items())
+    }
 
 
 def _content_digest(files: Iterable[Path], advance: Advance) -> str:
-    """SHA-256 over names and the SHA-256 of each piece of the files, which all processors hash at once."""
+    """SHA-256 over names and the SHA-256 of each piece of the files, which all processors hash at
+    once."""
     sizes = {file: file.stat().st_size for file in files}
     pieces = [(file, start) for file, size in sizes.items() for start in range(0, size, PIECE)]
-    digest, done, total = hashlib.sha256(), 0, sum(sizes.values())
+    digest = hashlib.sha256()
+    done = 0
+    total = sum(sizes.values())
     with ThreadPoolExecutor() as pool:
         for (file, start), piece in zip(pieces, pool.map(_piece_digest, pieces), strict=True):
             digest.update(f"{file.name} {sizes[file]} {start}\n".encode() + piece)
@@ -263,11 +294,17 @@ def _weights(quantization: str | None, config: dict[str, Any]) -> str:
     if quantization == "fp8" and own is None:
         return "fp8"
     known = "fp8" if own is None else f"{own}, which the checkpoint's weights have already"
-    raise SettingError("--quantization", f"{quantization!r} is not possible here; possible is {known}")
+    raise SettingError(
+        "--quantization", f"{quantization!r} is not possible here; possible is {known}"
+    )
 
 
 def _check_engine(
-    directory: Path, dtype: str | None, quantization: str | None, tensor_parallel: int | None, backend: str | None
+    directory: Path,
+    dtype: str | None,
+    quantization: str | None,
+    tensor_parallel: int | None,
+    backend: str | None,
 ) -> None:
     manifest = Manifest.read(directory)
     in_int4 = manifest.int4 != 0
@@ -282,22 +319,28 @@ def _check_engine(
         if wanted not in (None, there):
             weights = "weights in int4" if in_int4 else "weights in fp8" if manifest.fp8 else "none"
             said = weights if setting == "--quantization" else there
-            raise SettingError(setting, f"the engine {directory} was built with {said}; leave the option out")
+            raise SettingError(
+                setting, f"the engine {directory} was built with {said}; leave the option out"
+            )
 
 
 def _no_model(typed: str, directory: Path) -> SettingError:
     if directory.is_dir():
         hint = "; GGUF files are not read, safetensors are" if any(directory.glob("*.gguf")) else ""
         return SettingError(
-            "PATH", f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG}){hint}"
+            "PATH",
+            f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG}){hint}",
         )
     if directory.exists():
-        return SettingError("PATH", f"{typed} is a file; name the directory of an engine or a checkpoint")
+        return SettingError(
+            "PATH", f"{typed} is a file; name the directory of an engine or a checkpoint"
+        )
     if HUB_NAME.fullmatch(typed):
         local = typed.rpartition("/")[2]
         return SettingError(
             "PATH",
-            f"there is no directory {typed}, and nothing is downloaded here; if it is a name of the Hugging Face Hub, "
+            f"there is no directory {typed}, and nothing is downloaded here; if it is a name of "
+            "the Hugging Face Hub, "
             f"run `hf download {typed} --local-dir {local}` first, and then name {local}",
         )
     return SettingError("PATH", f"{typed} does not exist")
@@ -305,7 +348,8 @@ def _no_model(typed: str, directory: Path) -> SettingError:
 
 @contextmanager
 def _settings_renamed() -> Iterator[None]:
-    """Replaces setting names in SettingErrors of `build_engine` by the names that the caller used."""
+    """Replaces setting names in SettingErrors of `build_engine` by the names that the caller
+    used."""
     try:
         yield
     except SettingError as error:

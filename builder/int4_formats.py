@@ -1,12 +1,15 @@
-"""How published checkpoints store a projection in int4: three or two tensors, whose int32 words have eight numbers.
+"""How published checkpoints store a projection in int4: three or two tensors, whose int32 words
+have eight numbers.
 
-    AWQ                 qweight [in, out / 8], qzeros [in / group, out / 8], scales [in / group, out]
-    GPTQ                qweight [in / 8, out], qzeros [in / group, out / 8], scales [in / group, out]
-    compressed-tensors  weight_packed [out, in / 8], weight_zero_point [out / 8, in / group], weight_scale
-                        [out, in / group]
+    AWQ                 qweight [in, out / 8], qzeros [in / group, out / 8], scales [in / group,
+                        out]
+    GPTQ                qweight [in / 8, out], qzeros [in / group, out / 8], scales [in / group,
+                        out]
+    compressed-tensors  weight_packed [out, in / 8], weight_zero_point [out / 8, in / group],
+                        weight_scale [out, in / group]
 
-A number q means (q - zero point) * scale. Words have their first number in the lowest bits; AWQ's have the eight in
-another order. Without stored zero points, they are 8.
+A number q means (q - zero point) * scale. Words have their first number in the lowest bits; AWQ's
+have the eight in another order. Without stored zero points, they are 8.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ IN_ORDER = tuple(range(IN_A_WORD))
 
 
 class Layout(NamedTuple):
-    """The names of a projection's tensors behind the module's, their dimensions, and the order of numbers.
+    """The names of a projection's tensors behind the module's, their dimensions, and the order of
+    numbers.
 
     inputs_first  tensors are [in, out], else [out, in]
-    packed        the dimension along which a word of weights has its numbers; `zeros_packed`: a word of zero points
+    packed        the dimension along which a word of weights has its numbers; `zeros_packed`: a
+                  word of zero points
     places        for each of eight neighbours, its place in the word
     order, shape  the group of each input, which must be in order, and the size: "" if not stored
     """
@@ -46,16 +51,26 @@ class Layout(NamedTuple):
 AWQ = Layout("qweight", "qzeros", "scales", True, 1, 1, (0, 4, 1, 5, 2, 6, 3, 7))
 GPTQ = Layout("qweight", "qzeros", "scales", True, 0, 1, order="g_idx")
 COMPRESSED = Layout(
-    "weight_packed", "weight_zero_point", "weight_scale", False, 1, 0, order="weight_g_idx", shape="weight_shape"
+    "weight_packed",
+    "weight_zero_point",
+    "weight_scale",
+    False,
+    1,
+    0,
+    order="weight_g_idx",
+    shape="weight_shape",
 )
 
-WORDS = tuple(f".{name}" for layout in (AWQ, GPTQ, COMPRESSED) for name in (layout.weight, layout.zeros))
+WORDS = tuple(
+    f".{name}" for layout in (AWQ, GPTQ, COMPRESSED) for name in (layout.weight, layout.zeros)
+)
 """The ends of the names of tensors that hold words."""
 
 
 class Int4(NamedTuple):
-    """The int4 projections of one checkpoint. `group`: inputs that share a scale; `zero_points`: False if they are not
-    stored; `zero_offset`: what is missing in the stored ones, 1 in GPTQ's first format."""
+    """The int4 projections of one checkpoint. `group`: inputs that share a scale; `zero_points`:
+    False if they are not stored; `zero_offset`: what is missing in the stored ones, 1 in GPTQ's
+    first format."""
 
     layout: Layout
     group: int
@@ -64,7 +79,8 @@ class Int4(NamedTuple):
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
         """The shape of each stored tensor of a projection, by the end of its name."""
-        layout, groups = self.layout, inputs // self.group
+        layout = self.layout
+        groups = inputs // self.group
         shapes = {
             layout.weight: self._shape(outputs, inputs, layout.packed),
             layout.scales: self._shape(outputs, groups, None),

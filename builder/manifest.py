@@ -1,7 +1,7 @@
 """The manifest of an engine directory: the engine, its sources, and its inputs at run time.
 
-Plain data, JSON on disk, readable without torch. Its fingerprint is checked on loading and seeds the keys of the KV
-cache: engines of equal fingerprint compute equal KV.
+Plain data, JSON on disk, readable without torch. Its fingerprint is checked on loading and seeds
+the keys of the KV cache: engines of equal fingerprint compute equal KV.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ KV_LAYOUT = ("slot", "layers", "2", "kv_heads", "chunk_tokens", "head_dim")
 class Parts:
     """Sources of an engine: SHA-256 digests and versions. A change of any makes it another engine.
 
-    weights     for each rank, the digest of its weights, or "random:<seed>" if they are made when the engine is opened
+    weights     for each rank, the digest of its weights, or "random:<seed>" if they are made when
+                the engine is opened
     """
 
     weights: tuple[str, ...]
@@ -50,8 +51,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Relative errors (root mean square) of an engine's logits and KV, and the eager decoder's in the same dtype, both
-    against the eager decoder in float32."""
+    """Relative errors (root mean square) of an engine's logits and KV, and the eager decoder's in
+    the same dtype, both against the eager decoder in float32."""
 
     logits: float
     logits_eager: float
@@ -61,8 +62,8 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Relative errors (root mean square) of logits and KV of the eager decoder with FP8 weights, in the engine's dtype
-    on its device, against the unquantised one in float32."""
+    """Relative errors (root mean square) of logits and KV of the eager decoder with FP8 weights, in
+    the engine's dtype on its device, against the unquantised one in float32."""
 
     logits: float
     kv: float
@@ -70,7 +71,8 @@ class Quantisation:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The result of compiling. package: the SHA-256 of its file, which differs from build to build."""
+    """The result of compiling. package: the SHA-256 of its file, which differs from build to
+    build."""
 
     package: str
     package_bytes: int
@@ -83,10 +85,12 @@ class Compiled:
 class Manifest:
     """The description of an engine.
 
-    target      the target of its compiled code, as in `host_target.this_target`; "" for the reference backend
+    target      the target of its compiled code, as in `host_target.this_target`; "" for the
+                reference backend
     fp8         projections are in FP8 (all, unless the checkpoint was already quantised)
     int4        inputs that share a scale in the checkpoint's projections in int4; 0: there are none
-    kv_layout   dimensions of the KV pool, one contiguous record per slot; the chunk size is the runtime's choice
+    kv_layout   dimensions of the KV pool, one contiguous record per slot; the chunk size is the
+                runtime's choice
     weight_bytes  of one rank
     quantisation  the error of rounding to FP8; None if nothing was rounded here
     compiled    None for the reference backend, and until it is compiled
@@ -145,7 +149,8 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, hexadecimal, over everything above that is known before the engine is measured and compiled."""
+        """SHA-256, hexadecimal, over everything above that is known before the engine is measured
+        and compiled."""
         value = asdict(self)
         del value["quantisation"], value["compiled"]
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -156,23 +161,32 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises SettingError('--engine', ...) if it is missing, was changed, or has another format."""
+        """Raises SettingError('--engine', ...) if it is missing, was changed, or has another
+        format."""
         path = directory / MANIFEST
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise SettingError("--engine", f"{directory} is no engine: it has no {MANIFEST}") from None
+            raise SettingError(
+                "--engine", f"{directory} is no engine: it has no {MANIFEST}"
+            ) from None
         except (OSError, ValueError) as error:
             raise SettingError("--engine", f"{path} cannot be read: {error}") from None
         if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
-            raise SettingError("--engine", f"{path} is not of format {FORMAT}; build the engine again")
+            raise SettingError(
+                "--engine", f"{path} is not of format {FORMAT}; build the engine again"
+            )
         fingerprint = value.pop("fingerprint", None)
         try:
             manifest = cls._from_json(value)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise SettingError("--engine", f"{path} is damaged ({error}); build the engine again") from None
+            raise SettingError(
+                "--engine", f"{path} is damaged ({error}); build the engine again"
+            ) from None
         if manifest.fingerprint != fingerprint:
-            raise SettingError("--engine", f"{path} was changed after the build; build the engine again")
+            raise SettingError(
+                "--engine", f"{path} was changed after the build; build the engine again"
+            )
         return manifest
 
     @classmethod
@@ -191,7 +205,9 @@ class Manifest:
         if quantisation is not None:
             quantisation = Quantisation(**quantisation)
         measured = {"quantisation": quantisation, "compiled": compiled}
-        return cls(decoder=DecoderConfig(**decoder), parts=Parts(**parts), **measured, **lists, **value)
+        return cls(
+            decoder=DecoderConfig(**decoder), parts=Parts(**parts), **measured, **lists, **value
+        )
 
 
 def weights_file(rank: int, ranks: int) -> str:
@@ -208,16 +224,37 @@ def published_fingerprint(directory: Path) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the files that define the forward pass, its compilation, the division of weights among ranks, their
-    rounding, and random weights."""
+    """SHA-256 over the files that define the forward pass, its compilation, the division of weights
+    among ranks, their rounding, and random weights."""
     room = Path(__file__).parent
-    names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "quantised", "model", "random_weights")
+    names: tuple[str, ...] = (
+        "checkpoints/hugging_face",
+        "checkpoints/config",
+        "quantised",
+        "model",
+        "random_weights",
+    )
     names += ("forward_batch",)
-    names += ("checkpoints/fused_experts", "checkpoints/int4_weights", "checkpoints/sources", "int4_formats")
-    names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
+    names += (
+        "checkpoints/fused_experts",
+        "checkpoints/int4_weights",
+        "checkpoints/sources",
+        "int4_formats",
+    )
+    names += (
+        "inductor/compile",
+        "inductor/package",
+        "tensorrt/compile",
+        "tensorrt/network",
+        "tensorrt/package",
+    )
     files = [room / f"{name}.py" for name in names]
     plugins = room.parent / "plugins"
-    paths = [*files, *sorted(plugins.rglob("*.py")), *sorted((plugins / "tensorrt" / "native").iterdir())]
+    paths = [
+        *files,
+        *sorted(plugins.rglob("*.py")),
+        *sorted((plugins / "tensorrt" / "native").iterdir()),
+    ]
     return files_digest(paths)
 
 

@@ -1,7 +1,9 @@
-"""The one definition of the model: a decoder described by its DecoderConfig, over a KV pool named by a handle.
+"""The one definition of the model: a decoder described by its DecoderConfig, over a KV pool named
+by a handle.
 
-Eager PyTorch runs it directly (the reference backend); compiled engines are traced from it. It may be one of several
-ranks, each with its Shard of the weights. Neither it nor an engine compiled from it knows which rank it is.
+Eager PyTorch runs it directly (the reference backend); compiled engines are traced from it. It may
+be one of several ranks, each with its Shard of the weights. Neither it nor an engine compiled from
+it knows which rank it is.
 """
 
 from __future__ import annotations
@@ -38,10 +40,18 @@ class Norm(nn.Module):
     """RMS norm or layer norm, accumulated in float32; the caller chooses its parameters."""
 
     def __init__(
-        self, size: int, eps: float, rms: bool, weight: bool = True, bias: bool = False, plus_one: bool = False
+        self,
+        size: int,
+        eps: float,
+        rms: bool,
+        weight: bool = True,
+        bias: bool = False,
+        plus_one: bool = False,
     ):
         super().__init__()
-        self.eps, self.rms, self.plus_one = eps, rms, plus_one
+        self.eps = eps
+        self.rms = rms
+        self.plus_one = plus_one
         self.weight = nn.Parameter(torch.empty(size)) if weight else None
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
@@ -52,7 +62,9 @@ class Norm(nn.Module):
         """Returns (norm of x + change, x + change) in one pass; None: no change."""
         if change is None:
             return self(x), x
-        return torch.ops.pensieve.add_norm(x, change, self.weight, self.bias, self.eps, self.rms, self.plus_one)
+        return torch.ops.pensieve.add_norm(
+            x, change, self.weight, self.bias, self.eps, self.rms, self.plus_one
+        )
 
 
 def rms_norm(config: DecoderConfig, size: int) -> Norm:
@@ -62,7 +74,13 @@ def rms_norm(config: DecoderConfig, size: int) -> Norm:
 def hidden_norm(config: DecoderConfig) -> Norm:
     if config.norm == "rms":
         return rms_norm(config, config.hidden_size)
-    return Norm(config.hidden_size, config.norm_eps, rms=False, weight=config.norm_affine, bias=config.norm_affine)
+    return Norm(
+        config.hidden_size,
+        config.norm_eps,
+        rms=False,
+        weight=config.norm_affine,
+        bias=config.norm_affine,
+    )
 
 
 def rotary_frequencies(config: DecoderConfig) -> Tensor:
@@ -72,7 +90,8 @@ def rotary_frequencies(config: DecoderConfig) -> Tensor:
 
 
 class LayerInputs(NamedTuple):
-    """What every layer gets: the inputs of `Decoder.forward`, and the result of `Decoder.rotary`."""
+    """What every layer gets: the inputs of `Decoder.forward`, and the result of
+    `Decoder.rotary`."""
 
     batch: ForwardBatch
     rotary: Tensor
@@ -99,8 +118,8 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class Projection(nn.Linear):
-    """A projection of a layer. With a scale for each output its weight is in FP8, with scales and zeros of groups in
-    int4: `Decoder.from_weights` sets this up."""
+    """A projection of a layer. With a scale for each output its weight is in FP8, with scales and
+    zeros of groups in int4: `Decoder.from_weights` sets this up."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool):
         super().__init__(inputs, outputs, bias)
@@ -130,26 +149,41 @@ class Attention(nn.Module):
     def __init__(self, shard: Shard, layer: int):
         super().__init__()
         config = shard.config
-        self.config, self.layer = config, layer
-        self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)  # heads of q, k and v in the fused projection
-        self.qkv = Projection(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.config = config
+        self.layer = layer
+        # heads of q, k and v in the fused projection
+        self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)
+        self.qkv = Projection(
+            config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias
+        )
         self.q_norm = rms_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = rms_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
-        self.out = RowParallelProjection(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
+        self.out = RowParallelProjection(
+            shard, shard.heads * config.head_dim, bias=config.attention_out_bias
+        )
         self.window = config.window(layer)
         self.sinks = nn.Parameter(torch.empty(shard.heads)) if config.sinks else None
         rotary = config.rotary_of(layer)
-        self.rotary = config.rotaries.index(rotary) if rotary else 0  # among those of `LayerInputs.rotary`
+        # among those of `LayerInputs.rotary`
+        self.rotary = config.rotaries.index(rotary) if rotary else 0
         self.scale = config.scale(layer)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         batch, pool = inputs.batch, inputs.pool
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         rotary = inputs.rotary[self.rotary]
         q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, pool, self.layer)
         o = torch.ops.pensieve.multi_token_attention(
-            q, batch.segments, batch.block_table, pool, self.layer, self.scale, self.window, self.sinks
+            q,
+            batch.segments,
+            batch.block_table,
+            pool,
+            self.layer,
+            self.scale,
+            self.window,
+            self.sinks,
         )
         return self.out(o.flatten(1))
 
@@ -158,7 +192,8 @@ class MLP(nn.Module):
     def __init__(self, shard: Shard):
         super().__init__()
         config = shard.config
-        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        self.gated = config.gated
+        self.activation = ACTIVATIONS[config.activation]
         self.silu_gated = config.silu_gated
         width = 2 * shard.mlp_size if config.gated else shard.mlp_size  # gate, then up
         self.up = Projection(config.hidden_size, width, bias=config.mlp_bias)
@@ -175,24 +210,36 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Experts, each a gated MLP. The router chooses some for each token, and weights their results."""
+    """Experts, each a gated MLP. The router chooses some for each token, and weights their
+    results."""
 
     def __init__(self, shard: Shard):
         super().__init__()
         config = shard.config
-        self.ranks, self.per_token, self.sum_to_1 = shard.ranks, config.experts_per_token, config.experts_sum_to_1
+        self.ranks = shard.ranks
+        self.per_token = config.experts_per_token
+        self.sum_to_1 = config.experts_sum_to_1
         self.gate = (config.gate_limit, config.gate_slope)
         self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
-        # Each is the rows of all experts (plugins/linear/experts.py), so it is stored and divided like a projection.
-        self.up = nn.Linear(config.hidden_size, config.experts * 2 * shard.mlp_size, bias=config.mlp_bias)
-        self.down = nn.Linear(shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias)
+        # Each is the rows of all experts (plugins/linear/experts.py), so it is stored and divided
+        # like a projection.
+        self.up = nn.Linear(
+            config.hidden_size, config.experts * 2 * shard.mlp_size, bias=config.mlp_bias
+        )
+        self.down = nn.Linear(
+            shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        shares, chosen = self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token, sorted=False)
+        shares, chosen = (
+            self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token, sorted=False)
+        )
         if self.sum_to_1:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         up, down = self.up, self.down
-        y = torch.ops.pensieve.experts(x, chosen, shares, up.weight, down.weight, up.bias, down.bias, *self.gate)
+        y = torch.ops.pensieve.experts(
+            x, chosen, shares, up.weight, down.weight, up.bias, down.bias, *self.gate
+        )
         return summed(y, self.ranks)
 
 
@@ -208,11 +255,16 @@ class Layer(nn.Module):
         self.attention_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
         self.mlp_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
 
-    def forward(self, x: Tensor, change: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns a residual sum in two parts: the norm that reads it next adds them in the same pass."""
+    def forward(
+        self, x: Tensor, change: Tensor | None, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Takes and returns a residual sum in two parts: the norm that reads it next adds them in
+        the same pass."""
         if self.norm_first:
             normed, x = self.attention_norm.of_sum(x, change)
-            normed, x = self.mlp_norm.of_sum(x, self.attention_result_norm(self.attention(normed, inputs)))
+            normed, x = self.mlp_norm.of_sum(
+                x, self.attention_result_norm(self.attention(normed, inputs))
+            )
             return x, self.mlp_result_norm(self.mlp(normed))
         x, _ = self.attention_norm.of_sum(x, self.attention(x, inputs))
         x, _ = self.mlp_norm.of_sum(x, self.mlp(x))
@@ -220,7 +272,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The forward pass of one rank. Several ranks need a group registered as TENSOR_PARALLEL, and run side by side.
+    """The forward pass of one rank. Several ranks need a group registered as TENSOR_PARALLEL, and
+    run side by side.
 
     SettingError('--tensor-parallel', ...) if the decoder cannot be divided among so many ranks.
     """
@@ -229,13 +282,18 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, ranks: int = 1):
         super().__init__()
-        self.config, self.ranks = config, ranks
+        self.config = config
+        self.ranks = ranks
         self.embedding_factor = config.embedding_factor
         shard = Shard(config, ranks)
         self.embed = VocabularyEmbedding(shard)
         projected = config.embedding_size != config.hidden_size
-        self.project_in = nn.Linear(config.embedding_size, config.hidden_size, bias=False) if projected else None
-        self.project_out = nn.Linear(config.hidden_size, config.embedding_size, bias=False) if projected else None
+        self.project_in = (
+            nn.Linear(config.embedding_size, config.hidden_size, bias=False) if projected else None
+        )
+        self.project_out = (
+            nn.Linear(config.hidden_size, config.embedding_size, bias=False) if projected else None
+        )
         if config.rotary is None:
             self.positions: nn.Embedding | None = nn.Embedding(
                 config.max_positions + config.position_offset, config.hidden_size
@@ -245,33 +303,48 @@ class Decoder(nn.Module):
         self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
         self.layers = nn.ModuleList(Layer(shard, i) for i in range(config.layers))
         self.norm = hidden_norm(config) if config.final_norm else None
-        self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, shard.vocab_rows, bias=False)
+        self.head = (
+            None
+            if config.tied_embeddings
+            else nn.Linear(config.embedding_size, shard.vocab_rows, bias=False)
+        )
 
     @classmethod
-    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Self:
-        """Uses one rank's tensors without copying, in their dtype, on their device; RuntimeError if one does not fit.
-        Projections that have a scale are in FP8, those with scales and zeros in int4."""
+    def from_weights(
+        cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1
+    ) -> Self:
+        """Uses one rank's tensors without copying, in their dtype, on their device; RuntimeError if
+        one does not fit. Projections that have a scale are in FP8, those with scales and zeros in
+        int4."""
         with torch.device("meta"):
             decoder = cls(config, ranks)
             for name in weights:
                 module, _, kind = name.rpartition(".")
                 if kind in ("scale", "scales_zeros"):
                     projection = decoder.get_submodule(module)
-                    setattr(projection, kind, nn.Parameter(torch.empty_like(weights[name], device="meta"), False))
+                    setattr(
+                        projection,
+                        kind,
+                        nn.Parameter(torch.empty_like(weights[name], device="meta"), False),
+                    )
                     if kind == "scales_zeros":
                         assert isinstance(projection, Projection)
                         shape = packed_shape(projection.out_features, projection.in_features)
-                        projection.weight = nn.Parameter(torch.empty(shape, dtype=torch.int32), False)
+                        projection.weight = nn.Parameter(
+                            torch.empty(shape, dtype=torch.int32), False
+                        )
         decoder.load_state_dict(weights, assign=True)
         embeddings = weights["embed.weight"]
         decoder.to(embeddings.device)  # only `frequencies` is left to move
         # Rounded here, because a compiler would compute with the number as it is.
-        decoder.embedding_factor = torch.tensor(config.embedding_factor, dtype=embeddings.dtype).item()
+        decoder.embedding_factor = torch.tensor(
+            config.embedding_factor, dtype=embeddings.dtype
+        ).item()
         return decoder.eval().requires_grad_(False)
 
     def rotary(self, positions: Tensor) -> Tensor:
-        """Returns [rotaries, T, R] float32, for each of `config.rotaries`: cosines, then sines, of angles computed in
-        float64. [1, T, 0] for learned positions."""
+        """Returns [rotaries, T, R] float32, for each of `config.rotaries`: cosines, then sines, of
+        angles computed in float64. [1, T, 0] for learned positions."""
         angles = positions.double().unsqueeze(1) * self.frequencies.unsqueeze(1)
         return torch.cat((angles.cos(), angles.sin()), dim=2).float()
 
@@ -305,12 +378,15 @@ class Decoder(nn.Module):
         gathered = torch.ops.pensieve.all_gather(logits, self.ranks, TENSOR_PARALLEL)
         if gathered.shape[1] == self.config.vocab_size:
             return gathered
-        # Not `contiguous`: in compiled code its result would depend on whether there is exactly one row.
+        # Not `contiguous`: in compiled code its result would depend on whether there is exactly one
+        # row.
         return gathered[:, : self.config.vocab_size].clone(memory_format=torch.contiguous_format)
 
     def _final(self, x: Tensor, change: Tensor | None, rows: Tensor) -> Tensor:
-        """Some rows of the last layer's sum, normalised. A model that normalises after each sum has no last norm."""
-        x, change = x[rows], None if change is None else change[rows]
+        """Some rows of the last layer's sum, normalised. A model that normalises after each sum has
+        no last norm."""
+        x = x[rows]
+        change = None if change is None else change[rows]
         if self.norm is None:
             return x if change is None else x + change
         normed, _ = self.norm.of_sum(x, change)

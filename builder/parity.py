@@ -1,8 +1,9 @@
-"""Checks that a compiled engine computes the reference's results. Both run random batches, in the engine's precision
-and in float32; the engine's error may be twice the reference's own.
+"""Checks that a compiled engine computes the reference's results. Both run random batches, in the
+engine's precision and in float32; the engine's error may be twice the reference's own.
 
-The batches resemble serving: prompts in pieces, new turns, generation, a piece recomputed in the middle of a context
-and one at its end, suppressed writes, a single token, and steps without samples.
+The batches resemble serving: prompts in pieces, new turns, generation, a piece recomputed in the
+middle of a context and one at its end, suppressed writes, a single token, and steps without
+samples.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from ..plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Shard
@@ -30,13 +36,13 @@ LONGEST_PIECE = 70  # most tokens of a prompt in one step
 MOST_CONTEXT = 300
 
 LEAST_BOUND = 1e-4
-"""Least bound of the relative error. Differences in the order of float32 sums are below it, where the reference has no
-error at all. A wrong engine's error is a hundred times as large."""
+"""Least bound of the relative error. Differences in the order of float32 sums are below it, where
+the reference has no error at all. A wrong engine's error is a hundred times as large."""
 
 FP8_BOUND = 0.25
-"""Bound of the relative error of rounding a model's weights to FP8, and also its activations on GPUs with FP8 products,
-against the model itself in float32. Measured with weights alone: 0.04 for the demo model, 0.12 for random ones of 32
-layers; with activations: 0.16 for the latter."""
+"""Bound of the relative error of rounding a model's weights to FP8, and also its activations on
+GPUs with FP8 products, against the model itself in float32. Measured with weights alone: 0.04 for
+the demo model, 0.12 for random ones of 32 layers; with activations: 0.16 for the latter."""
 
 
 class Piece(NamedTuple):
@@ -53,11 +59,13 @@ def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, T
     return check_ranks([engine], config, [weights])
 
 
-def check_ranks(engines: Sequence[Forward], config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> Parity:
+def check_ranks(
+    engines: Sequence[Forward], config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]
+) -> Parity:
     """Checks all ranks, which run on threads of this process, against one undivided rank.
 
-    weights: each rank's own, on its device. SettingError('--backend', ...) if a rank's error is too large.
-    Needs as much memory as all weights in float32, unless they are already in float32.
+    weights: each rank's own, on its device. SettingError('--backend', ...) if a rank's error is too
+    large. Needs as much memory as all weights in float32, unless they are already in float32.
     """
     embedding = weights[0]["embed.weight"]
     batches = random_batches(config, embedding.device.type)
@@ -69,15 +77,19 @@ def check_ranks(engines: Sequence[Forward], config: DecoderConfig, weights: Sequ
         decoders = [Decoder.from_weights(config, own, len(weights)) for own in weights]
         eager = _run_all(decoders, batches, config, embedding.dtype)
     ours = _run_all(engines, batches, config, embedding.dtype)
-    (logits, kv), (logits_eager, kv_eager) = (_worst_errors(outcomes, truth, config) for outcomes in (ours, eager))
+    (logits, kv), (logits_eager, kv_eager) = (
+        _worst_errors(outcomes, truth, config) for outcomes in (ours, eager)
+    )
     parity = Parity(logits, logits_eager, kv, kv_eager)
     for what, error, own in (("logits", logits, logits_eager), ("KV", kv, kv_eager)):
         bound = max(2 * own, LEAST_BOUND)
         if not error <= bound:  # also true for NaN
             raise SettingError(
                 "--backend",
-                f"the compiled engine's {what} are off by {error:.1e}, and {bound:.1e} is allowed (the reference in "
-                f"{str(embedding.dtype).removeprefix('torch.')}: {own:.1e}); use --backend reference",
+                f"the compiled engine's {what} are off by {error:.1e}, and {bound:.1e} is allowed "
+                "(the reference in "
+                f"{str(embedding.dtype).removeprefix('torch.')}: {own:.1e}); use --backend "
+                "reference",
             )
     return parity
 
@@ -87,8 +99,8 @@ def check_quantisation(
 ) -> Quantisation:
     """Measures the error of rounding to FP8.
 
-    original: the undivided, unquantised weights; weights: each rank's own, on its device. SettingError('--weights',
-    ...) if the error of logits or KV exceeds `FP8_BOUND`.
+    original: the undivided, unquantised weights; weights: each rank's own, on its device.
+    SettingError('--weights', ...) if the error of logits or KV exceeds `FP8_BOUND`.
     """
     embedding = weights[0]["embed.weight"]
     batches = random_batches(config, embedding.device.type)
@@ -100,13 +112,18 @@ def check_quantisation(
     for what, error in zip(("logits", "KV"), errors, strict=True):
         if not error <= FP8_BOUND:
             raise SettingError(
-                "--weights", f"in fp8 this model's {what} are off by {error:.1e}, and {FP8_BOUND} is allowed; use same"
+                "--weights",
+                f"in fp8 this model's {what} are off by {error:.1e}, and {FP8_BOUND} is allowed; "
+                "use same",
             )
     return Quantisation(*errors)
 
 
-def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The undivided weights in float32, joined from those of all ranks; quantised weights are converted."""
+def whole_weights(
+    config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The undivided weights in float32, joined from those of all ranks; quantised weights are
+    converted."""
     ranks = len(weights)
     if any(name.endswith((".scale", ".scales_zeros")) for name in weights[0]):
         weights = [dequantised(own) for own in weights]
@@ -115,12 +132,16 @@ def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]
     sources = [weight_sources(Shard(config, ranks, rank)) for rank in range(ranks)]
     whole = {}
     for name, tensor in weights[0].items():
-        joined = [tensor.new_zeros(source.shape, dtype=torch.float32) for source in sources[0][name]]
+        joined = [
+            tensor.new_zeros(source.shape, dtype=torch.float32) for source in sources[0][name]
+        ]
         for own, of_rank in zip(weights, sources, strict=True):
             pieces = own[name].split([source.cut_shape[0] for source in of_rank[name]])
             for target, source, piece in zip(joined, of_rank[name], pieces, strict=True):
                 # Beyond the end of the whole, a piece contains only zeros.
-                place = target[tuple(slice(part.start, part.start + part.size) for part in source.parts)]
+                place = target[
+                    tuple(slice(part.start, part.start + part.size) for part in source.parts)
+                ]
                 place.copy_(piece[tuple(slice(size) for size in place.shape)])
         whole[name] = torch.cat(joined)
     return whole
@@ -135,14 +156,17 @@ def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Fo
     table = torch.tensor(slots, dtype=torch.int32).view(SEATS, blocks)
     lengths = [0] * SEATS
     steps = [_step(dice, lengths, longest) for _ in range(STEPS)]
-    steps.append([Piece(0, lengths[0] - 1, lengths[0], lengths[0])])  # one token alone, of a full hit
+    # one token alone, of a full hit
+    steps.append([Piece(0, lengths[0] - 1, lengths[0], lengths[0])])
     tokens = torch.Generator().manual_seed(seed)
     batches = []
     for step, pieces in enumerate(steps):
         count = sum(piece.end - piece.start for piece in pieces)
         token_ids = torch.randint(config.vocab_size, (count,), generator=tokens)
         rows = torch.arange(0 if step % 5 == 4 else count)
-        batches.append(batch_of(pieces, token_ids, table, rows, CHUNK).map(lambda part: part.to(device)))
+        batches.append(
+            batch_of(pieces, token_ids, table, rows, CHUNK).map(lambda part: part.to(device))
+        )
     return batches
 
 
@@ -199,7 +223,10 @@ class Outcome(NamedTuple):
 
 
 def _run_all(
-    forwards: Sequence[Forward], batches: list[ForwardBatch], config: DecoderConfig, dtype: torch.dtype
+    forwards: Sequence[Forward],
+    batches: list[ForwardBatch],
+    config: DecoderConfig,
+    dtype: torch.dtype,
 ) -> list[Outcome]:
     """The results of each rank; all run side by side."""
     ranks = len(forwards)
@@ -208,14 +235,19 @@ def _run_all(
     group = ThreadRanks(ranks)
     register_group(TENSOR_PARALLEL, group)
     try:
-        return group.run(lambda rank: _run(forwards[rank], batches, Shard(config, ranks, rank), dtype))
+        return group.run(
+            lambda rank: _run(forwards[rank], batches, Shard(config, ranks, rank), dtype)
+        )
     finally:
         release_group(TENSOR_PARALLEL)
 
 
 @torch.inference_mode()
-def _run(forward: Forward, batches: list[ForwardBatch], shard: Shard, dtype: torch.dtype) -> Outcome:
-    table, config = batches[0].block_table, shard.config
+def _run(
+    forward: Forward, batches: list[ForwardBatch], shard: Shard, dtype: torch.dtype
+) -> Outcome:
+    table = batches[0].block_table
+    config = shard.config
     shape = (table.numel(), config.layers, 2, shard.kv_heads, CHUNK, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=table.device)
     with registered(pool, shard, batches) as (handle, plan):
@@ -230,7 +262,8 @@ def _run(forward: Forward, batches: list[ForwardBatch], shard: Shard, dtype: tor
 def registered(
     pool: Tensor, shard: Shard, batches: list[ForwardBatch]
 ) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
-    """Yields (the pool's handle, a function to call with a batch's segments before the batch runs)."""
+    """Yields (the pool's handle, a function to call with a batch's segments before the batch
+    runs)."""
     work = None
     if pool.is_cuda:
         # imported here because only CUDA installations have Triton
@@ -242,7 +275,9 @@ def registered(
             max(len(batch.segments) for batch in batches),
             batches[0].block_table.shape[1] * CHUNK,
         )
-        work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, pool.dtype)
+        work = make_work_list(
+            capacity, shard.heads, shard.kv_heads, shard.config.head_dim, pool.dtype
+        )
     handle = register_pool(pool, work=work)
     try:
         yield handle, (work.build if work is not None else lambda segments: None)
@@ -250,14 +285,17 @@ def registered(
         release_pool(handle)
 
 
-def _worst_errors(outcomes: list[Outcome], truth: Outcome, config: DecoderConfig) -> tuple[float, float]:
+def _worst_errors(
+    outcomes: list[Outcome], truth: Outcome, config: DecoderConfig
+) -> tuple[float, float]:
     """The largest errors of any rank's logits and KV."""
     errors = []
     for rank, (logits, kv) in enumerate(outcomes):
         shard = Shard(config, len(outcomes), rank)
         own_heads = truth.kv.narrow(3, shard.first_kv_head, shard.kv_heads)
         errors.append((_relative_error(logits, truth.logits), _relative_error(kv, own_heads)))
-    logits_error, kv_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()  # NaN counts as the largest
+    # NaN counts as the largest
+    logits_error, kv_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()
     return logits_error, kv_error
 
 

@@ -16,7 +16,8 @@ log = logging.getLogger("pensieve")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """False also for a stream that is closed or has no such method: `sys.stderr` in some consoles."""
+    """False also for a stream that is closed or has no such method: `sys.stderr` in some
+    consoles."""
     if getattr(stream, "closed", False) or not hasattr(stream, "isatty"):
         return False
     return stream.isatty()
@@ -29,17 +30,21 @@ def show_progress(what: str, done: float, total: float, unit: str = "") -> None:
     filled = round(WIDTH * done / total)
     bar = "#" * filled + "." * (WIDTH - filled)
     end = "\n" if done >= total else ""
-    print(f"\r{what} [{bar}] {done:.3g} of {total:.3g}{unit} ", end=end, file=sys.stderr, flush=True)
+    print(
+        f"\r{what} [{bar}] {done:.3g} of {total:.3g}{unit} ", end=end, file=sys.stderr, flush=True
+    )
 
 
 class Progress:
-    """Shows the progress of one piece of work in stages: on stderr if it is a terminal, else in the log.
+    """Shows the progress of one piece of work in stages: on stderr if it is a terminal, else in the
+    log.
 
     name    the beginning of each line
     """
 
     def __init__(self, name: str):
-        self._name, self._stage = name, ""
+        self._name = name
+        self._stage = ""
         self._terminal = is_terminal(sys.stderr)
         self._open = False  # True while the terminal's line has not ended
         self._told = 0.0
@@ -47,7 +52,8 @@ class Progress:
     def say(self, stage: str) -> None:
         """Begins a stage."""
         self.close()
-        self._stage, self._told = f"{self._name}: {stage}", time.monotonic()
+        self._stage = f"{self._name}: {stage}"
+        self._told = time.monotonic()
         if self._terminal:
             print(self._stage, end="", file=sys.stderr, flush=True)
             self._open = True
@@ -56,7 +62,8 @@ class Progress:
 
     def advance(self, done: int, total: int) -> None:
         """Reports that `done` of the stage's `total` bytes are done."""
-        now, ended = time.monotonic(), done >= total
+        now = time.monotonic()
+        ended = done >= total
         if self._terminal and (ended or now - self._told >= DRAW_SECONDS):
             show_progress(self._stage, done / GIB, total / GIB, " GiB")
             self._open = not ended

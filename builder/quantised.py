@@ -1,9 +1,10 @@
-"""Weights in FP8 or int4: which weights of a decoder can be in them, rounding to FP8, and their values.
+"""Weights in FP8 or int4: which weights of a decoder can be in them, rounding to FP8, and their
+values.
 
-The projections of the layers, which are nearly all of the weights, are rounded to e4m3 with a float32 scale for each
-output; embeddings, head, norms and biases are unchanged. A projection `p` in FP8 is two tensors, `p.weight` and
-`p.scale`. Ranks that divide a projection's columns share the scales of whole rows, so together they hold the same
-model.
+The projections of the layers, which are nearly all of the weights, are rounded to e4m3 with a
+float32 scale for each output; embeddings, head, norms and biases are unchanged. A projection `p` in
+FP8 is two tensors, `p.weight` and `p.scale`. Ranks that divide a projection's columns share the
+scales of whole rows, so together they hold the same model.
 
 In int4 (`plugins/linear/int4.py`) it is `p.weight`, whose numbers are packed, and `p.scales_zeros`.
 """
@@ -40,8 +41,8 @@ def stored_as(
     in_int4: Collection[str] = (),
     group: int = 0,
 ) -> dict[str, Stored]:
-    """The stored form of each parameter of one rank's Decoder. `in_fp8`, `in_int4`: the names of projections; `group`:
-    inputs that share a scale in int4."""
+    """The stored form of each parameter of one rank's Decoder. `in_fp8`, `in_int4`: the names of
+    projections; `group`: inputs that share a scale in int4."""
     stored = {}
     for name, shape in parameter_shapes(config, ranks).items():
         projection = name.removesuffix(".weight")
@@ -52,7 +53,8 @@ def stored_as(
             if shape[0] % TILE_OUTPUTS or shape[1] % max(group, TILE_INPUTS):
                 raise SettingError(
                     "--weights",
-                    f"{projection} has {shape[0]} outputs and {shape[1]} inputs on a rank; int4 takes multiples of "
+                    f"{projection} has {shape[0]} outputs and {shape[1]} inputs on a rank; int4 "
+                    "takes multiples of "
                     f"{TILE_OUTPUTS} and of {max(group, TILE_INPUTS)}",
                 )
             stored[name] = Stored(packed_shape(*shape), torch.int32)
@@ -69,18 +71,25 @@ def names_in_fp8(names: Collection[str]) -> frozenset[str]:
 
 def names_in_int4(names: Collection[str]) -> frozenset[str]:
     """The projections in int4, derived from all parameters' names."""
-    return frozenset(name.removesuffix(".scales_zeros") for name in names if name.endswith(".scales_zeros"))
+    return frozenset(
+        name.removesuffix(".scales_zeros") for name in names if name.endswith(".scales_zeros")
+    )
 
 
 class QuantisedWeights(Mapping[str, Tensor]):
-    """One rank's weights with all projections in FP8. Each access rounds the unquantised projection again.
+    """One rank's weights with all projections in FP8. Each access rounds the unquantised projection
+    again.
 
     own     the rank's unquantised weights
-    whole   the undivided weights: the scale of a projection with divided columns needs its whole rows
+    whole   the undivided weights: the scale of a projection with divided columns needs its whole
+            rows
     """
 
-    def __init__(self, config: DecoderConfig, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]):
-        self._own, self._whole = own, whole
+    def __init__(
+        self, config: DecoderConfig, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+    ):
+        self._own = own
+        self._whole = whole
         self._projections = projections(config)
         self._names = [*own, *(f"{name}.scale" for name in sorted(self._projections))]
 
@@ -102,7 +111,8 @@ class QuantisedWeights(Mapping[str, Tensor]):
 
 def dequantised(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The values of the weights in float32, without scales."""
-    in_fp8, in_int4 = names_in_fp8(weights.keys()), names_in_int4(weights.keys())
+    in_fp8 = names_in_fp8(weights.keys())
+    in_int4 = names_in_int4(weights.keys())
     wide = {}
     for name, tensor in weights.items():
         projection, _, kind = name.rpartition(".")

@@ -28,15 +28,16 @@ def random_weights(
     fp8: bool = False,
     int4: int = 0,
 ) -> dict[str, Tensor]:
-    """All parameters of one rank's Decoder. Equal for equal seeds on the same kind of device. With `fp8` they are then
-    rounded like those of a checkpoint. With `int4`, the size of a group, they are rounded to the nearest of 15 numbers.
+    """All parameters of one rank's Decoder. Equal for equal seeds on the same kind of device. With
+    `fp8` they are then rounded like those of a checkpoint. With `int4`, the size of a group, they
+    are rounded to the nearest of 15 numbers.
 
-    With any number of ranks, together they hold the same model: each rank makes one whole tensor after the other and
-    cuts it.
+    With any number of ranks, together they hold the same model: each rank makes one whole tensor
+    after the other and cuts it.
 
-    Norms multiply by 1, and biases are 0. Projections preserve the magnitude of their input; those into the residual
-    sum are scaled down by the number of layers. So activations and logits have a trained model's magnitude in any
-    shape, and are finite in any dtype.
+    Norms multiply by 1, and biases are 0. Projections preserve the magnitude of their input; those
+    into the residual sum are scaled down by the number of layers. So activations and logits have a
+    trained model's magnitude in any shape, and are finite in any dtype.
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)
@@ -54,9 +55,13 @@ def random_weights(
         if projection not in quantised:
             weights[name] = own
         elif int4:
-            weights[name], weights[f"{projection}.scales_zeros"] = _in_int4(tensor, int4, sources[name])
+            weights[name], weights[f"{projection}.scales_zeros"] = _in_int4(
+                tensor, int4, sources[name]
+            )
         else:
-            scales = _cut(row_scales(tensor), [Source("", source.parts[:1]) for source in sources[name]])
+            scales = _cut(
+                row_scales(tensor), [Source("", source.parts[:1]) for source in sources[name]]
+            )
             weights[name], weights[f"{projection}.scale"] = rounded(own, scales), scales
     return weights
 
@@ -67,10 +72,15 @@ def _in_int4(tensor: Tensor, group: int, sources: Sequence[Source]) -> tuple[Ten
     scales = values.abs().amax(dim=-1) / (MIDDLE - 1)
     numbers = (values / scales.unsqueeze(-1)).round_().add_(MIDDLE).to(torch.uint8).flatten(1)
     own = _cut(scales, [source.by_group(group) for source in sources])
-    return packed(_cut(numbers, sources)), scales_and_zeros(own, torch.full_like(own, MIDDLE), tensor.dtype)
+    return packed(_cut(numbers, sources)), scales_and_zeros(
+        own, torch.full_like(own, MIDDLE), tensor.dtype
+    )
 
 
 def _cut(tensor: Tensor, sources: Sequence[Source]) -> Tensor:
-    """One rank's part of a parameter that is joined from whole sources; shares no memory with it."""
+    """One rank's part of a parameter that is joined from whole sources; shares no memory with
+    it."""
     parts = tensor.split([source.shape[0] for source in sources])
-    return torch.cat([source.cut(part, tensor.dtype) for source, part in zip(sources, parts, strict=True)])
+    return torch.cat(
+        [source.cut(part, tensor.dtype) for source, part in zip(sources, parts, strict=True)]
+    )

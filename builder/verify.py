@@ -12,9 +12,11 @@ from .weights import load_weights, weights_digest
 
 
 def intact_engine(directory: Path, fingerprint: str) -> Manifest | None:
-    """Returns the manifest of the engine there if it has this fingerprint and every file is undamaged, else None.
+    """Returns the manifest of the engine there if it has this fingerprint and every file is
+    undamaged, else None.
 
-    Reads all files: a user who is told to rebuild a damaged engine must not get the damaged one again.
+    Reads all files: a user who is told to rebuild a damaged engine must not get the damaged one
+    again.
     """
     try:
         manifest = Manifest.read(directory)
@@ -29,10 +31,12 @@ def _whole(directory: Path, manifest: Manifest) -> bool:
     if files_digest(tokenizer) != manifest.parts.tokenizer:
         return False
     if manifest.backend != "reference" and (
-        manifest.compiled is None or files_digest([directory / manifest.package]) != manifest.compiled.package
+        manifest.compiled is None
+        or files_digest([directory / manifest.package]) != manifest.compiled.package
     ):
         return False
     return manifest.random_seed is not None or all(
-        weights_digest(load_weights(directory / weights_file(rank, manifest.tensor_parallel))) == built
+        weights_digest(load_weights(directory / weights_file(rank, manifest.tensor_parallel)))
+        == built
         for rank, built in enumerate(manifest.parts.weights)
     )

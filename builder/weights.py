@@ -1,4 +1,5 @@
-"""Weights of an engine: one safetensors file under Decoder's parameter names, and the digest of its content."""
+"""Weights of an engine: one safetensors file under Decoder's parameter names, and the digest of its
+content."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-PIECE = 2**24  # bytes that one thread hashes at a time; at 1.7 GB/s for each of 16 processors, 25 GB take a second
+# bytes that one thread hashes at a time; at 1.7 GB/s for each of 16 processors, 25 GB take a second
+PIECE = 2**24
 AHEAD = 64  # most pieces waiting for their hash, which limits the tensors in memory
 
 STORED_DTYPES = {
@@ -43,9 +45,11 @@ class Stored(NamedTuple):
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the SHA-256 of each piece: name, dtype, shape, place and bytes, in the order of names and places.
+    """SHA-256 over the SHA-256 of each piece: name, dtype, shape, place and bytes, in the order of
+    names and places.
 
-    Pieces are hashed by all processors at once. Tensors are on the CPU and are read one after the other.
+    Pieces are hashed by all processors at once. Tensors are on the CPU and are read one after the
+    other.
     """
     digest = hashlib.sha256()
     hashing: deque[Future[bytes]] = deque()
@@ -64,7 +68,10 @@ def _pieces(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, memoryview]]:
         tensor = weights[name]
         content = _bytes(tensor)
         for start in range(0, len(content), PIECE):
-            yield f"{name} {tensor.dtype} {list(tensor.shape)} {start}\n", content[start : start + PIECE]
+            yield (
+                f"{name} {tensor.dtype} {list(tensor.shape)} {start}\n",
+                content[start : start + PIECE],
+            )
 
 
 def _piece_digest(label: str, piece: memoryview) -> bytes:
@@ -81,7 +88,8 @@ class _Watched(Mapping[str, Tensor]):
     """Weights; `took` is called with the bytes of each tensor that is read."""
 
     def __init__(self, weights: Mapping[str, Tensor], took: Callable[[int], None]):
-        self._weights, self._took = weights, took
+        self._weights = weights
+        self._took = took
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._weights[name]
@@ -108,13 +116,21 @@ def watched(ranks: Sequence[Mapping[str, Tensor]], total: int, advance: Advance)
 
 
 def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], path: Path) -> None:
-    """Writes a safetensors file. Tensors are read one after the other and stored in the form of `stored`."""
-    header, end = {}, 0
+    """Writes a safetensors file. Tensors are read one after the other and stored in the form of
+    `stored`."""
+    header = {}
+    end = 0
     for name, kind in stored.items():
-        start, end = end, end + kind.nbytes
-        header[name] = {"dtype": STORED_DTYPES[kind.dtype], "shape": kind.shape, "data_offsets": (start, end)}
+        start = end
+        end = end + kind.nbytes
+        header[name] = {
+            "dtype": STORED_DTYPES[kind.dtype],
+            "shape": kind.shape,
+            "data_offsets": (start, end),
+        }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64 + 56)  # with the leading eight bytes, tensors begin at a multiple of 64
+    # with the leading eight bytes, tensors begin at a multiple of 64
+    text += b" " * (-len(text) % 64 + 56)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in stored:
@@ -122,7 +138,8 @@ def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], pa
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors on the CPU, mapped from the file: pages are read at first use, and dropped when memory is short.
+    """The tensors on the CPU, mapped from the file: pages are read at first use, and dropped when
+    memory is short.
 
     OSError, SafetensorError.
     """

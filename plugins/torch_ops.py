@@ -1,8 +1,9 @@
-"""Our operations as torch operations: `torch.ops.pensieve.write_kv`, `.multi_token_attention`, norms and the SiLU gate.
+"""Our operations as torch operations: `torch.ops.pensieve.write_kv`, `.multi_token_attention`,
+norms and the SiLU gate.
 
-A pool is named by a *handle*, an int: the compiler cannot see into the operations, and they change none of their
-tensors. So no backend clones gigabytes or reorders around an alias. The attention of a layer must follow its write: it
-takes the rotated query that `write_kv` returns.
+A pool is named by a *handle*, an int: the compiler cannot see into the operations, and they change
+none of their tensors. So no backend clones gigabytes or reorders around an alias. The attention of
+a layer must follow its write: it takes the rotated query that `write_kv` returns.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def _no_gate(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, or as `attention.fp8_pool` says, which the
-    operations know by its dtype.
+    """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, or as `attention.fp8_pool`
+    says, which the operations know by its dtype.
 
-    `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in is complete (or will
-    be complete before later work on the same stream). `work` is a GPU's list of one step's attention: the code that
-    uploads a step's segments builds it, once, on the stream of the step and before its launch. `events` are the
-    handles of the CUDA events behind the gates, by layer, for engines that run without Python.
+    `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in
+    is complete (or will be complete before later work on the same stream). `work` is a GPU's list
+    of one step's attention: the code that uploads a step's segments builds it, once, on the stream
+    of the step and before its launch. `events` are the handles of the CUDA events behind the gates,
+    by layer, for engines that run without Python.
     """
 
     tensor: Tensor
@@ -58,7 +60,8 @@ def register_pool(
     work: WorkList | None = None,
     events: Mapping[int, int] | None = None,
 ) -> int:
-    """Registers a pool for the operations. The caller still owns the tensor and releases the handle.
+    """Registers a pool for the operations. The caller still owns the tensor and releases the
+    handle.
 
     A pool on a GPU needs `work` (`attention.kernel.make_work_list`).
     """
@@ -85,13 +88,16 @@ torch.library.define(
 )
 torch.library.define(
     "pensieve::multi_token_attention",
-    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale, int window=0, "
+    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale, int "
+    "window=0, "
     "Tensor? sinks=None) -> Tensor",
 )
 
 
 @torch.library.impl("pensieve::write_kv", "cpu")
-def _write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
+def _write_kv(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int
+) -> Tensor:
     kv = _pools[pool]
     kv.gate(layer)
     return attention_reference.write_kv(q, k, v, rotary, slots, kv.tensor, layer)
@@ -109,12 +115,17 @@ def _multi_token_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     kv = _pools[pool].tensor
-    return attention_reference.multi_token_attention(q, segments, block_table, kv, layer, scale, window, sinks)
+    return attention_reference.multi_token_attention(
+        q, segments, block_table, kv, layer, scale, window, sinks
+    )
 
 
 @torch.library.impl("pensieve::write_kv", "cuda")
-def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
-    from .attention import kv_write_kernel  # imported here because only CUDA installations have Triton
+def _write_kv_cuda(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int
+) -> Tensor:
+    # imported here because only CUDA installations have Triton
+    from .attention import kv_write_kernel
 
     kv = _pools[pool]
     kv.gate(layer)
@@ -136,11 +147,15 @@ def _multi_token_attention_cuda(
 
     kv = _pools[pool]
     assert kv.work is not None  # set by register_pool; it lists the same segments
-    return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work, window, sinks)
+    return attention_kernel.multi_token_attention(
+        q, block_table, kv.tensor, layer, scale, kv.work, window, sinks
+    )
 
 
 @torch.library.register_fake("pensieve::write_kv")
-def _(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int
+) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -161,11 +176,13 @@ def _(
 # Norms and gate use no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
 
 torch.library.define(
-    "pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> Tensor"
+    "pensieve::norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> Tensor",
 )
 torch.library.define(
     "pensieve::add_norm",
-    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) "
+    "-> (Tensor, Tensor)",
 )
 torch.library.define("pensieve::silu_gate", "(Tensor x) -> Tensor")
 
@@ -176,7 +193,12 @@ torch.library.impl("pensieve::silu_gate", "cpu", norm_reference.silu_gate)
 
 @torch.library.impl("pensieve::norm", "cuda")
 def _norm_cuda(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
 ) -> Tensor:
     from .linear import norm_kernel
 
@@ -206,7 +228,14 @@ def _silu_gate_cuda(x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("pensieve::norm")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
+) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: Triton's JIT runs it here, and `plugins.tensorrt.kernels` compiles it for a library without Python.
+    """One launch: Triton's JIT runs it here, and `plugins.tensorrt.kernels` compiles it for a
+    library without Python.
 
     arguments   of the kernel's parameters, in order, without its compile-time constants
     settings    compile-time constants by name, and options of the compiler

@@ -68,11 +68,13 @@ class LoopStats:
 
     parts               the loop's own time by part of a step: plan, launch, wait, apply, send
     tokens, requests    sizes of the steps that computed tokens
-    busy                time with work on the device, as seen by the loop: from a launch until nothing is in flight
+    busy                time with work on the device, as seen by the loop: from a launch until
+                        nothing is in flight
     swap_in, swap_out   the link's time, by direction
     exposed             the part of it that steps waited for; the rest overlapped with compute
     queued_in, queued_out
-                        waits of copies for the link and for work that their lane waits for, by direction
+                        waits of copies for the link and for work that their lane waits for, by
+                        direction
     """
 
     steps: int = 0

@@ -36,10 +36,14 @@ class Engine:
         self.vocab_size = manifest.vocab_size
         shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
         self.parameters = sum(math.prod(shape) for shape in shapes.values())  # of this rank
-        self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)  # that one token uses
+        # that one token uses
+        self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)
         self.weight_bytes = manifest.weight_bytes  # of this rank
-        largest = max(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
-        self.widened_bytes = largest * self.dtype.itemsize if manifest.int4 else 0  # of int4, for a long step
+        largest = max(
+            math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.")
+        )
+        # of int4, for a long step
+        self.widened_bytes = largest * self.dtype.itemsize if manifest.int4 else 0
         self._decoder = decoder
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
@@ -57,20 +61,24 @@ class Engine:
         return self._decoder(batch, pool)
 
 
-def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0, kv_cache_dtype: str = "auto") -> Engine:
+def open_engine(
+    directory: str | Path, device: str = "cpu", rank: int = 0, kv_cache_dtype: str = "auto"
+) -> Engine:
     """Loads one rank of an engine onto the device it was built for, "cpu" or "cuda".
 
     kv_cache_dtype: of its pools on the GPU, as `pensieve serve` takes it.
-    With several ranks its forward pass needs a group registered as `collectives.TENSOR_PARALLEL`. ValueError if there
-    is no such rank.
-    Raises SettingError('--engine', ...) that names the difference from this program or from the engine's build, or if
-    the weights are larger than the GPU's free memory; SettingError('--device', ...) without a GPU;
-    SettingError('--kv-cache-dtype', ...) if the engine or the GPU cannot have such pools.
+    With several ranks its forward pass needs a group registered as `collectives.TENSOR_PARALLEL`.
+    ValueError if there is no such rank. Raises SettingError('--engine', ...) that names the
+    difference from this program or from the engine's build, or if the weights are larger than the
+    GPU's free memory; SettingError('--device', ...) without a GPU; SettingError('--kv-cache-dtype',
+    ...) if the engine or the GPU cannot have such pools.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)
     if manifest.device != device:
-        raise SettingError("--engine", f"{directory} was built for the device {manifest.device}, not {device}")
+        raise SettingError(
+            "--engine", f"{directory} was built for the device {manifest.device}, not {device}"
+        )
     _check_part(directory, "code of the forward pass", manifest.parts.code, code_digest())
     for package, here in versions().items():
         _check_part(directory, f"version of {package}", getattr(manifest.parts, package), here)
@@ -86,7 +94,14 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0, kv_ca
         weights = _stored_weights(directory, manifest, rank, device)
     else:
         weights = random_weights(
-            shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8, manifest.int4
+            shard.config,
+            dtype,
+            device,
+            manifest.random_seed,
+            rank,
+            shard.ranks,
+            manifest.fp8,
+            manifest.int4,
         )
     return Engine(manifest, _decoder(directory, manifest, weights), kv_cache_dtype)
 
@@ -101,32 +116,41 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
 
             return load_decoder(path, manifest.decoder, weights)
         return Package(path, manifest.decoder, laid_out(weights))
-    except RuntimeError as error:  # the content was checked, so this is the machine's failure, for example a full disk
+    except RuntimeError as error:
+        # the content was checked, so this is the machine's failure, for example a full disk
         raise SettingError("--engine", f"{path} cannot be loaded: {error}") from error
 
 
 def _check_package(directory: Path, manifest: Manifest) -> None:
     """Checks the compiled package before any code in it runs."""
     if reason := why_not_here(manifest.target, manifest.device, manifest.backend):
-        raise SettingError("--engine", f"{directory} cannot run here: {reason}; build the engine again, here")
+        raise SettingError(
+            "--engine", f"{directory} cannot run here: {reason}; build the engine again, here"
+        )
     if manifest.compiled is None:
         raise SettingError("--engine", f"{directory} was never compiled; build the engine again")
     try:
         digest = files_digest([directory / manifest.package])
     except OSError as error:
-        raise SettingError("--engine", f"{directory / manifest.package} cannot be read: {error}") from None
+        raise SettingError(
+            "--engine", f"{directory / manifest.package} cannot be read: {error}"
+        ) from None
     _check_part(directory, "digest of the compiled code", manifest.compiled.package, digest)
 
 
-def _stored_weights(directory: Path, manifest: Manifest, rank: int, device: str) -> dict[str, Tensor]:
-    """Loads the weights one tensor at a time onto the device. The host holds only pages of the file, which it may
-    drop."""
+def _stored_weights(
+    directory: Path, manifest: Manifest, rank: int, device: str
+) -> dict[str, Tensor]:
+    """Loads the weights one tensor at a time onto the device. The host holds only pages of the
+    file, which it may drop."""
     path = directory / weights_file(rank, manifest.tensor_parallel)
     try:
         weights = load_weights(path)
     except (OSError, SafetensorError) as error:
         raise SettingError("--engine", f"{path} cannot be read: {error}") from None
-    _check_part(directory, "digest of the weights", manifest.parts.weights[rank], weights_digest(weights))
+    _check_part(
+        directory, "digest of the weights", manifest.parts.weights[rank], weights_digest(weights)
+    )
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
@@ -137,16 +161,23 @@ def _check_gpu(directory: Path, needed: int) -> None:
     if needed > free:
         raise SettingError(
             "--engine",
-            f"the weights of {directory} take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of the GPU are free",
+            f"the weights of {directory} take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB "
+            "of the GPU are free",
         )
 
 
 def _check_fp8_pool(manifest: Manifest) -> None:
     if manifest.backend == "tensorrt":
-        raise SettingError("--kv-cache-dtype", "fp8 needs an engine of the backend reference or inductor, not tensorrt")
+        raise SettingError(
+            "--kv-cache-dtype",
+            "fp8 needs an engine of the backend reference or inductor, not tensorrt",
+        )
     if manifest.device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         needed = ".".join(map(str, FP8_CAPABILITY))
-        message = f"fp8 needs compute capability {needed} or newer, which {torch.cuda.get_device_name()} has not"
+        message = (
+            f"fp8 needs compute capability {needed} or newer, which {torch.cuda.get_device_name()} "
+            "has not"
+        )
         raise SettingError("--kv-cache-dtype", message)
 
 

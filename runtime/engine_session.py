@@ -1,4 +1,5 @@
-"""An engine in use: requests go in, the results of rows come out. The server, `LLM` and the benchmarks stand on it.
+"""An engine in use: requests go in, the results of rows come out. The server, `LLM` and the
+benchmarks stand on it.
 
 add, abort, finish   requests
 change, forget       conversations
@@ -27,7 +28,8 @@ TIMED_OUT = "the server is busy: the request has waited too long in the queue"
 
 
 class EngineSession:
-    """Scheduler, executor and loop. One thread uses it; it also makes what happens between two steps into results.
+    """Scheduler, executor and loop. One thread uses it; it also makes what happens between two
+    steps into results.
 
     A request that cannot be served has a result with its error.
     """
@@ -46,7 +48,8 @@ class EngineSession:
         in_pieces   long prompts are prepared in pieces, so that the rows that run do not wait
         wake        called, by another thread, when `take_results` or `step` has a request to add
         """
-        self.scheduler, self.executor = scheduler, executor
+        self.scheduler = scheduler
+        self.executor = executor
         self._loop = EngineLoop(scheduler, executor, counters, timing)
         self.clock, self.counters = self._loop.clock, self._loop.counters
         self._queue = scheduler.submit if in_pieces else scheduler.add
@@ -59,7 +62,8 @@ class EngineSession:
     # -- requests
 
     def add(self, request: Request) -> None:
-        """Queues the request. If it has a grammar, another thread compiles it first, which takes up to a second."""
+        """Queues the request. If it has a grammar, another thread compiles it first, which takes up
+        to a second."""
         grammar = request.sampling.grammar
         compiling = self.executor.begin_grammar(grammar) if grammar is not None else None
         if compiling is None:
@@ -69,12 +73,14 @@ class EngineSession:
         compiling.add_done_callback(lambda _: self._note_compiled(request.id))
 
     def abort(self, request: RequestId) -> None:
-        """Ends the request without committing its turn. No result of it follows. It may have ended already."""
+        """Ends the request without committing its turn. No result of it follows. It may have ended
+        already."""
         self._compiling.pop(request, None)
         self.scheduler.abort(request, self.clock())
 
     def finish(self, request: RequestId, tokens: int) -> None:
-        """Cuts the reply to its first `tokens` tokens. Its end is a result, unless it has ended already."""
+        """Cuts the reply to its first `tokens` tokens. Its end is a result, unless it has ended
+        already."""
         ended = self.scheduler.finish(request, tokens, self.clock())
         if ended is not None:
             self._results.append(ended)
@@ -86,9 +92,11 @@ class EngineSession:
     # -- conversations
 
     def change(self, message: Fork | Keep) -> None:
-        """Applies the change if the scheduler knows the conversation. The history store knows all conversations. The
-        scheduler knows only the conversations that have been active since the start."""
-        known, now = self.scheduler.conversations, self.clock()
+        """Applies the change if the scheduler knows the conversation. The history store knows all
+        conversations. The scheduler knows only the conversations that have been active since the
+        start."""
+        known = self.scheduler.conversations
+        now = self.clock()
         if message.conversation not in known:
             return
         match message:
@@ -99,36 +107,44 @@ class EngineSession:
                 known.keep(conversation, ttl, now + pinned, now)
 
     def forget(self, message: Forget, answer: Callable[[bool], None]) -> None:
-        """Begins to erase the conversation's own KV. A conversation that was not active since the start may also have
-        records on disk. `answer` is called at the end, by this call or by a step, as `Erased` describes."""
+        """Begins to erase the conversation's own KV. A conversation that was not active since the
+        start may also have records on disk. `answer` is called at the end, by this call or by a
+        step, as `Erased` describes."""
         conversation, tokens, shared, salt = message
         self._erasing.append(answer)
         if conversation is None or conversation not in self.scheduler.conversations:
             self.scheduler.disk.erase(self.scheduler.disk.keys(tokens, salt, shared))
         else:
-            # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
+            # When turns ran concurrently, the turn that ended last here may not be the last in the
+            # history file.
             self.scheduler.conversations.delete(conversation, shared, tokens, salt)
         self._answer_erased()
 
     # -- steps
 
     def step(self) -> Applied | None:
-        """Makes one pass of the loop. Returns the results since the last one, or None if there are none: a step was
-        launched, or there is nothing to do. Raises as `EngineLoop.step`."""
+        """Makes one pass of the loop. Returns the results since the last one, or None if there are
+        none: a step was launched, or there is nothing to do. Raises as `EngineLoop.step`."""
         before = tuple(self.take_results())
         applied = self._loop.step()
         self._answer_erased()  # also without a result: each plan looks up a part of a long log
         if not before:
             return applied
-        return Applied(rows=before) if applied is None else applied._replace(rows=(*before, *applied.rows))
+        return (
+            Applied(rows=before)
+            if applied is None
+            else applied._replace(rows=(*before, *applied.rows))
+        )
 
     def take_results(self) -> list[RowResult]:
-        """Returns the results that have come since the last step. Adds requests whose grammars are compiled."""
+        """Returns the results that have come since the last step. Adds requests whose grammars are
+        compiled."""
         while not self._compiled.empty():
             self._add_compiled(self._compiled.get())
         for request in self.scheduler.expire(self.clock()):
             self._results.append(RowResult(request, error=RequestError(503, TIMED_OUT)))
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     @property
@@ -137,8 +153,8 @@ class EngineSession:
         return self._loop.idle
 
     def sleep(self) -> None:
-        """Sleeps until a grammar is compiled or the scheduler's next time has come, a second at most. Called when
-        `step` had nothing to do. Raises InvariantError if neither is awaited."""
+        """Sleeps until a grammar is compiled or the scheduler's next time has come, a second at
+        most. Called when `step` had nothing to do. Raises InvariantError if neither is awaited."""
         left = self.scheduler.wake_at - self.clock()
         if left == float("inf") and not self._compiling:
             raise InvariantError("requests are open and nothing is left to do")

@@ -1,7 +1,7 @@
 """Executes plans one after the other: the next step is launched while the previous one runs.
 
-The executor makes no decisions. Only `wait` waits for the device. The order of work comes from the plan's tickets and
-from the order of issue on the device's lanes.
+The executor makes no decisions. Only `wait` waits for the device. The order of work comes from the
+plan's tickets and from the order of issue on the device's lanes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import numpy as np
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import DiskRecord, InvariantError, RequestError, RequestId, RowId, RowResult, Tier
+from ..scheduler.types import (
+    DiskRecord,
+    InvariantError,
+    RequestError,
+    RequestId,
+    RowId,
+    RowResult,
+    Tier,
+)
 from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
@@ -29,7 +37,8 @@ if TYPE_CHECKING:
     from .step.grammar import Grammars
 
 MAX_IN_FLIGHT = 3
-"""Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
+"""Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of
+three."""
 
 GROUP_LAYERS = 4
 """Layers of a gated swap-in that share a gate: copies of 4 layers reach the link's speed."""
@@ -37,7 +46,10 @@ GROUP_LAYERS = 4
 DISK_WAIT_SECONDS = 0.002
 """Seconds that a plan without computation and copies lasts at most while the disk works."""
 
-STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
+STUCK = (
+    "the reply's grammar cannot be followed any further: it is too complex for a text of this "
+    "length"
+)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -57,8 +69,8 @@ class _Launched(NamedTuple):
 class Executor:
     """One rank's device, with its KV pools in GPU and HOST memory. It executes plans in order.
 
-    One thread calls it. A failure on the device is raised by the next `launch` or `wait`; afterwards only `close` is
-    useful.
+    One thread calls it. A failure on the device is raised by the next `launch` or `wait`;
+    afterwards only `close` is useful.
     """
 
     def __init__(
@@ -72,8 +84,8 @@ class Executor:
         host_form: Form | None = None,
         disk: DiskSettings | None = None,
     ):
-        """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit its memory, or the
-        disk's directory cannot be used.
+        """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit
+        its memory, or the disk's directory cannot be used.
 
         grammars    None: no row may have a grammar
         in_first    as in `Transfers`
@@ -91,28 +103,39 @@ class Executor:
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
         self._constraints = None
         if grammars is not None:
-            from .step.constraints import GrammarMatchers  # imported here because it needs llguidance
+            # imported here because it needs llguidance
+            from .step.constraints import GrammarMatchers
 
             self._constraints = GrammarMatchers(grammars)
         self._launched: deque[_Launched] = deque()
         self._seated: dict[int, RowId] = {}  # the newest row of each seat
         device.allocate_pool(Tier.GPU, shape, engine.kv_dtype)
         device.allocate_pool(Tier.HOST, host_shape, engine.kv_dtype, host_form)
-        self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
-        device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
+        self._disk = (
+            DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
+        )
+        device.load(
+            engine,
+            config.max_num_seqs,
+            blocks,
+            self._transfers.gates,
+            config.max_num_batched_tokens,
+        )
 
     def begin_grammar(self, grammar: str) -> Future[Any] | None:
-        """Begins to compile the grammar, in another thread. Returns None if this engine cannot follow any."""
+        """Begins to compile the grammar, in another thread. Returns None if this engine cannot
+        follow any."""
         return None if self._constraints is None else self._constraints.begin(grammar)
 
     def keep_grammar(self, request: RequestId, compiled: Any) -> None:
-        """Keeps the outcome of `begin_grammar` until the request, which has been added, has ended."""
+        """Keeps the outcome of `begin_grammar` until the request, which has been added, has
+        ended."""
         assert self._constraints is not None
         self._constraints.keep(request, compiled)
 
     def launch(self, plan: StepPlan) -> None:
-        """Issues the plan's work and returns. Raises InvariantError if the plan contradicts itself or too many plans
-        are in flight.
+        """Issues the plan's work and returns. Raises InvariantError if the plan contradicts itself
+        or too many plans are in flight.
 
         A plan without tokens computes nothing; it is complete when its copies are.
         """
@@ -126,7 +149,11 @@ class Executor:
             self._transfers.hold_step(plan)
             self._device.run()
             ticket, tokens, scores = self._device.sample()
-            scored = tuple(self._seated[span.seat] for span in plan.spans if span.scores) if plan.scored else ()
+            scored = (
+                tuple(self._seated[span.seat] for span in plan.spans if span.scores)
+                if plan.scored
+                else ()
+            )
             launched = _Launched(plan, inputs.sampling, [ticket], tokens, scores, scored)
         else:
             ticket = self._device.mark(Lane.COMPUTE)
@@ -144,11 +171,13 @@ class Executor:
         return len(self._launched)
 
     def done(self) -> bool:
-        """True if `wait` would return at once; False with nothing in flight. Raises the error that ended the device."""
+        """True if `wait` would return at once; False with nothing in flight. Raises the error that
+        ended the device."""
         return bool(self._launched) and all(map(self._device.ready, self._launched[0].tickets))
 
     def wait(self) -> StepResult:
-        """Waits for the oldest launched plan and returns its result. Raises InvariantError if there is none."""
+        """Waits for the oldest launched plan and returns its result. Raises InvariantError if there
+        is none."""
         if not self._launched:
             raise InvariantError("no step is in flight")
         launched = self._launched.popleft()
@@ -158,7 +187,8 @@ class Executor:
         erase_failed = launched.erased.result() if launched.erased is not None else ()
         tokens = tuple(launched.tokens.tolist())
         stuck = () if self._constraints is None else self._constraints.advance(plan.samples, tokens)
-        completed, disk = self._transfers.completed(), self._disk_report(plan)
+        completed = self._transfers.completed()
+        disk = self._disk_report(plan)
         rows = {} if launched.scores is None else _with_logprobs(launched, tokens, launched.scores)
         rows |= {row: RowResult(row.request, error=RequestError(500, STUCK)) for row in stuck}
         return StepResult(
@@ -180,11 +210,13 @@ class Executor:
         return self._disk.take()
 
     def disk_records(self) -> list[DiskRecord]:
-        """The records that the disk holds from an earlier process. Called before the first plan; reads every header."""
+        """The records that the disk holds from an earlier process. Called before the first plan;
+        reads every header."""
         return self._disk.records() if self._disk is not None else []
 
     def erase_records(self, slots: Sequence[int]) -> None:
-        """Erases these slots of `disk_records`. Called before the first plan; blocks until the records are gone."""
+        """Erases these slots of `disk_records`. Called before the first plan; blocks until the
+        records are gone."""
         if self._disk is not None:
             self._disk.erase(slots)
 
@@ -216,10 +248,13 @@ class Executor:
         self._device.close()
 
 
-def _with_logprobs(launched: _Launched, tokens: Sequence[int], scores: Scores) -> dict[RowId, RowResult]:
-    """The results of rows with log probabilities. The scores are those of samples, then those of prompts, span by
-    span."""
-    plan, wanted = launched.plan, launched.inputs.scores
+def _with_logprobs(
+    launched: _Launched, tokens: Sequence[int], scores: Scores
+) -> dict[RowId, RowResult]:
+    """The results of rows with log probabilities. The scores are those of samples, then those of
+    prompts, span by span."""
+    plan = launched.plan
+    wanted = launched.inputs.scores
     assert wanted is not None
     entries = scores.entries(wanted.tops.tolist())
     rows: dict[RowId, RowResult] = {}

@@ -1,9 +1,11 @@
-"""The offline API: `LLM` answers prompts and chats in this process, with the server's engine, scheduler and cache.
+"""The offline API: `LLM` answers prompts and chats in this process, with the server's engine,
+scheduler and cache.
 
     prompts -> RequestBuilder -> EngineSession.step, repeatedly -> Reply -> RequestOutput
 
-The caller's thread runs the loop. Histories and the tokenizer are asynchronous: an event loop in a second thread runs
-them while the caller's thread waits. So `LLM` also works where an event loop is already running (in a notebook).
+The caller's thread runs the loop. Histories and the tokenizer are asynchronous: an event loop in a
+second thread runs them while the caller's thread waits. So `LLM` also works where an event loop is
+already running (in a notebook).
 """
 
 from __future__ import annotations
@@ -37,7 +39,15 @@ from .launch.settings import HISTORY_FILE
 from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
-from .offline.prompts import Asked, Messages, Params, Prompt, read_dialogues, read_params, read_prompts
+from .offline.prompts import (
+    Asked,
+    Messages,
+    Params,
+    Prompt,
+    read_dialogues,
+    read_params,
+    read_prompts,
+)
 from .offline.settings import model_engine, read_settings
 from .system import hold_streams
 from .text.tokenizer import Tokenizer
@@ -53,7 +63,9 @@ class _Job:
     """A prompt in progress, with its replies."""
 
     def __init__(self, number: int, prompt: str | None, call: GenerationCall):
-        self.number, self.prompt, self.call = number, prompt, call
+        self.number = number
+        self.prompt = prompt
+        self.call = call
         self.replies: list[Reply] = []
 
     @property
@@ -62,14 +74,15 @@ class _Job:
 
 
 class LLM:
-    """An engine in this process. One thread at a time may use it. Call `close`, or use it in a `with` statement.
+    """An engine in this process. One thread at a time may use it. Call `close`, or use it in a
+    `with` statement.
 
-    model       an engine directory, a checkpoint's directory (its engine is found in the user's cache or built there),
-                or "demo"
+    model       an engine directory, a checkpoint's directory (its engine is found in the user's
+                cache or built there), or "demo"
     dtype, quantization, backend
                 of the engine of a checkpoint, as in `engine_for`
-    state_dir   keeps conversations for later processes, and also their KV if `disk_kv_bytes` asks for a disk tier;
-                without it conversations last as long as the object
+    state_dir   keeps conversations for later processes, and also their KV if `disk_kv_bytes` asks
+                for a disk tier; without it conversations last as long as the object
     options     `OPTIONS`: the options of `pensieve serve`, with underscores
 
     TypeError for an unknown option, SettingError (a ValueError) for an impossible value.
@@ -87,10 +100,15 @@ class LLM:
         **options: Any,
     ):
         if tensor_parallel_size != 1:
-            raise SettingError("tensor_parallel_size", "must be 1 in one process; several ranks need `pensieve serve`")
+            raise SettingError(
+                "tensor_parallel_size",
+                "must be 1 in one process; several ranks need `pensieve serve`",
+            )
         hold_streams()
         args = read_settings(model, state_dir, options)
-        engine = model_engine(model, dtype=dtype, quantization=quantization, backend=backend, device=args.device)
+        engine = model_engine(
+            model, dtype=dtype, quantization=quantization, backend=backend, device=args.device
+        )
         args = replace(args, engine=str(engine))
         self._closing = ExitStack()
         with ExitStack() as opened:
@@ -104,10 +122,16 @@ class LLM:
             atexit.register(executor.close)
             opened.callback(atexit.unregister, executor.close)
             self._session = EngineSession(scheduler, executor)
-            template = None if args.chat_template is None else read_chat_template(args.chat_template)
-            self._tokenizer = Tokenizer.load(self._ready.tokenizer, template) if self._ready.tokenizer else None
+            template = (
+                None if args.chat_template is None else read_chat_template(args.chat_template)
+            )
+            self._tokenizer = (
+                Tokenizer.load(self._ready.tokenizer, template) if self._ready.tokenizer else None
+            )
             self._events = asyncio.new_event_loop()
-            thread = threading.Thread(target=self._events.run_forever, name="llm-events", daemon=True)
+            thread = threading.Thread(
+                target=self._events.run_forever, name="llm-events", daemon=True
+            )
             thread.start()
             opened.callback(self._events.close)
             opened.callback(thread.join)
@@ -118,7 +142,9 @@ class LLM:
             self._running = False  # from the making of a call's prompts to their end
             self._histories = self._wait(self._open_histories(history))
             opened.callback(lambda: self._wait(self._histories.close()))
-            self._builder = RequestBuilder(self._ready, self._tokenizer, self._histories, self._new_id)
+            self._builder = RequestBuilder(
+                self._ready, self._tokenizer, self._histories, self._new_id
+            )
             opened.callback(self._session.save, CLOSING_SECONDS)
             self._closing = opened.pop_all()
 
@@ -133,11 +159,13 @@ class LLM:
         self._closing.close()
 
     def get_tokenizer(self) -> Any:
-        """Returns the model's tokenizer, with its own chat template, as an object of the package transformers, which
-        must be installed. RequestError if the engine has no tokenizer."""
+        """Returns the model's tokenizer, with its own chat template, as an object of the package
+        transformers, which must be installed. RequestError if the engine has no tokenizer."""
         if self._tokenizer is None:
             raise RequestError(400, "this engine has no tokenizer")
-        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(self._ready.tokenizer)
+        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(
+            self._ready.tokenizer
+        )
 
     def generate(
         self,
@@ -152,10 +180,12 @@ class LLM:
 
         sampling_params one for all prompts, or a list with one for each
         conversation    the prompt is a turn of this conversation; one prompt only
-        history         "server": the prompt contains only new text and continues the stored conversation
+        history         "server": the prompt contains only new text and continues the stored
+                        conversation
         use_tqdm        True: writes progress to stderr; None: if it is a terminal
 
-        RequestError (a ValueError) if a prompt cannot be answered; the other prompts are then aborted.
+        RequestError (a ValueError) if a prompt cannot be answered; the other prompts are then
+        aborted.
         """
         jobs = self._completions(prompts, sampling_params, conversation, history)
         return self._all(jobs, use_tqdm)
@@ -171,10 +201,12 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generates like `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}.
+        """Generates like `generate`, for one dialogue or several, each a list of {"role": ...,
+        "content": ...}.
 
         chat_template_kwargs variables for the chat template, as {"enable_thinking": False}
-        tools                functions in OpenAI's form, for the chat template; a reply's calls of them stay in its text
+        tools                functions in OpenAI's form, for the chat template; a reply's calls of
+                             them stay in its text
         """
         more = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
         jobs = self._chats(messages, sampling_params, conversation, history, more)
@@ -188,9 +220,12 @@ class LLM:
         conversation: str | None = None,
         history: str = "client",
     ) -> Iterator[RequestOutput]:
-        """Generates like `generate`, but yields an output each time a prompt's replies grow. It holds the whole replies so far; the
-        last one is `finished`. Prompts are aborted if the iterator is closed early."""
-        return self._run(self._completions(prompts, sampling_params, conversation, history), grown=True)
+        """Generates like `generate`, but yields an output each time a prompt's replies grow. It
+        holds the whole replies so far; the last one is `finished`. Prompts are aborted if the
+        iterator is closed early."""
+        return self._run(
+            self._completions(prompts, sampling_params, conversation, history), grown=True
+        )
 
     def stream_chat(
         self,
@@ -209,8 +244,12 @@ class LLM:
 
     # -- from prompts to jobs
 
-    def _completions(self, prompts: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
-        return self._make(CompletionBody, "prompt", read_prompts(prompts), params, conversation, history)
+    def _completions(
+        self, prompts: Any, params: Params | None, conversation: str | None, history: str
+    ) -> list[_Job]:
+        return self._make(
+            CompletionBody, "prompt", read_prompts(prompts), params, conversation, history
+        )
 
     def _chats(
         self,
@@ -237,7 +276,9 @@ class LLM:
         if conversation is not None and len(prompts) != 1:
             raise RequestError(400, "a conversation takes one prompt at a time", name)
         if self._running:
-            raise RuntimeError("read the stream that is open to its end, or close it, before the next call")
+            raise RuntimeError(
+                "read the stream that is open to its end, or close it, before the next call"
+            )
         self._wait(self._histories.expire_some())
         jobs: list[_Job] = []
         try:
@@ -249,10 +290,14 @@ class LLM:
             raise
         return jobs
 
-    async def _call(self, kind: type[Any], params: SamplingParams, fields: dict[str, Any]) -> GenerationCall:
-        arrived, caller = time.perf_counter(), Caller()
+    async def _call(
+        self, kind: type[Any], params: SamplingParams, fields: dict[str, Any]
+    ) -> GenerationCall:
+        arrived = time.perf_counter()
+        caller = Caller()
         body = body_of(kind, params, **fields, max_tokens=None)
-        asked = replace(await self._builder.asked(body, caller), most_tool_calls=0)  # calls stay in the text
+        # calls stay in the text
+        asked = replace(await self._builder.asked(body, caller), most_tool_calls=0)
         make = self._builder.chat if kind is ChatBody else self._builder.completion
         most = self._ready.max_model_len if params.max_tokens is None else params.max_tokens
         return await make(body, asked, arrived, caller, most_tokens=most)
@@ -278,11 +323,14 @@ class LLM:
 
     def _outputs(self, jobs: list[_Job], grown: bool) -> Iterator[Any]:
         """Yields None once, then what `_run` yields."""
-        waiting, self._running = deque(jobs), True
+        waiting = deque(jobs)
+        self._running = True
         try:
             yield None
             while waiting or self._jobs:
-                while waiting and (not self._jobs or len(self._jobs) + len(waiting[0].call.requests) <= self._most):
+                while waiting and (
+                    not self._jobs or len(self._jobs) + len(waiting[0].call.requests) <= self._most
+                ):
                     self._submit(waiting.popleft())
                 for job in self._step():
                     if job.ended and job.call.turn is not None:
@@ -333,11 +381,13 @@ class LLM:
         return RequestId(next(self._ids))
 
     def _tell(self, message: Fork | Keep) -> None:
-        """Applies a `Keep` if the scheduler knows the conversation. A `Fork` changes nothing here."""
+        """Applies a `Keep` if the scheduler knows the conversation. A `Fork` changes nothing
+        here."""
         self._session.change(message)
 
     def _forget(self, message: Forget) -> asyncio.Future[bool]:
-        """Begins to erase the KV of an expired conversation. The future's result: True if all of it is erased."""
+        """Begins to erase the KV of an expired conversation. The future's result: True if all of it
+        is erased."""
         erased: asyncio.Future[bool] = self._events.create_future()
 
         def answer(wholly: bool) -> None:

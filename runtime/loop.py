@@ -1,4 +1,5 @@
-"""The engine's loop: plan a step, launch it, and apply the previous step's result while the new step runs."""
+"""The engine's loop: plan a step, launch it, and apply the previous step's result while the new
+step runs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class StepExecutor(Protocol):
 
 
 class EngineLoop:
-    """Scheduler and executor with two steps in flight. One thread; knows no messages and no clients."""
+    """Scheduler and executor with two steps in flight. One thread; knows no messages and no
+    clients."""
 
     def __init__(
         self,
@@ -37,17 +39,20 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ):
         """counters    times the parts of each step (default: new counters)
-        timing      receives the times at which steps are planned, launched and finished; predicts when the next plan is
-                    due
+        timing      receives the times at which steps are planned, launched and finished; predicts
+                    when the next plan is due
         clock       returns seconds; the scheduler gets the same times
         """
-        self.scheduler, self.executor, self.clock = scheduler, executor, clock
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
         self.counters = LoopCounters() if counters is None else counters
         self._timing = timing
 
     def step(self) -> Applied | None:
-        """Makes one pass. Returns None if no result was due: a step was launched, or nothing is in flight and there is
-        nothing to do. Raises the error that ended the device, and InvariantError."""
+        """Makes one pass. Returns None if no result was due: a step was launched, or nothing is in
+        flight and there is nothing to do. Raises the error that ended the device, and
+        InvariantError."""
         began = self.clock()
         with self.counters.plan:
             plan = self.scheduler.next_plan(began)

@@ -1,10 +1,10 @@
 """Messages between the HTTP process and the loop's process, over one pipe in each direction.
 
-HTTP -> loop: one message for each request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`,
-`Forget`, `Keep`); `Look` while the page is open. The loop sends `Drain` to itself after a signal.
-Loop -> HTTP: one `StepMessage` for each step with results; `Ready` once at the start; `Draining` when it refuses new
-requests; `Residency` for a `Look`; `Erased` for a `Forget`; `Fatal` if the loop dies.
-All are plain picklable data.
+HTTP -> loop: one message for each request event (`Submit`, `Abort`, `Finish`) or change of a
+conversation (`Fork`, `Forget`, `Keep`); `Look` while the page is open. The loop sends `Drain` to
+itself after a signal. Loop -> HTTP: one `StepMessage` for each step with results; `Ready` once at
+the start; `Draining` when it refuses new requests; `Residency` for a `Look`; `Erased` for a
+`Forget`; `Fatal` if the loop dies. All are plain picklable data.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from .counters import DiskCounters, KVCounters, LoopStats
 
 
 class Submit(NamedTuple):
-    """A new request. Answered by `RowResult`s of the same request id. Those of one call are sent as one list: pickle
-    then sends one copy of a prompt that they share."""
+    """A new request. Answered by `RowResult`s of the same request id. Those of one call are sent as
+    one list: pickle then sends one copy of a prompt that they share."""
 
     request: Request
 
 
 class Abort(NamedTuple):
-    """The client is gone. The turn is not committed, and no further message about the request is sent."""
+    """The client is gone. The turn is not committed, and no further message about the request is
+    sent."""
 
     request: RequestId
 
@@ -34,9 +35,9 @@ class Abort(NamedTuple):
 class Finish(NamedTuple):
     """The reply ends after its first `tokens` tokens.
 
-    Sent for every request with `confirm`, either while it runs (a stop string matched) or after its last `RowResult`
-    (nothing matched: all tokens stay). The turn is committed then; answered by an `RowResult` with `finish` if the
-    request was still running.
+    Sent for every request with `confirm`, either while it runs (a stop string matched) or after its
+    last `RowResult` (nothing matched: all tokens stay). The turn is committed then; answered by an
+    `RowResult` with `finish` if the request was still running.
     """
 
     request: RequestId
@@ -44,16 +45,17 @@ class Finish(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Makes a second conversation with the same KV. No effect if the loop does not know the first one."""
+    """Makes a second conversation with the same KV. No effect if the loop does not know the first
+    one."""
 
     conversation: str
     new: str
 
 
 class Forget(NamedTuple):
-    """Ends the conversation's claims and erases its own KV: of its log of `tokens` with this salt, the part after the
-    first `shared` tokens. `conversation` is None if only KV is to be erased. The loop may not know the conversation and
-    still have its KV on disk. Answered by `Erased`."""
+    """Ends the conversation's claims and erases its own KV: of its log of `tokens` with this salt,
+    the part after the first `shared` tokens. `conversation` is None if only KV is to be erased. The
+    loop may not know the conversation and still have its KV on disk. Answered by `Erased`."""
 
     conversation: str | None
     tokens: array[int]
@@ -62,8 +64,9 @@ class Forget(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Sets how long the conversation's KV is claimed after its last turn (None: the server's default), and for how long
-    from now it is evicted last; seconds. The loop may not know the conversation."""
+    """Sets how long the conversation's KV is claimed after its last turn (None: the server's
+    default), and for how long from now it is evicted last; seconds. The loop may not know the
+    conversation."""
 
     conversation: str
     ttl: float | None
@@ -71,14 +74,15 @@ class Keep(NamedTuple):
 
 
 class Erased(NamedTuple):
-    """Answer to each `Forget`, in order: the conversation's own KV cannot be read any more, on any rank, even after a
-    power failure. `wholly` is False if the disk refused to erase a part."""
+    """Answer to each `Forget`, in order: the conversation's own KV cannot be read any more, on any
+    rank, even after a power failure. `wholly` is False if the disk refused to erase a part."""
 
     wholly: bool
 
 
 class Look(NamedTuple):
-    """Answered by a `Residency` of the conversations from number `start` on. Sent while the page is open."""
+    """Answered by a `Residency` of the conversations from number `start` on. Sent while the page is
+    open."""
 
     start: int
 
@@ -93,8 +97,8 @@ FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Look | Drain
 
 
 class StepMessage(NamedTuple):
-    """The results of a step, or of what happened between two steps. Statistics are there when a request begins or ends,
-    and at regular intervals."""
+    """The results of a step, or of what happened between two steps. Statistics are there when a
+    request begins or ends, and at regular intervals."""
 
     applied: Applied = Applied()
     stats: SchedulerStats | None = None
@@ -105,10 +109,12 @@ class StepMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory.
+    """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer
+    directory.
 
-    `model` is the name in replies; requests may use `aliases` as well. `overflow`: contexts may outgrow `max_model_len`
-    if their requests allow it. The GPU's pool holds `gpu_kv_chunks` chunks of `chunk_tokens` tokens.
+    `model` is the name in replies; requests may use `aliases` as well. `overflow`: contexts may
+    outgrow `max_model_len` if their requests allow it. The GPU's pool holds `gpu_kv_chunks` chunks
+    of `chunk_tokens` tokens.
     """
 
     model: str

@@ -1,11 +1,13 @@
-"""How OpenMP's threads, which compute a layer together on a CPU, wait for each other: they spin or they sleep.
+"""How OpenMP's threads, which compute a layer together on a CPU, wait for each other: they spin or
+they sleep.
 
-A spinning thread answers at once, but keeps a processor that others may need: on a busy machine perhaps the thread that
-it waits for. libgomp, the library of torch's wheels, spins for some milliseconds. This is as long as a busy process
-keeps a processor, and each token has hundreds of waits. libgomp spins hardly at all while a process has more OpenMP
-threads than processors, also if some of them have no work. So a team without work makes all threads sleep, and no other
-thread than the one that computes passes may keep a team. The team that computes keeps its size, and with it the order
-of its sums.
+A spinning thread answers at once, but keeps a processor that others may need: on a busy machine
+perhaps the thread that it waits for. libgomp, the library of torch's wheels, spins for some
+milliseconds. This is as long as a busy process keeps a processor, and each token has hundreds of
+waits. libgomp spins hardly at all while a process has more OpenMP threads than processors, also if
+some of them have no work. So a team without work makes all threads sleep, and no other thread than
+the one that computes passes may keep a team. The team that computes keeps its size, and with it the
+order of its sums.
 """
 
 from __future__ import annotations
@@ -27,14 +29,22 @@ MARGIN = 0.3
 CALM_LOOKS = 3
 """Threads spin again after so many looks in a row that found enough processors."""
 SOFT_PAUSE = 1  # of OpenMP's omp_pause_resource_t: settings are kept
-OF_THE_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Variables that tell threads how to wait, or each where to run. If one is set, nothing is changed at run time."""
+OF_THE_USER = (
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "GOMP_CPU_AFFINITY",
+)
+"""Variables that tell threads how to wait, or each where to run. If one is set, nothing is changed
+at run time."""
 
 
 class Usage(NamedTuple):
     threads: int  # of this thread's team
     processors: int  # on which this process may run
-    total_seconds: float  # used on them by all processes, or taken by a virtual machine's host; since any time
+    # used on them by all processes, or taken by a virtual machine's host; since any time
+    total_seconds: float
     own_seconds: float  # used by this process, since any time
 
 
@@ -79,7 +89,8 @@ StartTeam = Callable[[int], threading.Event]
 
 
 def idle_teams() -> StartTeam | None:
-    """None if torch's OpenMP is not libgomp, or if the user has set how threads wait or where they run."""
+    """None if torch's OpenMP is not libgomp, or if the user has set how threads wait or where they
+    run."""
     library = libgomp()
     if library is None or any(name in os.environ for name in OF_THE_USER):
         return None
@@ -90,7 +101,8 @@ def _start_idle_team(library: ctypes.CDLL, threads: int) -> threading.Event:
     started, ended = threading.Event(), threading.Event()
 
     def live() -> None:
-        # Each thread calls a function that changes nothing. The team lives as long as the thread that made it.
+        # Each thread calls a function that changes nothing. The team lives as long as the thread
+        # that made it.
         library.GOMP_parallel(library.omp_get_level, None, threads, 0)
         started.set()
         ended.wait()
@@ -101,11 +113,13 @@ def _start_idle_team(library: ctypes.CDLL, threads: int) -> threading.Event:
 
 
 class SharedProcessors:
-    """Makes the threads that compute sleep when they wait, as long as other processes need their processors."""
+    """Makes the threads that compute sleep when they wait, as long as other processes need their
+    processors."""
 
     def __init__(self, start_team: StartTeam | None, usage: Callable[[], Usage] = read_usage):
         """start_team: None: threads wait as OpenMP was set."""
-        self._start_team, self._usage = start_team, usage
+        self._start_team = start_team
+        self._usage = usage
         self._last: tuple[float, Usage] | None = None
         self._end_team: threading.Event | None = None
         self._calm = 0
@@ -114,7 +128,8 @@ class SharedProcessors:
         """Called often, on the thread that computes. now: seconds since any time."""
         if self._start_team is None or (self._last and now - self._last[0] < LOOK_SECONDS):
             return
-        usage, last = self._usage(), self._last
+        usage = self._usage()
+        last = self._last
         self._last = (now, usage)
         if last is None:
             return

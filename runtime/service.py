@@ -2,11 +2,12 @@
 
     receive  ->  EngineSession.step  ->  send
 
-The next step is planned shortly before the device needs it (`StepTiming`); until then requests are received.
+The next step is planned shortly before the device needs it (`StepTiming`); until then requests are
+received.
 
-Two threads move messages between the HTTP process's pipe and two queues, so the loop never waits for a client. The loop
-ends when it is drained, when the HTTP process is gone, or with the exception of a broken invariant, which is sent to
-every client.
+Two threads move messages between the HTTP process's pipe and two queues, so the loop never waits
+for a client. The loop ends when it is drained, when the HTTP process is gone, or with the exception
+of a broken invariant, which is sent to every client.
 """
 
 from __future__ import annotations
@@ -56,16 +57,18 @@ SHARE_S = 2e-3  # a share of the work that is done in pieces takes less on any m
 LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
 IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without work
-MOST_CHECKED = 16_384  # slots of all tiers up to which it is checked: about 50 ms, for which the next request waits
+# slots of all tiers up to which it is checked: about 50 ms, for which the next request waits
+MOST_CHECKED = 16_384
 
 
 class Compiled(NamedTuple):
-    """A grammar is compiled, and the session can add its request. Sent by the compiler's thread to the loop."""
+    """A grammar is compiled, and the session can add its request. Sent by the compiler's thread to
+    the loop."""
 
 
 class Service:
-    """Serves requests. `connection` is the HTTP process's pipe; from here on the scheduler, the executor and the trace
-    belong to this loop."""
+    """Serves requests. `connection` is the HTTP process's pipe; from here on the scheduler, the
+    executor and the trace belong to this loop."""
 
     def __init__(
         self,
@@ -75,11 +78,16 @@ class Service:
         timing: StepTiming,
         trace: TraceFile | None = None,
     ):
-        self._scheduler, self._executor = scheduler, executor
+        self._scheduler = scheduler
+        self._executor = executor
         self._inbox: SimpleQueue[FromHTTP | Compiled] = SimpleQueue()
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
-        self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
-        self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
+        self._reader = threading.Thread(
+            target=_read, args=(connection, self._inbox), name="inbox", daemon=True
+        )
+        self._writer = threading.Thread(
+            target=_write, args=(connection, self._outbox), name="outbox", daemon=True
+        )
         self._drain_until = float("inf")
         self._stats_due = 0.0
         self._changed = False  # a message has changed the statistics since they were sent
@@ -87,17 +95,23 @@ class Service:
         self._counters = LoopCounters(trace)
         self._timing = timing
         self._session = EngineSession(
-            scheduler, executor, self._counters, timing, in_pieces=True, wake=lambda: self._inbox.put(Compiled())
+            scheduler,
+            executor,
+            self._counters,
+            timing,
+            in_pieces=True,
+            wake=lambda: self._inbox.put(Compiled()),
         )
         self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
-        """Refuses new requests, finishes running ones within `seconds`, then ends `run`. Safe in a signal handler."""
+        """Refuses new requests, finishes running ones within `seconds`, then ends `run`. Safe in a
+        signal handler."""
         self._inbox.put(Drain(seconds))
 
     def run(self, ready: Ready) -> None:
-        """Serves until drained, then closes the executor and the pipe. Raises the error that broke the loop, after
-        clients were told."""
+        """Serves until drained, then closes the executor and the pipe. Raises the error that broke
+        the loop, after clients were told."""
         with self._garbage:
             self._run(ready)
 
@@ -133,7 +147,8 @@ class Service:
                 self._trace.close()
 
     def _take_messages(self) -> None:
-        """Takes messages as long as the scheduler's budget of work lasts. The others are taken after the next step."""
+        """Takes messages as long as the scheduler's budget of work lasts. The others are taken
+        after the next step."""
         while self._scheduler.work.left > 0 and not self._inbox.empty():
             self._take(self._inbox.get())
         if self._changed:
@@ -159,7 +174,8 @@ class Service:
             self._outbox.put(StepMessage(Applied(rows=tuple(results))))
 
     def _step(self) -> None:
-        """Makes one pass of the loop. Sends the result if there is one, and sleeps if there is nothing to do."""
+        """Makes one pass of the loop. Sends the result if there is one, and sleeps if there is
+        nothing to do."""
         applied = self._session.step()
         if applied is None:
             if self._session.idle:
@@ -172,8 +188,8 @@ class Service:
     def _wait_for_news(self) -> None:
         """Sleeps until a message arrives, because there is nothing to do. Checks the state once.
 
-        It does not sleep long while a reply waits for its confirmation (the HTTP process may be busy): requests behind
-        it may reach their time-out.
+        It does not sleep long while a reply waits for its confirmation (the HTTP process may be
+        busy): requests behind it may reach their time-out.
         """
         draining = self._drain_until - time.monotonic()
         try:
@@ -182,7 +198,10 @@ class Service:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
                 config = self._scheduler.config
-                if config.gpu_kv_chunks + config.host_kv_chunks + config.disk_kv_chunks <= MOST_CHECKED:
+                if (
+                    config.gpu_kv_chunks + config.host_kv_chunks + config.disk_kv_chunks
+                    <= MOST_CHECKED
+                ):
                     self._scheduler.check()
                 if self._inbox.empty():
                     self._garbage.collect_idle()
@@ -235,13 +254,17 @@ class Service:
         waited += ["KV on its way to the disk"] if self._scheduler.disk.saving else []
         if seconds and waited:
             what = " and ".join(waited)
-            log.info("shutting down: waits for %s, at most %g s; the next signal ends it at once", what, seconds)
+            log.info(
+                "shutting down: waits for %s, at most %g s; the next signal ends it at once",
+                what,
+                seconds,
+            )
         else:
             log.info("shutting down")
 
     def _drained(self) -> bool:
-        """True if the loop should end: there is no work left, or its time is up. Requests that are still open are
-        refused."""
+        """True if the loop should end: there is no work left, or its time is up. Requests that are
+        still open are refused."""
         if self._drain_until == float("inf"):
             return False
         open_requests = self._session.open_requests()
@@ -258,21 +281,24 @@ class Service:
         return True
 
     def _send(self, applied: Applied) -> None:
-        """Sends one message to the HTTP process. It includes statistics when a request began or ended, and at regular
-        intervals."""
+        """Sends one message to the HTTP process. It includes statistics when a request began or
+        ended, and at regular intervals."""
         stats = copied = disk = loop = None
         begun_or_ended = any(row.usage or row.finish or row.error for row in applied.rows)
         nothing_new = not applied.requests and not applied.rows
         if begun_or_ended or nothing_new or time.monotonic() >= self._stats_due:
-            self._stats_due, self._changed = time.monotonic() + STATS_INTERVAL_S, False
-            stats, copied = self._scheduler.stats(), self._executor.copied_bytes
+            self._stats_due = time.monotonic() + STATS_INTERVAL_S
+            self._changed = False
+            stats = self._scheduler.stats()
+            copied = self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
         self._outbox.put(StepMessage(applied, stats, copied, disk, loop))
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
-    """Thread: passes on the HTTP process's messages. If that process ends, no client is left, and the loop drains."""
+    """Thread: passes on the HTTP process's messages. If that process ends, no client is left, and
+    the loop drains."""
     try:
         while True:
             received = connection.recv()
@@ -285,7 +311,8 @@ def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
 def _write(connection: Connection, outbox: SimpleQueue[ToHTTP | None]) -> None:
     """Thread: sends the loop's messages, then signals their end.
 
-    Closing the pipe would not signal it: while the reader waits in the pipe, the other side sees no end.
+    Closing the pipe would not signal it: while the reader waits in the pipe, the other side sees no
+    end.
     """
     try:
         while (message := outbox.get()) is not None:

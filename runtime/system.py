@@ -1,5 +1,5 @@
-"""This process and others: standard streams, stack traces of a process that hangs, child processes, open files.
-Linux."""
+"""This process and others: standard streams, stack traces of a process that hangs, child processes,
+open files. Linux."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def hold_streams() -> None:
 
 
 def tell_when_asked() -> None:
-    """From now on the signal ASKED writes every thread's stack to stderr. mpirun passes the signal on to all ranks."""
+    """From now on the signal ASKED writes every thread's stack to stderr. mpirun passes the signal
+    on to all ranks."""
     faulthandler.register(ASKED, file=STDERR)
 
 
 @contextlib.contextmanager
 def give_up_after(seconds: float) -> Iterator[None]:
-    """Ends this process, and mpirun all others, if the block takes longer than `seconds`. Prints where each thread is.
-    Only one such block at a time."""
+    """Ends this process, and mpirun all others, if the block takes longer than `seconds`. Prints
+    where each thread is. Only one such block at a time."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
     try:
         yield
@@ -53,7 +54,8 @@ def give_up_after(seconds: float) -> Iterator[None]:
 
 
 def allow_open_files(wanted: int) -> int:
-    """Asks the system for so many open files. Returns how many this process may have, which may be fewer."""
+    """Asks the system for so many open files. Returns how many this process may have, which may be
+    fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -64,8 +66,8 @@ def allow_open_files(wanted: int) -> int:
 
 
 def children(process: int) -> list[int]:
-    """Child processes, including ended ones that were not waited for. Children of threads that end during the call may
-    be missing."""
+    """Child processes, including ended ones that were not waited for. Children of threads that end
+    during the call may be missing."""
     found = list[int]()
     with contextlib.suppress(FileNotFoundError):
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -81,7 +83,8 @@ def descendants(process: int) -> list[int]:
 
 
 def running(process: int) -> bool:
-    """Returns whether the process runs; False also for one that has ended and was not waited for."""
+    """Returns whether the process runs; False also for one that has ended and was not waited
+    for."""
     with contextlib.suppress(OSError):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     return False

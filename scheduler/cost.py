@@ -1,9 +1,10 @@
-"""Costs of recomputing and moving a chunk, in seconds. Retention values and load-or-recompute choices use this profile.
+"""Costs of recomputing and moving a chunk, in seconds. Retention values and load-or-recompute
+choices use this profile.
 
-Cost(l) is the marginal cost, in a full batch, of computing one chunk whose context ends at l (Pensieve, section 4.3.1):
-a part that is the same for every chunk, and attention, which grows with l. It is measured at powers of two and
-interpolated linearly. Until an engine has been measured (`pensieve profile`) the profile is an estimate from the
-model's shape.
+Cost(l) is the marginal cost, in a full batch, of computing one chunk whose context ends at l
+(Pensieve, section 4.3.1): a part that is the same for every chunk, and attention, which grows with
+l. It is measured at powers of two and interpolated linearly. Until an engine has been measured
+(`pensieve profile`) the profile is an estimate from the model's shape.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Points = tuple[tuple[int, float], ...]
 """(tokens, seconds), ascending by tokens."""
 
 LEAD_STEPS = 3
-"""Steps from the plan of a copy-out until its GPU slot is free: two are in flight, and the copy runs beside the
-next."""
+"""Steps from the plan of a copy-out until its GPU slot is free: two are in flight, and the copy
+runs beside the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class CostProfile:
 
     Known only from a measurement:
 
-    steps                (tokens, seconds of a step at the shortest context); if empty, a step costs its base and its
-                         chunks
-    row_attention        (context tokens, seconds for one row that generates, in a full batch); if empty, its share of a
-                         chunk
+    steps                (tokens, seconds of a step at the shortest context); if empty, a step costs
+                         its base and its chunks
+    row_attention        (context tokens, seconds for one row that generates, in a full batch); if
+                         empty, its share of a chunk
     out_bytes_per_s      GPU to host copies; None: as fast as host to GPU
     disk_read_bytes_per_s, disk_write_bytes_per_s
                          one rank's disk; the defaults are about those of one NVMe drive
@@ -62,15 +63,23 @@ class CostProfile:
     def __post_init__(self) -> None:
         if not self.attention:
             raise SettingError("profile", "attention costs must be at ascending contexts, not []")
-        for name, points in (("attention", self.attention), ("step", self.steps), ("row", self.row_attention)):
+        for name, points in (
+            ("attention", self.attention),
+            ("step", self.steps),
+            ("row", self.row_attention),
+        ):
             tokens = [count for count, _ in points]
             if tokens != sorted(set(tokens)):
-                raise SettingError("profile", f"{name} costs must be at ascending contexts, not {tokens}")
+                raise SettingError(
+                    "profile", f"{name} costs must be at ascending contexts, not {tokens}"
+                )
         curves = (*self.attention, *self.steps, *self.row_attention)
         seconds = [self.chunk_seconds, self.step_base_seconds, *(cost for _, cost in curves)]
         if not all(0 <= cost < inf for cost in seconds):
             raise SettingError("profile", f"seconds must be finite and not negative, not {seconds}")
-        if not all(speed > 0 for speed in (self.link_bytes_per_s, self._out_bytes_per_s, self.chunk_bytes)):
+        if not all(
+            speed > 0 for speed in (self.link_bytes_per_s, self._out_bytes_per_s, self.chunk_bytes)
+        ):
             raise SettingError("profile", "the link's speeds and a chunk's bytes must be above 0")
         if not (self.disk_read_bytes_per_s > 0 and self.disk_write_bytes_per_s > 0):
             raise SettingError("profile", "the disk's speeds must be above 0")
@@ -96,45 +105,60 @@ class CostProfile:
         return self.chunk_bytes / self.disk_write_bytes_per_s
 
     def break_even_disk(self, tokens: int) -> float:
-        """Bytes/s from which reading a history of `tokens` tokens from disk and copying it in is faster than computing
-        it, on an idle GPU; infinity: never."""
+        """Bytes/s from which reading a history of `tokens` tokens from disk and copying it in is
+        faster than computing it, on an idle GPU; infinity: never."""
         ends = range(self.chunk_tokens, tokens + 1, self.chunk_tokens)
         spared = sum(map(self.recompute, ends)) - len(ends) * self.load()
         return len(ends) * self.chunk_bytes / spared if spared > 0 else inf
 
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
-        """Predicted seconds of a step with `tokens` known tokens, whose mean context is `context`, and `rows` rows that
-        generate one token each, with mean context `rows_context`."""
+        """Predicted seconds of a step with `tokens` known tokens, whose mean context is `context`,
+        and `rows` rows that generate one token each, with mean context `rows_context`."""
         attention = tokens / self.chunk_tokens * self._at(self.attention, context)
         if rows:
             attention += rows * self._row_attention(rows_context)
         if self.steps:
             return _interpolated(self.steps, tokens + rows) + attention
-        return self.step_base_seconds + (tokens + rows) / self.chunk_tokens * self.chunk_seconds + attention
+        return (
+            self.step_base_seconds
+            + (tokens + rows) / self.chunk_tokens * self.chunk_seconds
+            + attention
+        )
 
     def most_tokens(self, seconds: float, most: int, rows: int, rows_context: int) -> int:
-        """Returns how many known tokens without context, at most `most`, a step of `seconds` seconds has beside the
-        rows that generate; -1 if the rows alone take longer."""
-        return bisect_right(range(most + 1), seconds, key=lambda n: self.step(n, 0, rows, rows_context)) - 1
+        """Returns how many known tokens without context, at most `most`, a step of `seconds`
+        seconds has beside the rows that generate; -1 if the rows alone take longer."""
+        return (
+            bisect_right(
+                range(most + 1), seconds, key=lambda n: self.step(n, 0, rows, rows_context)
+            )
+            - 1
+        )
 
     def token_attention(self, context: int) -> float:
         """Seconds that attention takes for one known token with this context."""
         return self._at(self.attention, context) / self.chunk_tokens
 
     def plan_seconds(self, plan: StepPlan, begins: Mapping[int, int] | None = None) -> float:
-        """Predicted seconds of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees
-        (default: 0)."""
+        """Predicted seconds of a plan; 0 without tokens. `begins`: by seat, the first position that
+        its row sees (default: 0)."""
         if not plan.tokens:
             return 0.0
         seen, rows_seen = mean_contexts(plan, begins)
         return self.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
 
     def _row_attention(self, context: int) -> float:
-        return self._at(self.row_attention, context) if self.row_attention else self.token_attention(context)
+        return (
+            self._at(self.row_attention, context)
+            if self.row_attention
+            else self.token_attention(context)
+        )
 
     def _at(self, curve: Points, context: int) -> float:
         """The curve's seconds at this context. No context costs more than the most that is seen."""
-        return _interpolated(curve, context if self.most_context is None else min(context, self.most_context))
+        return _interpolated(
+            curve, context if self.most_context is None else min(context, self.most_context)
+        )
 
     @property
     def _out_bytes_per_s(self) -> float:
@@ -153,17 +177,18 @@ def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
 
 
 def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
-    """Returns the mark for `--swap-out-below` at which slots are freed in time: a share of the GPU slots, in whole
-    percents.
+    """Returns the mark for `--swap-out-below` at which slots are freed in time: a share of the GPU
+    slots, in whole percents.
 
-    A full batch takes c chunks a second, of prompts or of generated tokens (the larger rate). Copying out frees s
-    chunks a second. The free and reclaimable slots must last
+    A full batch takes c chunks a second, of prompts or of generated tokens (the larger rate).
+    Copying out frees s chunks a second. The free and reclaimable slots must last
 
-    * until the first copies are done: c times LEAD_STEPS full steps and the copying of one step's chunks;
+    * until the first copies are done: c times LEAD_STEPS full steps and the copying of one step's
+      chunks;
     * if s < c, also for the deficit while the longest context is computed: 1 - s / c of its chunks.
 
-    They come on top of `--generation-reserve`, below which no new request joins. The formula assumes short contexts:
-    full steps are fastest then, and take the most slots.
+    They come on top of `--generation-reserve`, below which no new request joins. The formula
+    assumes short contexts: full steps are fastest then, and take the most slots.
     """
     step_chunks = config.max_num_batched_tokens / config.chunk_tokens
     step_seconds = cost.step(config.max_num_batched_tokens)
@@ -188,16 +213,18 @@ def analytic_profile(
     step_base_seconds: float,
     windows: Sequence[int] = (),
 ) -> CostProfile:
-    """An estimate from the model's shape: two operations for each parameter and token, four for each context token and
-    channel.
+    """An estimate from the model's shape: two operations for each parameter and token, four for
+    each context token and channel.
 
-    `attention_width` is query heads x head size; `chunk_bytes` one chunk's KV; `windows` each layer's most context
-    tokens, 0: all. Empty: no layer has a window.
+    `attention_width` is query heads x head size; `chunk_bytes` one chunk's KV; `windows` each
+    layer's most context tokens, 0: all. Empty: no layer has a window.
     """
     contexts = [chunk_tokens]
     while contexts[-1] < max_context:
         contexts.append(2 * contexts[-1])
-    contexts = sorted({*contexts, *(window for window in windows if chunk_tokens < window < contexts[-1])})
+    contexts = sorted(
+        {*contexts, *(window for window in windows if chunk_tokens < window < contexts[-1])}
+    )
     per_context = 4 * attention_width * chunk_tokens / flops_per_s
 
     def read(context: int) -> int:

@@ -19,8 +19,8 @@ def check_requests(
     turns: dict[RequestId, Turn],
     preparing: Iterable[Turn],
 ) -> None:
-    """Checks that each request is in exactly one place: being prepared, queued, loading, in a seat, or held until its
-    length is confirmed."""
+    """Checks that each request is in exactly one place: being prepared, queued, loading, in a seat,
+    or held until its length is confirmed."""
     joined = list(queues.joined())
     seats = sorted([*queues.free_seats, *(row.seat for row in queues.rows)])
     if seats != list(range(queues.seats)):
@@ -33,25 +33,39 @@ def check_requests(
         for chunk in turn.awaited:
             places.setdefault(chunk, []).append(turn.order)
     if any(chunk.queue_places != awaited for chunk, awaited in places.items()):
-        raise InvariantError("a chunk's places in the queue are not those of the requests that wait for it")
+        raise InvariantError(
+            "a chunk's places in the queue are not those of the requests that wait for it"
+        )
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")
 
 
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
-    """Checks that each slot is free or owned once, and that users and claims are those of rows and conversations."""
+    """Checks that each slot is free or owned once, and that users and claims are those of rows and
+    conversations."""
     chunks = list(store.resident_chunks())
     store.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
     moving_host, moving_disk = store.disk.check(chunks)
-    store.host.check([*(chunk.host for chunk in chunks if chunk.host != NO_SLOT), *store.late_host_slots, *moving_host])
-    store.disk.pool.check([*(chunk.disk for chunk in chunks if chunk.disk != NO_SLOT), *moving_disk])
+    store.host.check(
+        [
+            *(chunk.host for chunk in chunks if chunk.host != NO_SLOT),
+            *store.late_host_slots,
+            *moving_host,
+        ]
+    )
+    store.disk.pool.check(
+        [*(chunk.disk for chunk in chunks if chunk.disk != NO_SLOT), *moving_disk]
+    )
     known = set(chunks)
     if missing := {*users, *claims} - known:
         raise InvariantError(f"held but not in the store: {missing}")
     filed = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
-        if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.over_quota) != claimed:
+        if (
+            chunk.users != users.get(chunk, 0)
+            or (chunk.claims, chunk.pins, chunk.over_quota) != claimed
+        ):
             raise InvariantError(
                 f"{chunk}, pins={chunk.pins}, over_quota={chunk.over_quota}: "
                 f"{users.get(chunk, 0)} rows and {claimed} hold it"
@@ -66,26 +80,47 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")
         filed += _check_filing(store, chunk)
         copies += _check_copy(store, chunk)
-    sets = (store.reclaimable, store.uncopied, store.host_only, store.host_spare, store.disk_only, store.busy_copied)
+    sets = (
+        store.reclaimable,
+        store.uncopied,
+        store.host_only,
+        store.host_spare,
+        store.disk_only,
+        store.busy_copied,
+    )
     if filed != sum(len(members) for members in sets) or copies != len(store.disk_copies):
         raise InvariantError("a set of victims holds a chunk that does not belong there")
 
 
 def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
-    """Computes, independently of `ChunkStore.file`, the set that the chunk belongs to. Returns whether there is one."""
+    """Computes, independently of `ChunkStore.file`, the set that the chunk belongs to. Returns
+    whether there is one."""
     on_gpu, on_host, on_disk = (slot != NO_SLOT for slot in (chunk.gpu, chunk.host, chunk.disk))
     movable = not chunk.users and chunk.moving is None
     belongs: VictimSet | OrderedSet | None = None
     if chunk.copied_for_disk and not (on_gpu and on_host):
-        raise InvariantError(f"{chunk} is marked as copied_for_disk, but is not on the GPU and HOST")
-    if chunk.users and on_gpu and on_host and not chunk.loading and not chunk.copied_for_disk and chunk.moving is None:
+        raise InvariantError(
+            f"{chunk} is marked as copied_for_disk, but is not on the GPU and HOST"
+        )
+    if (
+        chunk.users
+        and on_gpu
+        and on_host
+        and not chunk.loading
+        and not chunk.copied_for_disk
+        and chunk.moving is None
+    ):
         belongs = store.busy_copied
     if movable and on_host and not on_gpu:
         belongs = store.host_spare if on_disk else store.host_only
     if movable and on_disk and not (on_gpu or on_host):
         belongs = store.disk_only
     if not chunk.users and on_gpu:
-        safe = (on_host and not chunk.copied_for_disk) or chunk.refused_by_host or store.host.count == 0
+        safe = (
+            (on_host and not chunk.copied_for_disk)
+            or chunk.refused_by_host
+            or store.host.count == 0
+        )
         belongs = store.reclaimable if safe else store.uncopied
     if chunk.victim_set is not belongs or (belongs is not None and chunk not in belongs):
         raise InvariantError(f"{chunk} is not in the set of victims where it belongs")

@@ -1,12 +1,13 @@
 """StepPlan and StepResult: all that the scheduler and the executor tell each other.
 
-Both are frozen plain data, and their pickles are small: rank 0 sends plans to the other ranks. A plan carries changes
-only: a seat's block-table row is sent once and then extended.
+Both are frozen plain data, and their pickles are small: rank 0 sends plans to the other ranks. A
+plan carries changes only: a seat's block-table row is sent once and then extended.
 
-**Lanes and tickets.** Work runs on three lanes, each in its own order: COMPUTE (steps), IN (host to GPU copies) and OUT
-(GPU to host copies). Every piece of work has a ticket, counted from 1 on its lane; a step's ticket is its number.
-`after` names, for each lane, the last ticket that must be complete *on the device* before the work may begin; 0 means
-none. This order ensures that no slot is read before it is written, or written while it is still read.
+**Lanes and tickets.** Work runs on three lanes, each in its own order: COMPUTE (steps), IN (host to
+GPU copies) and OUT (GPU to host copies). Every piece of work has a ticket, counted from 1 on its
+lane; a step's ticket is its number. `after` names, for each lane, the last ticket that must be
+complete *on the device* before the work may begin; 0 means none. This order ensures that no slot is
+read before it is written, or written while it is still read.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ NO_TICKETS = Tickets()
 class Join(NamedTuple):
     """A request takes a seat, and its sampler state starts.
 
-    `prompt` and `reply` are the tokens so far; they are filled if the next token depends on them (penalties).
-    `prompt_logprobs` as in `Request`. `stop_ids`: none of them is drawn for a position before `may_end`.
+    `prompt` and `reply` are the tokens so far; they are filled if the next token depends on them
+    (penalties). `prompt_logprobs` as in `Request`. `stop_ids`: none of them is drawn for a position
+    before `may_end`.
     """
 
     seat: int
@@ -55,8 +57,9 @@ class Join(NamedTuple):
 
 
 class RowStart(NamedTuple):
-    """The row of the request in `seat` now begins at position `start`, the first of a chunk. Earlier positions are no
-    longer seen. A `BlockUpdate` from chunk 0 on follows with the whole row. The model counts positions from `zero`.
+    """The row of the request in `seat` now begins at position `start`, the first of a chunk.
+    Earlier positions are no longer seen. A `BlockUpdate` from chunk 0 on follows with the whole
+    row. The model counts positions from `zero`.
 
     Without a RowStart a row begins at position 0. This holds for every row that joins.
     """
@@ -77,9 +80,10 @@ class BlockUpdate(NamedTuple):
 class Span(NamedTuple):
     """Positions [start, end) of the request in `seat`, to be computed from known token ids.
 
-    Positions below `write_from` belong to a keyed chunk and are not written (the last token of a full hit).
-    `samples`: so many of the span's last positions yield a token: 1 for the request's next one, more to check drafts.
-    `scores`: for each position, the log probability of the known next token is reported.
+    Positions below `write_from` belong to a keyed chunk and are not written (the last token of a
+    full hit). `samples`: so many of the span's last positions yield a token: 1 for the request's
+    next one, more to check drafts. `scores`: for each position, the log probability of the known
+    next token is reported.
     """
 
     seat: int
@@ -92,9 +96,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Whole chunks to copy on one lane: `sources[i]` to `targets[i]` (GPU and HOST slots, as the lane requires).
+    """Whole chunks to copy on one lane: `sources[i]` to `targets[i]` (GPU and HOST slots, as the
+    lane requires).
 
-    This plan's step waits for a gated batch, layer group by layer group. At most one batch of a plan is gated.
+    This plan's step waits for a gated batch, layer group by layer group. At most one batch of a
+    plan is gated.
     """
 
     lane: Lane
@@ -106,7 +112,8 @@ class CopyBatch:
 
 
 class Spill(NamedTuple):
-    """Write HOST slot `host` to DISK slot `disk`, as the record of the keyed chunk that ends at position `end`."""
+    """Write HOST slot `host` to DISK slot `disk`, as the record of the keyed chunk that ends at
+    position `end`."""
 
     host: int
     disk: int
@@ -130,19 +137,26 @@ class StepPlan:
     after       tickets that the step itself waits for, besides its gates
     joins, origins, blocks
                 applied to the seats before anything else, in this order
-    generate    seats that compute one token (the row's last sample), each at its position in `positions`
-    spans       pieces of known tokens, ascending within a seat; `token_ids` holds the ids of all spans, in their order
-    scored      the known next token of each position in the spans that score; a position that samples has none
-    samples     a row for each token, in this order: all of `generate`, then the positions of spans that sample
+    generate    seats that compute one token (the row's last sample), each at its position in
+                `positions`
+    spans       pieces of known tokens, ascending within a seat; `token_ids` holds the ids of all
+                spans, in their order
+    scored      the known next token of each position in the spans that score; a position that
+                samples has none
+    samples     a row for each token, in this order: all of `generate`, then the positions of spans
+                that sample
     spills, promotions
-                disk work, which is on no lane: it begins at once, and the step does not wait for it. Until a result
-                reports it done or failed, its slots have no other use (but copies may read a HOST slot that is being
-                spilled). All earlier uses of its HOST slots are complete on the device
-    erased      DISK slots whose records cannot be read again once the plan is done, except those in the result's
-                `erase_failed`; no plan uses these slots before that result
-    ended       requests with a grammar that will take no seat again: the states of their grammars can be freed
+                disk work, which is on no lane: it begins at once, and the step does not wait for
+                it. Until a result reports it done or failed, its slots have no other use (but
+                copies may read a HOST slot that is being spilled). All earlier uses of its HOST
+                slots are complete on the device
+    erased      DISK slots whose records cannot be read again once the plan is done, except those in
+                the result's `erase_failed`; no plan uses these slots before that result
+    ended       requests with a grammar that will take no seat again: the states of their grammars
+                can be freed
 
-    The batch's tokens are those of `generate`, then those of `spans`. A plan without both launches nothing.
+    The batch's tokens are those of `generate`, then those of `spans`. A plan without both launches
+    nothing.
     """
 
     step: int
@@ -172,17 +186,19 @@ class StepPlan:
 class StepResult:
     """The outcome of a step: `tokens[i]` is the sample of `samples[i]`.
 
-    rows        the results of rows that have more than a token: log probabilities that they asked for, or an error that
-                ends them (then their sampled tokens mean nothing)
+    rows        the results of rows that have more than a token: log probabilities that they asked
+                for, or an error that ends them (then their sampled tokens mean nothing)
     completed   the last ticket known to be complete on each lane, the minimum over all ranks
     spilled, promoted
-                DISK slots whose record is written, or read and verified, on every rank; each reported once
-    failed      DISK slots whose record could not be written, read or verified on some rank; each reported once
+                DISK slots whose record is written, or read and verified, on every rank; each
+                reported once
+    failed      DISK slots whose record could not be written, read or verified on some rank; each
+                reported once
     erase_failed
-                DISK slots of a plan's `erased` that some rank could not erase; reported with that plan's result or
-                before
-    bad_copies  HOST slots with a failed copy on some rank: a swap-out left data there that is not its chunk's KV.
-                Reported with the `completed` that covers the swap-out, or before
+                DISK slots of a plan's `erased` that some rank could not erase; reported with that
+                plan's result or before
+    bad_copies  HOST slots with a failed copy on some rank: a swap-out left data there that is not
+                its chunk's KV. Reported with the `completed` that covers the swap-out, or before
     """
 
     step: int
@@ -198,13 +214,15 @@ class StepResult:
 
 
 def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:
-    """Returns the mean context, tokens, of the plan's known tokens, and that of its generating rows.
+    """Returns the mean context, tokens, of the plan's known tokens, and that of its generating
+    rows.
 
     `begins`: by seat, the first position that its row sees (default: 0).
     """
     first = begins or {}
     seen = sum(
-        (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0)) for span in plan.spans
+        (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0))
+        for span in plan.spans
     )
     rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
     known, rows = len(plan.token_ids), len(plan.positions)

@@ -8,9 +8,8 @@
     disk              records of an earlier process, chunks to save, records to erase
     work              the budget of work until the next plan
 
-`next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied. Results are applied in
-order.
-Times are seconds on any clock that does not run backwards.
+`next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied.
+Results are applied in order. Times are seconds on any clock that does not run backwards.
 """
 
 from __future__ import annotations
@@ -64,39 +63,65 @@ class Scheduler:
         self.config = config
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
-        self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
+        self._store = ChunkStore(
+            config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
+        )
         self.work = WorkBudget()
-        self._releases = Backlog(self.work)  # of rows that have left: slots that others may wait for
+        # of rows that have left: slots that others may wait for
+        self._releases = Backlog(self.work)
         self._claim_work = Backlog(self.work)
         # A deletion waits for the claims of earlier forks, so it leaves them their chunks.
         self._deletion_work = Backlog(self.work, self._claim_work)
         self._deletions = Deletions(self._store, self._deletion_work)
         self.conversations = Conversations(
-            *(config, self._store, self._chunk_keys, self._deletions, self._claim_work, self.work)
+            config, self._store, self._chunk_keys, self._deletions, self._claim_work, self.work
         )
-        self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
+        self._lookup = CacheLookup(
+            self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows
+        )
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self._batcher = Batcher(config, cost, self._store, self._queues, windows)
         self._admission = Admission(
-            *(config, cost, self._store, self.conversations, self._lookup, self._queues, self._order),
-            *(self._batcher, windows),
+            config,
+            cost,
+            self._store,
+            self.conversations,
+            self._lookup,
+            self._queues,
+            self._order,
+            self._batcher,
+            windows,
         )
         self._write_behind = WriteBehind(config, cost, self._store)
-        self._prefetcher = Prefetcher(config, cost, self._store, self.conversations, self._lookup, self._order)
+        self._prefetcher = Prefetcher(
+            config, cost, self._store, self.conversations, self._lookup, self._order
+        )
         self._preparing = Preparation(
-            *(config, self._chunk_keys, self._store, self.conversations, self._lookup, self._queues, self._order),
+            config,
+            self._chunk_keys,
+            self._store,
+            self.conversations,
+            self._lookup,
+            self._queues,
+            self._order,
             self.work,
         )
-        self._committer = Committer(config, self._chunk_keys, self._store, self.conversations, self._prefetcher)
-        self.disk = DiskWork(self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind)
+        self._committer = Committer(
+            config, self._chunk_keys, self._store, self.conversations, self._prefetcher
+        )
+        self.disk = DiskWork(
+            self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind
+        )
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, RunningTurn] = {}
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
-        self._ended_grammars: list[RequestId] = []  # requests with a grammar that have ended since the last plan
-        self._timing_out: deque[Turn] = deque()  # by arrival; entries that have a seat or have ended are skipped
+        # requests with a grammar that have ended since the last plan
+        self._ended_grammars: list[RequestId] = []
+        # by arrival; entries that have a seat or have ended are skipped
+        self._timing_out: deque[Turn] = deque()
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
         self._mark = config.swap_out_chunks
@@ -110,8 +135,8 @@ class Scheduler:
         self._preparing.finish(turn)
 
     def submit(self, request: Request, now: float) -> None:
-        """Prepares a long prompt in pieces, the first one now, and queues the turn when that is done. Raises
-        RequestError as `add`."""
+        """Prepares a long prompt in pieces, the first one now, and queues the turn when that is
+        done. Raises RequestError as `add`."""
         self._preparing.prepare(self._begin(request, now))
 
     def _begin(self, request: Request, now: float) -> Turn:
@@ -134,8 +159,8 @@ class Scheduler:
         return turn
 
     def abort(self, request: RequestId, now: float) -> None:
-        """Ends the request without committing its turn. Its full chunks stay as cache. An unknown id has already
-        ended."""
+        """Ends the request without committing its turn. Its full chunks stay as cache. An unknown
+        id has already ended."""
         turn = self._turns.get(request)
         if turn is None:
             return
@@ -153,10 +178,15 @@ class Scheduler:
             self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
 
     def expire(self, now: float) -> list[RequestId]:
-        """Ends requests that have waited longer than `queue_timeout` for their first seat, as long as the budget of
-        work lasts. Returns their ids."""
-        expired, patience = [], self.config.queue_timeout
-        while patience is not None and self._timing_out and self._timing_out[0].arrived + patience <= now:
+        """Ends requests that have waited longer than `queue_timeout` for their first seat, as long
+        as the budget of work lasts. Returns their ids."""
+        expired = []
+        patience = self.config.queue_timeout
+        while (
+            patience is not None
+            and self._timing_out
+            and self._timing_out[0].arrived + patience <= now
+        ):
             if self.work.left <= 0:
                 break
             self.work.spend(1)
@@ -167,14 +197,17 @@ class Scheduler:
         return expired
 
     def finish(self, request: RequestId, tokens: int, now: float) -> RowResult | None:
-        """Cuts the reply to its first `tokens` tokens. Returns the request's last output if it was still running. With
-        `--save sync` that output may come from a later `apply` instead. An unknown id has already ended."""
+        """Cuts the reply to its first `tokens` tokens. Returns the request's last output if it was
+        still running. With `--save sync` that output may come from a later `apply` instead. An
+        unknown id has already ended."""
         turn = self._turns.get(request)
         if turn is None:
             return None
         self.work.spend(len(turn.keys))
         if not 0 < tokens <= len(turn.tokens) - len(turn.request.prompt):
-            raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
+            raise InvariantError(
+                f"request {request} is to end after {tokens} tokens it does not have"
+            )
         ended = request in self._held
         truncated = self._truncated(turn, len(turn.request.prompt) + tokens)
         output = RowResult(request, finish=FinishReason.STOP, truncated=truncated)
@@ -200,8 +233,9 @@ class Scheduler:
     def go_on(self, now: float) -> None:
         """Does one step's share of the work that is done in pieces.
 
-        Each of the five kinds gets a sixth of the budget, and what the kinds before it do not need. Messages get the
-        last sixth, and what no kind needs. Conversations expire last, because their deletions may begin at once.
+        Each of the five kinds gets a sixth of the budget, and what the kinds before it do not need.
+        Messages get the last sixth, and what no kind needs. Conversations expire last, because
+        their deletions may begin at once.
         """
         self.work.renew()
         sixth = self.work.most // 6
@@ -223,16 +257,20 @@ class Scheduler:
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """Returns the next step, or None if there is nothing to do until a result, a request or an abort arrives.
+        """Returns the next step, or None if there is nothing to do until a result, a request or an
+        abort arrives.
 
-        A plan without tokens, copies and disk work exists only so that its result reports progress. It is made while
-        disk work is in progress, while a copy is not confirmed yet, or while a deletion continues.
+        A plan without tokens, copies and disk work exists only so that its result reports progress.
+        It is made while disk work is in progress, while a copy is not confirmed yet, or while a
+        deletion continues.
         """
         step = self._step + 1
         self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
         evictor = Evictor(self._store, copies, now)
-        builder = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
+        builder = PlanBuilder(
+            step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens
+        )
         batcher = self._batcher
 
         self.go_on(now)
@@ -244,7 +282,8 @@ class Scheduler:
         batcher.plan_spans(builder)
         if self.config.batching == "separate" and not builder.tokens:
             batcher.plan_generation(builder)
-            if not builder.tokens:  # the only row may have outgrown its window and gone back to the queue
+            # the only row may have outgrown its window and gone back to the queue
+            if not builder.tokens:
                 self._admission.admit(builder)
         self._swap_out_ahead(builder)
         if self.config.disk_kv_chunks:
@@ -258,18 +297,22 @@ class Scheduler:
         self._ended_grammars.clear()
         self._step = step
         self._inflight.append((plan, builder.span_rows))
-        self._last_out = max((copy.ticket for copy in plan.copies if copy.lane is Lane.OUT), default=self._last_out)
+        self._last_out = max(
+            (copy.ticket for copy in plan.copies if copy.lane is Lane.OUT), default=self._last_out
+        )
         swapped_in, swapped_out = copies.moved()
         self._swapped_in += swapped_in
         self._swapped_out += swapped_out
         return plan
 
     def apply(self, result: StepResult, now: float) -> Applied:
-        """Applies the oldest plan's result. Results of rows that have ended or left are skipped; their epoch shows
-        it."""
+        """Applies the oldest plan's result. Results of rows that have ended or left are skipped;
+        their epoch shows it."""
         plan, span_rows = self._inflight.popleft()
         if (result.step, result.samples) != (plan.step, plan.samples):
-            raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
+            raise InvariantError(
+                f"the result of step {result.step} came where that of step {plan.step} was due"
+            )
         self._applied = plan.step
         self._store.completed = result.completed._replace(compute=plan.step)
         if result.bad_copies:
@@ -279,8 +322,13 @@ class Scheduler:
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks and span.samples < 2:  # with drafts: below, token by token
                 self._committer.on_computed(span_row, span.start, span.end)
-        by_id, chunk_tokens = self._queues.by_id, self.config.chunk_tokens
-        rows = {row_id.request: row_result for row_id, row_result in result.rows.items() if row_id in by_id}
+        by_id = self._queues.by_id
+        chunk_tokens = self.config.chunk_tokens
+        rows = {
+            row_id.request: row_result
+            for row_id, row_result in result.rows.items()
+            if row_id in by_id
+        }
         for row_result in rows.values():
             if row_result.error is not None:
                 self.abort(row_result.request, now)
@@ -288,7 +336,9 @@ class Scheduler:
             self._note_scored(plan, span_rows)
         requests: list[RequestId] = []
         tokens: list[int] = []
-        for row_id, token in zip(*self._batcher.drafting.accepted_samples(plan, result), strict=True):
+        for row_id, token in zip(
+            *self._batcher.drafting.accepted_samples(plan, result), strict=True
+        ):
             row = by_id.get(row_id)
             if row is None:
                 continue
@@ -307,8 +357,8 @@ class Scheduler:
 
     @property
     def wake_at(self) -> float:
-        """The latest time of the next `next_plan` call if nothing arrives before, seconds; infinity if none is
-        needed."""
+        """The latest time of the next `next_plan` call if nothing arrives before, seconds; infinity
+        if none is needed."""
         return min(self.conversations.next_due, self._prefetcher.next_due)
 
     # -- state for callers
@@ -327,7 +377,9 @@ class Scheduler:
         return len(self._inflight)
 
     def stats(self) -> SchedulerStats:
-        store, queues, drafting = self._store, self._queues, self._batcher.drafting
+        store = self._store
+        queues = self._queues
+        drafting = self._batcher.drafting
         return SchedulerStats(
             running=len(queues.rows) + len(queues.loading),
             waiting=len(queues.waiting) + len(self._preparing),
@@ -353,36 +405,43 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Checks that slots, users and claims agree, counted anew from rows and conversations. Raises InvariantError.
-        Cost: all chunks."""
+        """Checks that slots, users and claims agree, counted anew from rows and conversations.
+        Raises InvariantError. Cost: all chunks."""
         check_requests(self._store, self._queues, self._held, self._turns, self._preparing)
         held = [row.chunks for row in (*self._queues.joined(), *self._held.values())]
-        users = Counter(chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks)
+        users = Counter(
+            chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks
+        )
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal
 
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
-        """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or than the first waiting
-        request needs if that is more.
+        """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or
+        than the first waiting request needs if that is more.
 
-        The next plan takes slots for generation before it admits that request. The slots for both are freed now.
+        The next plan takes slots for generation before it admits that request. The slots for both
+        are freed now.
         """
         needed = builder.wanted + builder.short
         if builder.wanted:
             needed += sum(row.position == row.first_without_slot for row in self._queues.rows)
         target = max(self._mark, needed) - self._queues.coming_free()
         if self._store.available < target:
-            builder.evictor.swap_out_ahead(target, most=max(needed, self._admission.link_chunks(builder)))
+            builder.evictor.swap_out_ahead(
+                target, most=max(needed, self._admission.link_chunks(builder))
+            )
 
     def _polls(self, builder: PlanBuilder) -> bool:
-        """True if an empty plan is needed: it carries disk work, or, with nothing in flight, its result reports the
-        progress of disk work."""
+        """True if an empty plan is needed: it carries disk work, or, with nothing in flight, its
+        result reports the progress of disk work."""
         if builder.spills or builder.promotions or builder.erased:
             return True
         if self._inflight:
             return False
-        return builder.polls or self.disk.busy or self._awaits_copies() or self.has_work(builder.now)
+        return (
+            builder.polls or self.disk.busy or self._awaits_copies() or self.has_work(builder.now)
+        )
 
     def _awaits_copies(self) -> bool:
         """True if a waiting request may depend on a copy on HOST that is not confirmed yet."""
@@ -395,17 +454,23 @@ class Scheduler:
             if span.scores and row.id in self._queues.by_id:
                 row.turn.scored = span.end
 
-    def _begins_or_ends(self, row: RunningTurn, token: int, now: float, rows: dict[RequestId, RowResult]) -> None:
-        """Handles the reply's first token, its last allowed token, and stop ids (which count after `min_tokens`
-        tokens). Writes what they say into `rows`."""
-        turn, request, count = row.turn, row.turn.request, len(row.tokens)
+    def _begins_or_ends(
+        self, row: RunningTurn, token: int, now: float, rows: dict[RequestId, RowResult]
+    ) -> None:
+        """Handles the reply's first token, its last allowed token, and stop ids (which count after
+        `min_tokens` tokens). Writes what they say into `rows`."""
+        turn = row.turn
+        request = row.turn.request
+        count = len(row.tokens)
         reply = count - len(request.prompt)
-        begins, finish = count == row.begin, None
+        begins = count == row.begin
+        finish = None
         if token in request.stop_ids and reply >= request.min_tokens:
             finish = FinishReason.STOP
         elif count == row.end:
             finish = FinishReason.LENGTH
-        chunks, truncated = row.chunks, self._truncated(turn, count)
+        chunks = row.chunks
+        truncated = self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
             ending = RowResult(request.id, finish=finish, truncated=truncated)
@@ -414,10 +479,13 @@ class Scheduler:
         if begins or finish is not None:
             usage, queued = (turn.usage, turn.queued) if begins else (None, None)
             row_result = rows.get(request.id, RowResult(request.id))
-            rows[request.id] = row_result._replace(usage=usage, finish=finish, queued=queued, truncated=truncated)
+            rows[request.id] = row_result._replace(
+                usage=usage, finish=finish, queued=queued, truncated=truncated
+            )
 
     def _reply_ends(self, row: RunningTurn, reply: int, now: float) -> None:
-        """Ends generation for the row. If the front end confirms the reply's length, the row is held until then."""
+        """Ends generation for the row. If the front end confirms the reply's length, the row is
+        held until then."""
         self._queues.unseat(row)
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
@@ -441,7 +509,8 @@ class Scheduler:
 
     def _end(self, row: RunningTurn, reply: int, now: float) -> None:
         """Commits the turn, cut to `reply` tokens, and releases its chunks."""
-        turn, tail = row.turn, self._committer.tail(row, reply)
+        turn = row.turn
+        tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
         self._write_behind.turn_ended(row.chunks, now)
         self._queues.release_row(row, tail, self._store.stamp(now))

@@ -1,16 +1,18 @@
-"""When the next step is planned: as late as the device allows, so that it includes requests that arrive in the
-meantime.
+"""When the next step is planned: as late as the device allows, so that it includes requests that
+arrive in the meantime.
 
-If a step were planned the moment the previous one begins, a new request would wait for the rest of the running step,
-for a whole step that it missed, and for its own. With planning just before the launch it does not wait for the step in
-the middle.
+If a step were planned the moment the previous one begins, a new request would wait for the rest of
+the running step, for a whole step that it missed, and for its own. With planning just before the
+launch it does not wait for the step in the middle.
 
     device   |--- step 7 ---|--- step 8 ---|--- step 9 ---|
-    loop      .... plan, launch 8 | apply 7 .... plan, launch 9 | apply 8 ....        .... takes requests in
+    loop      .... plan, launch 8 | apply 7 .... plan, launch 9 | apply 8 ....        .... takes
+              requests in
 
-The running step's duration is predicted from its plan, corrected by the measured durations of steps with about as many
-prompt tokens. When a step was late and the device idled, the margin grows; otherwise it shrinks slowly. So about one
-step in a hundred is late. A margin that prevents every late step would have to cover the host's longest pause.
+The running step's duration is predicted from its plan, corrected by the measured durations of steps
+with about as many prompt tokens. When a step was late and the device idled, the margin grows;
+otherwise it shrinks slowly. So about one step in a hundred is late. A margin that prevents every
+late step would have to cover the host's longest pause.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from .plan import StepPlan
 
 LEARNED = 1 / 16  # weight of each new step in the averages
 SPREADS = 3.0  # mean deviations by which a step may be faster than predicted
-LEAST_MARGIN, MOST_MARGIN = 0.3e-3, 0.1  # seconds between the next step's launch and this step's end, on rank 0
-RELAXED, RAISED = 0.998, 1.25  # factors of the margin: after each step, and after a late one; 1 step in 110 is late
+# seconds between the next step's launch and this step's end, on rank 0
+LEAST_MARGIN, MOST_MARGIN = 0.3e-3, 0.1
+# factors of the margin: after each step, and after a late one; 1 step in 110 is late
+RELAXED, RAISED = 0.998, 1.25
 
 
 class _Running(NamedTuple):
@@ -49,7 +53,8 @@ class _Experience:
 
 
 class StepTiming:
-    """Receives the loop's times, in seconds of one clock; predicts how long the loop may wait. Used by one thread."""
+    """Receives the loop's times, in seconds of one clock; predicts how long the loop may wait. Used
+    by one thread."""
 
     def __init__(self, cost: CostProfile):
         self._cost = cost
@@ -72,8 +77,8 @@ class StepTiming:
         return slack
 
     def launched(self, plan: StepPlan, planning_began: float, now: float, idle: bool) -> None:
-        """Records that the plan was handed to the device. `idle`: the previous step had already ended, so
-        the device waited for this one."""
+        """Records that the plan was handed to the device. `idle`: the previous step had already
+        ended, so the device waited for this one."""
         if idle and self._waited:
             self._margin = min(RAISED * self._margin, MOST_MARGIN)
         # otherwise a margin too large to wait at all would never shrink
@@ -82,10 +87,13 @@ class StepTiming:
         self._lead = lead if self._lead is None else self._lead + LEARNED * (lead - self._lead)
         self._waited = False
         kind = len(plan.token_ids).bit_length()
-        self._steps.append(_Running(kind, self._cost.plan_seconds(plan), None if self._steps else now))
+        self._steps.append(
+            _Running(kind, self._cost.plan_seconds(plan), None if self._steps else now)
+        )
 
     def finished(self, now: float, seen: bool) -> None:
-        """Records that the oldest step's result has arrived. `seen`: the loop waited for it, so the step ended now."""
+        """Records that the oldest step's result has arrived. `seen`: the loop waited for it, so the
+        step ended now."""
         kind, seconds, began = self._steps.popleft()
         if seen and began is not None and seconds:
             self._experience[kind].add((now - began) / seconds)

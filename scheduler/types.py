@@ -1,7 +1,7 @@
 """Types shared by all packages: tiers, requests, and the three kinds of failure (never mixed).
 
-A wrong setting stops the start (`SettingError`), a bad request is answered to its client (`RequestError`), a broken
-invariant stops every rank with its reason (`InvariantError`).
+A wrong setting stops the start (`SettingError`), a bad request is answered to its client
+(`RequestError`), a broken invariant stops every rank with its reason (`InvariantError`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from math import inf
 from typing import Any, NamedTuple, NewType, Protocol
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""SHA-256 over the previous chunk's key and the chunk's token ids, so it stands for the whole prefix."""
+"""SHA-256 over the previous chunk's key and the chunk's token ids, so it stands for the whole
+prefix."""
 
 RequestId = NewType("RequestId", int)
 
@@ -39,15 +40,20 @@ class SettingError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request cannot be served; the message goes to its client. `status` is the HTTP status, `param` the field at
-    fault.
+    """A request cannot be served; the message goes to its client. `status` is the HTTP status,
+    `param` the field at fault.
 
     `code`: OpenAI's name for this kind of error, which client programs check.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[int, str, str | None, str | None]]:
         return RequestError, (self.status, self.message, self.param, self.code)
@@ -58,15 +64,17 @@ INSUFFICIENT_QUOTA = "insufficient_quota"
 
 
 class InvariantError(AssertionError):
-    """The program's own state is inconsistent. Never caught: going on could return another conversation's tokens."""
+    """The program's own state is inconsistent. Never caught: going on could return another
+    conversation's tokens."""
 
 
-QueuePlace = tuple[int, int]  # (priority, number of the arrival): a request's permanent place, the smallest is first
+# (priority, number of the arrival): a request's permanent place, the smallest is first
+QueuePlace = tuple[int, int]
 
 
 class DiskRecord(NamedTuple):
-    """A record that an earlier process left in a DISK slot: the keyed chunk that ends at position `end`, last active
-    `age_s` seconds ago."""
+    """A record that an earlier process left in a DISK slot: the keyed chunk that ends at position
+    `end`, last active `age_s` seconds ago."""
 
     slot: int
     key: ChunkKey
@@ -87,7 +95,8 @@ class FinishReason(StrEnum):
 
 
 class RowId(NamedTuple):
-    """One stay of a request in a seat. Epochs are never used twice, so a stale result cannot be taken for a new one."""
+    """One stay of a request in a seat. Epochs are never used twice, so a stale result cannot be
+    taken for a new one."""
 
     request: RequestId
     epoch: int
@@ -99,22 +108,28 @@ MOST_LOGPROBS = 20  # the limit of OpenAI and vLLM
 def check_logprobs(count: int | None, param: str) -> None:
     """Raises RequestError (400) if that many of the likeliest tokens cannot be reported."""
     if count is not None and not 0 <= count <= MOST_LOGPROBS:
-        raise RequestError(400, f"{param} must be between 0 and {MOST_LOGPROBS}, not {count}", param)
+        raise RequestError(
+            400, f"{param} must be between 0 and {MOST_LOGPROBS}, not {count}", param
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one request. Draw number p with seed s is a pure function of (s, p), so resuming is exact.
+    """Sampling settings of one request. Draw number p with seed s is a pure function of (s, p), so
+    resuming is exact.
 
     temperature             0 is greedy
     top_k, top_p, min_p     0, 1 and 0 switch the filter off
-    repetition_penalty      logits of tokens in prompt or reply are divided by it, negative ones multiplied; 1 is off
+    repetition_penalty      logits of tokens in prompt or reply are divided by it, negative ones
+                            multiplied; 1 is off
     presence_penalty        subtracted once from the logits of the tokens in the reply
-    frequency_penalty       subtracted from the logits of the tokens in the reply, once for each occurrence
+    frequency_penalty       subtracted from the logits of the tokens in the reply, once for each
+                            occurrence
     logit_bias              (token id, number to add to its logit)
-    logprobs                None, or the number of likeliest tokens whose log probabilities are reported, besides the
-                            drawn token's
-    grammar                 the grammar that the reply must follow, in the form of `runtime/step/grammar.py`
+    logprobs                None, or the number of likeliest tokens whose log probabilities are
+                            reported, besides the drawn token's
+    grammar                 the grammar that the reply must follow, in the form of
+                            `runtime/step/grammar.py`
     """
 
     temperature: float = 0.0
@@ -131,39 +146,55 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
-            raise RequestError(400, f"temperature must be between 0 and 100, not {self.temperature}", "temperature")
+            raise RequestError(
+                400, f"temperature must be between 0 and 100, not {self.temperature}", "temperature"
+            )
         if self.top_k < 0:
             raise RequestError(400, f"top_k must not be negative, not {self.top_k}", "top_k")
         if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(400, f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p")
+            raise RequestError(
+                400, f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p"
+            )
         if not 0 <= self.seed < 2**63:
-            raise RequestError(400, f"seed must be between 0 and 2**63 - 1, not {self.seed}", "seed")
+            raise RequestError(
+                400, f"seed must be between 0 and 2**63 - 1, not {self.seed}", "seed"
+            )
         if not 0.0 <= self.min_p <= 1.0:
             raise RequestError(400, f"min_p must be between 0 and 1, not {self.min_p}", "min_p")
         if not 0.0 < self.repetition_penalty <= 100.0:
             raise RequestError(
                 400,
-                f"repetition_penalty must be above 0 and at most 100, not {self.repetition_penalty}",
+                "repetition_penalty must be above 0 and at most 100, not "
+                f"{self.repetition_penalty}",
                 "repetition_penalty",
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
-                raise RequestError(400, f"{name} must be between -2 and 2, not {getattr(self, name)}", name)
+                raise RequestError(
+                    400, f"{name} must be between -2 and 2, not {getattr(self, name)}", name
+                )
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
-            raise RequestError(400, "the values of logit_bias must be between -100 and 100", "logit_bias")
+            raise RequestError(
+                400, "the values of logit_bias must be between -100 and 100", "logit_bias"
+            )
         check_logprobs(self.logprobs, "logprobs")
 
     @property
     def penalised(self) -> bool:
         """Whether a draw depends on the tokens before it."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
 
 
 GREEDY = Sampling()
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities, before temperature, penalties, bias and grammar.
+    """Natural logarithms of the model's own probabilities, before temperature, penalties, bias and
+    grammar.
 
     logprob, rank           of the actual token; rank 1 is the likeliest
     top_ids, top_logprobs   the likeliest tokens, as many as were requested, the likeliest first
@@ -182,22 +213,25 @@ class Request:
     prompt          token ids, typecode "i"
     conversation    id of the conversation to commit the turn to, or None: reuse by content alone
     max_tokens      most tokens to generate, at least 1
-    min_tokens      the reply's first `min_tokens` tokens contain none of `stop_ids`, unless the grammar allows nothing
-                    else
+    min_tokens      the reply's first `min_tokens` tokens contain none of `stop_ids`, unless the
+                    grammar allows nothing else
     stop_ids        generation ends with one of these (the stop id itself belongs to the reply)
     priority        smaller ones are served first, equal ones in order of arrival
     salt            requests with different salts share no KV
-    confirm         the turn is committed only when `Scheduler.finish` confirms the reply's length (the front end may
-                    cut the reply at a stop string)
-    prompt_logprobs None, or the number of likeliest tokens whose log probabilities are reported for each prompt token
+    confirm         the turn is committed only when `Scheduler.finish` confirms the reply's length
+                    (the front end may cut the reply at a stop string)
+    prompt_logprobs None, or the number of likeliest tokens whose log probabilities are reported for
+    each prompt token
                     but the first, besides its own: the whole prompt is computed again
-    choice          number of this reply among several replies to one prompt; the prompt's tokens are counted with
-                    choice 0
-    truncate        the context may outgrow the model's length: then its leading tokens are no longer seen
+    choice          number of this reply among several replies to one prompt; the prompt's tokens
+                    are counted with choice 0
+    truncate        the context may outgrow the model's length: then its leading tokens are no
+                    longer seen
     owner           the owner of the conversation: its share of seats and steps, and its quota
-    known           leading prompt tokens that had KV in an earlier turn, perhaps in an earlier process: if they are
-                    computed, they count as recomputed, not as new
-    expect_next_s   seconds from the reply's end until the client expects to send its next turn, or None
+    known           leading prompt tokens that had KV in an earlier turn, perhaps in an earlier
+                    process: if they are computed, they count as recomputed, not as new
+    expect_next_s   seconds from the reply's end until the client expects to send its next turn, or
+                    None
     """
 
     id: RequestId
@@ -221,11 +255,14 @@ class Request:
         if not len(self.prompt):
             raise RequestError(400, "the prompt is empty", "prompt")
         if self.max_tokens < 1:
-            raise RequestError(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+            raise RequestError(
+                400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens"
+            )
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
                 400,
-                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}",
+                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not "
+                f"{self.min_tokens}",
                 "min_tokens",
             )
         check_logprobs(self.prompt_logprobs, "prompt_logprobs")
@@ -236,7 +273,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Sources of the KV of a prompt's tokens; each visible token is counted once (docs/design/scheduling.md)."""
+    """Sources of the KV of a prompt's tokens; each visible token is counted once
+    (docs/design/scheduling.md)."""
 
     gpu: int = 0
     host: int = 0
@@ -250,14 +288,17 @@ class Usage:
 
 
 class RowResult(NamedTuple):
-    """All that one step says of one row. It passes unchanged from the step to the code that writes the reply.
+    """All that one step says of one row. It passes unchanged from the step to the code that writes
+    the reply.
 
     tokens              the row's new tokens
     finish              the reply has ended, for this reason
     usage               comes with the first token
     queued              with `usage`: seconds from its arrival to its first seat
-    truncated           with `usage` or `finish`: leading tokens of the context that its newest token did not see
-    error               the request has ended, or was never begun, for this reason; its turn is not committed
+    truncated           with `usage` or `finish`: leading tokens of the context that its newest
+                        token did not see
+    error               the request has ended, or was never begun, for this reason; its turn is not
+                        committed
     logprobs            one for each of `tokens`, or none
     prompt_logprobs     of the next prompt tokens, from the second on
     """
@@ -276,9 +317,9 @@ class RowResult(NamedTuple):
 class Applied(NamedTuple):
     """The results of one applied step, at most one for each row.
 
-    requests, tokens    `tokens[i]` is a new token of `requests[i]`. A row with drafts may have several, one behind the
-                        other. The step says no more of these rows; nearly all rows are such rows, so they are kept as
-                        two arrays
+    requests, tokens    `tokens[i]` is a new token of `requests[i]`. A row with drafts may have
+                        several, one behind the other. The step says no more of these rows; nearly
+                        all rows are such rows, so they are kept as two arrays
     rows                of all other rows
     """
 
@@ -287,7 +328,8 @@ class Applied(NamedTuple):
     rows: tuple[RowResult, ...] = ()
 
     def results(self) -> Iterator[RowResult]:
-        """Yields all results. First tokens and ends come first, so that they are sent before other streams' tokens."""
+        """Yields all results. First tokens and ends come first, so that they are sent before other
+        streams' tokens."""
         yield from reversed(self.rows)
         replies: dict[int, tuple[int, ...]] = {}
         for number, token in zip(self.requests, self.tokens, strict=True):
@@ -296,7 +338,8 @@ class Applied(NamedTuple):
             yield RowResult(RequestId(number), replies[number])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles rows by columns, and log probabilities as plain tuples: objects take pickle twice the time."""
+        """Pickles rows by columns, and log probabilities as plain tuples: objects take pickle twice
+        the time."""
         if not self.rows:
             return Applied, (self.requests, self.tokens)
         *others, logprobs, prompt_logprobs = zip(*self.rows, strict=True)
@@ -308,14 +351,20 @@ def _plain(column: Iterable[tuple[TokenLogprobs, ...]]) -> list[list[tuple[Any, 
     return [[*map(tuple, entries)] for entries in column]
 
 
-def _read_applied(requests: Sequence[int], tokens: Sequence[int], columns: Sequence[Sequence[Any]]) -> Applied:
+def _read_applied(
+    requests: Sequence[int], tokens: Sequence[int], columns: Sequence[Sequence[Any]]
+) -> Applied:
     *others, logprobs, prompt_logprobs = columns
-    scores = [[tuple(map(TokenLogprobs._make, plain)) for plain in column] for column in (logprobs, prompt_logprobs)]
+    scores = [
+        [tuple(map(TokenLogprobs._make, plain)) for plain in column]
+        for column in (logprobs, prompt_logprobs)
+    ]
     return Applied(requests, tokens, tuple(map(RowResult, *others, *scores)))
 
 
 class ConversationKV(NamedTuple):
-    """Chunk counts of one conversation's log by tier. A chunk in several tiers counts in the highest only."""
+    """Chunk counts of one conversation's log by tier. A chunk in several tiers counts in the
+    highest only."""
 
     conversation: str
     gpu: int
@@ -325,8 +374,8 @@ class ConversationKV(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """A range of all conversations, in order of creation, from number `start` on. `following`: the number at which the
-    next range starts, 0 after the last conversation."""
+    """A range of all conversations, in order of creation, from number `start` on. `following`: the
+    number at which the next range starts, 0 after the last conversation."""
 
     chunk_tokens: int
     conversations: list[ConversationKV]

@@ -1,13 +1,13 @@
-"""The bound of work between two steps: counts, so it needs no clock (docs/design/steps.md#between-two-steps).
+"""The bound of work between two steps: counts, so it needs no clock
+(docs/design/steps.md#between-two-steps).
 
 One unit takes about a microsecond. It is one of
 
-    a chunk whose tokens are hashed, or that is claimed, given up, pinned, marked, awaited, released or dropped
-    LOOKED_AT chunks that are only looked at
-    COPIED bytes that are copied
+    a chunk whose tokens are hashed, or that is claimed, given up, pinned, marked, awaited, released
+    or dropped LOOKED_AT chunks that are only looked at COPIED bytes that are copied
 
-A message, or a conversation that ends, costs MESSAGE units besides. Work goes on while any unit is left. So at most
-WORK_A_STEP units are done between two steps, and the rest of one piece.
+A message, or a conversation that ends, costs MESSAGE units besides. Work goes on while any unit is
+left. So at most WORK_A_STEP units are done between two steps, and the rest of one piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LOOKED_AT = 16
 COPIED = 4096
 
 Pieces = Iterator[int]
-"""Long work. Each `next` does a piece and returns its units; the state is consistent between any two pieces."""
+"""Long work. Each `next` does a piece and returns its units; the state is consistent between any
+two pieces."""
 
 
 class WorkBudget:
@@ -48,20 +49,23 @@ class WorkBudget:
 
 
 class Backlog:
-    """Long work on chunks that is done in pieces over several steps, one after the other, in the order in which it
-    began. Work also waits for what `earlier`, another backlog, had when it began."""
+    """Long work on chunks that is done in pieces over several steps, one after the other, in the
+    order in which it began. Work also waits for what `earlier`, another backlog, had when it
+    began."""
 
     def __init__(self, budget: WorkBudget, earlier: Backlog | None = None):
-        self._budget, self._earlier = budget, earlier
-        self._work: deque[tuple[Pieces, int]] = deque()  # with the count of `earlier` that it waits for
+        self._budget = budget
+        self._earlier = earlier
+        # with the count of `earlier` that it waits for
+        self._work: deque[tuple[Pieces, int]] = deque()
         self._begun = self._ended = 0
 
     def __bool__(self) -> bool:
         return bool(self._work)
 
     def begin(self, work: Pieces) -> None:
-        """Adds the work. Does it at once if none waits and half of the budget is left: the other half is for messages,
-        so that they do not wait for the work of those before them."""
+        """Adds the work. Does it at once if none waits and half of the budget is left: the other
+        half is for messages, so that they do not wait for the work of those before them."""
         self._work.append((work, 0 if self._earlier is None else self._earlier._begun))
         self._begun += 1
         if len(self._work) == 1:

@@ -1,4 +1,5 @@
-"""build_engine: compiles a checkpoint (TensorRT-LLM's legacy ones too), or a config.json alone, into an engine."""
+"""build_engine: compiles a checkpoint (TensorRT-LLM's legacy ones too), or a config.json alone,
+into an engine."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ ELSEWHERE = {
     "--gemm-plugin": "there are no plugins to choose; leave it out",
     "--gpt-attention-plugin": "there are no plugins to choose; leave it out",
 }
-"""Frequent options of `trtllm-build` without an equal here, with the suggestion for each. They are typed with
-underscores."""
+"""Frequent options of `trtllm-build` without an equal here, with the suggestion for each. They are
+typed with underscores."""
 
 
 def parser() -> CommandParser:
@@ -61,28 +62,53 @@ def parser() -> CommandParser:
         aliases=ALIASES,
         elsewhere=ELSEWHERE,
     )
-    made.add_argument("--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files")
-    made.add_argument("--output", required=True, metavar="DIR", help="the engine directory to make or replace")
-    made.add_argument("--backend", default=DEFAULT_BACKEND, help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
+    made.add_argument(
+        "--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files"
+    )
+    made.add_argument(
+        "--output", required=True, metavar="DIR", help="the engine directory to make or replace"
+    )
+    made.add_argument(
+        "--backend",
+        default=DEFAULT_BACKEND,
+        help=f"one of {', '.join(BACKENDS)} (default %(default)s)",
+    )
     made.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)")
     made.add_argument(
         "--weights",
         default="same",
-        help=f"of the layers' projections: {', '.join(WEIGHTS)}; int4 is of random weights (default %(default)s)",
+        help=(
+            f"of the layers' projections: {', '.join(WEIGHTS)}; int4 is of random weights "
+            "(default %(default)s)"
+        ),
     )
-    made.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)")
-    made.add_argument("--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)")
     made.add_argument(
-        "--workspace", type=int, metavar="MIB", help="most memory of a layer, of --backend tensorrt (default: all)"
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)"
+    )
+    made.add_argument(
+        "--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)"
+    )
+    made.add_argument(
+        "--workspace",
+        type=int,
+        metavar="MIB",
+        help="most memory of a layer, of --backend tensorrt (default: all)",
     )
     random = made.add_argument_group("instead of a checkpoint")
-    random.add_argument("--random-weights", action="store_true", help="weights of the right shape and size")
+    random.add_argument(
+        "--random-weights", action="store_true", help="weights of the right shape and size"
+    )
     random.add_argument("--config", metavar="FILE", help="the config.json that gives the shape")
     random.add_argument(
-        "--set", action="append", metavar="KEY=JSON", help="replaces a value of config.json; may be repeated"
+        "--set",
+        action="append",
+        metavar="KEY=JSON",
+        help="replaces a value of config.json; may be repeated",
     )
     random.add_argument("--seed", type=int, metavar="N", help="of the weights (default 0)")
-    made.add_argument("--profile", action="store_true", help="then measure it here, as `pensieve profile` does")
+    made.add_argument(
+        "--profile", action="store_true", help="then measure it here, as `pensieve profile` does"
+    )
     return made
 
 
@@ -101,20 +127,29 @@ def build(args: argparse.Namespace) -> Built:
     )
     if args.random_weights:
         if args.checkpoint is not None:
-            raise SettingError("--checkpoint", "not with --random-weights, which takes its shape from --config")
+            raise SettingError(
+                "--checkpoint", "not with --random-weights, which takes its shape from --config"
+            )
         if args.config is None:
-            raise SettingError("--config", "must name the config.json that --random-weights follows")
-        return build_random_engine(args.config, args.output, overrides(args.set or []), args.seed or 0, **how)
+            raise SettingError(
+                "--config", "must name the config.json that --random-weights follows"
+            )
+        return build_random_engine(
+            args.config, args.output, overrides(args.set or []), args.seed or 0, **how
+        )
     for name in ("config", "set", "seed"):
         if getattr(args, name) is not None:
             raise SettingError(f"--{name}", "only with --random-weights")
     if args.checkpoint is None:
-        raise SettingError("--checkpoint", "must name a checkpoint (or use --random-weights and --config)")
+        raise SettingError(
+            "--checkpoint", "must name a checkpoint (or use --random-weights and --config)"
+        )
     return build_engine(args.checkpoint, args.output, **how)
 
 
 def overrides(settings: list[str]) -> dict[str, Any]:
-    """Parses {key: value} from KEY=JSON; SettingError for a text of another form, or a repeated key."""
+    """Parses {key: value} from KEY=JSON; SettingError for a text of another form, or a repeated
+    key."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -125,15 +160,19 @@ def overrides(settings: list[str]) -> dict[str, Any]:
         try:
             values[key] = json.loads(text)
         except ValueError:
-            raise SettingError("--set", f"the value of {setting!r} is no JSON; text needs double quotes") from None
+            raise SettingError(
+                "--set", f"the value of {setting!r} is no JSON; text needs double quotes"
+            ) from None
     return values
 
 
 def describe(compiled: Compiled) -> str:
     parity = compiled.parity
     return (
-        f"compiled in {compiled.compile_seconds:.1f} s into {compiled.package_bytes / 2**20:.1f} MiB, which load in "
-        f"{compiled.load_seconds:.3f} s; relative error against float32: logits {parity.logits:.1e} "
+        f"compiled in {compiled.compile_seconds:.1f} s into {compiled.package_bytes / 2**20:.1f} "
+        "MiB, which load in "
+        f"{compiled.load_seconds:.3f} s; relative error against float32: logits "
+        f"{parity.logits:.1e} "
         f"(eager {parity.logits_eager:.1e}), KV {parity.kv:.1e} (eager {parity.kv_eager:.1e})"
     )
 
@@ -141,7 +180,9 @@ def describe(compiled: Compiled) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     hold_streams()
     args = parser().parse_args(argv)
-    return run_interruptible("build_engine", lambda: exit_status("build_engine", lambda: make(args)))
+    return run_interruptible(
+        "build_engine", lambda: exit_status("build_engine", lambda: make(args))
+    )
 
 
 def make(args: argparse.Namespace) -> int:
@@ -152,22 +193,41 @@ def make(args: argparse.Namespace) -> int:
     manifest = built.manifest
     each = "" if manifest.tensor_parallel == 1 else f" on each of {manifest.tensor_parallel} ranks"
     kind = "weights" if manifest.random_seed is None else "random weights"
-    kind += " (projections in FP8)" if manifest.fp8 else " (projections in int4)" if manifest.int4 else ""
+    kind += (
+        " (projections in FP8)"
+        if manifest.fp8
+        else " (projections in int4)"
+        if manifest.int4
+        else ""
+    )
     print(
-        f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, {manifest.device}, "
-        f"{manifest.dtype}, {manifest.layers} layers, {manifest.weight_bytes / 2**20:.1f} MiB of {kind}{each}, "
-        f"contexts up to {manifest.max_model_len} tokens, in {seconds:.1f} s (fingerprint {manifest.fingerprint[:16]})"
+        f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, "
+        f"{manifest.device}, "
+        f"{manifest.dtype}, {manifest.layers} layers, {manifest.weight_bytes / 2**20:.1f} MiB of "
+        f"{kind}{each}, "
+        f"contexts up to {manifest.max_model_len} tokens, in {seconds:.1f} s (fingerprint "
+        f"{manifest.fingerprint[:16]})"
     )
     if manifest.quantisation is not None:
         logits, kv = manifest.quantisation.logits, manifest.quantisation.kv
-        print(f"relative error of FP8 against the unquantised model in float32: logits {logits:.1e}, KV {kv:.1e}")
+        print(
+            f"relative error of FP8 against the unquantised model in float32: logits {logits:.1e}, "
+            f"KV {kv:.1e}"
+        )
     if manifest.compiled is not None:
         print(describe(manifest.compiled))
     if manifest.random_seed is not None:
         print("random weights have no tokenizer: prompts must be token ids")
     elif not built.has_tokenizer:
-        print("the checkpoint has neither tokenizer.json nor vocab.json and merges.txt: prompts must be token ids")
-    return profile_engine.main(["--engine", args.output, "--device", args.device]) if args.profile else 0
+        print(
+            "the checkpoint has neither tokenizer.json nor vocab.json and merges.txt: prompts must "
+            "be token ids"
+        )
+    return (
+        profile_engine.main(["--engine", args.output, "--device", args.device])
+        if args.profile
+        else 0
+    )
 
 
 if __name__ == "__main__":

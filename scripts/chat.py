@@ -1,4 +1,5 @@
-"""A chat in the terminal on a running server. After each reply a line says where its tokens came from."""
+"""A chat in the terminal on a running server. After each reply a line says where its tokens came
+from."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ HELP = """\
 
 
 class ServerError(Exception):
-    """The server refuses, or cannot be reached; the message is for the user. `status`: of its answer, 0 if there is
-    none."""
+    """The server refuses, or cannot be reached; the message is for the user. `status`: of its
+    answer, 0 if there is none."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -50,8 +51,12 @@ class Server:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{url!r} is not an address; write http://HOST:PORT")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(parts.netloc, timeout=CONNECT_SECONDS)
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(
+            parts.netloc, timeout=CONNECT_SECONDS
+        )
         self._path = parts.path
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -68,7 +73,9 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics, by name with labels."""
-        lines = [line for line in self.text("/metrics").splitlines() if line and not line.startswith("#")]
+        lines = [
+            line for line in self.text("/metrics").splitlines() if line and not line.startswith("#")
+        ]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -82,18 +89,26 @@ class Server:
                     yield event
 
     @contextlib.contextmanager
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> Iterator[http.client.HTTPResponse]:
         connection = self._connect()
         try:
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+            connection.request(
+                method, self._path + path, None if body is None else json.dumps(body), self._headers
+            )
             connection.sock.settimeout(self._read_seconds)
             response = connection.getresponse()
             if response.status >= 400:
-                hint = "; give one with --api-key or $OPENAI_API_KEY" if response.status == 401 else ""
+                hint = (
+                    "; give one with --api-key or $OPENAI_API_KEY" if response.status == 401 else ""
+                )
                 raise ServerError(_reason(response) + hint, response.status)
             yield response
         except ConnectionRefusedError as error:
-            raise ServerError(f"{self.url}: {error.strerror}; `pensieve serve PATH` starts a server") from error
+            raise ServerError(
+                f"{self.url}: {error.strerror}; `pensieve serve PATH` starts a server"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url}: {error or type(error).__name__}") from error
         finally:
@@ -123,19 +138,27 @@ class Turn:
             for name, shown in SOURCES.items()
             if name != "disk" or self.sources.get(name)
         )
-        rate = f" at {(self.generated - 1) / self.generating:.0f}/s" if self.generated > 1 and self.generating else ""
-        return f"{came} | first token {self.first_token * 1e3:.0f} ms | {self.generated} tokens{rate}"
+        rate = (
+            f" at {(self.generated - 1) / self.generating:.0f}/s"
+            if self.generated > 1 and self.generating
+            else ""
+        )
+        return (
+            f"{came} | first token {self.first_token * 1e3:.0f} ms | {self.generated} tokens{rate}"
+        )
 
 
 class Chat:
     """One conversation at a time; the server keeps its history."""
 
     def __init__(self, server: Server, options: argparse.Namespace):
-        self._server, self._options = server, options
+        self._server = server
+        self._options = options
         self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
         self._turns: list[Turn] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
-        self.conversation, self._stored = "", False
+        self.conversation = ""
+        self._stored = False
         self._go_to(options.conversation)
 
     def run(self, lines: Iterator[str]) -> int:
@@ -207,7 +230,8 @@ class Chat:
         return text.join(self._dim)
 
     def _go_to(self, name: str | None) -> None:
-        """Switches to the conversation of that name, which may be stored on the server, or to a new one."""
+        """Switches to the conversation of that name, which may be stored on the server, or to a new
+        one."""
         self._stored = self._exists(name) if name else False
         self.conversation = name or new_name()
 
@@ -227,7 +251,8 @@ class Chat:
         print(f"this is {self.conversation}")
 
     def command_list(self, _: str) -> None:
-        after, more = "", True
+        after = ""
+        more = True
         while more:
             page = self._server.ask("GET", f"/v1/conversations?limit={LIST_PAGE}{after}")
             for entry in page["data"]:
@@ -253,10 +278,15 @@ class Chat:
         turns = self._turns
         sources = sum((Counter(turn.sources) for turn in turns), Counter())
         came = " · ".join(f"{shown} {sources[name]}" for name, shown in SOURCES.items())
-        print(f"{len(turns)} replies, {sum(turn.generated for turn in turns)} tokens; prompts: {came}")
+        print(
+            f"{len(turns)} replies, {sum(turn.generated for turn in turns)} tokens; prompts: {came}"
+        )
         if turns:
             times = sorted(turn.first_token for turn in turns)
-            print(f"first token: median {times[len(times) // 2] * 1e3:.0f} ms, longest {times[-1] * 1e3:.0f} ms")
+            print(
+                f"first token: median {times[len(times) // 2] * 1e3:.0f} ms, longest "
+                f"{times[-1] * 1e3:.0f} ms"
+            )
         for line in self._server.text("/metrics").splitlines():
             if line.startswith(("pensieve:num_requests", "pensieve:kv_slots")):
                 print(line.removeprefix("pensieve:"))
@@ -285,15 +315,35 @@ def typed_lines(chat: Chat) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     made = CommandParser(
-        prog="pensieve chat", description=__doc__, epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="pensieve chat",
+        description=__doc__,
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = made.add_argument
     option("--url", default="http://127.0.0.1:8000", help="the server (default %(default)s)")
-    option("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="(default: $OPENAI_API_KEY)")
+    option(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        metavar="KEY",
+        help="(default: $OPENAI_API_KEY)",
+    )
     option("--model", metavar="NAME", help="(default: the server's first)")
     option("--conversation", metavar="NAME", help="one to go on with (default: a new one)")
-    option("--max-tokens", type=int, default=256, metavar="N", help="longest reply (default %(default)s)")
-    option("--temperature", type=float, default=0.3, metavar="T", help="0: always the likeliest (default %(default)s)")
+    option(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="longest reply (default %(default)s)",
+    )
+    option(
+        "--temperature",
+        type=float,
+        default=0.3,
+        metavar="T",
+        help="0: always the likeliest (default %(default)s)",
+    )
     options = made.parse_args(argv)
     try:
         chat = Chat(Server(options.url, options.api_key), options)

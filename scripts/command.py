@@ -1,4 +1,5 @@
-"""What commands share: the exit status of a wrong option, bounds of numbers, results as lines of JSON and as tables."""
+"""What commands share: the exit status of a wrong option, bounds of numbers, results as lines of
+JSON and as tables."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from ..scheduler.types import SettingError
 Number = TypeVar("Number", int, float)
 
 
-def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exception], ...] = (SettingError,)) -> int:
-    """Returns the result of `work` (None: 0), or 2 after one of the errors `wrong`, which is printed in one line."""
+def exit_status(
+    prog: str, work: Callable[[], int | None], wrong: tuple[type[Exception], ...] = (SettingError,)
+) -> int:
+    """Returns the result of `work` (None: 0), or 2 after one of the errors `wrong`, which is
+    printed in one line."""
     try:
         return work() or 0
     except wrong as error:
@@ -26,7 +30,8 @@ def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exc
 
 
 def check_above_0(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """SettingError for the first number that is not above 0. Names that are missing or None are skipped."""
+    """SettingError for the first number that is not above 0. Names that are missing or None are
+    skipped."""
     for name in names:
         value = getattr(args, name, None)
         if value is not None and not 0 < value < math.inf:
@@ -55,7 +60,9 @@ def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
     try:
         return [kind(number) for number in text.split(",")]
     except ValueError:
-        raise SettingError(option, f"{text!r} is not a list of numbers with commas between") from None
+        raise SettingError(
+            option, f"{text!r} is not a list of numbers with commas between"
+        ) from None
 
 
 # Tables.
@@ -66,14 +73,21 @@ Columns = Mapping[str, tuple[str, str]]
 
 
 def title_line(columns: Columns) -> str:
-    return "  ".join(f"{title:{_side(form)}{_width(title, form)}}" for title, form in columns.values()).rstrip()
+    return "  ".join(
+        f"{title:{_side(form)}{_width(title, form)}}" for title, form in columns.values()
+    ).rstrip()
 
 
 def result_line(columns: Columns, found: Mapping[str, Any]) -> str:
     """None, nothing to tell, is a dash."""
-    shown = ("-" if found[name] is None else format(found[name], form) for name, (_, form) in columns.items())
+    shown = (
+        "-" if found[name] is None else format(found[name], form)
+        for name, (_, form) in columns.items()
+    )
     places = ((_side(form), _width(title, form)) for title, form in columns.values())
-    return "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(shown, places, strict=True)).rstrip()
+    return "  ".join(
+        f"{cell:{side}{width}}" for cell, (side, width) in zip(shown, places, strict=True)
+    ).rstrip()
 
 
 def _side(form: str) -> str:

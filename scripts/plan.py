@@ -1,10 +1,13 @@
-"""plan: finds the number of GPUs and the host memory that a load of conversations needs, and their price.
+"""plan: finds the number of GPUs and the host memory that a load of conversations needs, and their
+price.
 
-    pensieve plan --config config.json --profile profile.json --synthetic sharegpt --load 10,100 --ms-per-token 20
+    pensieve plan --config config.json --profile profile.json --synthetic sharegpt --load 10,100
+    --ms-per-token 20
 
-One replica is simulated (`simulation/load.py`). For each size of host memory and each seed, bisection finds the largest
-rate of conversations that meets the targets. The median over the seeds counts; the lowest and the highest say how sure
-it is. A session stays with its replica, so the replica with the most sessions must meet the targets too.
+One replica is simulated (`simulation/load.py`). For each size of host memory and each seed,
+bisection finds the largest rate of conversations that meets the targets. The median over the seeds
+counts; the lowest and the highest say how sure it is. A session stays with its replica, so the
+replica with the most sessions must meet the targets too.
 """
 
 from __future__ import annotations
@@ -39,28 +42,78 @@ from .simulation.load import add_run_options, add_workload, conversations, load_
 from .simulation.models import read_costs, read_shape
 
 TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_load`
-CLOSE, IDLE = 1.04, 2**-6  # the bisection ends at this ratio of bounds; this share of its first guess is nearly no load
+# the bisection ends at this ratio of bounds; this share of its first guess is nearly no load
+CLOSE = 1.04
+IDLE = 2**-6
 
 
 def parser() -> CommandParser:
     made = CommandParser(prog="pensieve plan", description=__doc__.partition("\n")[0])
     option = made.add_argument
     option("--config", required=True, type=Path, metavar="FILE", help="the model's config.json")
-    option("--profile", type=Path, metavar="FILE", help="profile.json of `pensieve profile` (default: an estimate)")
-    option("--load", required=True, metavar="RATES", help="conversations/s of all users, comma between")
+    option(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="profile.json of `pensieve profile` (default: an estimate)",
+    )
+    option(
+        "--load", required=True, metavar="RATES", help="conversations/s of all users, comma between"
+    )
     add_workload(made)
-    option("--ms-per-token", type=float, metavar="MS", help="target: mean of (end - request) / tokens of the reply")
-    option("--ttft-ms-p95", type=float, metavar="MS", help="target: 95th percentile of the time to the first token")
-    option("--margin", type=float, default=0.1, metavar="SHARE", help="of the targets, spared (default %(default)s)")
-    option("--price", type=float, default=1.0, metavar="P", help="of a GPU for an hour (default 1: cost in GPU hours)")
-    option("--host-price", type=float, default=0.0, metavar="P", help="of a GiB of host memory for an hour (default 0)")
-    option("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs of a replica (default %(default)s)")
-    option("--gpu-memory", default="139GiB", metavar="SIZE", help="KV `auto`: 0.9 of it without weights (%(default)s)")
+    option(
+        "--ms-per-token",
+        type=float,
+        metavar="MS",
+        help="target: mean of (end - request) / tokens of the reply",
+    )
+    option(
+        "--ttft-ms-p95",
+        type=float,
+        metavar="MS",
+        help="target: 95th percentile of the time to the first token",
+    )
+    option(
+        "--margin",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of the targets, spared (default %(default)s)",
+    )
+    option(
+        "--price",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="of a GPU for an hour (default 1: cost in GPU hours)",
+    )
+    option(
+        "--host-price",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="of a GiB of host memory for an hour (default 0)",
+    )
+    option(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs of a replica (default %(default)s)",
+    )
+    option(
+        "--gpu-memory",
+        default="139GiB",
+        metavar="SIZE",
+        help="KV `auto`: 0.9 of it without weights (%(default)s)",
+    )
     option("--plot", type=Path, metavar="FILE", help="draw the cost over the load (matplotlib)")
     add_common_options(made)
     add_run_options(made)
     add_hardware_options(made)
-    made.set_defaults(gpu_kv_bytes="auto", host_kv_bytes="64GiB", seeds="0,1,2", measure_s=180.0, ramp_s=60.0)
+    made.set_defaults(
+        gpu_kv_bytes="auto", host_kv_bytes="64GiB", seeds="0,1,2", measure_s=180.0, ramp_s=60.0
+    )
     return made
 
 
@@ -77,7 +130,10 @@ def plan(args: argparse.Namespace) -> None:
     cases = list(product(sizes, seeds))
     with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(cases))) as pool:
         found = pool.starmap(partial(largest_rate, args, cost), cases, chunksize=1)
-    rates = {size: [rate for case, rate in zip(cases, found, strict=True) if case[0] == size] for size in sizes}
+    rates = {
+        size: [rate for case, rate in zip(cases, found, strict=True) if case[0] == size]
+        for size in sizes
+    }
     rows = [plan_row(args, load, size, rates[size]) for load, size in product(loads, sizes)]
     print("\n".join(map(json.dumps, rows) if args.json else table(source, rows)))
     if args.plot is not None:
@@ -91,8 +147,11 @@ def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
     if not any(getattr(args, target) for target in TARGETS):
         raise SettingError("--ms-per-token, --ttft-ms-p95", "give one target or both")
     if args.measure_s >= args.seconds or args.margin >= 1:
-        raise SettingError("--measure-s, --margin", f"must be below --seconds ({args.seconds:g}), and below 1")
-    loads, seeds = sorted(numbers(args.load, "--load", float)), numbers(args.seeds, "--seeds", int)
+        raise SettingError(
+            "--measure-s, --margin", f"must be below --seconds ({args.seconds:g}), and below 1"
+        )
+    loads = sorted(numbers(args.load, "--load", float))
+    seeds = numbers(args.seeds, "--seeds", int)
     if not 0 < loads[0] <= loads[-1] < math.inf:
         raise SettingError("--load", f"must be above 0, not {args.load}")
     if args.plot is not None:
@@ -101,12 +160,18 @@ def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
 
 
 def describe(args: argparse.Namespace) -> tuple[CostProfile, str]:
-    """Costs of a replica, and where they come from; settles `args.gpu_kv_bytes`. Raises SettingError."""
+    """Costs of a replica, and where they come from; settles `args.gpu_kv_bytes`. Raises
+    SettingError."""
     shape = read_shape(args.config, args.tensor_parallel)
     if args.gpu_kv_bytes == "auto":
-        args.gpu_kv_bytes = str(int(0.9 * parse_bytes(args.gpu_memory, "--gpu-memory")) - 2 * shape.parameters)
+        args.gpu_kv_bytes = str(
+            int(0.9 * parse_bytes(args.gpu_memory, "--gpu-memory")) - 2 * shape.parameters
+        )
         if int(args.gpu_kv_bytes) <= 0:
-            message = f"{2 * shape.parameters / 1e9:.3g} GB of weights leave no room for KV: use more GPUs a replica"
+            message = (
+                f"{2 * shape.parameters / 1e9:.3g} GB of weights leave no room for KV: use more "
+                "GPUs a replica"
+            )
             raise SettingError("--tensor-parallel", message)
     if args.profile is not None:
         return read_costs(args.profile, shape, args.chunk_tokens)
@@ -115,28 +180,37 @@ def describe(args: argparse.Namespace) -> tuple[CostProfile, str]:
 
 
 def largest_rate(args: argparse.Namespace, cost: CostProfile, host_bytes: int, seed: int) -> float:
-    """Conversations/s at which one replica meets the targets. Raises SettingError if it never does."""
+    """Conversations/s at which one replica meets the targets. Raises SettingError if it never
+    does."""
     args = argparse.Namespace(**{**vars(args), "host_kv_bytes": str(host_bytes)})
 
     def good(rate: float) -> bool:
         found = simulate_load(load_run(args, cost, conversations(args, rate, seed), rate, seed))
         if found is None:
-            raise SettingError("--measure-s", f"no reply ended at {rate:.2g} conversations/s: take more seconds")
+            raise SettingError(
+                "--measure-s", f"no reply ended at {rate:.2g} conversations/s: take more seconds"
+            )
         limits = [(found[name], getattr(args, name)) for name in TARGETS]
         return all(limit is None or value <= (1 - args.margin) * limit for value, limit in limits)
 
     sample = conversations(args, 10.0, seed)
-    tokens = sum(turn.input_tokens + turn.output_tokens for session in sample for turn in session.turns) / len(sample)
+    tokens = sum(
+        turn.input_tokens + turn.output_tokens for session in sample for turn in session.turns
+    ) / len(sample)
     return bisect(good, cost.chunk_tokens / cost.chunk_seconds / tokens / 2)
 
 
 def bisect(good: Callable[[float], bool], guess: float) -> float:
-    """The largest rate that is good, within CLOSE. Raises SettingError if none is, down to IDLE of the guess."""
-    low, high = guess, math.inf
+    """The largest rate that is good, within CLOSE. Raises SettingError if none is, down to IDLE of
+    the guess."""
+    low = guess
+    high = math.inf
     while not good(low):
         low, high = low / 2, low
         if low < IDLE * guess:
-            message = "an idle replica misses them: raise them, or divide the model (--tensor-parallel)"
+            message = (
+                "an idle replica misses them: raise them, or divide the model (--tensor-parallel)"
+            )
             raise SettingError("--ms-per-token, --ttft-ms-p95", message)
     while high > CLOSE * low:
         middle = math.sqrt(low * high) if high < math.inf else 2 * low
@@ -152,13 +226,26 @@ def replicas(load: float, rate: float) -> int:
     return count
 
 
-def plan_row(args: argparse.Namespace, load: float, host_bytes: int, rates: Sequence[float]) -> dict:
-    gpus, most, fewest = (args.tensor_parallel * replicas(load, of(rates)) for of in (median, min, max))
+def plan_row(
+    args: argparse.Namespace, load: float, host_bytes: int, rates: Sequence[float]
+) -> dict:
+    gpus, most, fewest = (
+        args.tensor_parallel * replicas(load, of(rates)) for of in (median, min, max)
+    )
     host_gib = gpus * host_bytes / 2**30
     cost = args.price * gpus + args.host_price * host_gib
     even = args.tensor_parallel * math.ceil(load / median(rates))
     spread = f"{min(rates):.3g} to {max(rates):.3g}", gpus, f"{fewest} to {most}"
-    values = host_bytes / 2**30, load, median(rates), *spread, even, host_gib, cost, cost / load / 3.6
+    values = (
+        host_bytes / 2**30,
+        load,
+        median(rates),
+        *spread,
+        even,
+        host_gib,
+        cost,
+        cost / load / 3.6,
+    )
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -174,15 +261,20 @@ COLUMNS = {
     "cost": ("cost/h", "9,.2f"),
     "cost_1000": ("of 1,000", "8.4g"),
 }
-"""if even: GPUs if all replicas had equally many sessions; of 1,000: cost of 1,000 conversations."""
+"""if even: GPUs if all replicas had equally many sessions; of 1,000: cost of 1,000
+conversations."""
 
 
 def table(source: str, rows: Sequence[Mapping]) -> Iterator[str]:
     yield title_line(COLUMNS)
     yield from (result_line(COLUMNS, row) for row in rows)
     best = min(rows, key=lambda row: (-row["load"], row["cost"], row["host_gib"]))
-    yield "{load:g}/s: {gpus} GPUs, {host_gib:,.0f} GiB of host memory, {cost:,.2f} an hour".format(**best)
-    yield "how sure: by seed {gpus_by_seed} GPUs; other traffic and failures are not in it".format(**best)
+    yield "{load:g}/s: {gpus} GPUs, {host_gib:,.0f} GiB of host memory, {cost:,.2f} an hour".format(
+        **best
+    )
+    yield "how sure: by seed {gpus_by_seed} GPUs; other traffic and failures are not in it".format(
+        **best
+    )
     yield f"costs of steps: {source}; simulated beside measured: docs/measured/planning.md"
 
 
@@ -191,9 +283,20 @@ def draw(args: argparse.Namespace, rates: Mapping[int, Sequence[float]], most: f
     figure, axis = subplots("--plot", figsize=(7, 4))
     loads = [most * step / 200 for step in range(1, 201)]
     for size, found in rates.items():
-        low, middle, high = ([plan_row(args, x, size, [of(found)])["cost"] for x in loads] for of in (max, median, min))
-        (line,) = axis.plot(loads, middle, drawstyle="steps", label=f"{size / 2**30:g} GiB of host memory a GPU")
+        low, middle, high = (
+            [plan_row(args, x, size, [of(found)])["cost"] for x in loads]
+            for of in (max, median, min)
+        )
+        (line,) = axis.plot(
+            loads, middle, drawstyle="steps", label=f"{size / 2**30:g} GiB of host memory a GPU"
+        )
         axis.fill_between(loads, low, high, step="pre", alpha=0.2, color=line.get_color())
-    axis.set(title="Shaded: between the seeds", xlabel="conversations/s", ylabel="cost of an hour", xlim=0, ylim=0)
+    axis.set(
+        title="Shaded: between the seeds",
+        xlabel="conversations/s",
+        ylabel="cost of an hour",
+        xlim=0,
+        ylim=0,
+    )
     axis.legend()
     figure.savefig(args.plot, dpi=100)

@@ -1,8 +1,10 @@
-"""profile: measures what steps and copies of an engine cost on this hardware, and keeps it beside the engine.
+"""profile: measures what steps and copies of an engine cost on this hardware, and keeps it beside
+the engine.
 
-`pensieve serve` takes its costs from there. An engine of several ranks is measured on all of them side by side, and the
-slowest one's time counts. With `--plots`, also the two measurements that motivate Pensieve (its
-figures 3 and 4): a turn with its history recomputed or cached, and a chunk's cost by the context before it.
+`pensieve serve` takes its costs from there. An engine of several ranks is measured on all of them
+side by side, and the slowest one's time counts. With `--plots`, also the two measurements that
+motivate Pensieve (its figures 3 and 4): a turn with its history recomputed or cached, and a chunk's
+cost by the context before it.
 """
 
 from __future__ import annotations
@@ -27,24 +29,63 @@ if TYPE_CHECKING:
     from ..runtime.measure.step_bench import HistoryTime, StepBench
 
 
-TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200  # a batch of figure 3; prompts of ShareGPT's mean length
+# a batch of figure 3; prompts of ShareGPT's mean length
+TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200
 
 
 def parser() -> CommandParser:
     made = CommandParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
     option = made.add_argument
-    option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory; profile.json is put there")
-    option("--device", default="cpu", choices=DEVICES, help="where the engine runs (default %(default)s)")
+    option(
+        "--engine",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="an engine directory; profile.json is put there",
+    )
+    option(
+        "--device",
+        default="cpu",
+        choices=DEVICES,
+        help="where the engine runs (default %(default)s)",
+    )
     add_kv_cache_dtype(made)
     option("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default %(default)s)")
-    option("--max-num-seqs", type=int, metavar="N", help="most rows that generate (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, metavar="N", help="a full batch (default %(default)s)")
+    option(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="most rows that generate (default %(default)s)",
+    )
+    option(
+        "--max-num-batched-tokens", type=int, metavar="N", help="a full batch (default %(default)s)"
+    )
     served = ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens")
     made.set_defaults(**{name: DEFAULTS[name] for name in served})
-    option("--max-model-len", type=int, metavar="N", help="longest context (default: the model's, or what fits)")
-    option("--gpu-kv-bytes", metavar="SIZE", help="GPU cache (default: half of what is free, at most what batches use)")
-    option("--seconds", type=float, default=0.2, metavar="S", help="to measure each point (default %(default)s)")
-    option("--plots", type=Path, metavar="DIR", help="also time whole turns, and draw both figures there (matplotlib)")
+    option(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="longest context (default: the model's, or what fits)",
+    )
+    option(
+        "--gpu-kv-bytes",
+        metavar="SIZE",
+        help="GPU cache (default: half of what is free, at most what batches use)",
+    )
+    option(
+        "--seconds",
+        type=float,
+        default=0.2,
+        metavar="S",
+        help="to measure each point (default %(default)s)",
+    )
+    option(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="also time whole turns, and draw both figures there (matplotlib)",
+    )
     option("--json", action="store_true", help="print one JSON line instead of the table")
     return made
 
@@ -88,7 +129,10 @@ def time_turns(bench: StepBench, say: Callable[[str], None]) -> Iterator[History
     history = 8 * config.chunk_tokens
     while True:
         context = history + TURN_PROMPT + TURN_GENERATED
-        if context > config.max_model_len or requests * config.chunks(context) > config.gpu_kv_chunks:
+        if (
+            context > config.max_model_len
+            or requests * config.chunks(context) > config.gpu_kv_chunks
+        ):
             return
         say(f"a turn of {requests} conversations with {history} tokens of history each")
         yield bench.turn(history, TURN_PROMPT, TURN_GENERATED, requests)
@@ -98,7 +142,11 @@ def time_turns(bench: StepBench, say: Callable[[str], None]) -> Iterator[History
 def tell(args: argparse.Namespace, profile: Profile, turns: Sequence[HistoryTime]) -> None:
     path = profile.save(args.engine)
     if args.json:
-        print(json.dumps({"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}))
+        print(
+            json.dumps(
+                {"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}
+            )
+        )
     else:
         print("\n".join([*table(profile), *turn_table(turns), f"saved in {path}"]))
     if args.plots is not None:
@@ -121,10 +169,16 @@ def table(profile: Profile) -> Iterator[str]:
     yield f"{profile.hardware}, torch {profile.torch}"
     yield f"{profile.dtype}, chunks of {size} tokens, {cost.chunk_bytes} bytes"
     chunks = profile.max_num_batched_tokens // size
-    yield f"a full batch of {chunks} chunks; microseconds of a chunk, of its attention, of loading it instead"
-    for (context, seconds), (_, attention) in zip(measured.full_batches, cost.attention, strict=True):
+    yield (
+        f"a full batch of {chunks} chunks; microseconds of a chunk, of its attention, of loading "
+        "it instead"
+    )
+    for (context, seconds), (_, attention) in zip(
+        measured.full_batches, cost.attention, strict=True
+    ):
         yield (
-            f"  context {context:7}  batch {1e3 * seconds:9.3f} ms  chunk {1e6 * cost.recompute(context):9.1f}"
+            f"  context {context:7}  batch {1e3 * seconds:9.3f} ms  chunk "
+            f"{1e6 * cost.recompute(context):9.1f}"
             f"  attention {1e6 * attention:9.1f}  load {1e6 * cost.load():7.1f}"
         )
     yield "a step at the shortest context, ms"
@@ -142,14 +196,18 @@ def table(profile: Profile) -> Iterator[str]:
         speeds = (moved / seconds for seconds in (copy.swap_in, copy.swap_out, copy.both))
         yield f"  {copy.layers:7}" + "".join(f"{speed:9.2f}" for speed in speeds)
     yield (
-        f"--swap-out-below {profile.swap_out_below:.2f} frees slots in time (contexts to {profile.max_model_len} "
+        f"--swap-out-below {profile.swap_out_below:.2f} frees slots in time (contexts to "
+        f"{profile.max_model_len} "
         f"tokens, a GPU cache of {profile.gpu_kv_chunks} chunks)"
     )
 
 
 def turn_table(turns: Sequence[HistoryTime]) -> Iterator[str]:
     if turns:
-        yield f"turns, {TURN_PROMPT} tokens in and {TURN_GENERATED} out, s: prefill recomputed, cached; generation"
+        yield (
+            f"turns, {TURN_PROMPT} tokens in and {TURN_GENERATED} out, s: prefill recomputed, "
+            "cached; generation"
+        )
     for turn in turns:
         times = (turn.prefill_recomputed, turn.prefill_cached, turn.generation)
         yield f"  history {turn.history:7}" + "".join(f"{seconds:9.3f}" for seconds in times)
@@ -177,7 +235,11 @@ def _turns(profile: Profile, turns: Sequence[HistoryTime], path: Path) -> None:
         axis.bar(at, generation, 0.38, bottom=prefill, color="lightgrey", edgecolor="grey")
     axis.bar(0, 0, color="lightgrey", edgecolor="grey", label="generation")
     axis.set_xticks(list(places), [f"{turn.history:,}" for turn in turns])
-    axis.set(title=profile.hardware, xlabel="history of each conversation, tokens", ylabel="seconds of a turn")
+    axis.set(
+        title=profile.hardware,
+        xlabel="history of each conversation, tokens",
+        ylabel="seconds of a turn",
+    )
     axis.legend()
     figure.savefig(path, dpi=120)
 
@@ -187,13 +249,19 @@ def _chunks(profile: Profile, path: Path) -> None:
     cost = profile.cost
     contexts = [context for context, _ in cost.attention]
     figure, axis = subplots("--plots", figsize=(7, 4))
-    axis.plot(contexts, [1e3 * seconds for _, seconds in cost.attention], marker="o", label="attention")
+    axis.plot(
+        contexts, [1e3 * seconds for _, seconds in cost.attention], marker="o", label="attention"
+    )
     axis.axhline(1e3 * cost.chunk_seconds, color="tab:orange", label="all else")
     together = [1e3 * cost.recompute(context) for context in contexts]
     axis.plot(contexts, together, color="black", marker=".", label="together")
     axis.axhline(1e3 * cost.load(), color="tab:green", linestyle="--", label="copying it in")
     axis.set_xscale("log", base=2)
-    axis.set(title=profile.hardware, xlabel="context, tokens", ylabel=f"ms a chunk of {cost.chunk_tokens} tokens")
+    axis.set(
+        title=profile.hardware,
+        xlabel="context, tokens",
+        ylabel=f"ms a chunk of {cost.chunk_tokens} tokens",
+    )
     axis.set_ylim(bottom=0)
     axis.legend()
     figure.savefig(path, dpi=120)

@@ -1,11 +1,12 @@
-"""simulate: replays conversations against the scheduler on a virtual clock, for each eviction policy and tier size.
+"""simulate: replays conversations against the scheduler on a virtual clock, for each eviction
+policy and tier size.
 
     pensieve simulate --trace FILE --host-kv-bytes 16GiB,64GiB --eviction retention,lru
     pensieve simulate --preset load --rate 4,5 --start middle
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
-`scheduler/sim/simulator.py` for what is simulated, `scripts/simulation/traces.py` for the form of a trace. The preset
-`load` has options of its own: `scripts/simulation/load.py`.
+`scheduler/sim/simulator.py` for what is simulated, `scripts/simulation/traces.py` for the form of a
+trace. The preset `load` has options of its own: `scripts/simulation/load.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ from .simulation.traces import CHATS, read_trace, synthetic
 
 PRESETS = ("trace", "load")
 POSITIVE = (
-    *("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"),
+    *(
+        "sessions_per_s",
+        "think_s",
+        "flops_per_s",
+        "memory_bytes_per_s",
+        "link_bytes_per_s",
+        "chunk_tokens",
+    ),
     *("disk_read_bytes_per_s", "disk_write_bytes_per_s", "seconds", "measure_s"),
 )
 
@@ -52,7 +60,9 @@ class Run(NamedTuple):
 
 def parser(preset: str = "trace") -> CommandParser:
     made = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
-    made.add_argument("--preset", choices=PRESETS, default="trace", help="each has its own options (trace)")
+    made.add_argument(
+        "--preset", choices=PRESETS, default="trace", help="each has its own options (trace)"
+    )
     add_common_options(made)
     {"load": add_load_options, "trace": add_trace_options}[preset](made)
     return made
@@ -60,43 +70,154 @@ def parser(preset: str = "trace") -> CommandParser:
 
 def add_common_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
-    option("--think-s", type=float, default=15.0, metavar="S", help="mean, synthetic only (default %(default)s)")
+    option(
+        "--think-s",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="mean, synthetic only (default %(default)s)",
+    )
     option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
     option("--host-kv-bytes", default="16GiB,32GiB,64GiB", metavar="SIZES",
            help="comma between, of load only one (default %(default)s)")  # fmt: skip
-    option("--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)")
-    option("--chunk-tokens", type=int, default=64, metavar="N",
-           help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
-    option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
-    option("--target-ms-per-token", type=float, metavar="MS", help="of a step with generation (default: none)")
-    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
+    option(
+        "--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)"
+    )
+    option(
+        "--chunk-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="(default %(default)s: hit rates within a point of those with 32, in less time)",
+    )
+    option(
+        "--max-num-seqs",
+        type=int,
+        default=256,
+        metavar="N",
+        help="running requests (default %(default)s)",
+    )
+    option(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="a step (default %(default)s)",
+    )
+    option(
+        "--target-ms-per-token",
+        type=float,
+        metavar="MS",
+        help="of a step with generation (default: none)",
+    )
+    option(
+        "--jobs",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="runs at a time (default %(default)s)",
+    )
     option("--json", action="store_true", help="one JSON line a run instead of the table")
 
 
 def add_trace_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
     add_workload(made)
-    option("--sessions", type=int, metavar="N", help="so many conversations (default: all of a trace, 1000 synthetic)")
-    option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="starts a second (default %(default)s)")
-    option("--seed", type=int, default=0, metavar="N", help="of starts and synthetic lengths (default %(default)s)")
+    option(
+        "--sessions",
+        type=int,
+        metavar="N",
+        help="so many conversations (default: all of a trace, 1000 synthetic)",
+    )
+    option(
+        "--sessions-per-s",
+        type=float,
+        default=0.1,
+        metavar="RATE",
+        help="starts a second (default %(default)s)",
+    )
+    option(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of starts and synthetic lengths (default %(default)s)",
+    )
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
-    option("--disk-kv-bytes", default="0", metavar="SIZES", help="comma between (default %(default)s: no disk)")
-    option("--save", choices=SAVE_MODES, default="async", help="when chunks go to disk (default %(default)s)")
-    option("--prefetch", choices=("on", "off"), default="on", help="read ahead of a request's turn (default on)")
-    option("--conversation-ttl", type=float, default=math.inf, metavar="S", help="of idle conversations' KV")
-    option("--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported")
-    option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
-    option("--disk-read-bytes-per-s", type=float, default=6e9, metavar="B", help="(default %(default)g)")
-    option("--disk-write-bytes-per-s", type=float, default=4e9, metavar="B", help="(default %(default)g)")
+    option(
+        "--disk-kv-bytes",
+        default="0",
+        metavar="SIZES",
+        help="comma between (default %(default)s: no disk)",
+    )
+    option(
+        "--save",
+        choices=SAVE_MODES,
+        default="async",
+        help="when chunks go to disk (default %(default)s)",
+    )
+    option(
+        "--prefetch",
+        choices=("on", "off"),
+        default="on",
+        help="read ahead of a request's turn (default on)",
+    )
+    option(
+        "--conversation-ttl",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="of idle conversations' KV",
+    )
+    option(
+        "--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported"
+    )
+    option(
+        "--eviction",
+        default="all",
+        metavar="NAMES",
+        help=f"all, or of {','.join(EVICTION_POLICIES)}",
+    )
+    option(
+        "--disk-read-bytes-per-s",
+        type=float,
+        default=6e9,
+        metavar="B",
+        help="(default %(default)g)",
+    )
+    option(
+        "--disk-write-bytes-per-s",
+        type=float,
+        default=4e9,
+        metavar="B",
+        help="(default %(default)g)",
+    )
     add_hardware_options(made)
 
 
 def add_hardware_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
-    option("--flops-per-s", type=float, default=500e12, metavar="F", help="of large steps (default %(default)g)")
-    option("--memory-bytes-per-s", type=float, default=4.25e12, metavar="B", help="GPU memory (default %(default)g)")
-    option("--link-bytes-per-s", type=float, default=50e9, metavar="B", help="host to GPU (default %(default)g)")
+    option(
+        "--flops-per-s",
+        type=float,
+        default=500e12,
+        metavar="F",
+        help="of large steps (default %(default)g)",
+    )
+    option(
+        "--memory-bytes-per-s",
+        type=float,
+        default=4.25e12,
+        metavar="B",
+        help="GPU memory (default %(default)g)",
+    )
+    option(
+        "--link-bytes-per-s",
+        type=float,
+        default=50e9,
+        metavar="B",
+        help="host to GPU (default %(default)g)",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("pensieve simulate", lambda: print_lines(args, lines))
 
 
-def print_lines(args: argparse.Namespace, lines: Callable[[argparse.Namespace], Iterator[str]]) -> None:
+def print_lines(
+    args: argparse.Namespace, lines: Callable[[argparse.Namespace], Iterator[str]]
+) -> None:
     check_above_0(args, POSITIVE)
     for line in lines(args):
         print(line, flush=True)
@@ -118,7 +241,10 @@ def print_lines(args: argparse.Namespace, lines: Callable[[argparse.Namespace], 
 def trace_lines(args: argparse.Namespace) -> Iterator[str]:
     runs = plan_runs(args)
     if not args.json:
-        yield f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} conversations"
+        yield (
+            f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} "
+            "conversations"
+        )
         yield title_line(COLUMNS)
     for run, report in in_processes(_simulate, runs, args.jobs):
         yield json_line(run, report) if args.json else report_line(run, report)
@@ -130,11 +256,19 @@ def load_lines(args: argparse.Namespace) -> Iterator[str]:
         yield title_line(LOAD_COLUMNS)
     for run, found in in_processes(simulate_load, runs, args.jobs):
         if found is None:
-            raise SettingError("--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile")
-        yield json.dumps({"bench": "simulate_load", **found}) if args.json else result_line(LOAD_COLUMNS, found)
+            raise SettingError(
+                "--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile"
+            )
+        yield (
+            json.dumps({"bench": "simulate_load", **found})
+            if args.json
+            else result_line(LOAD_COLUMNS, found)
+        )
 
 
-def in_processes(work: Callable[[Any], Any], runs: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any]]:
+def in_processes(
+    work: Callable[[Any], Any], runs: Sequence[Any], jobs: int
+) -> Iterator[tuple[Any, Any]]:
     """Each run and its result, in their order."""
     with multiprocessing.get_context("spawn").Pool(max(1, min(jobs, len(runs)))) as pool:
         yield from zip(runs, pool.imap(work, runs), strict=True)
@@ -147,7 +281,10 @@ def _simulate(run: Run) -> Report:
 def plan_runs(args: argparse.Namespace) -> list[Run]:
     """Every policy with every HOST and DISK size. Raises SettingError."""
     sessions = load_sessions(args)
-    speeds = {name: getattr(args, name) for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s")}
+    speeds = {
+        name: getattr(args, name)
+        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s")
+    }
     cost = replace(
         MODELS[args.model].cost(args.chunk_tokens, longest_context(sessions), **speeds),
         disk_read_bytes_per_s=args.disk_read_bytes_per_s,
@@ -161,7 +298,9 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
             raise SettingError(f"--{name}", "needs --disk-kv-bytes above 0: no KV goes to disk")
     requests = sum(len(session.turns) for session in sessions)
     if not 0 <= args.warm_up < requests:
-        raise SettingError("--warm-up", f"must leave some of {requests} requests, not {args.warm_up}")
+        raise SettingError(
+            "--warm-up", f"must leave some of {requests} requests, not {args.warm_up}"
+        )
     return [
         Run(
             host_bytes,
@@ -188,7 +327,8 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
 
 
 def load_sessions(args: argparse.Namespace) -> list[Session]:
-    """Load is scaled by dropping whole conversations, never by stretching time. Raises SettingError."""
+    """Load is scaled by dropping whole conversations, never by stretching time. Raises
+    SettingError."""
     check_least(args, sessions=1)
     if args.trace is None:
         return synthetic(
@@ -198,7 +338,9 @@ def load_sessions(args: argparse.Namespace) -> list[Session]:
             think_s=args.think_s,
             seed=args.seed,
         )
-    return read_trace(args.trace, sessions_per_s=args.sessions_per_s, seed=args.seed)[: args.sessions]
+    return read_trace(args.trace, sessions_per_s=args.sessions_per_s, seed=args.seed)[
+        : args.sessions
+    ]
 
 
 COLUMNS = {
@@ -223,14 +365,26 @@ COLUMNS = {
 def report_line(run: Run, report: Report) -> str:
     rates = {"hit_percent": 100 * report.hit_rate, "per_busy_s": report.requests / report.busy_s}
     sizes = {"host_gib": run.host_kv_bytes / 2**30, "disk_gib": run.disk_kv_bytes / 2**30}
-    found = {"policy": run.config.eviction, "ms_per_token": 1e3 * report.seconds_per_token, **rates, **sizes}
+    found = {
+        "policy": run.config.eviction,
+        "ms_per_token": 1e3 * report.seconds_per_token,
+        **rates,
+        **sizes,
+    }
     return result_line(COLUMNS, found | asdict(report) | asdict(report.usage))
 
 
 def json_line(run: Run, report: Report) -> str:
     sizes = {"host_kv_bytes": run.host_kv_bytes, "disk_kv_bytes": run.disk_kv_bytes}
-    setting = {"eviction": run.config.eviction, **sizes, "save": run.config.save, "prefetch": run.config.prefetch}
-    return json.dumps({"bench": "simulate", **setting, **asdict(report), "hit_rate": report.hit_rate})
+    setting = {
+        "eviction": run.config.eviction,
+        **sizes,
+        "save": run.config.save,
+        "prefetch": run.config.prefetch,
+    }
+    return json.dumps(
+        {"bench": "simulate", **setting, **asdict(report), "hit_rate": report.hit_rate}
+    )
 
 
 if __name__ == "__main__":

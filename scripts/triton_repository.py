@@ -3,8 +3,8 @@
     pensieve triton-repository --engine DIR --output DIR [options of `pensieve serve`]
     tritonserver --model-repository DIR
 
-The options are those of the engine and its cache; Triton has its own options for HTTP, keys and limits. Triton's model
-starts `pensieve serve` with the options and adds `--attach SOCKET`.
+The options are those of the engine and its cache; Triton has its own options for HTTP, keys and
+limits. Triton's model starts `pensieve serve` with the options and adds `--attach SOCKET`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import early_options, parse_options, parser
 from ..scheduler.types import SettingError
 
-ONE_VALUE = {"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"}
+ONE_VALUE = {
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+}
 MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
 
 from pensieve.runtime.triton.model import TritonPythonModel
@@ -31,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = CommandParser(
         prog="pensieve triton-repository",
         usage="%(prog)s --engine DIR --output DIR [--name NAME] [options of pensieve serve]",
-        description="Writes a model repository with which Triton Inference Server serves an engine.",
+        description=(
+            "Writes a model repository with which Triton Inference Server serves an engine."
+        ),
     )
     add_own_options(made)
     words = sys.argv[1:] if argv is None else argv
@@ -56,8 +63,8 @@ def add_own_options(made: CommandParser) -> None:
 
 
 def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
-    """Writes the model NAME and returns its directory. An older one written by this command is replaced.
-    SettingError."""
+    """Writes the model NAME and returns its directory. An older one written by this command is
+    replaced. SettingError."""
     options = checked(options)
     if not name or Path(name).name != name:
         raise SettingError("--name", f"{name!r} cannot name a directory")
@@ -67,22 +74,33 @@ def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
         (directory / "1" / "model.py").write_text(MODEL, "utf-8")
         (directory / "config.pbtxt").write_text(model_config(name, options), "utf-8")
     except OSError as error:
-        raise SettingError("--output", f"cannot write {error.filename}: {error.strerror}") from error
+        raise SettingError(
+            "--output", f"cannot write {error.filename}: {error.strerror}"
+        ) from error
     return directory
 
 
 def checked(options: Sequence[str]) -> list[str]:
-    """The options in a form for any working directory. SettingError for options without a meaning for Triton."""
+    """The options in a form for any working directory. SettingError for options without a meaning
+    for Triton."""
     if early_options(options).attach is not None:
         raise SettingError("--attach", "Triton's model adds it")
     args = parse_options([*options, "--attach=SOCKET"])  # refuses options of HTTP clients
-    paths = {"config": args.config, "state-dir": args.state_dir, "disk-dir": args.disk_dir, "trace": args.trace}
+    paths = {
+        "config": args.config,
+        "state-dir": args.state_dir,
+        "disk-dir": args.disk_dir,
+        "trace": args.trace,
+    }
     if args.engine != "demo":
         paths["engine"] = directory = Path(args.engine)
         if not directory.is_dir():
             raise SettingError("--engine", f"there is no directory {args.engine}")
-    relative = {name: path for name, path in paths.items() if path is not None and not path.is_absolute()}
-    return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count
+    relative = {
+        name: path for name, path in paths.items() if path is not None and not path.is_absolute()
+    }
+    # the last ones count
+    return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]
 
 
 def model_config(name: str, options: Sequence[str]) -> str:
@@ -90,7 +108,8 @@ def model_config(name: str, options: Sequence[str]) -> str:
     from ..runtime.triton.tensors import INPUTS, OUTPUTS  # and numpy
 
     inputs = [
-        f'{{ name: "{name}" data_type: TYPE_{kind.type} dims: [{-1 if kind.several else 1}] optional: true }}'
+        f'{{ name: "{name}" data_type: TYPE_{kind.type} dims: [{-1 if kind.several else 1}] '
+        f"optional: true }}"
         for name, kind in INPUTS.items()
     ]
     outputs = [
@@ -99,12 +118,15 @@ def model_config(name: str, options: Sequence[str]) -> str:
     ]
     # -E hides Triton's environment variables from the engine's Python.
     parameters = {
-        "engine_command": json.dumps([sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options])
+        "engine_command": json.dumps(
+            [sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options]
+        )
     }
     if sys.prefix != sys.base_prefix:  # a virtual environment, which Triton's Python does not know
         parameters["EXECUTION_ENV_PATH"] = sys.prefix
     parts = [
-        "# Made by `pensieve triton-repository`; edit `engine_command` to change the engine's options.",
+        "# Made by `pensieve triton-repository`; edit `engine_command` to change the engine's "
+        "options.",
         f"name: {json.dumps(name)}",
         'backend: "python"',
         "max_batch_size: 0",

@@ -1,4 +1,5 @@
-"""Compiled engines of tiny models: each is compiled once in a test run, by the process that needs it first.
+"""Compiled engines of tiny models: each is compiled once in a test run, by the process that needs
+it first.
 
 Tests that compile are skipped without a C++ compiler.
 """
@@ -22,7 +23,8 @@ needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason=NO_COMPILER)
 
 
 def compiled_engine(kind: str, factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    """(Engine directory, to be left as it is; transformers' model). Processes wait for the one that compiles."""
+    """(Engine directory, to be left as it is; transformers' model). Processes wait for the one that
+    compiles."""
     if cpp_compiler() is None:
         pytest.skip(NO_COMPILER)
     base = factory.getbasetemp()

@@ -1,4 +1,5 @@
-"""One thread a process: tests and the servers they start share few cores, and OpenMP's threads wait for each other."""
+"""One thread a process: tests and the servers they start share few cores, and OpenMP's threads wait
+for each other."""
 
 import logging
 import os
@@ -8,11 +9,12 @@ import sys
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell ignores it for its background; children inherit that
+# a shell ignores it for its background; children inherit that
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# They take longest, the slow tests among them counted in: `make test` begins with them, so that its two processes,
-# which share the tests file by file, end together.
+# They take longest, the slow tests among them counted in: `make test` begins with them, so that its
+# two processes, which share the tests file by file, end together.
 LONG_FILES = (
     "end_to_end/test_ranks.py",
     "end_to_end/test_histories.py",
@@ -65,18 +67,30 @@ _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 def pytest_addoption(parser):
     """Options of tests that can use a running server: tests/conformance and tests/fuzz."""
     group = parser.getgroup("a running server")
-    group.addoption("--url", help="its address, as http://127.0.0.1:8000 (default: a server of the demo engine)")
+    group.addoption(
+        "--url", help="its address, as http://127.0.0.1:8000 (default: a server of the demo engine)"
+    )
     group.addoption("--model", default="demo", help="the name that it serves (default %(default)s)")
     group.addoption("--api-key", metavar="KEY", help="where the server wants one")
     group = parser.getgroup("fuzzing, tests/fuzz and tests/end_to_end/test_shared_histories.py")
     group.addoption("--seconds", type=float, metavar="N", help="how long (default: a short while)")
-    group.addoption("--seed", type=int, default=7, metavar="N", help="of the cases (default %(default)s)")
+    group.addoption(
+        "--seed", type=int, default=7, metavar="N", help="of the cases (default %(default)s)"
+    )
     group.addoption("--case", type=int, metavar="N", help="send this one only")
-    group.addoption("--pid", type=int, nargs="*", default=[], help="processes whose files and memory are watched")
+    group.addoption(
+        "--pid",
+        type=int,
+        nargs="*",
+        default=[],
+        help="processes whose files and memory are watched",
+    )
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: _PLACES.get(f"{item.path.parent.name}/{item.path.name}", len(_PLACES)))
+    items.sort(
+        key=lambda item: _PLACES.get(f"{item.path.parent.name}/{item.path.name}", len(_PLACES))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +102,12 @@ def the_same_random_numbers_in_every_test():
 
 @pytest.fixture(autouse=True)
 def the_root_logger_as_pytest_set_it_up():
-    """An earlier test may have configured logging: its handler writes to a stream that pytest has closed since."""
+    """An earlier test may have configured logging: its handler writes to a stream that pytest has
+    closed since."""
     root = logging.getLogger()
-    root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.handlers[:] = [
+        handler for handler in root.handlers if type(handler) is not logging.StreamHandler
+    ]
     root.setLevel(logging.WARNING)
 
 

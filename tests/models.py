@@ -1,4 +1,5 @@
-"""Tiny random models for tests: transformers' own implementation, saved as a checkpoint, and a way to run ours."""
+"""Tiny random models for tests: transformers' own implementation, saved as a checkpoint, and a way
+to run ours."""
 
 from __future__ import annotations
 
@@ -94,14 +95,20 @@ def tiny_config(kind: str) -> PretrainedConfig:
 
 
 def tiny_checkpoint(kind: str, directory: Path, seed: int = 0) -> PreTrainedModel:
-    """Saves a random model of a kind that `tiny_config` knows in float32 and returns it in eval mode."""
+    """Saves a random model of a kind that `tiny_config` knows in float32 and returns it in eval
+    mode."""
     return save_random(tiny_config(kind), directory, seed)
 
 
-def save_random(config: PretrainedConfig, directory: Path, seed: int = 0, **options: str) -> PreTrainedModel:
-    """Every parameter, norms and biases too, is random, and large enough for logits that are well spread."""
+def save_random(
+    config: PretrainedConfig, directory: Path, seed: int = 0, **options: str
+) -> PreTrainedModel:
+    """Every parameter, norms and biases too, is random, and large enough for logits that are well
+    spread."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    )
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -112,20 +119,28 @@ def save_random(config: PretrainedConfig, directory: Path, seed: int = 0, **opti
 
 
 class ScatteredRunner:
-    """Runs a forward pass over several requests whose chunks lie in random slots of a pool full of NaN.
+    """Runs a forward pass over several requests whose chunks lie in random slots of a pool full of
+    NaN.
 
     `logits[seat][position]` is the result of the last step that computed the position.
     """
 
-    def __init__(self, forward: Forward, kv_shape: tuple[int, ...], prompts: list[Tensor], dtype: torch.dtype):
-        self.forward, self.prompts = forward, prompts
+    def __init__(
+        self, forward: Forward, kv_shape: tuple[int, ...], prompts: list[Tensor], dtype: torch.dtype
+    ):
+        self.forward = forward
+        self.prompts = prompts
         self.chunk_tokens = kv_shape[4]
-        self.pool = torch.full(kv_shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype)
+        self.pool = torch.full(
+            kv_shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype
+        )
         self.handle = register_pool(self.pool)
         weakref.finalize(self, release_pool, self.handle)
         blocks = -(-max(len(prompt) for prompt in prompts) // self.chunk_tokens)
         self.free = torch.randperm(kv_shape[0]).tolist()
-        self.block_table = torch.tensor([[self.free.pop() for _ in range(blocks)] for _ in prompts], dtype=torch.int32)
+        self.block_table = torch.tensor(
+            [[self.free.pop() for _ in range(blocks)] for _ in prompts], dtype=torch.int32
+        )
         self.logits: list[dict[int, Tensor]] = [{} for _ in prompts]
 
     def drop(self, seat: int, block: int) -> None:
@@ -133,16 +148,23 @@ class ScatteredRunner:
         self.pool[self.block_table[seat, block]] = float("nan")
         self.block_table[seat, block] = self.free.pop()
 
-    def step(self, *spans: tuple[int, int, int], unwritten: tuple[tuple[int, int], ...] = ()) -> None:
-        """Computes (seat, start, end) spans in one batch; (seat, position) pairs in `unwritten` get slot -1."""
+    def step(
+        self, *spans: tuple[int, int, int], unwritten: tuple[tuple[int, int], ...] = ()
+    ) -> None:
+        """Computes (seat, start, end) spans in one batch; (seat, position) pairs in `unwritten` get
+        slot -1."""
         tokens = [(seat, position) for seat, start, end in spans for position in range(start, end)]
         ids = torch.cat([self.prompts[seat][start:end] for seat, start, end in spans])
         pieces = [Piece(*span) for span in spans]
-        batch = batch_of(pieces, ids, self.block_table, torch.arange(len(tokens)), self.chunk_tokens)
+        batch = batch_of(
+            pieces, ids, self.block_table, torch.arange(len(tokens)), self.chunk_tokens
+        )
         batch.slots[[token in unwritten for token in tokens]] = NOT_WRITTEN
         rows = iter(self.forward(batch, self.handle))
         for seat, start, end in spans:
             self.logits[seat] |= {position: next(rows) for position in range(start, end)}
 
     def all_logits(self, seat: int) -> Tensor:
-        return torch.stack([self.logits[seat][position] for position in range(len(self.prompts[seat]))])
+        return torch.stack(
+            [self.logits[seat][position] for position in range(len(self.prompts[seat]))]
+        )

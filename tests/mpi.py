@@ -24,7 +24,11 @@ def variables(ranks):
 def run_ranks(ranks, module, *arguments, seconds=600):
     """Runs the command; returns its output after a successful end."""
     ended = subprocess.run(
-        command(ranks, module, *arguments), env=variables(ranks), capture_output=True, text=True, timeout=seconds
+        command(ranks, module, *arguments),
+        env=variables(ranks),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

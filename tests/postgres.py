@@ -20,7 +20,8 @@ class PrivatePostgres(postgres.PrivatePostgres):
             pytest.skip(str(error))
 
     def pause(self, number: int = signal.SIGSTOP) -> None:
-        """SIGSTOP: it does not answer any more, with all its connections open; SIGCONT: it goes on."""
+        """SIGSTOP: it does not answer any more, with all its connections open; SIGCONT: it goes
+        on."""
         (main, *_) = Path(self.data, "postmaster.pid").read_text().split()
         children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
         for process in (main, *children):

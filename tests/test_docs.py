@@ -13,7 +13,11 @@ from benchmarks.check.house import reading_path, tokens
 from pensieve.runtime.launch import options, options_page
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MOST_LINES = {"README.md": 150, "BENCHMARKS.md": 300}
 ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts", "benchmarks")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
@@ -112,7 +116,9 @@ def test_the_index_leads_to_every_page():
     """By one link, or from BENCHMARKS.md or the page of a folder in the index."""
     index = ROOT / "docs" / "README.md"
     linked = links(index) | links(ROOT / "BENCHMARKS.md")
-    assert not [page for page in PAGES if page.parent != ROOT and page != index and page not in linked]
+    assert not [
+        page for page in PAGES if page.parent != ROOT and page != index and page not in linked
+    ]
 
 
 def test_every_figure_is_shown():
@@ -121,7 +127,9 @@ def test_every_figure_is_shown():
 
 
 def test_no_page_has_an_unresolved_merge():
-    assert not [page for page in PAGES if re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)]
+    assert not [
+        page for page in PAGES if re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
@@ -151,7 +159,9 @@ def test_the_reading_path_is_short():
 
 
 def test_every_file_that_a_page_names_exists():
-    place = re.compile(rf"(?<![\w/.-])(?:{'|'.join((*ROOMS, 'tests', 'deploy'))})/[\w/.-]*\w\.[a-z]+\b")
+    place = re.compile(
+        rf"(?<![\w/.-])(?:{'|'.join((*ROOMS, 'tests', 'deploy'))})/[\w/.-]*\w\.[a-z]+\b"
+    )
     named = {(page.name, file) for page in PAGES for file in place.findall(page.read_text())}
     assert len(named) > 50
     assert not sorted((page, file) for page, file in named if not (ROOT / file).exists())
@@ -160,6 +170,11 @@ def test_every_file_that_a_page_names_exists():
 def test_the_openai_tests_are_as_many_as_the_readme_says_and_each_says_what_is_expected():
     files = sorted((ROOT / "tests" / "conformance").glob("test_*.py"))
     trees = [ast.parse(file.read_text()) for file in files]
-    tests = [node for tree in trees for node in tree.body if getattr(node, "name", "").startswith("test_")]
+    tests = [
+        node
+        for tree in trees
+        for node in tree.body
+        if getattr(node, "name", "").startswith("test_")
+    ]
     assert f"tries {len(tests)} things" in (ROOT / "README.md").read_text()
     assert all(ast.get_docstring(test) for test in tests)

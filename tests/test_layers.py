@@ -1,4 +1,5 @@
-"""A file imports only its own folder and earlier parts of one list, and files import each other in no circle."""
+"""A file imports only its own folder and earlier parts of one list, and files import each other in
+no circle."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts", "benchmarks"
 
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
-    "scheduler.types scheduler.declaration scheduler.plan scheduler.context_window scheduler.config scheduler.cost "
+    "scheduler.types scheduler.declaration scheduler.plan scheduler.context_window "
+    "scheduler.config scheduler.cost "
     "scheduler.step_timing scheduler.work",
     "scheduler.kv",
     "scheduler.turns",
@@ -51,7 +53,9 @@ def import_graph() -> dict[str, set[str]]:
     TYPE_CHECKING and in functions. Folders' own files are left out."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths if path.name != "__init__.py"
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in paths
+        if path.name != "__init__.py"
     }
     return {name: imported(name, path) & files.keys() for name, path in files.items()}
 
@@ -63,7 +67,11 @@ def imported(module: str, path: Path) -> set[str]:
             found |= {alias.name.removeprefix("pensieve.") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: -node.level] if node.level else []
-            source = ".".join([*base, *(node.module or "").split(".")]).strip(".").removeprefix("pensieve.")
+            source = (
+                ".".join([*base, *(node.module or "").split(".")])
+                .strip(".")
+                .removeprefix("pensieve.")
+            )
             found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
     return found
 
@@ -78,7 +86,9 @@ def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
                 seen.add(module)
                 left += graph[module]
     return {
-        frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items() if name in seen
+        frozenset(other for other in seen if name in reached[other])
+        for name, seen in reached.items()
+        if name in seen
     }
 
 
@@ -87,12 +97,18 @@ GRAPH = import_graph()
 
 
 def rank(module: str) -> int:
-    room, folder = module.split(".")[0], module.rpartition(".")[0]
+    room = module.split(".")[0]
+    folder = module.rpartition(".")[0]
     return next(RANK[part] for part in (module, folder, room) if part in RANK)
 
 
 def test_a_file_imports_only_its_folder_and_earlier_layers() -> None:
-    upward = {(module, other) for module, others in GRAPH.items() for other in others if rank(other) > rank(module)}
+    upward = {
+        (module, other)
+        for module, others in GRAPH.items()
+        for other in others
+        if rank(other) > rank(module)
+    }
     assert upward == set()
 
 

@@ -1,10 +1,11 @@
-"""check.cluster: real servers beside the simulation of them, with the same conversations and routing.
+"""check.cluster: real servers beside the simulation of them, with the same conversations and
+routing.
 
     python -m benchmarks.check.cluster --url URL --url URL --url URL --profile ENGINE/profile.json
 
-Conversations of long messages and short replies come to both at the same times. The servers are started before, with
-the options `--gpu-kv-chunks`, `--host-kv-chunks`, `--max-num-seqs` and `--max-num-batched-tokens` as here; the profile
-is of their engine and machine.
+Conversations of long messages and short replies come to both at the same times. The servers are
+started before, with the options `--gpu-kv-chunks`, `--host-kv-chunks`, `--max-num-seqs` and
+`--max-num-batched-tokens` as here; the profile is of their engine and machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile, propose_swap_out_below
 from pensieve.scheduler.sim.cluster import Cluster
 from pensieve.scheduler.sim.simulator import Session, longest_context, percentile
-from pensieve.scripts.command import check_above_0, check_least, exit_status, result_line, title_line
+from pensieve.scripts.command import (
+    check_above_0,
+    check_least,
+    exit_status,
+    result_line,
+    title_line,
+)
 from pensieve.scripts.simulation.models import read_profile
 from pensieve.scripts.simulation.traces import ChatStatistics, synthetic
 
@@ -47,11 +54,20 @@ COLUMNS = {
 
 
 class LiveCluster:
-    """One run against servers. `route` names the server of a session's next turn. As in `Cluster`, requests that are
-    sent before `warm_up_s` are not counted, nor is what is open at the end."""
+    """One run against servers. `route` names the server of a session's next turn. As in `Cluster`,
+    requests that are sent before `warm_up_s` are not counted, nor is what is open at the end."""
 
-    def __init__(self, targets: Sequence[Target], route: Callable[[str], int], vocabulary: int, warm_up_s: float):
-        self._targets, self._route, self._vocabulary, self._warm_up_s = targets, route, vocabulary, warm_up_s
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        route: Callable[[str], int],
+        vocabulary: int,
+        warm_up_s: float,
+    ):
+        self._targets = targets
+        self._route = route
+        self._vocabulary = vocabulary
+        self._warm_up_s = warm_up_s
         self._run = secrets.token_hex(4)  # its conversations are new to the servers
         self._cached = self._again = 0
         self._ttft: list[float] = []
@@ -60,7 +76,11 @@ class LiveCluster:
     async def run(self, sessions: Sequence[Session], seconds: float) -> dict[str, Any]:
         async with open_session(self._targets[0]) as self._http:
             self._start = clock()
-            playing = [asyncio.create_task(self._play(session)) for session in sessions if session.start_s < seconds]
+            playing = [
+                asyncio.create_task(self._play(session))
+                for session in sessions
+                if session.start_s < seconds
+            ]
             await asyncio.wait(playing, timeout=seconds)
             for task in playing:
                 task.cancel()
@@ -77,7 +97,8 @@ class LiveCluster:
 
     async def _play(self, session: Session) -> None:
         await asyncio.sleep(self._start + session.start_s - clock())
-        draw, name = random.Random(f"{self._run} {session.name}"), f"{self._run}-{session.name}"
+        draw = random.Random(f"{self._run} {session.name}")
+        name = f"{self._run}-{session.name}"
         log: list[int] = []
         for turn in session.turns:
             await asyncio.sleep(turn.think_s)
@@ -85,9 +106,13 @@ class LiveCluster:
             target = self._targets[self._route(session.name)]
             log += await self._ask(target, log, turn.output_tokens, name, turn.history_tokens)
 
-    async def _ask(self, target: Target, prompt: list[int], wanted: int, name: str, history: int) -> list[int]:
+    async def _ask(
+        self, target: Target, prompt: list[int], wanted: int, name: str, history: int
+    ) -> list[int]:
         """Returns the reply. Raises aiohttp.ClientError and Failed."""
-        reply, sent, first = Reply(), clock(), 0.0
+        reply = Reply()
+        sent = clock()
+        first = 0.0
         asked = body(target, prompt, wanted, name)
         async with self._http.post(f"{target.url}/v1/completions", data=asked) as response:
             response.raise_for_status()
@@ -107,18 +132,70 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="check.cluster", description=__doc__.partition("\n")[0])
     option = made.add_argument
     option("--url", action="append", required=True, help="of a server; repeated")
-    option("--profile", type=Path, required=True, metavar="FILE", help="profile.json of the servers' engine")
-    option("--rate", type=float, default=0.08, metavar="RATE", help="conversations/s a server (default %(default)s)")
-    option("--seconds", type=float, default=180.0, metavar="S", help="of a run (default %(default)s)")
-    option("--warm-up-s", type=float, default=60.0, metavar="S", help="not measured (default %(default)s)")
-    option("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default %(default)s)")
-    option("--gpu-kv-chunks", type=int, default=80, metavar="N", help="of a server (default %(default)s)")
-    option("--host-kv-chunks", type=int, default=16, metavar="N", help="of a server (default %(default)s)")
-    option("--max-num-seqs", type=int, default=16, metavar="N", help="of a server (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, default=256, metavar="N", help="(default %(default)s)")
+    option(
+        "--profile",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="profile.json of the servers' engine",
+    )
+    option(
+        "--rate",
+        type=float,
+        default=0.08,
+        metavar="RATE",
+        help="conversations/s a server (default %(default)s)",
+    )
+    option(
+        "--seconds", type=float, default=180.0, metavar="S", help="of a run (default %(default)s)"
+    )
+    option(
+        "--warm-up-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="not measured (default %(default)s)",
+    )
+    option(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of arrivals and lengths (default %(default)s)",
+    )
+    option(
+        "--gpu-kv-chunks",
+        type=int,
+        default=80,
+        metavar="N",
+        help="of a server (default %(default)s)",
+    )
+    option(
+        "--host-kv-chunks",
+        type=int,
+        default=16,
+        metavar="N",
+        help="of a server (default %(default)s)",
+    )
+    option(
+        "--max-num-seqs",
+        type=int,
+        default=16,
+        metavar="N",
+        help="of a server (default %(default)s)",
+    )
+    option(
+        "--max-num-batched-tokens", type=int, default=256, metavar="N", help="(default %(default)s)"
+    )
     option("--max-model-len", type=int, default=2048, metavar="N",
            help="longer conversations do not come (default %(default)s)")  # fmt: skip
-    option("--vocabulary", type=int, default=2048, metavar="N", help="token ids are below (default %(default)s)")
+    option(
+        "--vocabulary",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="token ids are below (default %(default)s)",
+    )
     return made
 
 
@@ -166,7 +243,13 @@ def run(args: argparse.Namespace) -> None:
 
 def config_of(args: argparse.Namespace, cost: CostProfile) -> SchedulerConfig:
     """Returns the settings of a server. SettingError."""
-    names = ("gpu_kv_chunks", "host_kv_chunks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    names = (
+        "gpu_kv_chunks",
+        "host_kv_chunks",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+    )
     sizes = {name: getattr(args, name) for name in names}
     config = SchedulerConfig(**sizes, chunk_tokens=cost.chunk_tokens, conversation_ttl=inf)
     return replace(config, swap_out_below=propose_swap_out_below(cost, config))
@@ -182,7 +265,9 @@ async def measured(
     targets = [Target(url, model, conversations=True) for url in urls]
     draw = random.Random(args.seed)
     route = cluster.home if routing == "session" else lambda _: draw.randrange(len(urls))
-    return await LiveCluster(targets, route, args.vocabulary, args.warm_up_s).run(sessions, args.seconds)
+    return await LiveCluster(targets, route, args.vocabulary, args.warm_up_s).run(
+        sessions, args.seconds
+    )
 
 
 if __name__ == "__main__":

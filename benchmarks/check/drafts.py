@@ -2,9 +2,9 @@
 
     python -m benchmarks.check.drafts tokenizer.json FILE...
 
-The scheduler generates each reply of the files again, alone, and the recorded tokens are its samples. A file has one
-conversation a line: `messages: [{role, content}]`; it may be gzipped. Messages are encoded one by one, without a chat
-template.
+The scheduler generates each reply of the files again, alone, and the recorded tokens are its
+samples. A file has one conversation a line: `messages: [{role, content}]`; it may be gzipped.
+Messages are encoded one by one, without a chat template.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ COST = analytic_profile(
 class Counts:
     """Counts of replies.
 
-    steps, periods          steps in which the row takes part; these and the steps that it skips for its drafts
+    steps, periods          steps in which the row takes part; these and the steps that it skips for
+                            its drafts
     drafts, drafted, accepted
                             checks, drafted tokens, and accepted ones
     """
@@ -60,9 +61,14 @@ class Counts:
     accepted: int = 0
 
     def row(self, name: str) -> str:
-        of_check = f"{self.accepted / max(1, self.drafts):.2f} of {self.drafted / max(1, self.drafts):.2f}"
+        of_check = (
+            f"{self.accepted / max(1, self.drafts):.2f} of {self.drafted / max(1, self.drafts):.2f}"
+        )
         alone, beside = self.tokens / self.steps, self.tokens / self.periods
-        return f"| {name} | {self.tokens:,} | {self.drafts:,} | {of_check} | {alone:.2f} | {beside:.2f} |"
+        return (
+            f"| {name} | {self.tokens:,} | {self.drafts:,} | {of_check} | {alone:.2f} | "
+            f"{beside:.2f} |"
+        )
 
 
 HEADER = (
@@ -72,10 +78,16 @@ HEADER = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(prog="drafts", description="Count the tokens that prompt lookup gives in a step.")
+    made = argparse.ArgumentParser(
+        prog="drafts", description="Count the tokens that prompt lookup gives in a step."
+    )
     made.add_argument("tokenizer", metavar="TOKENIZER", help="a model's tokenizer.json")
-    made.add_argument("files", type=Path, nargs="+", metavar="FILE", help="conversations, one a line")
-    made.add_argument("--conversations", type=int, metavar="N", help="of each file, the first N (default: all)")
+    made.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="conversations, one a line"
+    )
+    made.add_argument(
+        "--conversations", type=int, metavar="N", help="of each file, the first N (default: all)"
+    )
     args = made.parse_args(argv)
     return exit_status("drafts", lambda: _run(args))
 
@@ -96,7 +108,8 @@ def _run(args: argparse.Namespace) -> None:
 def replies(
     path: Path, encode: Callable[[str], Sequence[int]], most: int | None
 ) -> Iterator[tuple[array[int], array[int]]]:
-    """Yields (everything before it, reply) for each message of an assistant. SettingError names a wrong line."""
+    """Yields (everything before it, reply) for each message of an assistant. SettingError names a
+    wrong line."""
     for number, (where, line) in enumerate(read_lines(path)):
         if number == most:
             return
@@ -115,7 +128,8 @@ class Recorded:
     """The loop's executor: it samples the tokens that were recorded."""
 
     def __init__(self, tokens: array[int]):
-        self._tokens, self._launched = tokens, deque[StepPlan]()
+        self._tokens = tokens
+        self._launched = deque[StepPlan]()
         self.steps = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -137,8 +151,11 @@ def generate(prompt: array[int], reply: array[int], counts: Counts) -> None:
     """Adds the steps in which the reply is generated."""
     whole = prompt + reply
     chunks = 2 * (len(whole) // CHUNK + 2)
-    config = SchedulerConfig(chunks, 0, len(whole), max_num_batched_tokens=len(whole) + 64, speculate="lookup")
-    scheduler, recorded = Scheduler(config, COST), Recorded(whole)
+    config = SchedulerConfig(
+        chunks, 0, len(whole), max_num_batched_tokens=len(whole) + 64, speculate="lookup"
+    )
+    scheduler = Scheduler(config, COST)
+    recorded = Recorded(whole)
     scheduler.add(Request(RequestId(1), prompt, len(reply)), 0.0)
     loop = EngineLoop(scheduler, recorded)
     while not scheduler.idle:

@@ -23,6 +23,7 @@ PROGRAM = ("builder", "plugins", "runtime", "scheduler", "deploy")
 SHIPPED = (*PROGRAM, "scripts")
 PYTHON = (*SHIPPED, "benchmarks", "tests")
 COLUMNS = 100
+FOR_CHECKERS = re.compile(r"  # (noqa|type: ignore).*")
 PATH_PAGE = ROOT / "docs" / "design" / "architecture.md"
 PAGES = ("README.md", "BENCHMARKS.md", "CONTRIBUTING.md")
 LAYOUT = {
@@ -53,7 +54,8 @@ def _tokens(source: str) -> int:
     }
     found = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(
-        token.type not in LAYOUT and not (token.type == tokenize.STRING and token.start in docstrings)
+        token.type not in LAYOUT
+        and not (token.type == tokenize.STRING and token.start in docstrings)
         for token in found
     )
 
@@ -63,12 +65,12 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def long_lines(paths: Iterable[Path]) -> list[str]:
-    """Lines of more than COLUMNS columns."""
+    """Lines of more than COLUMNS columns, not counting a comment for ruff or mypy."""
     return [
         f"{path.relative_to(ROOT)}:{number}"
         for path in paths
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > COLUMNS
+        if len(FOR_CHECKERS.sub("", line)) > COLUMNS
     ]
 
 
@@ -84,13 +86,16 @@ def tuple_assignments(paths: Iterable[Path]) -> list[str]:
 
 
 def _of_unlike_things(node: ast.Assign) -> bool:
-    target, value = node.targets[0], node.value
+    target = node.targets[0]
+    value = node.value
     if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
         return False
     if any(not isinstance(part, ast.Name | ast.Attribute) for part in target.elts):
         return False
     names = {ast.unparse(part) for part in target.elts}
-    read = {ast.unparse(part) for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)}
+    read = {
+        ast.unparse(part) for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)
+    }
     return not names & read and len({_kind(part) for part in value.elts}) > 1
 
 

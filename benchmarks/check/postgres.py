@@ -32,7 +32,8 @@ class PrivatePostgres:
         if directory is None:
             raise NotInstalled("PostgreSQL is not installed (apt-get install postgresql)")
         self._programs = directory
-        # Not below the caller's directories: only their owner may enter them, and a socket's path must be short.
+        # Not below the caller's directories: only their owner may enter them, and a socket's path
+        # must be short.
         self._home = Path(tempfile.mkdtemp(prefix="pensieve-pg-"))
         self._user = "postgres" if os.getuid() == 0 else None  # it refuses to run as root
         if self._user is not None:
@@ -47,13 +48,17 @@ class PrivatePostgres:
 
     def _run(self, program: str, *words: str) -> None:
         command = [str(self._programs / program), *words]
-        done = subprocess.run(command, user=self._user, cwd=self._home, capture_output=True, text=True)
+        done = subprocess.run(
+            command, user=self._user, cwd=self._home, capture_output=True, text=True
+        )
         if done.returncode != 0:
             raise RuntimeError(f"{program} failed: {done.stderr}{done.stdout}")
 
     def start(self) -> None:
         settings = f"-c listen_addresses='' -c unix_socket_directories={self._home} -c fsync=off"
-        self._run("pg_ctl", "start", "-w", "-D", self.data, "-l", str(self._home / "log"), "-o", settings)
+        self._run(
+            "pg_ctl", "start", "-w", "-D", self.data, "-l", str(self._home / "log"), "-o", settings
+        )
 
     def stop(self, how: str = "fast") -> None:
         """`immediate`: as a crash."""

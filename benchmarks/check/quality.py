@@ -3,16 +3,18 @@
     python -m benchmarks.check.quality fp8 --chats FILE ...
     python -m benchmarks.check.quality overflow --engine DIR --chats FILE ...
 
-fp8: the error of `--lower-tier-kv fp8` after a history returns from the lower tier. In each chat, everything before the
-last user's message is history: its whole chunks are encoded and decoded once, as by a swap-out and a swap-in. Then the
-last message and its reply are computed, known token by known token, and a reply is generated, with the original and
-with the decoded history. The second is compared with the first. For scale, so is the same engine in bfloat16, without
-coding; and the engine with `--kv-cache-dtype fp8`, whose whole context is in eight bits. On the CPU, in float32; prints
-a table and one line of JSON.
+fp8: the error of `--lower-tier-kv fp8` after a history returns from the lower tier. In each chat,
+everything before the last user's message is history: its whole chunks are encoded and decoded once,
+as by a swap-out and a swap-in. Then the last message and its reply are computed, known token by
+known token, and a reply is generated, with the original and with the decoded history. The second is
+compared with the first. For scale, so is the same engine in bfloat16, without coding; and the
+engine with `--kv-cache-dtype fp8`, whose whole context is in eight bits. On the CPU, in float32;
+prints a table and one line of JSON.
 
-overflow: held-out chats, one after the other, are read in rows longer than the context. The perplexity is that of the
-tokens after the first truncation, with each mode of `--overflow` (CachedAttention, USENIX ATC 2024, table 1). The
-engine computes it with one KV pool, which keeps or drops KV like the server's.
+overflow: held-out chats, one after the other, are read in rows longer than the context. The
+perplexity is that of the tokens after the first truncation, with each mode of `--overflow`
+(CachedAttention, USENIX ATC 2024, table 1). The engine computes it with one KV pool, which keeps or
+drops KV like the server's.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ CHUNK = 32
 LEAST_CHUNKS = 2  # of a history
 
 RESTART = "restart-positions"
-"""A way that no server has: KV is kept, and the model counts positions from each window's start. That is wrong."""
+"""A way that no server has: KV is kept, and the model counts positions from each window's start.
+That is wrong."""
 
 
 class Turn(NamedTuple):
-    """Token ids: the history and the last message with the beginning of the reply, and the reply itself."""
+    """Token ids: the history and the last message with the beginning of the reply, and the reply
+    itself."""
 
     history: int
     prompt: list[int]
@@ -88,7 +92,8 @@ class Quality:
         self.agreed += int((got.argmax(-1) == exact.argmax(-1)).sum())
         self.divergence += F.kl_div(got.log_softmax(-1), exact.softmax(-1), reduction="sum").item()
         # A constant added to all logits of a token changes nothing.
-        got, exact = got - got.mean(-1, keepdim=True), exact - exact.mean(-1, keepdim=True)
+        got = got - got.mean(-1, keepdim=True)
+        exact = exact - exact.mean(-1, keepdim=True)
         self.squared_error += (got - exact).square().sum().item()
         self.squared_logits += exact.square().sum().item()
 
@@ -104,9 +109,12 @@ class Quality:
 
     def row(self) -> str:
         return (
-            f"| {self.model} | {self.way} | {math.sqrt(self.squared_error / self.squared_logits):.2%} "
-            f"| {abs(self.divergence) / self.tokens:.5f} | {self.perplexity:.4f} | {self.agreed / self.tokens:.2%} "
-            f"| {self.equal_replies} of {self.turns} ({self.equal_tokens / self.reply_tokens:.0%} of tokens) |"
+            f"| {self.model} | {self.way} | "
+            f"{math.sqrt(self.squared_error / self.squared_logits):.2%} "
+            f"| {abs(self.divergence) / self.tokens:.5f} | {self.perplexity:.4f} | "
+            f"{self.agreed / self.tokens:.2%} "
+            f"| {self.equal_replies} of {self.turns} ({self.equal_tokens / self.reply_tokens:.0%} "
+            "of tokens) |"
         )
 
 
@@ -125,8 +133,8 @@ class Context:
         self._table = torch.arange(len(self.pool), dtype=torch.int32).view(1, -1)
 
     def compute(self, tokens: Sequence[int], start: int, seen: int = 0, zero: int = 0) -> Tensor:
-        """Returns logits [n, vocab] of the next token after each of `tokens`, which are at `start` and on and see from
-        `seen` on; the model counts positions from `zero`."""
+        """Returns logits [n, vocab] of the next token after each of `tokens`, which are at `start`
+        and on and see from `seen` on; the model counts positions from `zero`."""
         count = len(tokens)
         piece = Piece(0, start, start + count)
         batch = batch_of([piece], torch.tensor(tokens), self._table, torch.arange(count), CHUNK)
@@ -139,11 +147,14 @@ class Context:
             release_pool(handle)
 
     def copied(self, chunks: int, coded: bool) -> Context:
-        """A copy; its first `chunks` chunks are in the form in which they return from a lower tier."""
+        """A copy; its first `chunks` chunks are in the form in which they return from a lower
+        tier."""
         other = Context(self._engine, self.pool.shape[0] * CHUNK)
         other.pool.copy_(self.pool)
         if coded:
-            other.pool[:chunks] = decode(encode(self.pool[:chunks]), self.pool.shape, self.pool.dtype)
+            other.pool[:chunks] = decode(
+                encode(self.pool[:chunks]), self.pool.shape, self.pool.dtype
+            )
         return other
 
     def reply(self, prompt: list[int], start: int, most: int) -> list[int]:
@@ -159,32 +170,45 @@ class Context:
 
 
 def read_turns(files: list[Path], tokenizer: Tokenizer, longest: int, most: int) -> list[Turn]:
-    """The last turns of held-out chats (`demo_model.data.split`) that end with a reply and whose context fits."""
+    """The last turns of held-out chats (`demo_model.data.split`) that end with a reply and whose
+    context fits."""
     turns = []
     for path in files:
         _, chats = split(list(read_chats(path)))
         for chat in chats:
             while chat and chat[-1]["role"] != "assistant":
                 chat = chat[:-1]
-            texts = (render(chat[:-2]), render(chat[:-1]) + f"{TURN_START}assistant\n", render(chat))
+            texts = (
+                render(chat[:-2]),
+                render(chat[:-1]) + f"{TURN_START}assistant\n",
+                render(chat),
+            )
             history, prompt, whole = (tokenizer.encode(text).ids for text in texts)
             if len(history) >= LEAST_CHUNKS * CHUNK and len(whole) <= longest:
                 turns.append(Turn(len(history) // CHUNK * CHUNK, prompt, whole[len(prompt) :]))
     return turns[:: max(1, len(turns) // most)][:most]
 
 
-def measure(model: str, engines: tuple[Engine, Engine, Engine], turns: list[Turn], most: int) -> list[Quality]:
-    """engines: in float32, in bfloat16, and in float32 with a pool in eight bits. Returns the exact result first; uses
-    at most `most` tokens of each turn's reply."""
+def measure(
+    model: str, engines: tuple[Engine, Engine, Engine], turns: list[Turn], most: int
+) -> list[Quality]:
+    """engines: in float32, in bfloat16, and in float32 with a pool in eight bits. Returns the exact
+    result first; uses at most `most` tokens of each turn's reply."""
     exact, *others = engines
-    results = [Quality(model, way) for way in ("exact", "fp8", "exact, bfloat16", "fp8 on every tier")]
+    results = [
+        Quality(model, way) for way in ("exact", "fp8", "exact, bfloat16", "fp8 on every tier")
+    ]
     for turn in turns:
         tokens = [*turn.prompt, *turn.reply]
-        start, targets = turn.history, torch.tensor(tokens[turn.history + 1 :])
+        start = turn.history
+        targets = torch.tensor(tokens[turn.history + 1 :])
         room = len(tokens) + most
         context = Context(exact, room)
         wanted = context.compute(tokens[:-1], 0)[start:]
-        ways = [context.copied(start // CHUNK, coded=False), context.copied(start // CHUNK, coded=True)]
+        ways = [
+            context.copied(start // CHUNK, coded=False),
+            context.copied(start // CHUNK, coded=True),
+        ]
         logits = [wanted, ways[1].compute(tokens[start:-1], start)]
         for other in others:
             ways.append(Context(other, room))
@@ -205,11 +229,15 @@ def measure_fp8(args: argparse.Namespace) -> None:
                 built = Path(directory) / f"{checkpoint.name}-{dtype}"
                 build_engine(checkpoint, built, dtype=dtype)
                 engines.append(open_engine(built))
-            engines.append(open_engine(Path(directory) / f"{checkpoint.name}-float32", kv_cache_dtype="fp8"))
+            engines.append(
+                open_engine(Path(directory) / f"{checkpoint.name}-float32", kv_cache_dtype="fp8")
+            )
             tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
             longest = engines[0].manifest.max_model_len - args.reply_tokens
             turns = read_turns(args.chats, tokenizer, longest, args.turns)
-            results += measure(checkpoint.name, (engines[0], engines[1], engines[2]), turns, args.reply_tokens)
+            results += measure(
+                checkpoint.name, (engines[0], engines[1], engines[2]), turns, args.reply_tokens
+            )
     print(HEADER)
     for result in results:
         print(result.row())
@@ -220,26 +248,32 @@ def measure_fp8(args: argparse.Namespace) -> None:
 
 
 def held_out_rows(path: Path, tokenizer: Tokenizer, length: int) -> list[Ids]:
-    """The file's held-out chats, joined and cut into whole rows. SettingError if they do not fill one."""
+    """The file's held-out chats, joined and cut into whole rows. SettingError if they do not fill
+    one."""
     _, chats = split(list(read_chats(path)))
     encodings = tokenizer.encode_batch([render(chat) + END_OF_TEXT for chat in chats])
     flat = [token for encoding in encodings for token in encoding.ids]
     if len(flat) < length:
-        raise SettingError("--steps", f"rows of {length} tokens are too long: {path} holds out {len(flat)}")
+        raise SettingError(
+            "--steps", f"rows of {length} tokens are too long: {path} holds out {len(flat)}"
+        )
     return [flat[start : start + length] for start in range(0, len(flat) - length + 1, length)]
 
 
 def stretches(windows: ContextWindow, count: int) -> Iterator[tuple[int, int]]:
-    """Ranges of positions [start, end) that see from the same position on, up to `count`; the first range sees
-    everything."""
-    start, end = 0, windows.length
+    """Ranges of positions [start, end) that see from the same position on, up to `count`; the first
+    range sees everything."""
+    start = 0
+    end = windows.length
     while start < count:
         yield start, min(end, count)
-        start, end = end, end + windows.step
+        start = end
+        end = end + windows.step
 
 
 def truncated_loss(context: Context, row: Ids, windows: ContextWindow) -> float:
-    """The sum of the negative log probabilities of the tokens whose predecessors do not see the whole context."""
+    """The sum of the negative log probabilities of the tokens whose predecessors do not see the
+    whole context."""
     total = 0.0
     for start, end in stretches(windows, len(row) - 1):
         seen = windows.start(start)
@@ -252,14 +286,17 @@ def truncated_loss(context: Context, row: Ids, windows: ContextWindow) -> float:
 
 
 def perplexities(engine: Engine, rows: Sequence[Ids], length: int, step: int) -> dict[str, float]:
-    """Perplexities by overflow mode, and of RESTART; modes that the engine's positions do not allow are left out."""
+    """Perplexities by overflow mode, and of RESTART; modes that the engine's positions do not allow
+    are left out."""
     context = Context(engine, len(rows[0]))
     counted = len(rows) * (len(rows[0]) - 1 - length)
     result = {}
     for mode in (*OVERFLOW_MODES, RESTART):
         if mode != KEEP or engine.manifest.decoder.rotary is not None:
             windows = ContextWindow(length, step, mode)
-            result[mode] = math.exp(sum(truncated_loss(context, row, windows) for row in rows) / counted)
+            result[mode] = math.exp(
+                sum(truncated_loss(context, row, windows) for row in rows) / counted
+            )
     return result
 
 
@@ -273,7 +310,10 @@ def measure_overflow(args: argparse.Namespace) -> None:
             found = perplexities(engine, rows, length, step)
             tokens = len(rows) * args.steps * step
             report = {"chats": path.name, "context": length, "step": step, "tokens": tokens}
-            print(json.dumps(report | {mode: round(value, 3) for mode, value in found.items()}), flush=True)
+            print(
+                json.dumps(report | {mode: round(value, 3) for mode, value in found.items()}),
+                flush=True,
+            )
 
 
 # The command.
@@ -283,19 +323,50 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="check.quality", description=__doc__.partition("\n")[0])
     parts = made.add_subparsers(dest="part", required=True)
     option = parts.add_parser("fp8", help="histories that come back in eight bits").add_argument
-    option("--chats", required=True, type=Path, nargs="+", metavar="FILE",
-           help="as for demo_model.train, which leaves out the chats that are used here")  # fmt: skip
-    option("--checkpoints", type=Path, nargs="+", metavar="DIR", help="with the demo models' tokenizer (default: both)",
-           default=[DEMO_CHECKPOINT, OPT_CHECKPOINT])  # fmt: skip
+    option(
+        "--chats",
+        required=True,
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="as for demo_model.train, which leaves out the chats that are used here",
+    )
+    option(
+        "--checkpoints",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="with the demo models' tokenizer (default: both)",
+        default=[DEMO_CHECKPOINT, OPT_CHECKPOINT],
+    )
     option("--turns", type=int, default=60, metavar="N", help="at most (default %(default)s)")
-    option("--reply-tokens", type=int, default=100, metavar="N", help="of a greedy reply (default %(default)s)")
+    option(
+        "--reply-tokens",
+        type=int,
+        default=100,
+        metavar="N",
+        help="of a greedy reply (default %(default)s)",
+    )
     option = parts.add_parser("overflow", help="contexts that are truncated").add_argument
-    option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory, for the CPU")
-    option("--chats", required=True, type=Path, nargs="+", metavar="FILE", help="as demo_model.train takes them")
+    option(
+        "--engine", required=True, type=Path, metavar="DIR", help="an engine directory, for the CPU"
+    )
+    option(
+        "--chats",
+        required=True,
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="as demo_model.train takes them",
+    )
     option("--max-model-len", type=int, nargs="+", default=[512, 1024, 2048], metavar="N",
            help="contexts, whole chunks (default 512 1024 2048)")  # fmt: skip
-    option("--overflow-ratio", type=float, default=0.5, metavar="SHARE", help="(default %(default)s)")
-    option("--steps", type=int, default=4, help="truncations in a row of text (default %(default)s)")
+    option(
+        "--overflow-ratio", type=float, default=0.5, metavar="SHARE", help="(default %(default)s)"
+    )
+    option(
+        "--steps", type=int, default=4, help="truncations in a row of text (default %(default)s)"
+    )
     return made
 
 

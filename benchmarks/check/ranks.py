@@ -2,10 +2,11 @@
 
 python -m benchmarks.check.ranks --device cuda --engine DIR [DIR ...]
 
-Random prompts go to the ranks in their serving mode (over MPI, in CUDA graphs, rank 0 samples), and to one device with
-all the weights in the engine's precision and in float32. The log probabilities of each first token, of the further
-tokens while the replies are equal, and of the 20 likeliest, may differ from float32's by twice the one device's
-difference, or by 1e-4 in a float32 engine. Rank 0's device must hold the whole model in float32.
+Random prompts go to the ranks in their serving mode (over MPI, in CUDA graphs, rank 0 samples), and
+to one device with all the weights in the engine's precision and in float32. The log probabilities
+of each first token, of the further tokens while the replies are equal, and of the 20 likeliest, may
+differ from float32's by twice the one device's difference, or by 1e-4 in a float32 engine. Rank 0's
+device must hold the whole model in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ import numpy as np
 import torch
 
 from pensieve.builder.manifest import Manifest
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, Group, register_group, release_group
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    Group,
+    register_group,
+    release_group,
+)
 from pensieve.runtime.device.protocol import Device, ForwardPass
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
@@ -46,10 +52,23 @@ REPLY = 16
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="check.ranks", description=__doc__.partition("\n")[0])
     option = made.add_argument
-    option("--engine", required=True, type=Path, nargs="+", metavar="DIR", help="of as many ranks each")
-    option("--device", default="cpu", choices=("cpu", "cuda"), help="where they run (default %(default)s)")
+    option(
+        "--engine", required=True, type=Path, nargs="+", metavar="DIR", help="of as many ranks each"
+    )
+    option(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where they run (default %(default)s)",
+    )
     option("--prompts", type=int, default=24, metavar="N", help="(default %(default)s)")
-    option("--tokens", type=int, default=700, metavar="N", help="of the longest prompt (default %(default)s)")
+    option(
+        "--tokens",
+        type=int,
+        default=700,
+        metavar="N",
+        help="of the longest prompt (default %(default)s)",
+    )
     option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
     return made
 
@@ -61,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         counts = {Manifest.read(directory).tensor_parallel for directory in args.engine}
         if len(counts) > 1 or min(counts) < 2:
-            raise SettingError("--engine", f"all need as many ranks, and at least 2, not {sorted(counts)}")
+            raise SettingError(
+                "--engine", f"all need as many ranks, and at least 2, not {sorted(counts)}"
+            )
         check_least(args, prompts=1, tokens=1)
         return run_as_ranks("benchmarks.check.ranks", counts.pop(), words, partial(check, args))
 
@@ -88,16 +109,23 @@ def check(args: argparse.Namespace, ranks: Ranks) -> int:
     return status
 
 
-def plan_prompts(args: argparse.Namespace, manifest: Manifest) -> tuple[SchedulerConfig, list[array[int]]]:
+def plan_prompts(
+    args: argparse.Namespace, manifest: Manifest
+) -> tuple[SchedulerConfig, list[array[int]]]:
     """Prompts of all lengths up to the requested one."""
     longest = args.tokens + REPLY
     if longest > manifest.max_model_len:
-        raise SettingError("--tokens", f"needs contexts of {longest} tokens, the model's are {manifest.max_model_len}")
+        raise SettingError(
+            "--tokens",
+            f"needs contexts of {longest} tokens, the model's are {manifest.max_model_len}",
+        )
     dice = np.random.default_rng(args.seed)
     lengths = np.linspace(1, args.tokens, args.prompts).astype(int)
     prompts = [random_ids(dice, manifest.vocab_size, length) for length in lengths]
     chunks = sum(-(-(length + REPLY) // 32) + 1 for length in lengths.tolist())
-    return SchedulerConfig(gpu_kv_chunks=2 * chunks, host_kv_chunks=1, max_model_len=longest), prompts
+    return SchedulerConfig(
+        gpu_kv_chunks=2 * chunks, host_kv_chunks=1, max_model_len=longest
+    ), prompts
 
 
 def ask_all(
@@ -117,12 +145,16 @@ def ask_all(
 def ask_whole(
     directory: Path, manifest: Manifest, config: SchedulerConfig, prompts: Sequence[array[int]]
 ) -> tuple[list[Answer], list[Answer]]:
-    """One device's answers, in the engine's precision and in float32; frees its memory afterwards."""
+    """One device's answers, in the engine's precision and in float32; frees its memory
+    afterwards."""
     told = []
     for dtype in (getattr(torch, manifest.dtype), torch.float32):
         told.append(
             ask_all(
-                make_device(manifest.device, enforce_eager=True), Exact(directory, manifest, dtype), config, prompts
+                make_device(manifest.device, enforce_eager=True),
+                Exact(directory, manifest, dtype),
+                config,
+                prompts,
             )
         )
         if manifest.device == "cuda":
@@ -132,10 +164,15 @@ def ask_whole(
 
 
 def ask_ranks(
-    args: argparse.Namespace, ranks: Ranks, directory: Path, config: SchedulerConfig, prompts: Sequence[array[int]]
+    args: argparse.Namespace,
+    ranks: Ranks,
+    directory: Path,
+    config: SchedulerConfig,
+    prompts: Sequence[array[int]],
 ) -> list[Answer]:
     """The ranks' answers, on rank 0; an empty list on others."""
-    from pensieve.runtime.ranks.executor import RankedExecutor, follow  # imported here because it imports MPI
+    # imported here because it imports MPI
+    from pensieve.runtime.ranks.executor import RankedExecutor, follow
 
     engine = ranks.together(lambda: open_engine(directory, args.device, ranks.rank))
     device = make_device(args.device)
@@ -145,26 +182,36 @@ def ask_ranks(
     return []
 
 
-def judge(directory: Path, manifest: Manifest, answers: list[Answer], one: list[Answer], exact: list[Answer]) -> int:
+def judge(
+    directory: Path,
+    manifest: Manifest,
+    answers: list[Answer],
+    one: list[Answer],
+    exact: list[Answer],
+) -> int:
     """Prints a line of text and one of JSON; returns 1 if the ranks differ too much."""
     ours, theirs = off(answers, exact), off(one, exact)
     tolerance = FLOAT32_TOLERANCE if manifest.dtype == "float32" else 2 * float(np.max(theirs))
     worst = float(np.max(ours))  # NaN counts as the largest
     passed = worst <= tolerance
     print(
-        f"{'PASS' if passed else 'FAIL'} {directory}: {manifest.tensor_parallel} ranks, {len(ours)} log probabilities "
+        f"{'PASS' if passed else 'FAIL'} {directory}: {manifest.tensor_parallel} ranks, "
+        f"{len(ours)} log probabilities "
         f"off by at most {worst:.2e} (mean {np.mean(ours):.1e}), one device by {max(theirs):.2e} "
         f"(mean {np.mean(theirs):.1e}); {tolerance:.2e} is allowed"
     )
     found = {"ranks_max": worst, "ranks_mean": float(np.mean(ours))}
     found |= {"one_max": max(theirs), "one_mean": float(np.mean(theirs)), "tolerance": tolerance}
     about = {"engine": directory.name, "ranks": manifest.tensor_parallel, "dtype": manifest.dtype}
-    print(json.dumps({"bench": "ranks_logits", **about, "passed": bool(passed), **found}), flush=True)
+    print(
+        json.dumps({"bench": "ranks_logits", **about, "passed": bool(passed), **found}), flush=True
+    )
     return int(not passed)
 
 
 def off(answers: list[Answer], exact: list[Answer]) -> list[float]:
-    """Differences of log probabilities, up to the first token at which a reply differs from the exact one."""
+    """Differences of log probabilities, up to the first token at which a reply differs from the
+    exact one."""
     found = []
     for answer, right in zip(answers, exact, strict=True):
         steps = zip(answer.tokens, answer.logprobs, right.tokens, right.logprobs, strict=True)

@@ -1,13 +1,15 @@
-"""replay: compares a real run with a simulated one of the same conversations, by the sources of prompts' tokens.
+"""replay: compares a real run with a simulated one of the same conversations, by the sources of
+prompts' tokens.
 
     python -m benchmarks.check.replay
 
-CachedAttention's workload in small: an eighth of its lengths, think times of seconds, and tiers whose ratio to the
-working set is about that of its GPUs, 128 GB of host memory and 2 TB of disk (`paper`). The real run is the serving
-loop without HTTP: scheduler, executor, CPU device and disk store. The simulator gets the same sessions and settings,
-and the costs of steps, copies and the disk on this machine. These are measured just before. Each step's cost is raised
-by the mean excess in the real run, where the loop and others share the machine. Exit status 1 if the two differ by more
-than 3 points.
+CachedAttention's workload in small: an eighth of its lengths, think times of seconds, and tiers
+whose ratio to the working set is about that of its GPUs, 128 GB of host memory and 2 TB of disk
+(`paper`). The real run is the serving loop without HTTP: scheduler, executor, CPU device and disk
+store. The simulator gets the same sessions and settings, and the costs of steps, copies and the
+disk on this machine. These are measured just before. Each step's cost is raised by the mean excess
+in the real run, where the loop and others share the machine. Exit status 1 if the two differ by
+more than 3 points.
 """
 
 from __future__ import annotations
@@ -71,10 +73,24 @@ def parser() -> argparse.ArgumentParser:
     option = made.add_argument
     option("--engine", type=Path, metavar="DIR", help="(default: a small model of random weights)")
     option("--sessions", type=int, default=30, metavar="N", help="(default %(default)s)")
-    option("--sessions-per-s", type=float, default=0.5, metavar="RATE", help="(default %(default)s)")
+    option(
+        "--sessions-per-s", type=float, default=0.5, metavar="RATE", help="(default %(default)s)"
+    )
     option("--think-s", type=float, default=8.0, metavar="S", help="mean (default %(default)s)")
-    option("--seed", type=int, default=0, metavar="N", help="of starts, lengths and tokens (default %(default)s)")
-    option("--gpu-kv-chunks", type=int, default=96, metavar="N", help="of 16 tokens (default %(default)s)")
+    option(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of starts, lengths and tokens (default %(default)s)",
+    )
+    option(
+        "--gpu-kv-chunks",
+        type=int,
+        default=96,
+        metavar="N",
+        help="of 16 tokens (default %(default)s)",
+    )
     option("--host-kv-chunks", type=int, default=96, metavar="N", help="(default %(default)s)")
     option("--disk-kv-chunks", type=int, default=400, metavar="N", help="(default %(default)s)")
     option("--eviction", choices=EVICTION_POLICIES, default="lru", help="(default %(default)s)")
@@ -90,12 +106,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     real, simulated = replay(args)
-    apart = max(abs(a - b) for a, b in zip(shares(real.usage), shares(simulated.usage), strict=True))
+    apart = max(
+        abs(a - b) for a, b in zip(shares(real.usage), shares(simulated.usage), strict=True)
+    )
     if args.json:
-        print(json.dumps({"bench": "replay", "real": asdict(real), "simulated": asdict(simulated), "points": apart}))
+        print(
+            json.dumps(
+                {
+                    "bench": "replay",
+                    "real": asdict(real),
+                    "simulated": asdict(simulated),
+                    "points": apart,
+                }
+            )
+        )
     else:
         print(f"{real.requests} turns; of their prompts' tokens, %")
-        print(f"{'':10}" + "".join(f"{field.name:>11}" for field in fields(Usage)) + f"{'hit %':>9}{'TTFT ms':>9}")
+        print(
+            f"{'':10}"
+            + "".join(f"{field.name:>11}" for field in fields(Usage))
+            + f"{'hit %':>9}{'TTFT ms':>9}"
+        )
         for name, report in (("real", real), ("simulated", simulated)):
             cells = "".join(f"{share:11.1f}" for share in shares(report.usage))
             print(f"{name:10}{cells}{100 * report.hit_rate:9.1f}{1e3 * report.ttft_p50:9.1f}")
@@ -152,9 +183,12 @@ def small_engine(directory: Path) -> Path:
 
 
 def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> CostProfile:
-    """Costs of steps and copies measured like `pensieve profile`, of the disk like `pensieve serve`."""
+    """Costs of steps and copies measured like `pensieve profile`, of the disk like `pensieve
+    serve`."""
     pools: dict[str, Any] = dict(
-        gpu_kv_chunks=2 * config.chunks(WINDOW) + config.gpu_kv_chunks, host_kv_chunks=64, disk_kv_chunks=0
+        gpu_kv_chunks=2 * config.chunks(WINDOW) + config.gpu_kv_chunks,
+        host_kv_chunks=64,
+        disk_kv_chunks=0,
     )
     with StepBench(CpuDevice(), engine, replace(config, **pools), PROFILE_SECONDS) as bench:
         cost = profile_engine(bench, engine, lambda _: None).cost
@@ -166,7 +200,9 @@ def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> C
 
 def slowed(cost: CostProfile, seconds: float) -> CostProfile:
     """Each step takes `seconds` seconds more (or less)."""
-    return replace(cost, steps=tuple((tokens, max(0.0, took + seconds)) for tokens, took in cost.steps))
+    return replace(
+        cost, steps=tuple((tokens, max(0.0, took + seconds)) for tokens, took in cost.steps)
+    )
 
 
 class RandomContent(Content):
@@ -174,7 +210,8 @@ class RandomContent(Content):
 
     def __init__(self, vocab_size: int):
         super().__init__()
-        self._vocab_size, self._dice = vocab_size, random.Random(0)
+        self._vocab_size = vocab_size
+        self._dice = random.Random(0)
 
     def fresh(self, count: int) -> array[int]:
         return array("i", (self._dice.randrange(self._vocab_size) for _ in range(count)))

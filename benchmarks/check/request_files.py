@@ -1,8 +1,9 @@
-"""The files with a function that runs between a chat's arrival at the socket and the first call of the attention
-kernel.
+"""The files with a function that runs between a chat's arrival at the socket and the first call of
+the attention kernel.
 
-A server of the demo model runs in this process: the loop and a client have threads. Python's profiling hook records the
-file of each function that is called meanwhile, in all threads, so other work such as timers and counters counts too.
+A server of the demo model runs in this process: the loop and a client have threads. Python's
+profiling hook records the file of each function that is called meanwhile, in all threads, so other
+work such as timers and counters counts too.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ def files_of_a_request() -> set[str]:
                 watching.clear()
 
     with tempfile.TemporaryDirectory() as state:
-        settings = resolved(parse_options(["--engine", "demo", "--state-dir", state, "--log-level", "error"]))
+        settings = resolved(
+            parse_options(["--engine", "demo", "--state-dir", state, "--log-level", "error"])
+        )
         assembled = assemble(settings)
         loops_end, https_end = multiprocessing.Pipe()
-        service, listener = make_service(assembled, loops_end), listen("127.0.0.1", 0)
+        service = make_service(assembled, loops_end)
+        listener = listen("127.0.0.1", 0)
 
         def ask() -> None:
             server = Server(f"http://127.0.0.1:{listener.getsockname()[1]}", None)

@@ -1,9 +1,10 @@
 """check.reuse: a prompt's next tokens are equally likely with KV from any source, on a real engine.
 
-Random prompts run cold, and again when their KV is on the GPU, on HOST, partly recomputed, fully dropped and
-recomputed, and with their reply suspended in the middle. Meanwhile other rows generate, and other histories are copied
-in and out. The log probabilities of the first token and the top 20 are compared with the same weights in float32. No
-way may differ by more than twice the cold one's largest difference, or by 1e-4 from cold if engine and KV are float32.
+Random prompts run cold, and again when their KV is on the GPU, on HOST, partly recomputed, fully
+dropped and recomputed, and with their reply suspended in the middle. Meanwhile other rows generate,
+and other histories are copied in and out. The log probabilities of the first token and the top 20
+are compared with the same weights in float32. No way may differ by more than twice the cold one's
+largest difference, or by 1e-4 from cold if engine and KV are float32.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ SOURCES = ("gpu", "host", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
 
 
-def differences(one: TokenLogprobs, token: int, other: TokenLogprobs, other_token: int) -> list[float]:
+def differences(
+    one: TokenLogprobs, token: int, other: TokenLogprobs, other_token: int
+) -> list[float]:
     """Differences of the log probabilities of all tokens that both contain."""
     here, there = _by_id(one, token), _by_id(other, other_token)
     return [abs(here[each] - there[each]) for each in here if each in there]
@@ -62,10 +65,11 @@ def _by_id(told: TokenLogprobs, token: int) -> dict[int, float]:
 
 @dataclass(slots=True)
 class Way:
-    """Results of one way: tokens by source, differences of log probabilities, replies that differ from the cold one.
+    """Results of one way: tokens by source, differences of log probabilities, replies that differ
+    from the cold one.
 
-    `gaps`: between the probabilities of the two tokens at which a reply first differs; infinite if one run lacks one of
-    them.
+    `gaps`: between the probabilities of the two tokens at which a reply first differs; infinite if
+    one run lacks one of them.
     """
 
     count: int = 0
@@ -78,12 +82,16 @@ class Way:
         self.count += 1
         for source in SOURCES:
             self.tokens[source] += getattr(answer.usage, source)
-        self.to_float32 += differences(answer.logprobs[0], answer.tokens[0], exact.logprobs[0], exact.tokens[0])
+        self.to_float32 += differences(
+            answer.logprobs[0], answer.tokens[0], exact.logprobs[0], exact.tokens[0]
+        )
         pairs = zip(answer.tokens, answer.logprobs, cold.tokens, cold.logprobs, strict=False)
         for token, told, cold_token, cold_told in pairs:
             self.to_cold += differences(told, token, cold_told, cold_token)
             if token != cold_token:
-                self.gaps.append(max(_gap(told, token, cold_token), _gap(cold_told, cold_token, token)))
+                self.gaps.append(
+                    max(_gap(told, token, cold_token), _gap(cold_told, cold_token, token))
+                )
                 return  # the texts differ from here on
 
     def summary(self) -> dict[str, float | int]:
@@ -122,11 +130,14 @@ LOAD_S = 2e-5  # assumed cost of loading a chunk; recomputing costs as much at a
 
 
 class ReusePools(Pools):
-    """`tokens`: the longest prompt's. Prompts run in turn are never found in the tier where they were."""
+    """`tokens`: the longest prompt's. Prompts run in turn are never found in the tier where they
+    were."""
 
     def __init__(self, tokens: int, size: int):
-        self.size, self.tokens = size, tokens
-        self.row_prompt, self.row_reply = max(size, tokens // 8), 3 * size
+        self.size = size
+        self.tokens = tokens
+        self.row_prompt = max(size, tokens // 8)
+        self.row_reply = 3 * size
         self.long_reply = 2 * size
         self.longest = tokens + self.long_reply
         self.seats = 2 * ROWS
@@ -138,8 +149,9 @@ class ReusePools(Pools):
         self.histories = self.gpu // (tokens // size) + 3
         self.host = (self.histories + 3) * self.prompt + self.rows
         self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
-        # Beside prompt and rows with their first tokens there is room for one short history and its turn. While the
-        # prompt is answered each row grows by two chunks, which do not fit: one request must be suspended.
+        # Beside prompt and rows with their first tokens there is room for one short history and its
+        # turn. While the prompt is answered each row grows by two chunks, which do not fit: one
+        # request must be suspended.
         self.short_history = 4 * size
         begun = ROWS * self.chunks(self.row_prompt + 1)
         self.tight = self.chunks(tokens) + begun + self.chunks(self.short_history) + 4
@@ -161,8 +173,12 @@ class Asker(Loop):
         make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
     ):
         """Chunks whose context ends below `loads_from` tokens are recomputed rather than loaded."""
-        attention = tuple((tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len))
-        cost = CostProfile(config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S)
+        attention = tuple(
+            (tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len)
+        )
+        cost = CostProfile(
+            config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S
+        )
         super().__init__(device, engine, config, cost, seed, make_executor)
         self.tend: Callable[[], None] = lambda: None  # called once a pass
 
@@ -176,8 +192,8 @@ class Asker(Loop):
         return answer
 
     def begin(self, prompt: array[int], tokens: int) -> Answer:
-        """Runs the prompt with log probabilities. It has the lowest priority: if a row must be suspended, it is this
-        one."""
+        """Runs the prompt with log probabilities. It has the lowest priority: if a row must be
+        suspended, it is this one."""
         return self.add(prompt, tokens, SCORED, priority=1)
 
     def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> Answer:
@@ -204,7 +220,8 @@ class Others:
     """Rows that generate and histories that run in turn, for ever; set as an `Asker`'s `tend`."""
 
     def __init__(self, asker: Asker, sizes: ReusePools, history: int):
-        self._asker, self._sizes = asker, sizes
+        self._asker = asker
+        self._sizes = sizes
         self._histories = [asker.random_ids(history) for _ in range(sizes.histories)]
         self._rows: list[Answer] = []
         self._turn: Answer | None = None
@@ -232,7 +249,9 @@ class Others:
         self.renew = False
         self._asker.run_until(lambda: not self._rows)
         self.renew = True
-        self._asker.run_until(lambda: len(self._rows) == ROWS and all(row.tokens for row in self._rows))
+        self._asker.run_until(
+            lambda: len(self._rows) == ROWS and all(row.tokens for row in self._rows)
+        )
         self.renew = False
 
 
@@ -245,7 +264,8 @@ Told = Callable[[str, int, Answer], None]
 
 def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
     """InvariantError if the prompt's KV has other sources than in this way."""
-    usage, full = answer.usage, len(prompt) // size * size
+    usage = answer.usage
+    full = len(prompt) // size * size
     assert usage is not None  # with the first token
     right = {
         "cold": usage.new == len(prompt),
@@ -256,7 +276,9 @@ def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
         "suspended": usage.new == len(prompt),
     }
     if not right[way]:
-        raise InvariantError(f"a prompt of {len(prompt)} tokens was to be found in the way {way!r}, but had {usage}")
+        raise InvariantError(
+            f"a prompt of {len(prompt)} tokens was to be found in the way {way!r}, but had {usage}"
+        )
 
 
 def ask_again(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
@@ -276,7 +298,8 @@ def ask_again(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], te
 
 
 def ask_partly(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
-    """On HOST, with a leading half that is faster recomputed than loaded: the spans of a prompt are disjoint."""
+    """On HOST, with a leading half that is faster recomputed than loaded: the spans of a prompt are
+    disjoint."""
     asker.tend = others = Others(asker, sizes, sizes.tokens)
     others.turn(sizes.histories + 1)
     for number, prompt in enumerate(prompts):
@@ -286,8 +309,11 @@ def ask_partly(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], t
     asker.end()
 
 
-def ask_suspended(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
-    """The GPU holds the prompt and the rows at their start. As the rows grow, the prompt must leave until they end."""
+def ask_suspended(
+    asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told
+) -> None:
+    """The GPU holds the prompt and the rows at their start. As the rows grow, the prompt must leave
+    until they end."""
     asker.tend = others = Others(asker, sizes, sizes.short_history)
     for number, prompt in enumerate(prompts):
         others.all_rows()
@@ -296,13 +322,15 @@ def ask_suspended(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]]
 
 
 class Exact:
-    """The eager decoder in float32 with an engine's weights, for any backend and ranks; a `ForwardPass`."""
+    """The eager decoder in float32 with an engine's weights, for any backend and ranks; a
+    `ForwardPass`."""
 
     def __init__(self, directory: Path, manifest: Manifest, dtype: torch.dtype = torch.float32):
         """dtype: another one, for comparison."""
         weights = whole_of(directory, manifest)
         converted = {name: tensor.to(manifest.device, dtype) for name, tensor in weights.items()}
-        self.manifest, self.vocab_size = replace(manifest, tensor_parallel=1), manifest.vocab_size
+        self.manifest = replace(manifest, tensor_parallel=1)
+        self.vocab_size = manifest.vocab_size
         self.dtype = self.kv_dtype = dtype
         self._decoder = Decoder.from_weights(manifest.decoder, converted)
 
@@ -324,7 +352,9 @@ def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, seed)
 
 
-def in_float32(directory: Path, manifest: Manifest, sizes: ReusePools, prompts: Sequence[array[int]]) -> list[Answer]:
+def in_float32(
+    directory: Path, manifest: Manifest, sizes: ReusePools, prompts: Sequence[array[int]]
+) -> list[Answer]:
     """The first token of each prompt with the same weights; frees the memory afterwards."""
     config = replace(
         sizes.config(),
@@ -345,7 +375,13 @@ def in_float32(directory: Path, manifest: Manifest, sizes: ReusePools, prompts: 
 
 
 def measure(
-    directory: Path, engine: Engine, tokens: int, repetitions: int, seed: int, size: int, form: Form | None = None
+    directory: Path,
+    engine: Engine,
+    tokens: int,
+    repetitions: int,
+    seed: int,
+    size: int,
+    form: Form | None = None,
 ) -> dict[str, Way]:
     """Runs every way, with HOST in that form. InvariantError if a way did not occur."""
     dice = np.random.default_rng(seed)
@@ -355,7 +391,9 @@ def measure(
     prompts = [random_ids(dice, engine.vocab_size, length) for length in lengths]
     if sizes.longest > engine.manifest.max_model_len:
         raise SettingError(
-            "--tokens", f"needs contexts of {sizes.longest} tokens, the model's are {engine.manifest.max_model_len}"
+            "--tokens",
+            f"needs contexts of {sizes.longest} tokens, the model's are "
+            f"{engine.manifest.max_model_len}",
         )
     exact = in_float32(directory, engine.manifest, sizes, prompts)
     if engine.manifest.device == "cuda":
@@ -374,7 +412,9 @@ def measure(
     device = make_device(engine.manifest.device)  # graphs are captured once for all three
     try:
         ask_again(Asker(device, engine, config, size, seed + 1, make), sizes, prompts, tell)
-        ask_partly(Asker(device, engine, config, sizes.tokens // 2, seed + 2, make), sizes, prompts, tell)
+        ask_partly(
+            Asker(device, engine, config, sizes.tokens // 2, seed + 2, make), sizes, prompts, tell
+        )
         tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
         ask_suspended(Asker(device, engine, tight, size, seed + 3, make), sizes, prompts, tell)
     finally:
@@ -386,13 +426,35 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="check.reuse", description=__doc__.partition("\n")[0])
     option = made.add_argument
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
-    option("--device", default="cpu", choices=("cpu", "cuda"), help="where the engine runs (default %(default)s)")
-    option("--tokens", type=int, default=2000, metavar="N", help="of a prompt, about (default %(default)s)")
+    option(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where the engine runs (default %(default)s)",
+    )
+    option(
+        "--tokens",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="of a prompt, about (default %(default)s)",
+    )
     option("--repetitions", type=int, default=10, metavar="N", help="prompts (default %(default)s)")
-    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
+    option(
+        "--chunk-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of a chunk (default %(default)s)",
+    )
     option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
     add_kv_cache_dtype(made)
-    option("--lower-tier-kv", default="same", choices=["same", "packed"], help="as `pensieve serve` (default same)")
+    option(
+        "--lower-tier-kv",
+        default="same",
+        choices=["same", "packed"],
+        help="as `pensieve serve` (default same)",
+    )
     return made
 
 
@@ -409,12 +471,17 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
     engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     form = host_form(args.lower_tier_kv, args.chunk_tokens, engine)
-    ways = measure(args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, form)
+    ways = measure(
+        args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, form
+    )
     tolerance, failed = judge(ways, engine.kv_dtype == torch.float32)
     told = {name: way.summary() for name, way in ways.items()}
     print(table([{"way": name, **way.tokens, **told[name]} for name, way in ways.items()]))
     seconds = time.perf_counter() - started
-    print(f"{'FAIL: ' + ', '.join(failed) if failed else 'PASS'} (tolerance {tolerance:.2e}, {seconds:.1f} s)")
+    print(
+        f"{'FAIL: ' + ', '.join(failed) if failed else 'PASS'} (tolerance {tolerance:.2e}, "
+        f"{seconds:.1f} s)"
+    )
     all_told = {name: {**told[name], "tokens": way.tokens} for name, way in ways.items()}
     found = {"passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": all_told}
     print(json.dumps({"bench": "reuse", **found}))

@@ -2,24 +2,26 @@
 
     python -m benchmarks.check.soak --minutes 30
 
-Clients hold random conversations with `pensieve serve` (whole histories, server histories, branches, hang-ups,
-deletions). Every token is compared with plain transformers' greedy choice for the same context. Meanwhile faults come
-and go; `--faults` chooses them:
+Clients hold random conversations with `pensieve serve` (whole histories, server histories,
+branches, hang-ups, deletions). Every token is compared with plain transformers' greedy choice for
+the same context. Meanwhile faults come and go; `--faults` chooses them:
 
-    kills     the server is killed (SIGKILL: all of its processes, or only the first) or ended (SIGTERM) at random
-              times, and started again on the same directory
-    expiry    thousands of conversations have expired before the start, and new ones live for seconds
+    kills     the server is killed (SIGKILL: all of its processes, or only the first) or ended
+              (SIGTERM) at random times, and started again on the same directory
+    expiry    thousands of conversations have expired before the start, and new ones live for
+              seconds
     readers   clients ask for long streams and do not read them
     database  the histories' PostgreSQL is stopped and started again
     disk      the files of histories, of KV, or both cannot be written to for a while
 
-Half of the time the histories are in a file, the other half in PostgreSQL, which the soak starts itself. `disk` needs
-the one, `database` the other.
+Half of the time the histories are in a file, the other half in PostgreSQL, which the soak starts
+itself. `disk` needs the one, `database` the other.
 
-Two clients always read a stream: no wait between tokens may be above a second, unless a fault excuses it. No request
-may fail for another reason. /health is asked every second and must be right. `soak_watch.py` has the list of faults
-with what each excuses. Memory, file descriptors, slots, processes and bytes of files must not leak. Ends with a table
-of the faults, PASS or FAIL, and one JSON line; exit status 1 after a wrong result.
+Two clients always read a stream: no wait between tokens may be above a second, unless a fault
+excuses it. No request may fail for another reason. /health is asked every second and must be right.
+`soak_watch.py` has the list of faults with what each excuses. Memory, file descriptors, slots,
+processes and bytes of files must not leak. Ends with a table of the faults, PASS or FAIL, and one
+JSON line; exit status 1 after a wrong result.
 
 Needs transformers (the extra `test`), and PostgreSQL for its half.
 """
@@ -78,9 +80,21 @@ HISTORY_FILE = "history.sqlite"
 class Life:
     """One process of `pensieve serve`, from its start to its end."""
 
-    def __init__(self, state: Path, engine: str, options: Sequence[str], environment: Mapping[str, str]):
-        command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", engine, "--port", "0"]
-        self.log, self._histories = state / "server.log", str(state / HISTORY_FILE)
+    def __init__(
+        self, state: Path, engine: str, options: Sequence[str], environment: Mapping[str, str]
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "pensieve.scripts.pensieve",
+            "serve",
+            "--engine",
+            engine,
+            "--port",
+            "0",
+        ]
+        self.log = state / "server.log"
+        self._histories = str(state / HISTORY_FILE)
         self.log.touch()
         offset = self.log.stat().st_size
         self.process = subprocess.Popen(
@@ -88,7 +102,9 @@ class Life:
         )
         assert self.process.stderr is not None
         # A pipe: the log must go on when the server may write to no file.
-        self._copier = threading.Thread(target=_copy, args=(self.process.stderr, self.log), daemon=True)
+        self._copier = threading.Thread(
+            target=_copy, args=(self.process.stderr, self.log), daemon=True
+        )
         self._copier.start()
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and self.process.poll() is None:
@@ -96,7 +112,8 @@ class Life:
                 lines.seek(offset)
                 found = re.search(r"serving (\S+) on (http://\S+)", lines.read())
             if found:
-                self.model, self.server = found[1], Server(found[2], None, ANSWER_SECONDS)
+                self.model = found[1]
+                self.server = Server(found[2], None, ANSWER_SECONDS)
                 with contextlib.suppress(ServerError):
                     self.server.text("/ready")
                     break
@@ -115,7 +132,8 @@ class Life:
     def kill(self, everything: bool) -> None:
         """All of its processes, or only the first: then the others must end by themselves."""
         for process in reversed(self.processes if everything else self.processes[:1]):
-            with contextlib.suppress(ProcessLookupError):  # it may have ended with the process just killed
+            # it may have ended with the process just killed
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._ended()
 
@@ -144,7 +162,10 @@ class Life:
         return [process for process in self.processes if not self._has_histories(process)]
 
     def _has_histories(self, process: int) -> bool:
-        return any(_target(file).startswith(self._histories) for file in Path(f"/proc/{process}/fd").iterdir())
+        return any(
+            _target(file).startswith(self._histories)
+            for file in Path(f"/proc/{process}/fd").iterdir()
+        )
 
 
 def _size(file: Path) -> int:
@@ -197,20 +218,28 @@ class Reference:
 
     @torch.inference_mode()
     def check(self, tokens: Sequence[int], start: int) -> None:
-        """Raises Wrong unless every token from `start` on is the greedy choice after the tokens before it."""
+        """Raises Wrong unless every token from `start` on is the greedy choice after the tokens
+        before it."""
         with self._lock:
             logits = self._model(torch.tensor([tokens[:-1]])).logits[0, start - 1 :]
-        gaps = logits.max(dim=-1).values - logits.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+        gaps = (
+            logits.max(dim=-1).values
+            - logits.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+        )
         wrong = (gaps > UNDECIDED).nonzero()
         if len(wrong):
             at = int(wrong[0])
-            raise Wrong(f"token {at} of a reply behind {start} tokens is off by {float(gaps[at]):.3g} in logits")
+            raise Wrong(
+                f"token {at} of a reply behind {start} tokens is off by {float(gaps[at]):.3g} in "
+                "logits"
+            )
 
 
 @dataclass
 class Conversation:
-    """`known`: the server's log equals the client's; unsure after a turn whose end did not arrive. Until the time
-    `held` (by time.monotonic()) such a turn may hold the conversation of a shared database: others become branches."""
+    """`known`: the server's log equals the client's; unsure after a turn whose end did not arrive.
+    Until the time `held` (by time.monotonic()) such a turn may hold the conversation of a shared
+    database: others become branches."""
 
     name: str
     log: list[int] = field(default_factory=list)
@@ -222,7 +251,8 @@ class Client:
     """One step is a turn of one of its conversations, or its end."""
 
     def __init__(self, soak: Soak, number: int):
-        self._soak, self._number = soak, number
+        self._soak = soak
+        self._number = number
         self._random = random.Random(f"{soak.seed}/{number}")
         self._begun = 0
         self._conversations = [self._new() for _ in range(CONVERSATIONS_EACH)]
@@ -250,7 +280,10 @@ class Client:
         if len(log) > 1 and chance.random() < 0.05:
             log = log[: chance.randrange(1, len(log))]
         server_history = log is conversation.log and conversation.known and chance.random() < 0.5
-        new = [chance.randrange(4, self._soak.reference.vocabulary) for _ in range(chance.choice((1, 5, 20, 60)))]
+        new = [
+            chance.randrange(4, self._soak.reference.vocabulary)
+            for _ in range(chance.choice((1, 5, 20, 60)))
+        ]
         body: dict[str, Any] = {
             "model": self._soak.life.model,
             "prompt": new if server_history else [*log, *new],
@@ -262,7 +295,8 @@ class Client:
             "return_token_ids": True,
             "return_sources": True,
         }
-        known, conversation.known = conversation.known, False
+        known = conversation.known
+        conversation.known = False
         free = not self._soak.shared or time.monotonic() > conversation.held
         if chance.random() < 0.05:
             self._hang_up(body)
@@ -271,28 +305,36 @@ class Client:
         try:
             answer = self._soak.life.server.ask("POST", "/v1/completions", body)
         except ServerError as error:
-            # Refused: the turn is not committed. Otherwise, and from a database that stops, that is unknown.
+            # Refused: the turn is not committed. Otherwise, and from a database that stops, that is
+            # unknown.
             conversation.held = time.monotonic() + LEASE
             conversation.known = known and error.status == 503 and not self._soak.shared
             raise
         tokens = [*log, *new, *answer["choices"][0]["token_ids"]]
         self._soak.reference.check(tokens, len(log) + len(new))
         if answer["usage"]["prompt_tokens"] != len(log) + len(new):
-            raise Wrong(f"{conversation.name}: a prompt of {len(log) + len(new)} tokens, said to be {answer['usage']}")
+            raise Wrong(
+                f"{conversation.name}: a prompt of {len(log) + len(new)} tokens, said to be "
+                f"{answer['usage']}"
+            )
         branched = len(log) < len(conversation.log)
-        conversation.log, conversation.known = tokens, free
+        conversation.log = tokens
+        conversation.known = free
         self._soak.took(answer["usage"]["prompt_tokens_details"], body["max_tokens"], branched)
 
     def _hang_up(self, body: dict[str, Any]) -> None:
         """Hangs up in the middle of a streamed reply."""
-        reply = self._soak.life.server.events("/v1/completions", body | {"stream": True, "max_tokens": 64})
+        reply = self._soak.life.server.events(
+            "/v1/completions", body | {"stream": True, "max_tokens": 64}
+        )
         with contextlib.closing(reply):
             next(reply, None)
         self._soak.count("hung up")
 
 
 class Soak(Stage):
-    """`database`: of the histories; None: a file. `faults`: as of the command, those that concern these histories."""
+    """`database`: of the histories; None: a file. `faults`: as of the command, those that concern
+    these histories."""
 
     def __init__(
         self,
@@ -303,7 +345,8 @@ class Soak(Stage):
     ):
         super().__init__(reference, seed)
         self.life: Life
-        self._faults, self._database = faults, database
+        self._faults = faults
+        self._database = database
         self._random = random.Random(seed)
 
     @property
@@ -312,16 +355,24 @@ class Soak(Stage):
 
     def took(self, sources: dict[str, int], generated: int, branched: bool) -> None:
         with self._lock:
-            self.counts.update({source: sources[source] for source in ("gpu", "host", "disk", "recomputed", "new")})
+            self.counts.update(
+                {source: sources[source] for source in ("gpu", "host", "disk", "recomputed", "new")}
+            )
             self.counts.update(turns=1, generated=generated, branched=branched)
 
-    def run(self, state: Path, seconds: float, lives: int, engine: str, options: Sequence[str]) -> dict[str, Any]:
-        """Runs `lives` lives, which serve for `seconds` together. Raises Wrong, or the error of a client."""
-        environment = {name: value for name, value in os.environ.items() if name != "PENSIEVE_HISTORY_URL"}
+    def run(
+        self, state: Path, seconds: float, lives: int, engine: str, options: Sequence[str]
+    ) -> dict[str, Any]:
+        """Runs `lives` lives, which serve for `seconds` together. Raises Wrong, or the error of a
+        client."""
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PENSIEVE_HISTORY_URL"
+        }
         histories: str | Path = state / HISTORY_FILE
         if self._database is not None:
             histories = environment["PENSIEVE_HISTORY_URL"] = self._database.url
-        history, growth = [], [0]
+        history = []
+        growth = [0]
         threads = [self.repeat(step) for step in self._steps()]
         down, always = contextlib.ExitStack(), contextlib.ExitStack()
         if "expiry" in self._faults:
@@ -377,7 +428,9 @@ class Soak(Stage):
     def _live(self, seconds: float) -> int:
         """Returns the bytes by which its processes grew after they had warmed up."""
         self.running.set()
-        began, before, files = time.monotonic(), 0, self.life.files()
+        began = time.monotonic()
+        before = 0
+        files = self.life.files()
         while (now := time.monotonic()) < began + seconds and not self.over.is_set():
             if len(self.watch.wrong) >= MOST_WRONG:
                 break
@@ -390,7 +443,10 @@ class Soak(Stage):
         if self.life.process.poll() is not None:
             raise Wrong(f"the server has ended by itself; see {self.life.log}")
         growth = self.life.memory() - before if before else 0
-        if growth > MORE_MEMORY or self.life.files() > files + 2 * (CLIENTS + OTHER_CLIENTS) + MORE_FILES:
+        if (
+            growth > MORE_MEMORY
+            or self.life.files() > files + 2 * (CLIENTS + OTHER_CLIENTS) + MORE_FILES
+        ):
             raise Wrong(f"grown by {growth} bytes, {files} open files became {self.life.files()}")
         return growth
 
@@ -406,13 +462,16 @@ class Soak(Stage):
             time.sleep(0.05)
         self.raise_failure()
         time.sleep(QUIET_SECONDS)
-        found, until = self.life.server.metrics(), time.monotonic() + SETTLE_SECONDS
+        found = self.life.server.metrics()
+        until = time.monotonic() + SETTLE_SECONDS
         while (taken := _taken(found)) and time.monotonic() < until:
             time.sleep(0.1)
             found = self.life.server.metrics()
         if taken:
             raise Wrong(f"slots are taken without a user: {taken}")
-        self.counts["rejected records"] += int(found['pensieve:kv_disk_faults_total{kind="rejected"}'])
+        self.counts["rejected records"] += int(
+            found['pensieve:kv_disk_faults_total{kind="rejected"}']
+        )
         self.counts["ends"] += 1
         down.enter_context(self.watch.fault("kills"))
         self.life.end()
@@ -437,8 +496,14 @@ class Soak(Stage):
 def _taken(found: dict[str, float]) -> dict[str, float]:
     """Slots by state, of a tier in which any is in use or missing."""
     for tier, slots in (("gpu", GPU_CHUNKS), ("host", HOST_CHUNKS), ("disk", DISK_CHUNKS)):
-        states = {name: value for name, value in found.items() if "kv_slots{state=" in name and tier in name}
-        if sum(states.values()) != slots or any(value for name, value in states.items() if "in_use" in name):
+        states = {
+            name: value
+            for name, value in found.items()
+            if "kv_slots{state=" in name and tier in name
+        }
+        if sum(states.values()) != slots or any(
+            value for name, value in states.items() if "in_use" in name
+        ):
             return states
     return {}
 
@@ -448,12 +513,22 @@ FAULTS = ("kills", "expiry", "readers", "database", "disk")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="of serving (default %(default)s)")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="some of these (default %(default)s)")
-    parser.add_argument("--lives", type=int, help="starts in that time (default: one for 1.5 minutes)")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="of serving (default %(default)s)"
+    )
+    parser.add_argument(
+        "--faults", default=",".join(FAULTS), help="some of these (default %(default)s)"
+    )
+    parser.add_argument(
+        "--lives", type=int, help="starts in that time (default: one for 1.5 minutes)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
-    parser.add_argument("--engine", default="demo", help="an engine directory in float32 (default %(default)s)")
-    parser.add_argument("--checkpoint", type=Path, default=DEMO_CHECKPOINT, help="what it was built from")
+    parser.add_argument(
+        "--engine", default="demo", help="an engine directory in float32 (default %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, default=DEMO_CHECKPOINT, help="what it was built from"
+    )
     parser.add_argument("--state-dir", type=Path, help="kept afterwards (default: a temporary one)")
     parser.add_argument("options", nargs="*", help="more of `pensieve serve`, behind --")
     args = parser.parse_args(argv)
@@ -464,13 +539,17 @@ def soak(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     faults = args.faults.split(",")
     if unknown := set(faults) - set(FAULTS):
-        raise SettingError("--faults", f"must be some of {', '.join(FAULTS)}, not {', '.join(sorted(unknown))}")
+        raise SettingError(
+            "--faults", f"must be some of {', '.join(FAULTS)}, not {', '.join(sorted(unknown))}"
+        )
     torch.set_num_threads(1)
     results: dict[str, Any] = {"bench": "soak", "seed": args.seed, "minutes": args.minutes}
     watches: dict[str, Watch] = {}
     wrong: list[str] = []
     with contextlib.ExitStack() as temporary:
-        directory = args.state_dir or Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="soak")))
+        directory = args.state_dir or Path(
+            temporary.enter_context(tempfile.TemporaryDirectory(prefix="soak"))
+        )
         runs = histories_of(faults, temporary)
         reference = Reference(args.checkpoint)
         for name, (own_faults, database) in runs.items():
@@ -482,7 +561,9 @@ def soak(args: argparse.Namespace) -> int:
             lives = max(1, lives // len(runs))
             seconds = args.minutes * 60 / len(runs)
             try:
-                results[name] = run.run(state, seconds, lives, args.engine, server_options(args.options))
+                results[name] = run.run(
+                    state, seconds, lives, args.engine, server_options(args.options)
+                )
             except (Wrong, ServerError) as error:
                 if str(error) not in run.watch.wrong:
                     run.watch.report(str(error))
@@ -500,7 +581,8 @@ def soak(args: argparse.Namespace) -> int:
 def histories_of(
     faults: Sequence[str], temporary: contextlib.ExitStack
 ) -> dict[str, tuple[list[str], PrivatePostgres | None]]:
-    """The kinds of histories that these faults concern, each with its faults and its database, which has started.
+    """The kinds of histories that these faults concern, each with its faults and its database,
+    which has started.
 
     SettingError if none can be used."""
     runs: dict[str, tuple[list[str], PrivatePostgres | None]] = {}
@@ -518,7 +600,10 @@ def histories_of(
 
 def server_options(more: Sequence[str]) -> list[str]:
     sizes = dict(
-        chunk_tokens=CHUNK_TOKENS, gpu_kv_chunks=GPU_CHUNKS, host_kv_chunks=HOST_CHUNKS, disk_kv_chunks=DISK_CHUNKS
+        chunk_tokens=CHUNK_TOKENS,
+        gpu_kv_chunks=GPU_CHUNKS,
+        host_kv_chunks=HOST_CHUNKS,
+        disk_kv_chunks=DISK_CHUNKS,
     )
     options = [f"{flag(name)}={value}" for name, value in sizes.items()]
     return [*options, f"--max-model-len={LONGEST}", "--max-num-seqs=8", *more]

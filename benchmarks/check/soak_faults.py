@@ -1,5 +1,5 @@
-"""The clients and faults that the soak adds to conversations: streams that are measured, looks at /health, clients that
-do not read, histories that expire, a database that stops, a disk that fills.
+"""The clients and faults that the soak adds to conversations: streams that are measured, looks at
+/health, clients that do not read, histories that expire, a database that stops, a disk that fills.
 
 Each is a thread that repeats one step while the server is to be used (`Stage.repeat`).
 """
@@ -95,10 +95,12 @@ class Stage:
     life: RunningServer
 
     def __init__(self, reference: GreedyReference, seed: int):
-        self.reference, self.seed = reference, seed
+        self.reference = reference
+        self.seed = seed
         self.watch = Watch()
         self.running, self.over = threading.Event(), threading.Event()
-        self.undisturbed = threading.Lock()  # held by a fault from its beginning to its end, and by a kill
+        # held by a fault from its beginning to its end, and by a kill
+        self.undisturbed = threading.Lock()
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._open = 0
@@ -153,7 +155,8 @@ class Stage:
             raise self._failure
 
     def failed(self, error: ServerError, since: float, named: bool, what: str) -> None:
-        """Judges the failure of a request that was sent at `since`, and waits a little: the server may be down."""
+        """Judges the failure of a request that was sent at `since`, and waits a little: the server
+        may be down."""
         self.watch.status(error, since, named, what)
         self.count(f"status {error.status}" if error.status else "cut off")
         time.sleep(AWAY_SECONDS)
@@ -163,18 +166,22 @@ class Stage:
 
 
 class Probe:
-    """Reads one stream of a known prompt after the other, and measures each wait. `named`: each is a turn of a new
-    conversation, which is deleted afterwards."""
+    """Reads one stream of a known prompt after the other, and measures each wait. `named`: each is
+    a turn of a new conversation, which is deleted afterwards."""
 
     def __init__(self, stage: Stage, named: bool):
-        self._stage, self._named = stage, named
+        self._stage = stage
+        self._named = named
         self._what = "a turn's stream" if named else "a stream"
-        self._prompt = [40 + 3 * at for at in range(20)] if named else [50 + 2 * at for at in range(20)]
+        self._prompt = (
+            [40 + 3 * at for at in range(20)] if named else [50 + 2 * at for at in range(20)]
+        )
         self._right: list[int] = []  # as compared with the reference
         self._number = 0
 
     def step(self) -> None:
-        stage, since = self._stage, time.monotonic()
+        stage = self._stage
+        since = time.monotonic()
         self._number += 1
         name = f"probe {self._number}"
         body: dict[str, Any] = {
@@ -214,7 +221,8 @@ class Probe:
         self._waited(last, "end")
 
     def _now(self) -> tuple[float, float]:
-        """The time, and the seconds for which the server and this thread have waited for a processor until then."""
+        """The time, and the seconds for which the server and this thread have waited for a
+        processor until then."""
         return time.monotonic(), waited_for_processor(self._stage.life.processes)
 
     def _waited(self, last: tuple[float, float], what: str) -> None:
@@ -250,8 +258,8 @@ class Probe:
 
 
 def waited_for_processor(processes: Sequence[int]) -> float:
-    """Seconds for which this thread and the main threads of these processes could run and had no processor, because the
-    machine had other work. 0.0 on a system that does not count them."""
+    """Seconds for which this thread and the main threads of these processes could run and had no
+    processor, because the machine had other work. 0.0 on a system that does not count them."""
     waited = 0
     for place in ("thread-self", *processes):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -275,7 +283,8 @@ def look_at_health(stage: Stage) -> None:
 
 
 class SlowReader:
-    """Asks for streams that do not fit into any buffer, and does not read them: it reads late, or hangs up."""
+    """Asks for streams that do not fit into any buffer, and does not read them: it reads late, or
+    hangs up."""
 
     def __init__(self, stage: Stage, number: int):
         self._stage = stage
@@ -284,7 +293,8 @@ class SlowReader:
         self._right: list[int] = []
 
     def step(self) -> None:
-        stage, since = self._stage, time.monotonic()
+        stage = self._stage
+        since = time.monotonic()
         try:
             with stage.watch.fault("readers"), contextlib.closing(self._ask()) as connection:
                 stage.pause(READER_HOLDS)
@@ -303,7 +313,8 @@ class SlowReader:
         connection = http.client.HTTPConnection(address.netloc)
         connection.sock = socket.socket()
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READER_BUFFER)
-        # The system sizes the server's buffer by this: packets of the loopback device would let it take megabytes.
+        # The system sizes the server's buffer by this: packets of the loopback device would let it
+        # take megabytes.
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, READER_PACKET)
         connection.sock.settimeout(PATIENCE)
         connection.sock.connect((address.hostname, address.port))
@@ -319,7 +330,9 @@ class SlowReader:
             "return_token_ids": True,
             "stream": True,
         }
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         return connection
 
     def _read(self, connection: http.client.HTTPConnection) -> None:
@@ -346,9 +359,10 @@ class SlowReader:
 
 
 def put_expired(where: str | Path) -> int:
-    """Fills the database up to EXPIRED expired conversations; no server may use a file meanwhile. Returns how many
-    there are."""
-    there, long_ago = expired_left(where), time.time() - DAY
+    """Fills the database up to EXPIRED expired conversations; no server may use a file meanwhile.
+    Returns how many there are."""
+    there = expired_left(where)
+    long_ago = time.time() - DAY
     log = Transcript((), array("i", range(64)), "", 0)
     store = HistoryStore(where)
     for number in range(EXPIRED - there):
@@ -356,7 +370,10 @@ def put_expired(where: str | Path) -> int:
     store.close()
     database = open_database(where)
     with database.transaction():
-        database.execute("UPDATE conversations SET history_ttl = 1 WHERE id LIKE :name", {"name": f"{EXPIRED_PREFIX}%"})
+        database.execute(
+            "UPDATE conversations SET history_ttl = 1 WHERE id LIKE :name",
+            {"name": f"{EXPIRED_PREFIX}%"},
+        )
     database.close()
     return EXPIRED
 
@@ -375,7 +392,8 @@ class ShortLived:
     """A conversation with a short lifetime: it is there until then, and not after it."""
 
     def __init__(self, stage: Stage):
-        self._stage, self._number = stage, 0
+        self._stage = stage
+        self._number = 0
 
     def step(self) -> None:
         since = time.monotonic()
@@ -385,15 +403,24 @@ class ShortLived:
             self._stage.failed(error, since, True, "a conversation that expires")
 
     def _live_and_expire(self) -> None:
-        stage, since = self._stage, time.monotonic()
+        stage = self._stage
+        since = time.monotonic()
         self._number += 1
         name = f"short {self._number}"
         path = f"/v1/conversations/{quote(name)}"
         server = stage.life.server
         prompt = [70 + at for at in range(30)]
-        body = {"model": stage.life.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": stage.life.model,
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         began = time.time()
-        answer = server.ask("POST", "/v1/completions", {**body, "conversation": name, "return_token_ids": True})
+        answer = server.ask(
+            "POST", "/v1/completions", {**body, "conversation": name, "return_token_ids": True}
+        )
         stored = time.time()
         server.ask("POST", path, {"history_ttl_s": SHORT_TTL})
         stage.reference.check([*prompt, *answer["choices"][0]["token_ids"]], len(prompt))
@@ -403,7 +430,10 @@ class ShortLived:
         stage.pause(stored + SHORT_TTL + 0.1 - time.time())
         late = time.time() > stored + SHORT_TTL
         if late and self._is_there(path) and not stage.watch.disturbed(since):
-            stage.watch.report(f"{name} is there {time.time() - stored:.1f} s after its turn, and had {SHORT_TTL} s")
+            stage.watch.report(
+                f"{name} is there {time.time() - stored:.1f} s after its turn, and had {SHORT_TTL} "
+                "s"
+            )
         stage.count("expired")
 
     def _is_there(self, path: str) -> bool:
@@ -420,11 +450,13 @@ class ShortLived:
 
 
 class Faults:
-    """One fault after the other, of the kinds in `turns`: "database", "full histories", "full disk tier" or "full
-    disk" (both)."""
+    """One fault after the other, of the kinds in `turns`: "database", "full histories", "full disk
+    tier" or "full disk" (both)."""
 
     def __init__(self, stage: Stage, turns: Sequence[str], database: PrivatePostgres | None):
-        self._stage, self._turns, self._database = stage, turns, database
+        self._stage = stage
+        self._turns = turns
+        self._database = database
         self._random = random.Random(f"{stage.seed}/faults")
         self._number = 0
 
@@ -439,7 +471,9 @@ class Faults:
             if kind == "database":
                 self._stop_database()
             else:
-                self._fill_disk(histories=kind != "full disk tier", disk_tier=kind != "full histories")
+                self._fill_disk(
+                    histories=kind != "full disk tier", disk_tier=kind != "full histories"
+                )
 
     def _last(self) -> None:
         self._stage.over.wait(self._random.uniform(*FAULT_LASTS))
@@ -466,7 +500,9 @@ class Faults:
         processes = stage.life.history_processes() if histories else []
         processes += stage.life.other_processes() if disk_tier else []
         with contextlib.ExitStack() as stack:
-            windows = [stack.enter_context(stage.watch.fault(kind)) for kind, full in kinds.items() if full]
+            windows = [
+                stack.enter_context(stage.watch.fault(kind)) for kind, full in kinds.items() if full
+            ]
             if disk_tier:
                 stack.enter_context(stage.watch.fault("records", lasts=math.inf))
             faults = self._metric(FAULTED)
@@ -490,7 +526,8 @@ class Faults:
 
     def _until(self, wanted: int) -> None:
         """Returns when a small turn has got this status. Raises Wrong if none does for too long."""
-        stage, until = self._stage, time.monotonic() + PATIENCE
+        stage = self._stage
+        until = time.monotonic() + PATIENCE
         while (status := self._turn()) != wanted and not stage.over.is_set():
             if time.monotonic() > until:
                 raise Wrong(f"turns get {status} instead of {wanted} for {PATIENCE} s")
@@ -503,7 +540,9 @@ class Faults:
         took, said = self._looked(parts.issubset)
         if took is None:
             missing = " and ".join(sorted(parts - said))
-            self._stage.watch.report(f"/health does not tell within {TELL_SECONDS} s of a fault of {missing}")
+            self._stage.watch.report(
+                f"/health does not tell within {TELL_SECONDS} s of a fault of {missing}"
+            )
             return
         longest.told = max(longest.told, took)
         for window in windows:
@@ -516,13 +555,15 @@ class Faults:
         took, said = self._looked(parts.isdisjoint)
         if took is None:
             still = " and ".join(sorted(parts & said))
-            self._stage.watch.report(f"/health still tells of a fault of {still}, {TELL_SECONDS} s after its end")
+            self._stage.watch.report(
+                f"/health still tells of a fault of {still}, {TELL_SECONDS} s after its end"
+            )
             return
         longest.recovered = max(longest.recovered, took)
 
     def _looked(self, wanted: Callable[[set[str]], bool]) -> tuple[float | None, set[str]]:
-        """Seconds until /health names parts as wanted, None: it does not within TELL_SECONDS. And those that it named
-        last."""
+        """Seconds until /health names parts as wanted, None: it does not within TELL_SECONDS. And
+        those that it named last."""
         began = time.monotonic()
         while True:
             since = time.monotonic()
@@ -535,7 +576,12 @@ class Faults:
 
     def _turn(self) -> int:
         """The status of a small turn."""
-        body = {"model": self._stage.life.model, "prompt": [45, 46, 47], "max_tokens": 1, "conversation": "fault"}
+        body = {
+            "model": self._stage.life.model,
+            "prompt": [45, 46, 47],
+            "max_tokens": 1,
+            "conversation": "fault",
+        }
         try:
             self._stage.life.server.ask("POST", "/v1/completions", body)
         except ServerError as error:
@@ -546,7 +592,8 @@ class Faults:
         return self._stage.life.server.metrics()[name]
 
     def _until_more(self, metric: str, before: float) -> None:
-        """Returns when the metric has grown: chunks are saved all the time. Raises Wrong if it does not."""
+        """Returns when the metric has grown: chunks are saved all the time. Raises Wrong if it does
+        not."""
         until = time.monotonic() + PATIENCE
         while self._metric(metric) <= before and not self._stage.over.is_set():
             if time.monotonic() > until:
@@ -555,8 +602,8 @@ class Faults:
 
 
 def limit_files(processes: Sequence[int], size: int | None) -> None:
-    """Sets the bytes beyond which these processes may write no file; None: as many as the system allows. Python ignores
-    the signal, so a write fails."""
+    """Sets the bytes beyond which these processes may write no file; None: as many as the system
+    allows. Python ignores the signal, so a write fails."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             _, most = resource.prlimit(process, resource.RLIMIT_FSIZE)

@@ -1,9 +1,9 @@
 """What the soak knows about a server while faults come and go, and what it accepts meanwhile.
 
-A fault has windows of time. What a client saw counts as wrong unless a fault that was active meanwhile excuses it
-(`FAULTS`). When a request has met a fault, `/health` must say so within TELL_SECONDS, and then at every look until the
-fault's cause is gone. When a request has found it gone, `/health` must say that within the same time, and then at every
-look until the next fault.
+A fault has windows of time. What a client saw counts as wrong unless a fault that was active
+meanwhile excuses it (`FAULTS`). When a request has met a fault, `/health` must say so within
+TELL_SECONDS, and then at every look until the fault's cause is gone. When a request has found it
+gone, `/health` must say that within the same time, and then at every look until the next fault.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pensieve.scripts.chat import ServerError
 
 LONGEST_GAP = 1.0  # seconds between two tokens of a stream
 LONGEST_WAIT = 10.0  # seconds for a stream's first token: others may have all seats for that long
-TELL_SECONDS = 10.0  # for /health to say what a request has met: a server asks its database every 3.3 s
+# for /health to say what a request has met: a server asks its database every 3.3 s
+TELL_SECONDS = 10.0
 MOST_WRONG = 50  # results; then the soak ends
 
-CUT_OFF = 0  # in place of a status: the connection, or an event in the stream, ended the answer early
+# in place of a status: the connection, or an event in the stream, ended the answer early
+CUT_OFF = 0
 HISTORIES, DISK_TIER = "the histories", "the disk tier"  # parts of whose faults /health tells
 
 
@@ -74,7 +76,10 @@ UNERASED = Fault(
     ends="never",
     named=frozenset({500}),
     says="could not be erased",
-    reason="a record that could not be erased stays until the next start; it may be of other conversations too",
+    reason=(
+        "a record that could not be erased stays until the next start; it may be of other "
+        "conversations too"
+    ),
 )
 FAULTS = {
     "kills": Fault(
@@ -91,8 +96,13 @@ FAULTS = {
         named=frozenset({409}),
         reason="a turn that was open then holds its conversation",
     ),
-    "expiry": Fault(begins="thousands of expired conversations at the start; new ones live for seconds", ends="never"),
-    "readers": Fault(begins="clients do not read what they have asked for", ends="they read it, or hang up"),
+    "expiry": Fault(
+        begins="thousands of expired conversations at the start; new ones live for seconds",
+        ends="never",
+    ),
+    "readers": Fault(
+        begins="clients do not read what they have asked for", ends="they read it, or hang up"
+    ),
     "database": Fault(
         begins="pg_ctl stop -m immediate",
         ends="pg_ctl start, and a turn is stored",
@@ -127,14 +137,18 @@ class Window:
 
     def holds(self, since: float, until: float) -> bool:
         """True if /health must say so at a look from `since` to `until`."""
-        return self.told is not None and self.told <= since and (self.lifted is None or self.lifted > until)
+        return (
+            self.told is not None
+            and self.told <= since
+            and (self.lifted is None or self.lifted > until)
+        )
 
 
 @dataclass
 class Longest:
-    """Seconds: between two tokens and for a first token, of the streams that are always open, unless a fault excuses
-    it; and until /health tells of a fault, and of its end. `gap` and `wait` are without the time for which the server
-    waited for a processor, `whole_gap` is with it."""
+    """Seconds: between two tokens and for a first token, of the streams that are always open,
+    unless a fault excuses it; and until /health tells of a fault, and of its end. `gap` and `wait`
+    are without the time for which the server waited for a processor, `whole_gap` is with it."""
 
     gap: float = 0.0
     whole_gap: float = 0.0
@@ -195,8 +209,8 @@ class Watch:
         self.report(f"{what}: status {error.status}, {error}")
 
     def wait(self, since: float, seconds: float, most: float, named: bool, what: str) -> bool:
-        """Judges a wait of `seconds` that began at `since` and ends now. Returns whether it counts: no fault explains
-        it."""
+        """Judges a wait of `seconds` that began at `since` and ends now. Returns whether it counts:
+        no fault explains it."""
         now = time.monotonic()
         excusing = ("named", "all") if named else ("all",)
         for window in self.active(since, now):
@@ -231,8 +245,12 @@ class Watch:
 
 
 def table(watches: Mapping[str, Watch]) -> str:
-    """The faults that occurred with what they excused, and the waits that none excuses, by kind of histories."""
-    head = ["| histories | fault | begins | ends | excuses | times | seconds | excused |", "|---" * 8 + "|"]
+    """The faults that occurred with what they excused, and the waits that none excuses, by kind of
+    histories."""
+    head = [
+        "| histories | fault | begins | ends | excuses | times | seconds | excused |",
+        "|---" * 8 + "|",
+    ]
     now = time.monotonic()
     for name, watch in watches.items():
         for kind, fault in FAULTS.items():
@@ -240,7 +258,11 @@ def table(watches: Mapping[str, Watch]) -> str:
             if not windows:
                 continue
             seconds = sum(min(window.ended or now, now) - window.began for window in windows)
-            excused = [f"{count} {what}" for (by, what), count in sorted(watch.excused.items()) if by == kind]
+            excused = [
+                f"{count} {what}"
+                for (by, what), count in sorted(watch.excused.items())
+                if by == kind
+            ]
             words = (fault.begins, fault.ends, allowed(fault))
             row = (name, kind, *words, len(windows), f"{seconds:.0f}", ", ".join(excused) or "none")
             head.append(f"| {' | '.join(map(str, row))} |")
@@ -248,9 +270,11 @@ def table(watches: Mapping[str, Watch]) -> str:
         looks = ", ".join(f"{count} {said}" for said, count in watch.looks.items())
         longest = watch.longest
         head.append(
-            f"\n{name}: at most {longest.gap:.2f} s between two tokens ({longest.whole_gap:.2f} s with waits for a "
+            f"\n{name}: at most {longest.gap:.2f} s between two tokens ({longest.whole_gap:.2f} s "
+            "with waits for a "
             f"processor), {longest.wait:.2f} s for a first one, "
-            f"{longest.told:.2f} s until /health told of a fault, {longest.recovered:.2f} s of its end; "
+            f"{longest.told:.2f} s until /health told of a fault, {longest.recovered:.2f} s of its "
+            "end; "
             f"looks at /health: {looks or 'none'}"
         )
     return "\n".join(head)

@@ -1,9 +1,10 @@
-"""Chats written for the demo model, without end and equal for equal seeds: small talk, plain facts, tiny stories.
+"""Chats written for the demo model, without end and equal for equal seeds: small talk, plain facts,
+tiny stories.
 
-A model of a few million parameters cannot learn this from public chats of a few megabytes: the same short, plain
-sentences in many orders, follow-up questions, and replies that end. Requests with random words take them from a
-dictionary, so that the model learns to repeat a word that it hardly knows. The sentences are in text files in this
-folder.
+A model of a few million parameters cannot learn this from public chats of a few megabytes: the same
+short, plain sentences in many orders, follow-up questions, and replies that end. Requests with
+random words take them from a dictionary, so that the model learns to repeat a word that it hardly
+knows. The sentences are in text files in this folder.
 """
 
 from __future__ import annotations
@@ -41,15 +42,20 @@ def _titled(name: str) -> dict[str, str]:
 
 
 SENTENCE_END = re.compile(r"(?<=\.)\s+")
-TOPICS = {name: SENTENCE_END.split(" ".join(facts.split())) for name, facts in _titled("topics.txt").items()}
+TOPICS = {
+    name: SENTENCE_END.split(" ".join(facts.split()))
+    for name, facts in _titled("topics.txt").items()
+}
 """A topic and its sentences. Any two or three of them, in any order, make a reply."""
 SAID = {
-    name: [line.replace("\\n", "\n") for line in text.split("\n")] for name, text in _titled("sentences.txt").items()
+    name: [line.replace("\\n", "\n") for line in text.split("\n")]
+    for name, text in _titled("sentences.txt").items()
 }
 SMALL_TALK = _parts("small_talk.txt")
 """Questions, and the answers to any of them."""
 REMEMBER = _parts("remember.txt")
-"""The user's statement, the reply, the later question, its answer, and the words that fill the gap."""
+"""The user's statement, the reply, the later question, its answer, and the words that fill the
+gap."""
 HARM = SAID["harm"]
 
 SYSTEM = (
@@ -69,11 +75,16 @@ WISHES = {
     "could not fall asleep": "Soon there was a long yawn, and then deep sleep.",
     "dreamed of the stars": "That night the stars seemed closer than ever.",
 }
-SUMS: dict[str, Callable[[int, int], int]] = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}
+SUMS: dict[str, Callable[[int, int], int]] = {
+    "plus": int.__add__,
+    "minus": int.__sub__,
+    "times": int.__mul__,
+}
 
 
 def written_chats(words: Words, seed: int) -> Iterator[Chat]:
-    """Chats without end: one to about ten exchanges. In some, the user mentions a fact and asks for it later."""
+    """Chats without end: one to about ten exchanges. In some, the user mentions a fact and asks for
+    it later."""
     rng = random.Random(seed)
     while True:
         chat: Chat = []
@@ -100,7 +111,8 @@ def _say(chat: Chat, question: str, answer: str) -> None:
 
 
 def _topic(chat: Chat, rng: random.Random) -> None:
-    """A question about a topic and, half of the time, requests for more until all facts are told."""
+    """A question about a topic and, half of the time, requests for more until all facts are
+    told."""
     name = rng.choice(list(TOPICS))
     facts = list(TOPICS[name])
     rng.shuffle(facts)
@@ -122,7 +134,9 @@ def _story(chat: Chat, rng: random.Random) -> None:
         f"Once upon a time there was a {hero} who lived {rng.choice(SAID['places'])}.",
         f"The {hero} {wish}.",
         f"One day the {hero} met {(helper := rng.choice(SAID['helpers']))}.",
-        rng.choice(SAID["advice"]).format(helper.replace("an ", "the ", 1).replace("a ", "the ", 1)),
+        rng.choice(SAID["advice"]).format(
+            helper.replace("an ", "the ", 1).replace("a ", "the ", 1)
+        ),
         f"So the {hero} set out, and it was not easy.",
         end,
         rng.choice(SAID["endings"]),
@@ -150,9 +164,13 @@ def _any_request(words: Words, rng: random.Random) -> Exchange:
         case 2:
             thing = rng.choice((_thing(words, rng), f"{_article(noun)} {noun}"))
             listed = "".join(f"\n{i}. {tip}" for i, tip in enumerate(rng.sample(SAID["tip"], 3), 1))
-            return rng.choice(SAID["tips"]).format(thing), rng.choice(SAID["tips open"]).format(thing) + listed
+            return rng.choice(SAID["tips"]).format(thing), rng.choice(SAID["tips open"]).format(
+                thing
+            ) + listed
         case 3:
-            return _same("recommend", "recommended", rng, rng.choice((noun, noun, f"{adjective} {noun}")))
+            return _same(
+                "recommend", "recommended", rng, rng.choice((noun, noun, f"{adjective} {noun}"))
+            )
         case 4:
             return _same("opinion", "opinions", rng, _thing(words, rng))
         case 5:
@@ -162,13 +180,18 @@ def _any_request(words: Words, rng: random.Random) -> Exchange:
             return _same(about, f"{about} answer", rng, noun, adjective)
         case 7:
             thing = _thing(words, rng)
-            question, couplets = rng.choice(SAID["poem"]).format(thing), rng.sample(SAID["couplets"], 2)
+            question = rng.choice(SAID["poem"]).format(thing)
+            couplets = rng.sample(SAID["couplets"], 2)
             return question, "\n".join(couplets).format(thing, thing)
         case 8 if rng.random() < 0.3:
-            question = rng.choice(SAID["how"]).format(f"{rng.choice(HARM)} {rng.choice(SAID['victims'])}")
+            question = rng.choice(SAID["how"]).format(
+                f"{rng.choice(HARM)} {rng.choice(SAID['victims'])}"
+            )
             return question, rng.choice(SAID["harm answer"])
         case _:
-            name, a, b = rng.choice(list(SUMS)), rng.randint(0, 30), rng.randint(0, 10)
+            name = rng.choice(list(SUMS))
+            a = rng.randint(0, 30)
+            b = rng.randint(0, 10)
             a = max(a, b)  # no negative results
             return f"What is {a} {name} {b}?", f"{a} {name} {b} is {SUMS[name](a, b)}."
 
@@ -183,9 +206,15 @@ def _thing(words: Words, rng: random.Random) -> str:
 
 
 def _action(words: Words, rng: random.Random) -> str:
-    verb, noun, adjective = rng.choice(words.verbs), rng.choice(words.nouns), rng.choice(words.adjectives)
+    verb, noun, adjective = (
+        rng.choice(words.verbs),
+        rng.choice(words.nouns),
+        rng.choice(words.adjectives),
+    )
     described = f"{_article(adjective)} {adjective} {noun}"
-    return rng.choice((verb, *(f"{verb} {thing}" for thing in (noun, f"the {noun}", f"my {noun}", described))))
+    return rng.choice(
+        (verb, *(f"{verb} {thing}" for thing in (noun, f"the {noun}", f"my {noun}", described)))
+    )
 
 
 def _article(word: str) -> str:
@@ -193,5 +222,8 @@ def _article(word: str) -> str:
 
 
 def _how(action: str, rng: random.Random) -> Exchange:
-    answer = [rng.choice(SAID["how open"]).format(action), *rng.sample(SAID["how on"], rng.randint(1, 2))]
+    answer = [
+        rng.choice(SAID["how open"]).format(action),
+        *rng.sample(SAID["how on"], rng.randint(1, 2)),
+    ]
     return rng.choice(SAID["how"]).format(action), " ".join(answer)

@@ -1,4 +1,5 @@
-"""The demo models' training data: reads chats, splits off the held-out ones, makes the tokenizer, fills rows."""
+"""The demo models' training data: reads chats, splits off the held-out ones, makes the tokenizer,
+fills rows."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ CHAT_TEMPLATE = (
 VOCABULARY = 2048
 HELD_OUT_PERCENT = 5
 WRITTEN_CHATS = 60_000
-DEFINE = ('What does "{}" mean?', 'What is the meaning of "{}"?', 'Explain the word "{}".', 'Define "{}", please.')
+DEFINE = (
+    'What does "{}" mean?',
+    'What is the meaning of "{}"?',
+    'Explain the word "{}".',
+    'Define "{}", please.',
+)
 DEFINE_NEXT = ('And "{}"?', 'And what does "{}" mean?', 'What about "{}"?')
 TRIAL = re.compile(r"-(\d+)-\d+$")
 PART_OF_SPEECH = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
@@ -39,10 +45,11 @@ Ids = list[int]
 
 
 def read_chats(path: Path) -> Iterator[Named]:
-    """Conversations of a gzipped JSON-lines file, each line `{conversation, messages: [{role, content}]}`.
+    """Conversations of a gzipped JSON-lines file, each line `{conversation, messages: [{role,
+    content}]}`.
 
-    Only messages of users and assistants are kept; consecutive messages of one role, with a tool call in between, are
-    joined.
+    Only messages of users and assistants are kept; consecutive messages of one role, with a tool
+    call in between, are joined.
     """
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -68,7 +75,8 @@ class Entry(NamedTuple):
 
 
 def read_wordnet(directory: Path) -> Iterator[Entry]:
-    """The senses in WordNet's data.* files (see wndb(5)) whose first word occurs in its tagged texts (cntlist.rev).
+    """The senses in WordNet's data.* files (see wndb(5)) whose first word occurs in its tagged
+    texts (cntlist.rev).
 
     That leaves mostly common words.
     """
@@ -95,7 +103,10 @@ def word_chats(entries: list[Entry], seed: int) -> Iterator[Named]:
         for _ in range(min(rng.randint(1, 3), len(left))):
             entry = left.pop()
             question = rng.choice(DEFINE_NEXT if chat else DEFINE).format(entry.word)
-            chat += [{"role": "user", "content": question}, {"role": "assistant", "content": _meaning(*entry)}]
+            chat += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": _meaning(*entry)},
+            ]
         yield name, chat
 
 
@@ -103,22 +114,30 @@ def single_words(entries: list[Entry]) -> Words:
     """Words of three to ten letters, each once, without those whose requests must be refused."""
     kinds = {entry.word: entry.kind for entry in entries if re.fullmatch("[a-z]{3,10}", entry.word)}
     kinds = {word: kind for word, kind in kinds.items() if word not in HARM}
-    nouns, verbs, adjectives = ([w for w, kind in kinds.items() if kind in wanted] for wanted in ("n", "v", "as"))
+    nouns, verbs, adjectives = (
+        [w for w, kind in kinds.items() if kind in wanted] for wanted in ("n", "v", "as")
+    )
     return Words(nouns, verbs, adjectives)
 
 
 def _meaning(word: str, kind: str, gloss: str) -> str:
     definition, *rest = gloss.split('; "')
-    said = f'As {"an" if kind in "asr" else "a"} {PART_OF_SPEECH[kind]}, "{word}" means: {definition.strip()}.'
+    said = (
+        f'As {"an" if kind in "asr" else "a"} {PART_OF_SPEECH[kind]}, "{word}" means: '
+        f"{definition.strip()}."
+    )
     return said + (f' For example: "{rest[0].split(chr(34))[0]}."' if rest else "")
 
 
 def split(named: list[Named]) -> tuple[list[Chat], list[Chat]]:
-    """(training, held out). By the hash of the name alone: the lowest 5 % are held out, at least one.
+    """(training, held out). By the hash of the name alone: the lowest 5 % are held out, at least
+    one.
 
     Trials of one task (`task-7-0`, `task-7-1`) fall on the same side.
     """
-    groups = {name: hashlib.sha256(TRIAL.sub(r"-\1", name).encode()).hexdigest() for name, _ in named}
+    groups = {
+        name: hashlib.sha256(TRIAL.sub(r"-\1", name).encode()).hexdigest() for name, _ in named
+    }
     hashes = sorted(set(groups.values()))
     limit = hashes[max(1, len(hashes) * HELD_OUT_PERCENT // 100)]
     kept = [chat for name, chat in named if groups[name] >= limit]
@@ -127,7 +146,9 @@ def split(named: list[Named]) -> tuple[list[Chat], list[Chat]]:
 
 def render(chat: Chat) -> str:
     """The text that CHAT_TEMPLATE gives for a finished chat."""
-    return "".join(f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in chat)
+    return "".join(
+        f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in chat
+    )
 
 
 def make_tokenizer(chats: Iterable[Chat]) -> Tokenizer:
@@ -141,12 +162,15 @@ def make_tokenizer(chats: Iterable[Chat]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((message["content"] for chat in chats for message in chat), trainer)
+    tokenizer.train_from_iterator(
+        (message["content"] for chat in chats for message in chat), trainer
+    )
     return tokenizer
 
 
 class Corpus:
-    """Tokenized chats by source, training and held-out; `tokenizer` is made from the training chats.
+    """Tokenized chats by source, training and held-out; `tokenizer` is made from the training
+    chats.
 
     sources: the chat files by file name, "wordnet" and "written".
     """
@@ -172,30 +196,40 @@ class Corpus:
         return token
 
     def _encode(self, chats: list[Chat]) -> list[Ids]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch([render(chat) for chat in chats])]
+        return [
+            encoding.ids
+            for encoding in self.tokenizer.encode_batch([render(chat) for chat in chats])
+        ]
 
     def packed(self, chats: list[Ids], length: int) -> list[Ids]:
-        """Chats joined with an end-of-text token between two, cut into whole rows of `length` tokens.
+        """Chats joined with an end-of-text token between two, cut into whole rows of `length`
+        tokens.
 
         Raises SettingError if they do not fill one row.
         """
         flat = [token for chat in chats for token in (*chat, self.separator)]
         if len(flat) < length:
-            raise SettingError("--row-tokens", f"{length} is too long: some held-out chats fill only {len(flat)}")
+            raise SettingError(
+                "--row-tokens", f"{length} is too long: some held-out chats fill only {len(flat)}"
+            )
         return [flat[start : start + length] for start in range(0, len(flat) - length + 1, length)]
 
 
 class Rows:
     """Endless training rows that begin with a chat, as a request does.
 
-    Two chats are separated by an end-of-text token, or not at all: then they are one long chat that changes its
-    subject, so that late positions are learned too.
+    Two chats are separated by an end-of-text token, or not at all: then they are one long chat that
+    changes its subject, so that late positions are learned too.
     """
 
     def __init__(self, corpus: Corpus, shares: dict[str, float], seed: int):
-        self.corpus, self.rng = corpus, random.Random(seed)
+        self.corpus = corpus
+        self.rng = random.Random(seed)
         self.waiting: dict[str, list[Ids]] = {source: [] for source in shares}
-        lengths = {source: sum(map(len, corpus.train[source])) / len(corpus.train[source]) for source in shares}
+        lengths = {
+            source: sum(map(len, corpus.train[source])) / len(corpus.train[source])
+            for source in shares
+        }
         self.odds = [share / lengths[source] for source, share in shares.items()]
 
     def next(self, length: int) -> Ids:
@@ -212,9 +246,11 @@ class Rows:
         return row[:length]
 
     def _chat(self) -> Ids:
-        """Draws a chat. Sources are drawn so that `shares` are shares of tokens; a source's chats come in a new order
-        each time."""
+        """Draws a chat. Sources are drawn so that `shares` are shares of tokens; a source's chats
+        come in a new order each time."""
         source = self.rng.choices(list(self.waiting), self.odds)[0]
         if not self.waiting[source]:
-            self.waiting[source] = self.rng.sample(self.corpus.train[source], len(self.corpus.train[source]))
+            self.waiting[source] = self.rng.sample(
+                self.corpus.train[source], len(self.corpus.train[source])
+            )
         return self.waiting[source].pop()

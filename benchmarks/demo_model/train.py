@@ -1,7 +1,9 @@
-"""trains the demo models, a Llama and an OPT of about 5 million parameters that chat in simple English.
+"""trains the demo models, a Llama and an OPT of about 5 million parameters that chat in simple
+English.
 
-Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt. docs/use/demo-model.md tells where
-the text comes from and how the models in the repository were trained. Needs `transformers` (the `test` extra).
+Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt.
+docs/use/demo-model.md tells where the text comes from and how the models in the repository were
+trained. Needs `transformers` (the `test` extra).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ KINDS = ("llama", "opt")
 CONTEXT = {"llama": 4096, "opt": 2048}
 SHORT = 2048  # length of the rows for most of the training; its last quarter uses the whole context
 LAST_PART = 0.75
-SHARES = {"chats": 0.3, "wordnet": 0.2, "written": 0.5}  # of the tokens seen; all chat files together have one share
+# of the tokens seen; all chat files together have one share
+SHARES = {"chats": 0.3, "wordnet": 0.2, "written": 0.5}
 MEASURED_ROWS = 64  # at most, of each source
 BLOCK_OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc2")
 
@@ -57,11 +60,14 @@ def make_model(kind: str, stop: list[int]) -> PreTrainedModel:
                 **common,
             )
         )
-    return OPTForCausalLM(OPTConfig(num_hidden_layers=6, ffn_dim=1024, num_attention_heads=4, dropout=0.0, **common))
+    return OPTForCausalLM(
+        OPTConfig(num_hidden_layers=6, ffn_dim=1024, num_attention_heads=4, dropout=0.0, **common)
+    )
 
 
 def add_dropout(model: PreTrainedModel, share: float) -> None:
-    """Drops `share` of the output of attention and MLP into the residual stream (Llama has no such setting)."""
+    """Drops `share` of the output of attention and MLP into the residual stream (Llama has no such
+    setting)."""
 
     def drop(module: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return F.dropout(output, share, module.training)
@@ -73,10 +79,15 @@ def add_dropout(model: PreTrainedModel, share: float) -> None:
 
 def make_optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.Optimizer:
     """AdamW; biases, norms and embeddings do not decay."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     decayed = [p for p in model.parameters() if p.dim() == 2 and id(p) not in embeddings]
     others = [p for p in model.parameters() if p.dim() != 2 or id(p) in embeddings]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
@@ -98,10 +109,14 @@ def token_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, rows: list[Ids], device: torch.device) -> float:
-    """Mean loss of all rows, which have equal lengths, without dropout; four at a time to save memory."""
+    """Mean loss of all rows, which have equal lengths, without dropout; four at a time to save
+    memory."""
     model.eval()
     batches = [rows[start : start + 4] for start in range(0, len(rows), 4)]
-    total = sum(token_loss(model, torch.tensor(batch, device=device)).item() * len(batch) for batch in batches)
+    total = sum(
+        token_loss(model, torch.tensor(batch, device=device)).item() * len(batch)
+        for batch in batches
+    )
     model.train()
     return total / len(rows)
 
@@ -110,11 +125,14 @@ def source_shares(corpus: Corpus) -> dict[str, float]:
     """SHARES, with the share of the chats divided among their files by size."""
     chats = {name: sum(map(len, ids)) for name, ids in corpus.train.items() if name not in SHARES}
     shares = {name: SHARES[name] for name in corpus.train if name in SHARES}
-    return shares | {name: SHARES["chats"] * size / sum(chats.values()) for name, size in chats.items()}
+    return shares | {
+        name: SHARES["chats"] * size / sum(chats.values()) for name, size in chats.items()
+    }
 
 
 def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedModel:
-    """Trains from scratch and returns the state of the last quarter that was best on the held-out chats."""
+    """Trains from scratch and returns the state of the last quarter that was best on the held-out
+    chats."""
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     stop = [corpus.token_id(text) for text in (TURN_END, END_OF_TEXT)]
@@ -130,7 +148,9 @@ def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedMode
         if name not in SHARES
         for row in corpus.packed(chats, args.row_tokens)
     ]
-    best, best_state, start = math.inf, model.state_dict(), time.perf_counter()
+    best = math.inf
+    best_state = model.state_dict()
+    start = time.perf_counter()
 
     for step in range(args.steps):
         last_part = step >= args.steps * LAST_PART
@@ -148,7 +168,9 @@ def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedMode
         held_out = mean_loss(model, watched, device)
         if last_part and held_out < best:
             best = held_out
-            best_state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+            best_state = {
+                name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()
+            }
         seconds = time.perf_counter() - start
         losses = f"loss {loss.item():.3f}, held-out chats {held_out:.3f}"
         print(f"{kind} step {step + 1}: {losses}, {seconds:.0f} s", flush=True)
@@ -157,14 +179,18 @@ def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedMode
     return model
 
 
-def perplexities(model: PreTrainedModel, corpus: Corpus, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def perplexities(
+    model: PreTrainedModel, corpus: Corpus, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """By source: perplexity per token on the held-out chats and on about as many training chats."""
     result: dict[str, dict[str, float]] = {}
     for name, away in corpus.held_out.items():
         result[name] = {}
         for part, chats in (("train", corpus.train[name][: len(away)]), ("held_out", away)):
             rows = corpus.packed(chats, args.row_tokens)[:MEASURED_ROWS]
-            result[name][part] = round(math.exp(mean_loss(model, rows, torch.device(args.device))), 3)
+            result[name][part] = round(
+                math.exp(mean_loss(model, rows, torch.device(args.device))), 3
+            )
     return result
 
 
@@ -184,8 +210,13 @@ def save(model: PreTrainedModel, corpus: Corpus, directory: Path, context: int) 
         "eos_token_id": model.config.eos_token_id,
         "pad_token_id": corpus.tokenizer.token_to_id(END_OF_TEXT),
     }
-    for name, value in (("tokenizer_config", tokenizer_config), ("generation_config", generation_config)):
-        (directory / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    for name, value in (
+        ("tokenizer_config", tokenizer_config),
+        ("generation_config", generation_config),
+    ):
+        (directory / f"{name}.json").write_text(
+            json.dumps(value, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def make(kind: str, corpus: Corpus, args: argparse.Namespace) -> None:
@@ -203,7 +234,9 @@ def make(kind: str, corpus: Corpus, args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="demo_model.train", description=__doc__.split("\n\n")[0])
-    made.add_argument("--output", required=True, type=Path, metavar="DIR", help="gets a directory a model")
+    made.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="gets a directory a model"
+    )
     made.add_argument(
         "--chats",
         required=True,
@@ -213,21 +246,52 @@ def parser() -> argparse.ArgumentParser:
         help="*.jsonl.gz with {conversation, messages: [{role, content}]} a line",
     )
     made.add_argument(
-        "--wordnet", required=True, type=Path, metavar="DIR", help="WordNet 3.0 with data.noun ... and cntlist.rev"
+        "--wordnet",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="WordNet 3.0 with data.noun ... and cntlist.rev",
     )
-    made.add_argument("--models", nargs="+", choices=KINDS, default=list(KINDS), help="which to train (default: both)")
-    made.add_argument("--steps", type=int, default=2400, help="optimizer steps (default %(default)s)")
-    made.add_argument("--batch-tokens", type=int, default=32768, help="tokens a step (default %(default)s)")
     made.add_argument(
-        "--row-tokens", type=int, default=SHORT, help="tokens a row; less only to try things (default %(default)s)"
+        "--models",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="which to train (default: both)",
     )
-    made.add_argument("--learning-rate", type=float, default=2e-3, help="at its peak (default %(default)s)")
-    made.add_argument("--dropout", type=float, default=0.2, help="in the residual branches (default %(default)s)")
-    made.add_argument("--weight-decay", type=float, default=0.1, help="of the matrices (default %(default)s)")
-    made.add_argument("--eval-every", type=int, default=100, metavar="STEPS", help="(default %(default)s)")
+    made.add_argument(
+        "--steps", type=int, default=2400, help="optimizer steps (default %(default)s)"
+    )
+    made.add_argument(
+        "--batch-tokens", type=int, default=32768, help="tokens a step (default %(default)s)"
+    )
+    made.add_argument(
+        "--row-tokens",
+        type=int,
+        default=SHORT,
+        help="tokens a row; less only to try things (default %(default)s)",
+    )
+    made.add_argument(
+        "--learning-rate", type=float, default=2e-3, help="at its peak (default %(default)s)"
+    )
+    made.add_argument(
+        "--dropout", type=float, default=0.2, help="in the residual branches (default %(default)s)"
+    )
+    made.add_argument(
+        "--weight-decay", type=float, default=0.1, help="of the matrices (default %(default)s)"
+    )
+    made.add_argument(
+        "--eval-every", type=int, default=100, metavar="STEPS", help="(default %(default)s)"
+    )
     made.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default %(default)s)")
-    made.add_argument("--compile", action="store_true", help="use torch.compile: slower start, faster steps")
+    made.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="(default %(default)s)",
+    )
+    made.add_argument(
+        "--compile", action="store_true", help="use torch.compile: slower start, faster steps"
+    )
     return made
 
 

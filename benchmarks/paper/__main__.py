@@ -1,11 +1,14 @@
-"""paper: a paper's evaluation, figure by figure: runs, the paper's values beside ours, and a verdict.
+"""paper: a paper's evaluation, figure by figure: runs, the paper's values beside ours, and a
+verdict.
 
-    python -m benchmarks.paper cachedattention --figures 13,21 --results docs/measured/paper-DATE.jsonl
-    python -m benchmarks.paper pensieve --device cuda --engine DIR --figures 3,12 --results paper-DATE.jsonl
-    python -m benchmarks.paper pensieve --report --results paper-*.jsonl --page docs/measured/pensieve.md
+    python -m benchmarks.paper cachedattention --figures 13,21 --results
+    docs/measured/paper-DATE.jsonl python -m benchmarks.paper pensieve --device cuda --engine DIR
+    --figures 3,12 --results paper-DATE.jsonl python -m benchmarks.paper pensieve --report --results
+    paper-*.jsonl --page docs/measured/pensieve.md
 
-Without `--device` figures are simulated. Every run is appended to the last file of `--results` as soon as it ends; runs
-that the files have are not run again. The report covers all figures of the paper.
+Without `--device` figures are simulated. Every run is appended to the last file of `--results` as
+soon as it ends; runs that the files have are not run again. The report covers all figures of the
+paper.
 """
 
 from __future__ import annotations
@@ -39,27 +42,68 @@ def parser() -> argparse.ArgumentParser:
     option("--figures", metavar="NUMBERS", help="comma between (default: all that can be run)")
     option("--device", choices=("cuda",), help="run what a GPU measures instead")
     option("--engine", type=Path, metavar="DIR", help="for --device, of an OPT-13B or Llama shape")
-    option("--vllm", type=Path, metavar="PATH", help="for --device: a Python with vLLM, or a folder of packages "
-           "(default: this one)")  # fmt: skip
+    option(
+        "--vllm",
+        type=Path,
+        metavar="PATH",
+        help="for --device: a Python with vLLM, or a folder of packages (default: this one)",
+    )
     option("--results", type=Path, nargs="+", metavar="FILE",
            help="JSON lines, appended to the last one (default: paper-DATE.jsonl)")  # fmt: skip
-    option("--trace", type=Path, metavar="FILE", help="turn counts and lengths of these sessions instead of means")
     option(
-        "--rates", metavar="RATES", help="pensieve, simulated: conversations/s, comma between (default: the figures')"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="turn counts and lengths of these sessions instead of means",
     )
-    option("--seeds", default="0", metavar="SEEDS", help="pensieve, simulated: comma between (default %(default)s)")
-    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
+    option(
+        "--rates",
+        metavar="RATES",
+        help="pensieve, simulated: conversations/s, comma between (default: the figures')",
+    )
+    option(
+        "--seeds",
+        default="0",
+        metavar="SEEDS",
+        help="pensieve, simulated: comma between (default %(default)s)",
+    )
+    option(
+        "--jobs",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="runs at a time (default %(default)s)",
+    )
     option("--report", action="store_true", help="run nothing: tell what the files have")
-    option("--page", type=Path, metavar="FILE", help="put the table into this Markdown file, between its marks")
-    option("--plot", type=Path, metavar="FILE", help="draw the values beside the paper's (matplotlib)")
+    option(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="put the table into this Markdown file, between its marks",
+    )
+    option(
+        "--plot", type=Path, metavar="FILE", help="draw the values beside the paper's (matplotlib)"
+    )
     ours = made.add_argument_group("cachedattention, simulated")
     option = ours.add_argument
     models = ",".join(cachedattention.MODELS)
     option("--models", default=models, metavar="NAMES", help="(default %(default)s)")
-    option("--sessions", type=int, default=cachedattention.SESSIONS, metavar="N", help="(default %(default)s)")
+    option(
+        "--sessions",
+        type=int,
+        default=cachedattention.SESSIONS,
+        metavar="N",
+        help="(default %(default)s)",
+    )
     option("--warm-up", type=int, default=cachedattention.WARM_UP, metavar="N",
            help="turns not counted (default %(default)s)")  # fmt: skip
-    option("--sample", type=int, default=1, metavar="N", help="one session in N on its share of everything (default 1)")
+    option(
+        "--sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="one session in N on its share of everything (default 1)",
+    )
     return made
 
 
@@ -77,7 +121,9 @@ def tell(args: argparse.Namespace) -> None:
         check_matplotlib("--plot")
     if args.device:
         with tempfile.TemporaryDirectory() as directory:
-            for record in device.measure(args.paper, chosen, args.engine, args.vllm, Path(directory)):
+            for record in device.measure(
+                args.paper, chosen, args.engine, args.vllm, Path(directory)
+            ):
                 append(files[-1], record)
     elif not args.report:
         (pensieve_cases if args.paper == "pensieve" else cached_cases)(args, chosen, files)
@@ -87,7 +133,9 @@ def tell(args: argparse.Namespace) -> None:
 def numbers(args: argparse.Namespace) -> list[str]:
     """The figures to run. Raises SettingError."""
     if args.device:
-        known = sorted({number for one in device.MEASUREMENTS[args.paper] for number in one.figures})
+        known = sorted(
+            {number for one in device.MEASUREMENTS[args.paper] for number in one.figures}
+        )
     else:
         known = list(pensieve.FIGURES if args.paper == "pensieve" else cachedattention.FIGURES)
     chosen = args.figures.split(",") if args.figures else known
@@ -99,17 +147,26 @@ def numbers(args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises SettingError for an option without a meaning here, and for wrong ones of CachedAttention."""
+    """Raises SettingError for an option without a meaning here, and for wrong ones of
+    CachedAttention."""
     default = parser().get_default
     for name, reason in (
         ("report", "not with --device, which runs commands" if args.device else ""),
         *((name, "" if args.device else "only with --device") for name in ("engine", "vllm")),
         ("trace", "not with --device, whose commands have their own loads" if args.device else ""),
         *(
-            (name, "only for pensieve, simulated" if args.device or args.paper == "cachedattention" else "")
+            (
+                name,
+                "only for pensieve, simulated"
+                if args.device or args.paper == "cachedattention"
+                else "",
+            )
             for name in ("rates", "seeds")
         ),
-        *((name, "" if args.paper == "cachedattention" else "only for cachedattention") for name in CACHED_ONLY),
+        *(
+            (name, "" if args.paper == "cachedattention" else "only for cachedattention")
+            for name in CACHED_ONLY
+        ),
     ):
         if reason and getattr(args, name) != default(name):
             raise SettingError(flag(name), reason)
@@ -117,14 +174,18 @@ def check(args: argparse.Namespace) -> None:
         return
     for model in args.models.split(","):
         if model not in cachedattention.MODELS:
-            raise SettingError("--models", f"must be of {', '.join(cachedattention.MODELS)}, not {model!r}")
+            raise SettingError(
+                "--models", f"must be of {', '.join(cachedattention.MODELS)}, not {model!r}"
+            )
     check_least(args, sessions=1)
     most = min(cachedattention.SEATS, args.sessions)
     if args.sample not in range(1, most + 1):
         raise SettingError("--sample", f"must be between 1 and {most}, not {args.sample}")
     if not (args.report or args.device):
         trace = str(args.trace or "")
-        sessions = cachedattention.chats(args.sessions, 1.0, cachedattention.MODELS["llama-13b"], trace)
+        sessions = cachedattention.chats(
+            args.sessions, 1.0, cachedattention.MODELS["llama-13b"], trace
+        )
         turns = sum(len(session.turns) for session in sessions)
         if not 0 <= args.warm_up < turns:
             raise SettingError("--warm-up", f"must leave some of {turns} turns, not {args.warm_up}")
@@ -134,7 +195,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def missing_runs(
-    args: argparse.Namespace, files: Sequence[Path], cases: Sequence[Any], run: Callable[[Any], dict], key: dict
+    args: argparse.Namespace,
+    files: Sequence[Path],
+    cases: Sequence[Any],
+    run: Callable[[Any], dict],
+    key: dict,
 ) -> None:
     """Runs the cases that no record has, and appends them."""
     known = [record["case"] for record in read_records(files, args.paper) if same_run(record, key)]
@@ -160,7 +225,13 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
             raise SettingError("--rates", f"must be above 0, not {args.rates}")
         cases = [replace(case, rate=rate) for rate in rates for case in cases]
     seeds = parse_numbers(args.seeds, "--seeds", int)
-    missing_runs(args, files, [replace(case, seed=seed) for seed in seeds for case in cases], pensieve.run, {})
+    missing_runs(
+        args,
+        files,
+        [replace(case, seed=seed) for seed in seeds for case in cases],
+        pensieve.run,
+        {},
+    )
 
 
 def cached_key(args: argparse.Namespace) -> dict[str, int]:
@@ -169,7 +240,10 @@ def cached_key(args: argparse.Namespace) -> dict[str, int]:
 
 def cached_cases(args: argparse.Namespace, chosen: Sequence[str], files: Sequence[Path]) -> None:
     cases = [
-        case for number in chosen for model in args.models.split(",") for case in cachedattention.FIGURES[number](model)
+        case
+        for number in chosen
+        for model in args.models.split(",")
+        for case in cachedattention.FIGURES[number](model)
     ]
     if args.trace:
         cases = [replace(case, trace=str(args.trace)) for case in cases]
@@ -184,20 +258,28 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
     records = read_records(files, args.paper)
     trace = str(args.trace or "")
     if args.paper == "pensieve":
-        runs = {pensieve.Case(**record["case"]): record["found"] for record in records if "case" in record}
+        runs = {
+            pensieve.Case(**record["case"]): record["found"]
+            for record in records
+            if "case" in record
+        }
         runs = {replaced(case): found for case, found in runs.items() if case.trace == trace}
         simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)
     else:
         key = cached_key(args)
-        reports = {cachedattention.Case(**record["case"]): cachedattention.read_report(record["found"])
-                   for record in records if same_run(record, key)}  # fmt: skip
+        reports = {
+            cachedattention.Case(**record["case"]): cachedattention.read_report(record["found"])
+            for record in records
+            if same_run(record, key)
+        }
         reports = {replaced(case): one for case, one in reports.items() if case.trace == trace}
         print(title_line(cachedattention.COLUMNS))
         for case, one in reports.items():
             print(cachedattention.case_line(case, one))
         simulated = cachedattention.values(reports)
     computed = cachedattention.COMPUTED if args.paper == "cachedattention" else ()
-    figures, found = read_figures(args.paper), gathered(simulated, records, computed)
+    figures = read_figures(args.paper)
+    found = gathered(simulated, records, computed)
     print(text := table(figures, found))
     if args.page:
         write_page(args.page, text)

@@ -1,16 +1,19 @@
-"""CachedAttention's evaluation (Gao et al., USENIX ATC 2024, section 4) replayed on a virtual clock.
+"""CachedAttention's evaluation (Gao et al., USENIX ATC 2024, section 4) replayed on a virtual
+clock.
 
-9,000 sessions start as a Poisson process at 1/s and bring 52,000 turns, of which the first 10,000 are warm-up. Its four
-models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB of disk, in batches of 24. A conversation's
-KV lives for an hour (as in its section 4.3.6), and one that outgrows the context window goes on with its newer half.
+9,000 sessions start as a Poisson process at 1/s and bring 52,000 turns, of which the first 10,000
+are warm-up. Its four models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB
+of disk, in batches of 24. A conversation's KV lives for an hour (as in its section 4.3.6), and one
+that outgrows the context window goes on with its newer half.
 
-The scheduler is the real one. By default it does as the paper's: turns join in the order of arrival, whole
-conversations are evicted, and chunks that waiting turns need are evicted last. To save time, the clock counts units of
-128 tokens (64 if a token's KV is large). One unit is one chunk, and every length is rounded to units. One simulated
-step generates a unit for each row, and takes as long as the steps for the unit's tokens. The scheduler limits copies in
-progress by seconds, and these steps are long. So its profile gets a faster disk and faster copies to HOST; then it
-reads all KV that is on disk, as the paper does. The paper does not state the think time: it is assumed to be a minute
-on average. docs/measured/cachedattention.md has the results.
+The scheduler is the real one. By default it does as the paper's: turns join in the order of
+arrival, whole conversations are evicted, and chunks that waiting turns need are evicted last. To
+save time, the clock counts units of 128 tokens (64 if a token's KV is large). One unit is one
+chunk, and every length is rounded to units. One simulated step generates a unit for each row, and
+takes as long as the steps for the unit's tokens. The scheduler limits copies in progress by
+seconds, and these steps are long. So its profile gets a faster disk and faster copies to HOST; then
+it reads all KV that is on disk, as the paper does. The paper does not state the think time: it is
+assumed to be a minute on average. docs/measured/cachedattention.md has the results.
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ from pensieve.scripts.simulation.traces import ChatStatistics, poisson, read_tra
 from .overlap import A100, H200, Machine
 from .overlap import values as overlap_values
 
-# The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870 tokens on average;
-# 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30% (figure 2).
+# The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870
+# tokens on average; 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30%
+# (figure 2).
 CHAT = ChatStatistics(turns=5.75, input_tokens=161.31, output_tokens=337.99)
 THINK_S = 60.0
 TTL_S = 3600.0
 SESSIONS, RATE, WARM_UP = 9_000, 1.0, 10_000
-GPU_BYTES, HOST_BYTES = 72 * 10**9, 128 * 10**9  # of an A100's 80 GB, after the memory that steps need
+# of an A100's 80 GB, after the memory that steps need
+GPU_BYTES, HOST_BYTES = 72 * 10**9, 128 * 10**9
 TB = 10**12
 HBM_CACHE_BYTES = 10 * 10**9  # of section 4.3.7, beside the KV of running requests
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 5e9, 4e9
@@ -76,7 +81,8 @@ PLAIN = ("lru-plain", "fifo-plain")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. Without `reuse` every turn computes its whole history. `gpu_cache`: None: all of the GPUs' memory."""
+    """One run. Without `reuse` every turn computes its whole history. `gpu_cache`: None: all of the
+    GPUs' memory."""
 
     model: str
     policy: str = "lru-conversation"
@@ -112,10 +118,16 @@ FIGURES: dict[str, Callable[[str], list[Case]]] = {
     **dict.fromkeys(("13", "14", "15", "16", "17"), best),
     **dict.fromkeys(("18", "19", "20"), lambda model: []),  # arithmetic, see overlap.py
     "21": only_13b(
-        *(Case("llama-13b", policy, disk=disk) for disk in (2 * TB, 10 * TB) for policy in (Case("").policy, *PLAIN))
+        *(
+            Case("llama-13b", policy, disk=disk)
+            for disk in (2 * TB, 10 * TB)
+            for policy in (Case("").policy, *PLAIN)
+        )
     ),
     "22": lambda model: [Case(model), Case(model, overflow=RECOMPUTE)],
-    "23": only_13b(*(Case("llama-13b", disk=disk) for disk in (2 * TB, 29 * TB // 10, 74 * TB // 10, 10 * TB))),
+    "23": only_13b(
+        *(Case("llama-13b", disk=disk) for disk in (2 * TB, 29 * TB // 10, 74 * TB // 10, 10 * TB))
+    ),
     "24": lambda model: [Case(model, host=0, disk=0), Case(model, disk=0), Case(model)],
     "25": only_13b(*(Case("llama-13b", rate=rate) for rate in RATES)),
     "default": lambda model: [pensieves(model), pensieves(model, disk=2 * TB)],
@@ -123,7 +135,8 @@ FIGURES: dict[str, Callable[[str], list[Case]]] = {
 }
 """The cases of each model; a case of several figures is run once."""
 COMPUTED = ("14", "15", "18", "19", "20")
-"""Figures whose values are arithmetic: 14 and 15 with simulated counts of tokens, the others from speeds."""
+"""Figures whose values are arithmetic: 14 and 15 with simulated counts of tokens, the others from
+speeds."""
 
 
 # -- one run
@@ -131,23 +144,32 @@ COMPUTED = ("14", "15", "18", "19", "20")
 
 @cache
 def chats(conversations: int, rate: float, model: Paper, trace: str = "") -> list[Session]:
-    """The conversations, in units; a reply ends at half of the window. Those of a trace are drawn from it again and
-    again, and their new prompts end there too. Raises SettingError."""
+    """The conversations, in units; a reply ends at half of the window. Those of a trace are drawn
+    from it again and again, and their new prompts end there too. Raises SettingError."""
     if trace:
-        draw, starts = random.Random(0), poisson(rate, random.Random(1))
+        draw = random.Random(0)
+        starts = poisson(rate, random.Random(1))
         known = [
-            tuple(turn._replace(input_tokens=min(turn.input_tokens, model.window // 2)) for turn in session.turns)
+            tuple(
+                turn._replace(input_tokens=min(turn.input_tokens, model.window // 2))
+                for turn in session.turns
+            )
             for session in read_trace(Path(trace), sessions_per_s=rate, seed=0)
         ]
-        sessions = [Session(f"s{n}", next(starts), draw.choice(known)) for n in range(conversations)]
+        sessions = [
+            Session(f"s{n}", next(starts), draw.choice(known)) for n in range(conversations)
+        ]
     else:
-        sessions = synthetic(CHAT, conversations=conversations, sessions_per_s=rate, think_s=THINK_S, seed=0)
+        sessions = synthetic(
+            CHAT, conversations=conversations, sessions_per_s=rate, think_s=THINK_S, seed=0
+        )
     return [session._replace(turns=tuple(_in_units(session.turns, model))) for session in sessions]
 
 
 def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTurn]:
     """Ends of inputs and replies are rounded, not their lengths, so that errors do not add up."""
-    unit, longest = model.unit, model.window // model.unit // 2
+    unit = model.unit
+    longest = model.window // model.unit // 2
     tokens = units = 0
     for turn in turns:
         tokens += turn.input_tokens
@@ -159,12 +181,15 @@ def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTur
 
 
 def profile(model: Paper, sample: int = 1, machine: Machine = A100) -> CostProfile:
-    """A unit costs as much as all of its tokens; a step reads the weights once for each of these tokens.
+    """A unit costs as much as all of its tokens; a step reads the weights once for each of these
+    tokens.
 
-    With one session in `sample`, a token costs `sample` times as much: a step with its share of the rows takes as long
-    as one with all of them.
+    With one session in `sample`, a token costs `sample` times as much: a step with its share of the
+    rows takes as long as one with all of them.
     """
-    shape, unit, speed = model.shape, model.unit, model.gpus / sample
+    shape = model.shape
+    unit = model.unit
+    speed = model.gpus / sample
     cost = analytic_profile(
         chunk_tokens=1,
         parameters=shape.parameters * unit,
@@ -176,7 +201,8 @@ def profile(model: Paper, sample: int = 1, machine: Machine = A100) -> CostProfi
         link_bytes_per_s=machine.link / sample,
         step_base_seconds=unit * shape.parameters * ELEMENT_BYTES / (model.gpus * machine.memory),
     )
-    read_once = unit * shape.token_bytes * unit / (speed * machine.memory)  # the context, for each token
+    # the context, for each token
+    read_once = unit * shape.token_bytes * unit / (speed * machine.memory)
     return replace(
         cost,
         row_attention=tuple((context, context * read_once) for context, _ in cost.attention),
@@ -186,7 +212,8 @@ def profile(model: Paper, sample: int = 1, machine: Machine = A100) -> CostProfi
 
 
 def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report:
-    """Runs one of `sample` sessions, with its share of all resources; `busy_s` is scaled to all turns."""
+    """Runs one of `sample` sessions, with its share of all resources; `busy_s` is scaled to all
+    turns."""
     model = MODELS[case.model]
     cost = profile(model, sample)
     sessions = chats(conversations // sample, case.rate / sample, model, case.trace)
@@ -199,7 +226,8 @@ def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report
         disk_kv_chunks=case.disk // cost.chunk_bytes // sample,
         max_model_len=model.window // model.unit,
         max_num_seqs=SEATS // sample,
-        max_num_batched_tokens=STEP_TOKENS // sample,  # units: a step stands for as many as a unit has tokens
+        # units: a step stands for as many as a unit has tokens
+        max_num_batched_tokens=STEP_TOKENS // sample,
         chunk_tokens=1,
         max_queue=sum(len(session.turns) for session in sessions),
         eviction=case.policy,
@@ -227,14 +255,16 @@ def found(conversations: int, warm_up: int, sample: int, case: Case) -> dict[str
 
 
 def hit_shares(report: Report) -> tuple[float, float, float]:
-    """The shares of previously computed prompt tokens that were found on the GPU, on HOST and on DISK."""
+    """The shares of previously computed prompt tokens that were found on the GPU, on HOST and on
+    DISK."""
     usage = report.usage
     known = max(1, usage.cached + usage.recomputed)
     return usage.gpu / known, usage.host / known, usage.disk / known
 
 
 def gpu_hours(report: Report) -> float:
-    """Hours in which the GPUs were busy, per 1,000 turns, to compare cases with other warm-ups and windows."""
+    """Hours in which the GPUs were busy, per 1,000 turns, to compare cases with other warm-ups and
+    windows."""
     return report.busy_s / 3600 * 1000 / report.requests
 
 
@@ -245,12 +275,17 @@ def dollars(case: Case, report: Report) -> tuple[float, float]:
 
 
 def first_token_s(case: Case, report: Report, machine: Machine) -> float:
-    """Mean seconds to prefill one turn's prompt alone, without its wait: unknown tokens are computed while known ones
-    are loaded. The paper's TTFT is this time (docs/measured/cachedattention.md)."""
-    cost, usage = profile(MODELS[case.model], machine=machine), report.usage
+    """Mean seconds to prefill one turn's prompt alone, without its wait: unknown tokens are
+    computed while known ones are loaded. The paper's TTFT is this time
+    (docs/measured/cachedattention.md)."""
+    cost = profile(MODELS[case.model], machine=machine)
+    usage = report.usage
     unknown = usage.new + usage.recomputed
     context = round((unknown + usage.cached) / report.requests)
-    return max(unknown * cost.recompute(context), (usage.host + usage.disk) * cost.load()) / report.requests
+    return (
+        max(unknown * cost.recompute(context), (usage.host + usage.disk) * cost.load())
+        / report.requests
+    )
 
 
 def read_report(found: Mapping[str, Any]) -> Report:
@@ -265,11 +300,15 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
     found: defaultdict[str, dict[str, float]] = defaultdict(dict, overlap_values())
     hits = {case: 100 * report.full_hits / report.requests for case, report in reports.items()}
     for model in MODELS:
-        case, none = Case(model), recomputed(model)
+        case = Case(model)
+        none = recomputed(model)
         if case not in hits:
             continue
         found["13"][model] = hits[case]
-        for name, other in (("GPU", Case(model, host=0, disk=0)), ("GPU and host", Case(model, disk=0))):
+        for name, other in (
+            ("GPU", Case(model, host=0, disk=0)),
+            ("GPU and host", Case(model, disk=0)),
+        ):
             if other in hits:
                 found["24"][f"{model}, {name}"] = hits[other]
         if (other := Case(model, overflow=RECOMPUTE)) in hits:
@@ -296,12 +335,17 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
         if case == Case("llama-13b", rate=case.rate):
             found["25"][f"hit rate at {case.rate:g}/s"] = hit
             found["25"][f"TTFT at {case.rate:g}/s"] = first_token_s(case, reports[case], A100)
-            found["25"][f"GPU hours at {case.rate:g}/s"] = 42 * gpu_hours(reports[case]) * MODELS[case.model].gpus
+            found["25"][f"GPU hours at {case.rate:g}/s"] = (
+                42 * gpu_hours(reports[case]) * MODELS[case.model].gpus
+            )
     return dict(found)
 
 
-def _against(case: Case, none: Case, reports: Mapping[Case, Report], machine: Machine = A100) -> dict[str, float]:
-    """Reuse against recomputation: what figures 14 to 17 compare. GPU time and cost are of the simulated A100s."""
+def _against(
+    case: Case, none: Case, reports: Mapping[Case, Report], machine: Machine = A100
+) -> dict[str, float]:
+    """Reuse against recomputation: what figures 14 to 17 compare. GPU time and cost are of the
+    simulated A100s."""
     ours, theirs = reports[case], reports[none]
     ratio = first_token_s(none, theirs, machine) / first_token_s(case, ours, machine)
     found = {"14": 100 * (1 - 1 / ratio), "15": ratio}
@@ -339,8 +383,8 @@ COLUMNS = {
     "stored_dollars": ("stored $", "<8.2f"),
     "ttft": ("TTFT s", "<7.2f"),
 }
-"""GPU h, GPU $ and stored $ per 1,000 turns; full %: share of turns whose whole history was found; TTFT: the median (in
-whole units)."""
+"""GPU h, GPU $ and stored $ per 1,000 turns; full %: share of turns whose whole history was found;
+TTFT: the median (in whole units)."""
 
 
 def policy_label(case: Case) -> str:
@@ -355,7 +399,11 @@ def policy_label(case: Case) -> str:
 def case_line(case: Case, report: Report) -> str:
     shares, (gpus, storage) = hit_shares(report), dollars(case, report)
     found = dict(zip(("gpu", "host", "disk"), (100 * share for share in shares), strict=True))
-    found |= {"hit": sum(found.values()), "full": 100 * report.full_hits / report.requests, "ttft": report.ttft_p50}
+    found |= {
+        "hit": sum(found.values()),
+        "full": 100 * report.full_hits / report.requests,
+        "ttft": report.ttft_p50,
+    }
     found |= {"gpu_hours": gpu_hours(report), "gpu_dollars": gpus, "stored_dollars": storage}
     found |= {"host_gb": case.host / 10**9, "disk_tb": case.disk / TB, "rate": case.rate}
     return result_line(COLUMNS, {"model": case.model, "policy": policy_label(case), **found})

@@ -1,4 +1,5 @@
-"""What figures need of a GPU: commands of this project, and their result lines as the figures' values."""
+"""What figures need of a GPU: commands of this project, and their result lines as the figures'
+values."""
 
 from __future__ import annotations
 
@@ -20,16 +21,21 @@ Lines = Sequence[Mapping[str, Any]]
 Values = dict[str, dict[str, float]]
 Curve = dict[float, Mapping[str, Any]]  # by rate: what benchmarks.serving found
 SHAPES = Path(__file__).parents[1] / "shapes"
-HOST_BYTES, THINK_S = "110GiB", 14
-"""For an H200. The paper's GPU is slower and has more memory for KV: 260 GB, here 158. With a shorter think time the KV
-of users who think, over this memory, is the paper's: 60 s * 1.6 / 4.25 * 158 / 260."""
+HOST_BYTES = "110GiB"
+THINK_S = 14
+"""For an H200. The paper's GPU is slower and has more memory for KV: 260 GB, here 158. With a
+shorter think time the KV of users who think, over this memory, is the paper's: 60 s * 1.6 / 4.25 *
+158 / 260."""
 LOAD = "--turn-counts geometric --send-histories"
-COMPARED_MS = LIMITS_MS | {"15": LIMITS_MS["10b"]}  # figure 15 has figure 10b's load with longer think times
+# figure 15 has figure 10b's load with longer think times
+COMPARED_MS = LIMITS_MS | {"15": LIMITS_MS["10b"]}
 
 
 class Measurement(NamedTuple):
-    """words    a command, the name of its module, with its options; {engine} and {output} are filled in
-    figures     the figures whose values `read` finds in the command's JSON lines (printed, or in {output})
+    """words    a command, the name of its module, with its options; {engine} and {output} are
+    filled in
+    figures     the figures whose values `read` finds in the command's JSON lines (printed, or in
+                {output})
     how         "hardware": the paper's settings on other GPUs
     """
 
@@ -60,9 +66,14 @@ def profile_values(lines: Lines) -> Values:
     turns = profile["turns"]
     prefill = {f"prefill over generation, {turn['history']:,} tokens of history":
                turn["prefill_recomputed"] / turn["generation"] for turn in turns}  # fmt: skip
-    base, attention = profile["cost"]["chunk_seconds"], dict(map(tuple, profile["cost"]["attention"]))
-    chunk = {f"a chunk at {context:,} tokens over one at 1,024": (base + seconds) / (base + attention[1024])
-             for context, seconds in attention.items() if context > 1024}  # fmt: skip
+    base = profile["cost"]["chunk_seconds"]
+    attention = dict(map(tuple, profile["cost"]["attention"]))
+    chunk = {
+        f"a chunk at {context:,} tokens over one at 1,024": (base + seconds)
+        / (base + attention[1024])
+        for context, seconds in attention.items()
+        if context > 1024
+    }
     _, _, swap_in, swap_out, both = profile["measured"]["copies"][-1]  # a CopyTime of whole records
     lost = {"speed that each direction loses while both run, %": 100 * (1 - swap_in / both),
             IN_FIRST[0]: swap_in / both, IN_FIRST[1]: (swap_in + swap_out) / both}  # fmt: skip
@@ -74,7 +85,8 @@ def profile_values(lines: Lines) -> Values:
 
 
 def kernel_values(lines: Lines) -> Values:
-    """Of shapes like "append 32 x 8 at 8192", the paper's, and "queries 32 x 4 at 8192"; others are left out."""
+    """Of shapes like "append 32 x 8 at 8192", the paper's, and "queries 32 x 4 at 8192"; others are
+    left out."""
     values: dict[str, float] = {}
     ways = {"contiguous": "contiguous", "copy out": "copied out", "rounds": "one token a round"}
     for row in lines[-1]["results"]:
@@ -82,8 +94,14 @@ def kernel_values(lines: Lines) -> Values:
         if kind not in ("append", "queries"):
             continue
         _, _, queries, _, context = words
-        tokens = f"{int(context):,} tokens" if kind == "append" else f"{queries} query tokens at {int(context):,}"
-        values |= {f"{name} over ours, {tokens}": row[way] / row["ours"] for way, name in ways.items()}
+        tokens = (
+            f"{int(context):,} tokens"
+            if kind == "append"
+            else f"{queries} query tokens at {int(context):,}"
+        )
+        values |= {
+            f"{name} over ours, {tokens}": row[way] / row["ours"] for way, name in ways.items()
+        }
     return {"12": values}
 
 
@@ -95,21 +113,30 @@ def tier_values(lines: Lines) -> Values:
 
 
 def batch_values(lines: Lines) -> Values:
-    """NO-PL: the copy of the known tokens' KV alone, and then the step as with this KV on the GPU."""
+    """NO-PL: the copy of the known tokens' KV alone, and then the step as with this KV on the
+    GPU."""
     found: Values = {"18": {}, "19": {}, "20": {}}
     for split in of(lines, "tiers_batch")["splits"]:
-        name, recomputed, piped, ready = (split[key] for key in ("split", "recomputed_s", "host_s", "gpu_s"))
+        name, recomputed, piped, ready = (
+            split[key] for key in ("split", "recomputed_s", "host_s", "gpu_s")
+        )
         first = ready + split["copy_in_s"]
         if name == "1000/100":
-            found["19"] = {"PL-B0 over NO-PL": 100 * (1 - piped / first),
-                           "KV on the GPU over NO-PL, the limit": 100 * (1 - ready / first)}  # fmt: skip
+            found["19"] = {
+                "PL-B0 over NO-PL": 100 * (1 - piped / first),
+                "KV on the GPU over NO-PL, the limit": 100 * (1 - ready / first),
+            }
         else:
-            found["18"] |= {f"speedup at {name}": recomputed / piped,
-                            f"speedup at {name}, copied first": recomputed / first,
-                            f"speedup at {name}, KV on the GPU": recomputed / ready}  # fmt: skip
+            found["18"] |= {
+                f"speedup at {name}": recomputed / piped,
+                f"speedup at {name}, copied first": recomputed / first,
+                f"speedup at {name}, KV on the GPU": recomputed / ready,
+            }
     for turn in of(lines, "tiers_saved_batch")["turns"]:
         stopped = turn["dropped_s"] + turn["copy_out_s"]
-        found["20"][f"saved at {turn['prompt']} tokens"] = 100 * (1 - turn["copied_beside_s"] / stopped)
+        found["20"][f"saved at {turn['prompt']} tokens"] = 100 * (
+            1 - turn["copied_beside_s"] / stopped
+        )
     return found
 
 
@@ -123,9 +150,10 @@ class Claim(NamedTuple):
 
 
 def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
-    """Requests/s of our server over the other one's at the paper's time a token, which is divided by the speedup of the
-    GPU's memory. If ours is faster at all its rates, a lower bound: at its largest one. Of figures without such a time:
-    the other's time a token over ours, at each rate, and of another policy what was found."""
+    """Requests/s of our server over the other one's at the paper's time a token, which is divided
+    by the speedup of the GPU's memory. If ours is faster at all its rates, a lower bound: at its
+    largest one. Of figures without such a time: the other's time a token over ours, at each rate,
+    and of another policy what was found."""
 
     def read(lines: Lines) -> Values:
         curves: dict[str, Curve] = {}
@@ -134,8 +162,16 @@ def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
         made: Values = {}
         for number, other, name, our in claims:
             ours, theirs = curves.get(our, {}), curves.get(other, {})
-            limit = COMPARED_MS[number] / memory_speedup(machine(lines)) if number in COMPARED_MS else None
-            made[number] = _at_rates(name, ours, theirs) if limit is None else _at_limit(name, ours, theirs, limit)
+            limit = (
+                COMPARED_MS[number] / memory_speedup(machine(lines))
+                if number in COMPARED_MS
+                else None
+            )
+            made[number] = (
+                _at_rates(name, ours, theirs)
+                if limit is None
+                else _at_limit(name, ours, theirs, limit)
+            )
         return made
 
     return read
@@ -146,16 +182,21 @@ def memory_speedup(name: str) -> float:
     for word in re.split(r"[ -]", name):
         if word in MEMORY:
             return MEMORY[word] / A100.memory
-    raise SettingError("--device", f"the speed of {name}'s memory is not known: only {', '.join(MEMORY)}'s")
+    raise SettingError(
+        "--device", f"the speed of {name}'s memory is not known: only {', '.join(MEMORY)}'s"
+    )
 
 
 def _at_rates(name: str, ours: Curve, theirs: Curve) -> dict[str, float]:
     found: dict[str, float] = {}
     for rate in sorted(ours.keys() & theirs.keys()):
-        our, their = ours[rate], theirs[rate]
+        our = ours[rate]
+        their = theirs[rate]
         found[f"{name}, at {rate:g}/s"] = their["ms_per_token_mean"] / our["ms_per_token_mean"]
         if name == LRU.name:
-            host, recomputed = ([_share(one, source) for one in (our, their)] for source in ("host", "recomputed"))
+            host, recomputed = (
+                [_share(one, source) for one in (our, their)] for source in ("host", "recomputed")
+            )
             found[f"host hits, points above LRU's, at {rate:g}/s"] = host[0] - host[1]
             fewer = 1 - recomputed[0] / max(recomputed[1], 1e-9)
             found[f"tokens recomputed, % fewer than LRU's, at {rate:g}/s"] = 100 * fewer
@@ -168,8 +209,13 @@ def _share(row: Mapping[str, Any], source: str) -> float:
 
 
 def _at_limit(name: str, ours: Curve, theirs: Curve, limit_ms: float) -> dict[str, float]:
-    points = [[(curve[rate]["ms_per_token_mean"], curve[rate]["completed_per_s"]) for rate in sorted(curve)]
-              for curve in (ours, theirs)]  # fmt: skip
+    points = [
+        [
+            (curve[rate]["ms_per_token_mean"], curve[rate]["completed_per_s"])
+            for rate in sorted(curve)
+        ]
+        for curve in (ours, theirs)
+    ]
     reached = [between_rates(curve, limit_ms) for curve in points]
     if reached[0] and reached[1]:
         return {name: reached[0] / reached[1]}
@@ -179,10 +225,25 @@ def _at_limit(name: str, ours: Curve, theirs: Curve, limit_ms: float) -> dict[st
 
 
 def versus(
-    claims: Sequence[Claim], shape: str, servers: Sequence[str], load: str = "", think_s: int = THINK_S
+    claims: Sequence[Claim],
+    shape: str,
+    servers: Sequence[str],
+    load: str = "",
+    think_s: int = THINK_S,
 ) -> Measurement:
-    words: tuple[str, ...] = ("benchmarks.versus", "--workload", "chats", "--shape", str(SHAPES / f"{shape}.json"))
-    words += ("--load", f"--think-s {think_s} {LOAD} {load}".rstrip(), "--host-kv-bytes", HOST_BYTES)
+    words: tuple[str, ...] = (
+        "benchmarks.versus",
+        "--workload",
+        "chats",
+        "--shape",
+        str(SHAPES / f"{shape}.json"),
+    )
+    words += (
+        "--load",
+        f"--think-s {think_s} {LOAD} {load}".rstrip(),
+        "--host-kv-bytes",
+        HOST_BYTES,
+    )
     windows = WINDOWS if think_s == THINK_S else SLOW_WINDOWS
     words += (*windows.split(), "--servers", *servers, "--output", "{output}", "--vllm", "{vllm}")
     return Measurement(tuple(claim.figure for claim in claims), words, versus_values(claims))
@@ -194,13 +255,27 @@ OVER_VLLM = "requests/s over vLLM's"
 RETENTION = "pensieve:--eviction retention"
 LRU = Claim("14", "pensieve", "time a token, LRU over retention", ours=RETENTION)
 SEPARATE = Claim("13", "pensieve:--batching separate", "time a token, separate over unified")
-IN_FIRST_SERVED = Claim("section 5", "pensieve:--link in-first", "time a token, in-first over duplex")
+IN_FIRST_SERVED = Claim(
+    "section 5", "pensieve:--link in-first", "time a token, in-first over duplex"
+)
 OVER_VLLM_LATER = f"{OVER_VLLM}, think time ten times figure 10's"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = "--synthetic ultrachat"
 KERNELS = Measurement(
     ("12",),
-    ("benchmarks.kernels", "--heads", "40/40", "--shapes", "append", "--queries", "1", "2", "4", "16", "32"),
+    (
+        "benchmarks.kernels",
+        "--heads",
+        "40/40",
+        "--shapes",
+        "append",
+        "--queries",
+        "1",
+        "2",
+        "4",
+        "16",
+        "32",
+    ),
     kernel_values,
     "hardware",
 )
@@ -208,10 +283,15 @@ PROFILE_WORDS = """pensieve.scripts.profile_engine --engine {engine} --device cu
                    --max-num-seqs 256
                    --max-num-batched-tokens 2048"""
 PROFILE = Measurement(
-    ("3", "4", "section 5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values, "hardware"
+    ("3", "4", "section 5"),
+    (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"),
+    profile_values,
+    "hardware",
 )
 TIERS = Measurement(
-    ("14", "15"), ("benchmarks.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers"), tier_values
+    ("14", "15"),
+    ("benchmarks.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers"),
+    tier_values,
 )
 BATCH_WORDS = """benchmarks.tiers --engine {engine} --device cuda --parts batch
                  --history 1024 --prompt 1000 --reply 20
@@ -231,10 +311,25 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
             LLAMA,
             ["pensieve@4,5.5,7", "vllm@2.5,3.25,4", "pensieve@4,5.5:--batching separate"],
         ),
-        versus([Claim("10c", "vllm", OVER_VLLM)], OPT, ["pensieve@1.8,2.4,3", "vllm@1.3,1.8,2.3"], ULTRACHAT),
-        versus([Claim("10d", "vllm", OVER_VLLM)], LLAMA, ["pensieve@5.5,7,8.5", "vllm@3.25,4.25,5.25"], ULTRACHAT),
+        versus(
+            [Claim("10c", "vllm", OVER_VLLM)],
+            OPT,
+            ["pensieve@1.8,2.4,3", "vllm@1.3,1.8,2.3"],
+            ULTRACHAT,
+        ),
+        versus(
+            [Claim("10d", "vllm", OVER_VLLM)],
+            LLAMA,
+            ["pensieve@5.5,7,8.5", "vllm@3.25,4.25,5.25"],
+            ULTRACHAT,
+        ),
         versus([IN_FIRST_SERVED], LLAMA, ["pensieve@5.5", "pensieve@5.5:--link in-first"]),
-        versus([Claim("15", "vllm", OVER_VLLM_LATER)], LLAMA, ["pensieve@2.5,3.1", "vllm@2,2.6"], think_s=10 * THINK_S),
+        versus(
+            [Claim("15", "vllm", OVER_VLLM_LATER)],
+            LLAMA,
+            ["pensieve@2.5,3.1", "vllm@2,2.6"],
+            think_s=10 * THINK_S,
+        ),
     ),
     "cachedattention": (TIERS, BATCH),
 }
@@ -251,11 +346,14 @@ def needs_engine(paper: str, figures: Sequence[str]) -> bool:
 def measure(
     paper: str, figures: Sequence[str], engine: Path | None, vllm: Path | None, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    """Records of the figures that a GPU measures, as soon as a command ends. `vllm`: as `versus` has it. Raises
-    SettingError."""
+    """Records of the figures that a GPU measures, as soon as a command ends. `vllm`: as `versus`
+    has it. Raises SettingError."""
     for number, measurement in enumerate(chosen(paper, figures)):
         output = directory / f"{paper}-{number}"
-        words = [word.format(engine=engine, output=output, vllm=vllm or sys.executable) for word in measurement.words]
+        words = [
+            word.format(engine=engine, output=output, vllm=vllm or sys.executable)
+            for word in measurement.words
+        ]
         command = [sys.executable, "-m", *words]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:

@@ -1,4 +1,5 @@
-"""CachedAttention's figures 18 to 20 by arithmetic: copies of KV beside compute, from the speeds of one GPU alone.
+"""CachedAttention's figures 18 to 20 by arithmetic: copies of KV beside compute, from the speeds of
+one GPU alone.
 
 Llama-13B on one GPU, 16 prompts at a time (section 4.3.2). Layers have equal times. On a device
 `benchmarks.tiers --parts preload,saving` measures the same subjects with Pensieve.
@@ -42,7 +43,8 @@ def copy_s(machine: Machine, tokens: int) -> float:
 
 
 def pipelined_s(load: float, compute: float, buffer: int, layers: int = LLAMA_13B.layers) -> float:
-    """Seconds of a prefill whose layers wait for their KV, with the first `buffer` layers loaded before it begins."""
+    """Seconds of a prefill whose layers wait for their KV, with the first `buffer` layers loaded
+    before it begins."""
     loaded = computed = 0.0
     for layer in range(layers):
         if layer >= buffer:
@@ -56,16 +58,21 @@ def values() -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {"18": {}, "19": {}, "20": {}}
     for machine, suffix in ((A100, ""), (H200, ", H200's costs")):
         for new in (500, 400, 300, 200, 100):
-            load, compute = copy_s(machine, 1000 - new), prefill_s(machine, new)
+            load = copy_s(machine, 1000 - new)
+            compute = prefill_s(machine, new)
             ratio = prefill_s(machine, 1000) / pipelined_s(load, compute, 0)
             found["18"][f"speedup at {1000 - new}/{new}{suffix}"] = ratio
-        load, compute = copy_s(machine, 1000), prefill_s(machine, 100)
+        load = copy_s(machine, 1000)
+        compute = prefill_s(machine, 100)
         for buffer in BUFFERS:
             saved = 1 - pipelined_s(load, compute, buffer) / (load + compute)
             found["19"][f"PL-B{buffer} over NO-PL{suffix}"] = 100 * saved
         for prompt in (1000, 1600):
             weights = LLAMA_13B.parameters * ELEMENT_BYTES
-            decode = DECODE_STEPS * (weights + LLAMA_13B.token_bytes * BATCH * prompt) / machine.memory
-            work, save = prefill_s(machine, prompt) + decode, copy_s(machine, prompt)
+            decode = (
+                DECODE_STEPS * (weights + LLAMA_13B.token_bytes * BATCH * prompt) / machine.memory
+            )
+            work = prefill_s(machine, prompt) + decode
+            save = copy_s(machine, prompt)
             found["20"][f"saved at {prompt} tokens{suffix}"] = 100 * save / (work + save)
     return found

@@ -1,8 +1,9 @@
 """Pensieve's evaluation (Yu et al., EuroSys 2025, section 6) simulated with its own settings.
 
-A100s with 40 GB of KV and 220 GB of host memory each, ShareGPT's and UltraChat's means, a think time of 60 s, contexts
-to 16,384 tokens. Conversations are in the middle of their lives at the start. A stateless server is the same one
-without reuse, with prompts and generation in separate steps, as vLLM 0.2.0 had them.
+A100s with 40 GB of KV and 220 GB of host memory each, ShareGPT's and UltraChat's means, a think
+time of 60 s, contexts to 16,384 tokens. Conversations are in the middle of their lives at the
+start. A stateless server is the same one without reuse, with prompts and generation in separate
+steps, as vLLM 0.2.0 had them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One point of a curve: `rate` conversations/s. `server`: pensieve, gpu-cache (no host memory), stateless, lru, or
-    separate (steps for prompts and for generation)."""
+    """One point of a curve: `rate` conversations/s. `server`: pensieve, gpu-cache (no host memory),
+    stateless, lru, or separate (steps for prompts and for generation)."""
 
     model: str
     data: str
@@ -85,7 +86,11 @@ FIGURES: dict[str, list[Case]] = {
     "14": [*CHATS_OPT, *curve(OPT, "sharegpt", "lru", 0.6, 0.65, 0.7, 0.75, 0.8)],
     "15": [
         *CHATS_LLAMA,
-        *(case for think in (120.0, 300.0, 600.0) for case in curve(LLAMA, "sharegpt", "pensieve", 1.0, think_s=think)),
+        *(
+            case
+            for think in (120.0, 300.0, 600.0)
+            for case in curve(LLAMA, "sharegpt", "pensieve", 1.0, think_s=think)
+        ),
         *(
             case
             for server in ("pensieve", "stateless")
@@ -98,19 +103,34 @@ LIMITS_MS = {"10a": 120, "10b": 180, "10c": 120, "10d": 100, "11a": 200, "11b": 
 
 
 def run(case: Case) -> dict[str, float]:
-    """The numbers of `simulate --preset load`. A long think time is simulated for longer: each conversation must come
-    back a few times."""
-    shape, gpus = SHAPES[case.model], GPUS.get(case.model, 1)
+    """The numbers of `simulate --preset load`. A long think time is simulated for longer: each
+    conversation must come back a few times."""
+    shape = SHAPES[case.model]
+    gpus = GPUS.get(case.model, 1)
     seconds = max(SECONDS, 4 * case.think_s)
     trace = Path(case.trace) if case.trace else None
     load = Namespace(
-        trace=trace, synthetic=case.data, think_s=case.think_s, turn_counts="geometric", seconds=seconds, ramp_s=RAMP_S
+        trace=trace,
+        synthetic=case.data,
+        think_s=case.think_s,
+        turn_counts="geometric",
+        seconds=seconds,
+        ramp_s=RAMP_S,
     )
-    sessions = [one for one in conversations(load, case.rate, seed=case.seed) if longest_context([one]) <= CONTEXT]
+    sessions = [
+        one
+        for one in conversations(load, case.rate, seed=case.seed)
+        if longest_context([one]) <= CONTEXT
+    ]
     memory = A100.memory * gpus
     cost = shape.cost(CHUNK, CONTEXT, A100.flops * gpus, memory, A100.link * gpus)
     contexts = (context for context, _ in cost.attention)
-    cost = replace(cost, row_attention=tuple((context, context * shape.token_bytes / memory) for context in contexts))
+    cost = replace(
+        cost,
+        row_attention=tuple(
+            (context, context * shape.token_bytes / memory) for context in contexts
+        ),
+    )
     held = case.server not in ("stateless", "gpu-cache")
     config = SchedulerConfig(
         gpu_kv_chunks=int(GPU_BYTES * gpus // cost.chunk_bytes),
@@ -128,7 +148,9 @@ def run(case: Case) -> dict[str, float]:
         generation_reserve=0.02,
     )
     windows = seconds, MEASURE_S, case.think_s
-    found = simulate_load(LoadRun(case.rate, case.seed, config, cost, shape.token_bytes, sessions, *windows))
+    found = simulate_load(
+        LoadRun(case.rate, case.seed, config, cost, shape.token_bytes, sessions, *windows)
+    )
     assert found is not None, f"no reply ended: {case}"
     return found
 
@@ -141,14 +163,17 @@ Found = Mapping[Case, Mapping[str, float]]
 def throughput_at(found: Found, cases: Iterable[Case], limit_ms: float) -> float | None:
     """Requests/s at a time per token, from the runs with these cases' settings at all rates."""
     settings = {replace(case, rate=0.0) for case in cases}
-    curve = sorted((case.rate, point["ms_per_token"], point["done_per_s"]) for case, point in found.items()
-                   if replace(case, rate=0.0) in settings)  # fmt: skip
+    curve = sorted(
+        (case.rate, point["ms_per_token"], point["done_per_s"])
+        for case, point in found.items()
+        if replace(case, rate=0.0) in settings
+    )
     return between_rates([point[1:] for point in curve], limit_ms)
 
 
 def between_rates(points: Sequence[tuple[float, float]], limit_ms: float) -> float | None:
-    """Requests/s at `limit_ms` a token, of points (ms a token, requests/s) by ascending rates: between the last one
-    below the limit and the next. None without such a pair."""
+    """Requests/s at `limit_ms` a token, of points (ms a token, requests/s) by ascending rates:
+    between the last one below the limit and the next. None without such a pair."""
     for (low, before), (high, after) in reversed(list(pairwise(points))):
         if low <= limit_ms < high:
             return before + (after - before) * (limit_ms - low) / (high - low)
@@ -176,33 +201,67 @@ def values(found: Found) -> dict[str, dict[str, float]]:
 
     for number, limit_ms in LIMITS_MS.items():
         servers = {
-            kind: throughput_at(found, [case for case in FIGURES[number] if case.server == kind], limit_ms)
+            kind: throughput_at(
+                found, [case for case in FIGURES[number] if case.server == kind], limit_ms
+            )
             for kind in ("pensieve", "gpu-cache", "stateless")
         }
-        ratio(number, "requests/s over a stateless server's", servers["pensieve"], servers["stateless"])
-        ratio(number, "requests/s over those of the GPU cache alone", servers["pensieve"], servers["gpu-cache"])
+        ratio(
+            number,
+            "requests/s over a stateless server's",
+            servers["pensieve"],
+            servers["stateless"],
+        )
+        ratio(
+            number,
+            "requests/s over those of the GPU cache alone",
+            servers["pensieve"],
+            servers["gpu-cache"],
+        )
     for case in FIGURES["13"]:
         unified = found.get(replace(case, server="pensieve"))
         if case.server == "separate" and case in found and unified:
-            ratio("13", f"time a token, separate over unified, at {case.rate:g}/s", found[case]["ms_per_token"],
-                  unified["ms_per_token"])  # fmt: skip
+            ratio(
+                "13",
+                f"time a token, separate over unified, at {case.rate:g}/s",
+                found[case]["ms_per_token"],
+                unified["ms_per_token"],
+            )
     for case in FIGURES["14"]:
         ours = found.get(replace(case, server="pensieve"))
         if case.server == "lru" and case in found and ours:
-            lru, at = found[case], f"at {case.rate:g}/s"
+            lru = found[case]
+            at = f"at {case.rate:g}/s"
             figure = made.setdefault("14", {})
-            figure[f"host hits, points above LRU's, {at}"] = ours["host_percent"] - lru["host_percent"]
+            figure[f"host hits, points above LRU's, {at}"] = (
+                ours["host_percent"] - lru["host_percent"]
+            )
             fewer = 1 - ours["recomputed_percent"] / max(lru["recomputed_percent"], 1e-9)
             figure[f"tokens recomputed, % fewer than LRU's, {at}"] = 100 * fewer
-    both = [found.get(Case(LLAMA, "sharegpt", server, 0.6, 600.0), {}) for server in ("stateless", "pensieve")]
+    both = [
+        found.get(Case(LLAMA, "sharegpt", server, 0.6, 600.0), {})
+        for server in ("stateless", "pensieve")
+    ]
     times = [point.get("ms_per_token") for point in both]
     ratio("15", "time a token, stateless server over Pensieve, at 0.6/s, think time 600 s", *times)
     slow = [Case(LLAMA, "sharegpt", server, 0.0, 600.0) for server in ("pensieve", "stateless")]
     reached = [throughput_at(found, [case], LIMITS_MS["10b"]) for case in slow]
-    ratio("15", "requests/s over a stateless server's at 180 ms a token, think time 600 s", *reached)
+    ratio(
+        "15", "requests/s over a stateless server's at 180 ms a token, think time 600 s", *reached
+    )
     base = found.get(Case(LLAMA, "sharegpt", "pensieve", 1.0))
     for case in FIGURES["15"]:
-        if case.server == "pensieve" and case.rate == 1 and case.think_s > 60 and case in found and base:
-            ratio("15", f"time a token at 1/s, think time {case.think_s:g} s over 60 s", found[case]["ms_per_token"],
-                  base["ms_per_token"])  # fmt: skip
+        if (
+            case.server == "pensieve"
+            and case.rate == 1
+            and case.think_s > 60
+            and case in found
+            and base
+        ):
+            ratio(
+                "15",
+                f"time a token at 1/s, think time {case.think_s:g} s over 60 s",
+                found[case]["ms_per_token"],
+                base["ms_per_token"],
+            )
     return made

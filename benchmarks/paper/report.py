@@ -1,9 +1,9 @@
 """The papers' claims beside our values, and a verdict for each figure.
 
-claims.json has for each figure of a paper its subject, its source, and claims by name: the paper's value, or
-[words, least, most] with null for no bound. A value agrees if it is within `within` (a share) of the paper's, or within
-the bounds. A claim without bounds is shown, but the verdict does not count it. `why` explains a difference, `not_run`
-why there is no value.
+claims.json has for each figure of a paper its subject, its source, and claims by name: the paper's
+value, or [words, least, most] with null for no bound. A value agrees if it is within `within` (a
+share) of the paper's, or within the bounds. A claim without bounds is shown, but the verdict does
+not count it. `why` explains a difference, `not_run` why there is no value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class Claim(NamedTuple):
     def read(cls, value: Any, within: float) -> Claim:
         if isinstance(value, list):
             said, least, most = value
-            return cls(said, float("-inf") if least is None else least, float("inf") if most is None else most)
+            return cls(
+                said,
+                float("-inf") if least is None else least,
+                float("inf") if most is None else most,
+            )
         low, high = sorted((value * (1 - within), value * (1 + within)))
         return cls(f"{value:g}", low, high)
 
@@ -78,18 +82,21 @@ class Figure(NamedTuple):
     not_run: str
 
     def verdict(self, found: Mapping[str, Value]) -> str:
-        """A clause for each way in which values were found, the best way first. "Reproduced" is a figure whose values
-        are all from the hardware."""
+        """A clause for each way in which values were found, the best way first. "Reproduced" is a
+        figure whose values are all from the hardware."""
         judged = {name: claim for name, claim in self.claims.items() if claim.judged}
         known = [name for name in judged if name in found]
         if not judged:
             return "no verdict: the paper's text has no number"
         if not known:
             return "not run" + (f": {self.not_run}" if self.not_run else "")
-        clauses, differs = [], False
+        clauses = []
+        differs = False
         only_hardware = all(found[name].how == "hardware" for name in known)
         for how, words in HOWS.items():
-            agree = [judged[name].agrees(found[name].number) for name in known if found[name].how == how]
+            agree = [
+                judged[name].agrees(found[name].number) for name in known if found[name].how == how
+            ]
             if agree and all(agree) and only_hardware:
                 clauses.append(words)
             elif agree:
@@ -125,7 +132,11 @@ def read_records(paths: Iterable[Path], paper: str) -> list[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                known = record["how"] in HOWS and "paper" in record and ("values" in record or "case" in record)
+                known = (
+                    record["how"] in HOWS
+                    and "paper" in record
+                    and ("values" in record or "case" in record)
+                )
             except (ValueError, KeyError, TypeError):
                 known = False
             if not known:
@@ -146,15 +157,21 @@ def gathered(
     records: Iterable[Mapping[str, Any]],
     computed: Collection[str] = (),
 ) -> Found:
-    """Returns the values by figure and claim: of simulated runs (a number, or one for each seed), of figures `computed`
-    by arithmetic, and of records.
+    """Returns the values by figure and claim: of simulated runs (a number, or one for each seed),
+    of figures `computed` by arithmetic, and of records.
 
     If a claim has several values, the better way counts, then a run, then the later record.
     """
     found: dict[str, dict[str, Value]] = {}
     ways = list(HOWS)
-    own = [{"figure": number, "how": "computed" if number in computed else "simulated", "values": values}
-           for number, values in simulated.items()]  # fmt: skip
+    own = [
+        {
+            "figure": number,
+            "how": "computed" if number in computed else "simulated",
+            "values": values,
+        }
+        for number, values in simulated.items()
+    ]
     for record in [*records, *own]:
         figure = found.setdefault(record["figure"], {}) if "values" in record else {}
         for name, number in record.get("values", {}).items():
@@ -169,14 +186,22 @@ def gathered(
 
 
 def table(figures: Sequence[Figure], found: Found) -> str:
-    """Markdown: a row a figure, with the paper's values and ours. Values without a claim come after it."""
+    """Markdown: a row a figure, with the paper's values and ours. Values without a claim come after
+    it."""
     lines = ["| figure | subject | claim: the paper, ours | verdict |", "|---|---|---|---|"]
     for figure in figures:
         ours = found.get(figure.number, {})
-        cells = [f"{name}: {claim.said}, {_shown(ours.get(name))}" for name, claim in figure.claims.items()]
-        cells += [f"{name}: {_shown(value)}" for name, value in ours.items() if name not in figure.claims]
+        cells = [
+            f"{name}: {claim.said}, {_shown(ours.get(name))}"
+            for name, claim in figure.claims.items()
+        ]
+        cells += [
+            f"{name}: {_shown(value)}" for name, value in ours.items() if name not in figure.claims
+        ]
         source = f"{figure.subject} ({figure.source})"
-        lines.append(f"| {figure.number} | {source} | {'<br>'.join(cells)} | {figure.verdict(ours)} |")
+        lines.append(
+            f"| {figure.number} | {source} | {'<br>'.join(cells)} | {figure.verdict(ours)} |"
+        )
     return "\n".join(lines)
 
 
@@ -184,13 +209,22 @@ def _shown(value: Value | None) -> str:
     if value is None:
         return "-"
     if value.seeds:
-        return f"{value.number:.3g} ({len(value.seeds)} seeds: {min(value.seeds):.3g} to {max(value.seeds):.3g})"
-    return f"{value.number:.3g}" if value.how in ("simulated", "computed") else f"**{value.number:.3g}**"
+        return (
+            f"{value.number:.3g} ({len(value.seeds)} seeds: {min(value.seeds):.3g} to "
+            f"{max(value.seeds):.3g})"
+        )
+    return (
+        f"{value.number:.3g}"
+        if value.how in ("simulated", "computed")
+        else f"**{value.number:.3g}**"
+    )
 
 
 def write_page(page: Path, text: str) -> None:
     """Between the marks of the page, which must have them. Raises SettingError."""
-    before, begin, rest = (page.read_text(encoding="utf-8") if page.exists() else "").partition(BEGIN)
+    before, begin, rest = (page.read_text(encoding="utf-8") if page.exists() else "").partition(
+        BEGIN
+    )
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SettingError("--page", f"{page} lacks a line {BEGIN} with a line {END} behind it")
@@ -198,27 +232,45 @@ def write_page(page: Path, text: str) -> None:
 
 
 def draw(figures: Sequence[Figure], found: Found, path: Path) -> None:
-    """The figures that have numbers of the paper and of ours: bars side by side, a panel a figure."""
+    """The figures that have numbers of the paper and of ours: bars side by side, a panel a
+    figure."""
     shown = []
     for figure in figures:
-        pairs = [(name, claim, found[figure.number][name]) for name, claim in figure.claims.items()
-                 if name in found.get(figure.number, {}) and claim.said.replace(".", "").isdigit()]  # fmt: skip
+        pairs = [
+            (name, claim, found[figure.number][name])
+            for name, claim in figure.claims.items()
+            if name in found.get(figure.number, {}) and claim.said.replace(".", "").isdigit()
+        ]
         if pairs:
             shown.append((figure, pairs))
     if not shown:
         raise SettingError("--plot", "no figure has been run that the paper has numbers for")
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
-    picture, grid = subplots("--plot", rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False)
+    picture, grid = subplots(
+        "--plot", rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False
+    )
     for axes in grid.flat[len(shown) :]:
         axes.axis("off")
     for axes, (figure, pairs) in zip(grid.flat, shown, strict=False):
         places = range(len(pairs))
-        axes.bar([x - 0.2 for x in places], [float(claim.said) for _, claim, _ in pairs], 0.4, label="the paper")
+        axes.bar(
+            [x - 0.2 for x in places],
+            [float(claim.said) for _, claim, _ in pairs],
+            0.4,
+            label="the paper",
+        )
         hows = " and ".join(dict.fromkeys(value.how for *_, value in pairs))
-        axes.bar([x + 0.2 for x in places], [value.number for *_, value in pairs], 0.4, label=f"ours, {hows}")
+        axes.bar(
+            [x + 0.2 for x in places],
+            [value.number for *_, value in pairs],
+            0.4,
+            label=f"ours, {hows}",
+        )
         axes.set_title(f"{figure.number}: {figure.subject}", fontsize=8)
-        axes.set_xticks(list(places), [name for name, *_ in pairs], rotation=25, ha="right", fontsize=6)
+        axes.set_xticks(
+            list(places), [name for name, *_ in pairs], rotation=25, ha="right", fontsize=6
+        )
         axes.legend(fontsize=7)
     picture.savefig(path, dpi=80)
 

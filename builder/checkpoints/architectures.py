@@ -1,5 +1,5 @@
-"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts, Gemma 3, gpt-oss, and
-OPT.
+"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts,
+Gemma 3, gpt-oss, and OPT.
 
 Unknown settings are refused by name; no value is guessed.
 """
@@ -31,7 +31,8 @@ def refusal(message: str) -> SettingError:
 
 
 class LlamaFlavour(NamedTuple):
-    """The differences between models of the Llama architecture, and the defaults of their config.json."""
+    """The differences between models of the Llama architecture, and the defaults of their
+    config.json."""
 
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden size / heads
@@ -63,10 +64,17 @@ LLAMA_FLAVOURS = {
         expert_size="intermediate_size",
         norm_topk_prob=True,
     ),
-    "Qwen3MoeForCausalLM": LlamaFlavour(kv_heads=4, qk_norm=True, expert_size="moe_intermediate_size"),
+    "Qwen3MoeForCausalLM": LlamaFlavour(
+        kv_heads=4, qk_norm=True, expert_size="moe_intermediate_size"
+    ),
     GEMMA3: LlamaFlavour(qk_norm=True, theta=1e6, activation="hidden_activation"),
     GPT_OSS: LlamaFlavour(
-        kv_heads=8, mlp_bias=True, norm_eps=1e-5, theta=150000.0, expert_size="intermediate_size", norm_topk_prob=True
+        kv_heads=8,
+        mlp_bias=True,
+        norm_eps=1e-5,
+        theta=150000.0,
+        expert_size="intermediate_size",
+        norm_topk_prob=True,
     ),
 }
 GEMMA3_DEFAULTS = {
@@ -106,7 +114,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+    """Reads a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+    (`rope_parameters`).
 
     Raises SettingError that names an unsupported setting.
     """
@@ -124,7 +133,12 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     # models use either of the two names
     if kind is not None and kind.replace("_", "").removesuffix("text").lower() != wanted:
         raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
-    own = {OPT: _opt_config, GEMMA3: _gemma3_config, GEMMA3_OF_IMAGES: _gemma3_config, GPT_OSS: _gpt_oss_config}
+    own = {
+        OPT: _opt_config,
+        GEMMA3: _gemma3_config,
+        GEMMA3_OF_IMAGES: _gemma3_config,
+        GPT_OSS: _gpt_oss_config,
+    }
     return own[names[0]](config) if names[0] in own else _llama_config(names[0], config)
 
 
@@ -147,15 +161,24 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
 def _activation(config: Mapping[str, Any], name: str, default: str) -> str:
     value = config.get(name, default)
     if value not in ACTIVATION_NAMES:
-        raise refusal(f"config.json: {name} {value!r} is not supported; known are {', '.join(ACTIVATION_NAMES)}")
+        raise refusal(
+            f"config.json: {name} {value!r} is not supported; known are "
+            f"{', '.join(ACTIVATION_NAMES)}"
+        )
     return ACTIVATION_NAMES[value]
 
 
 def _check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
     if heads % kv_heads:
-        raise refusal(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise refusal(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
+            f"{kv_heads}"
+        )
     if head_dim % 2:
-        raise refusal(f"config.json: the head size must be even, not {head_dim} (hidden_size {hidden}, {heads} heads)")
+        raise refusal(
+            f"config.json: the head size must be even, not {head_dim} (hidden_size {hidden}, "
+            f"{heads} heads)"
+        )
 
 
 def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig:
@@ -166,7 +189,10 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
     if flavour.head_dim and "head_dim" not in config:
         head_dim = flavour.head_dim
     _check_heads(hidden, heads, kv_heads, head_dim)
-    layers, max_positions = _size(config, "num_hidden_layers"), _size(config, "max_position_embeddings")
+    layers, max_positions = (
+        _size(config, "num_hidden_layers"),
+        _size(config, "max_position_embeddings"),
+    )
     attention_bias = bool(config.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -191,7 +217,9 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         gated=True,
         qkv_bias=attention_bias if flavour.qkv_bias is None else flavour.qkv_bias,
         attention_out_bias=attention_bias if flavour.out_bias is None else flavour.out_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) if flavour.mlp_bias is None else flavour.mlp_bias,
+        mlp_bias=bool(config.get("mlp_bias", False))
+        if flavour.mlp_bias is None
+        else flavour.mlp_bias,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         windows=_windows(architecture, config, layers, max_positions),
         **(_experts(flavour, config) if flavour.expert_size else {}),
@@ -201,7 +229,11 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
 def _gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Of a model that also takes images, the part that takes text."""
     config = _with(config.get("text_config") or {}, config, GEMMA3_DEFAULTS)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
         if config.get(name):
             raise refusal(f"config.json: {name} {config[name]!r} is not supported")
     of_all, of_windows = _gemma3_rotary_settings(config)
@@ -246,7 +278,11 @@ def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:
     return ChainMap(*configs)  # type: ignore[arg-type]  # nothing is written
 
 
-ONLY_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0}
+ONLY_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 0,
+}
 """Settings, and their values if each layer has experts, and no MLP for all tokens."""
 
 
@@ -254,18 +290,29 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
     """The fields of DecoderConfig that are about experts."""
     for name, plain in ONLY_EXPERTS.items():
         if (value := config.get(name) or plain) != plain:
-            raise refusal(f"config.json: {name} {value!r} is not supported: a router must choose among all MLPs")
+            raise refusal(
+                f"config.json: {name} {value!r} is not supported: a router must choose among all "
+                "MLPs"
+            )
     if _activation(config, "hidden_act", "silu") != "silu":
-        raise refusal(f"config.json: hidden_act {config['hidden_act']!r} is not supported with experts, only silu")
+        raise refusal(
+            f"config.json: hidden_act {config['hidden_act']!r} is not supported with experts, only "
+            "silu"
+        )
     experts = _size(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
     per_token = _size(config, "num_experts_per_tok")
     if per_token > experts:
-        raise refusal(f"config.json: num_experts_per_tok {per_token} is above the number of experts, {experts}")
+        raise refusal(
+            f"config.json: num_experts_per_tok {per_token} is above the number of experts, "
+            f"{experts}"
+        )
     sum_to_1 = bool(config.get("norm_topk_prob", flavour.norm_topk_prob))
     return {"experts": experts, "experts_per_token": per_token, "experts_sum_to_1": sum_to_1}
 
 
-def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> tuple[int, ...]:
+def _windows(
+    architecture: str, config: Mapping[str, Any], layers: int, max_positions: int
+) -> tuple[int, ...]:
     """The window of each layer, 0 for none; empty if no layer has one that matters."""
     if architecture == "LlamaForCausalLM":
         return ()
@@ -278,14 +325,19 @@ def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_posi
         if others:
             raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
         if len(kinds) != layers:
-            raise refusal(f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
+            raise refusal(
+                f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}"
+            )
     elif window is not None and not unused and FULL in (kinds or []):
-        raise refusal(f"config.json: layer_types are not supported with sliding_window and {architecture}")
+        raise refusal(
+            f"config.json: layer_types are not supported with sliding_window and {architecture}"
+        )
     else:
         kinds = [SLIDING] * layers
     if unused or SLIDING not in kinds or (window is None and architecture != GEMMA3):
         return ()
-    # One as long as the longest context hides nothing, but Gemma 3's have their own rotary embedding.
+    # One as long as the longest context hides nothing, but Gemma 3's have their own rotary
+    # embedding.
     if _size(config, "sliding_window", window) >= max_positions and architecture != GEMMA3:
         return ()
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
@@ -306,12 +358,16 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta:
         raise refusal("config.json: rope_parameters and rope_scaling differ; one of them must go")
     parameters = parameters or scaling
     if not isinstance(parameters, dict):
-        raise refusal(f"config.json: rope_parameters or rope_scaling must be an object, not {parameters!r}")
+        raise refusal(
+            f"config.json: rope_parameters or rope_scaling must be an object, not {parameters!r}"
+        )
     if any(isinstance(value, dict) for value in parameters.values()):
         raise refusal("config.json: rope parameters that differ between layers are not supported")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = _number(parameters, "rope_theta", _number(config, "rope_theta", theta))
-    partial = _number(parameters, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
+    partial = _number(
+        parameters, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)
+    )
     if partial != 1.0:
         raise refusal(f"config.json: partial_rotary_factor {partial} is not supported")
     match kind:
@@ -320,22 +376,32 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta:
         case "linear":
             return Rotary(head_dim, theta, _number(parameters, "factor"))
         case "llama3":
-            low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+            low, high = (
+                _number(parameters, "low_freq_factor"),
+                _number(parameters, "high_freq_factor"),
+            )
             if low >= high:
-                raise refusal(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
+                raise refusal(
+                    f"config.json: low_freq_factor {low} must be below high_freq_factor {high}"
+                )
             original = _size(parameters, "original_max_position_embeddings", max_positions)
-            original = _size(config, "original_max_position_embeddings", original)  # this key takes precedence
+            # this key takes precedence
+            original = _size(config, "original_max_position_embeddings", original)
             return Rotary(head_dim, theta, _number(parameters, "factor"), low, high, original)
         case "yarn":
             original = _size(parameters, "original_max_position_embeddings", max_positions)
             original = _size(config, "original_max_position_embeddings", original)
             return _yarn(parameters, head_dim, theta, original, max_positions)
-    raise refusal(f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3, yarn")
+    raise refusal(
+        f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3, yarn"
+    )
 
 
-def _yarn(parameters: Mapping[str, Any], dims: int, theta: float, original: int, max_positions: int) -> Rotary:
-    """A pair's frequency is scaled if the pair turns less than `beta_slow` times over the context of the original
-    training. It stays as it is if the pair turns more than `beta_fast` times."""
+def _yarn(
+    parameters: Mapping[str, Any], dims: int, theta: float, original: int, max_positions: int
+) -> Rotary:
+    """A pair's frequency is scaled if the pair turns less than `beta_slow` times over the context
+    of the original training. It stays as it is if the pair turns more than `beta_fast` times."""
     factor = _number(parameters, "factor", max_positions / original)
 
     def pair(turns: float) -> float:
@@ -344,12 +410,19 @@ def _yarn(parameters: Mapping[str, Any], dims: int, theta: float, original: int,
     def length(weight: float) -> float:
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
-    low, high = pair(_number(parameters, "beta_fast", 32.0)), pair(_number(parameters, "beta_slow", 1.0))
+    low, high = (
+        pair(_number(parameters, "beta_fast", 32.0)),
+        pair(_number(parameters, "beta_slow", 1.0)),
+    )
     if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0.0), min(high, dims - 1.0)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0.0)
+    high = min(high, dims - 1.0)
     if low > high:
-        raise refusal(f"config.json: yarn for an original context of {original} tokens is not supported")
+        raise refusal(
+            f"config.json: yarn for an original context of {original} tokens is not supported"
+        )
     high = high if low < high else low + 0.001
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     default = length(mscale) / length(mscale_all) if mscale and mscale_all else length(1.0)
@@ -366,7 +439,9 @@ def _yarn(parameters: Mapping[str, Any], dims: int, theta: float, original: int,
 def _opt_config(config: Mapping[str, Any]) -> DecoderConfig:
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     if hidden % heads:
-        raise refusal(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise refusal(
+            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        )
     norm_first = bool(config.get("do_layer_norm_before", True))
     bias = bool(config.get("enable_bias", True))
     return DecoderConfig(

@@ -16,10 +16,11 @@ class Rotary:
     """Rotary position embedding; `factor` 1 is unscaled.
 
     By default every frequency is divided by `factor` (linear scaling).
-    With `low_freq_factor` as in Llama 3: waves longer than original_positions / low_freq_factor are scaled, those
-    shorter than original_positions / high_freq_factor are not, and between the two the scaling increases gradually.
-    With `unscaled_to` as in YaRN: pairs up to this number are not scaled, those from `scaled_from` on are, and between
-    the two the scaling increases gradually. Rotated queries and keys are multiplied by `length`.
+    With `low_freq_factor` as in Llama 3: waves longer than original_positions / low_freq_factor are
+    scaled, those shorter than original_positions / high_freq_factor are not, and between the two
+    the scaling increases gradually. With `unscaled_to` as in YaRN: pairs up to this number are not
+    scaled, those from `scaled_from` on are, and between the two the scaling increases gradually.
+    Rotated queries and keys are multiplied by `length`.
     """
 
     dims: int
@@ -38,7 +39,8 @@ class Rotary:
 
     def _scaled(self, pair: int, frequency: float) -> float:
         if self.low_freq_factor is not None:
-            turns = self.original_positions * frequency / (2 * math.pi)  # over the context of the original training
+            # over the context of the original training
+            turns = self.original_positions * frequency / (2 * math.pi)
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         elif self.unscaled_to is not None:
             kept = (self.scaled_from - pair) / (self.scaled_from - self.unscaled_to)
@@ -53,26 +55,31 @@ class DecoderConfig:
     """Shape and variant of a decoder-only transformer.
 
     max_positions     longest context that the model was trained for, tokens
-    embedding_size    width of the token embeddings; if it is not hidden_size they are projected in and out
-    rotary            None: learned absolute positions; their table begins with `position_offset` unused rows
+    embedding_size    width of the token embeddings; if it is not hidden_size they are projected in
+                      and out
+    rotary            None: learned absolute positions; their table begins with `position_offset`
+                      unused rows
     window_rotary     of the layers with a window; None: as all others
     norm              "rms" or "layer"; `norm_affine` False: without weights
     norm_plus_one     RMS norms multiply by 1 + weight
-    norm_first        norm in front of attention and MLP (else behind the residual sum); `final_norm` before the head
+    norm_first        norm in front of attention and MLP (else behind the residual sum);
+                      `final_norm` before the head
     norm_results      the results of attention and MLP are normed before they are added
     qk_norm           RMS norm over each head's query and key
     embedding_factor  token embeddings are multiplied by it
     query_size        attention scores are divided by its square root; 0: head_dim
     activation        a name in model.ACTIVATIONS; `gated`: act(gate(x)) * up(x)
-    gate_limit        of experts: gate(x) is at most this, up(x) is between -gate_limit and gate_limit, and up(x) + 1 is
-                      multiplied by gate(x) sigmoid(gate_slope gate(x)); 0: plain SiLU gates
-    experts           MLPs of a layer, each `mlp_size` wide, of which a token uses `experts_per_token`; 0: one MLP for
-                      all tokens
+    gate_limit        of experts: gate(x) is at most this, up(x) is between -gate_limit and
+                      gate_limit, and up(x) + 1 is multiplied by gate(x) sigmoid(gate_slope
+                      gate(x)); 0: plain SiLU gates
+    experts           MLPs of a layer, each `mlp_size` wide, of which a token uses
+                      `experts_per_token`; 0: one MLP for all tokens
     experts_sum_to_1  the weights of a token's experts are divided by their sum
     mlp_bias          also of experts; `router_bias` of the router that chooses them
-    windows           of each layer: its queries see only so many of the latest keys, their own among them; 0: all of
-                      them. Empty: no layer has a window
-    sinks             each head of a layer has a logit that joins the softmax of every query, and has no value
+    windows           of each layer: its queries see only so many of the latest keys, their own
+                      among them; 0: all of them. Empty: no layer has a window
+    sinks             each head of a layer has a logit that joins the softmax of every query, and
+                      has no value
     """
 
     architecture: str
@@ -120,31 +127,35 @@ class DecoderConfig:
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """All that differ; empty for learned positions."""
-        return tuple(dict.fromkeys(rotary for rotary in (self.rotary, self.window_rotary) if rotary))
+        return tuple(
+            dict.fromkeys(rotary for rotary in (self.rotary, self.window_rotary) if rotary)
+        )
 
     def rotary_of(self, layer: int) -> Rotary | None:
         return self.window_rotary or self.rotary if self.window(layer) else self.rotary
 
     def scale(self, layer: int) -> float:
-        """Attention scores of keys and queries, rotated but not multiplied by their length, are multiplied by it."""
+        """Attention scores of keys and queries, rotated but not multiplied by their length, are
+        multiplied by it."""
         rotary = self.rotary_of(layer)
         length = rotary.length if rotary else 1.0
         return length**2 / math.sqrt(self.query_size or self.head_dim)
 
     @property
     def silu_gated(self) -> bool:
-        """Whether the MLP is gated by SiLU: then one projection makes gate and values, and `silu_gate` joins them."""
+        """Whether the MLP is gated by SiLU: then one projection makes gate and values, and
+        `silu_gate` joins them."""
         return self.gated and self.activation == "silu"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a decoder, split as in Megatron: heads, the MLP's (or each expert's) width and the
-    vocabulary are divided.
+    """One rank's part of a decoder, split as in Megatron: heads, the MLP's (or each expert's) width
+    and the vocabulary are divided.
 
-    With fewer KV heads than ranks, neighbouring ranks hold the same one. Every rank holds all other parameters whole.
-    Sizes are the same on all ranks: the end of the vocabulary is padded with rows. SettingError('--tensor-parallel',
-    ...) if the decoder cannot be divided among the ranks.
+    With fewer KV heads than ranks, neighbouring ranks hold the same one. Every rank holds all other
+    parameters whole. Sizes are the same on all ranks: the end of the vocabulary is padded with
+    rows. SettingError('--tensor-parallel', ...) if the decoder cannot be divided among the ranks.
     """
 
     config: DecoderConfig
@@ -157,7 +168,8 @@ class Shard:
             possible = [str(n) for n in range(1, config.heads + 1) if self._divides(n)]
             raise SettingError(
                 "--tensor-parallel",
-                f"{config.heads} heads, {config.kv_heads} KV heads and an MLP {config.mlp_size} wide cannot be divided "
+                f"{config.heads} heads, {config.kv_heads} KV heads and an MLP {config.mlp_size} "
+                "wide cannot be divided "
                 f"among {self.ranks} ranks, only among {' or '.join(possible)}",
             )
         if not 0 <= self.rank < self.ranks:
@@ -186,5 +198,6 @@ class Shard:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding and the head on a rank. Rank r has the tokens from r * vocab_rows on."""
+        """Rows of the embedding and the head on a rank. Rank r has the tokens from r * vocab_rows
+        on."""
         return -(-self.config.vocab_size // self.ranks)

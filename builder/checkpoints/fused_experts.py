@@ -1,4 +1,5 @@
-"""gpt-oss' checkpoints have one tensor for all experts of a layer. Here each expert has tensors of its own."""
+"""gpt-oss' checkpoints have one tensor for all experts of a layer. Here each expert has tensors of
+its own."""
 
 from __future__ import annotations
 
@@ -9,18 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<bias>_bias)?")
+FUSED = re.compile(
+    r"(?P<experts>.*\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<bias>_bias)?"
+)
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""A fused tensor is [experts, inputs, outputs], its bias [experts, outputs]. The outputs of several projections
-alternate."""
+"""A fused tensor is [experts, inputs, outputs], its bias [experts, outputs]. The outputs of several
+projections alternate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
     """Like a tensor that safetensors opened: its shape is known, and it is read when it is indexed.
 
-    It is [outputs, inputs], or [outputs], of one expert. Of every `step` outputs of the stored tensor it has one, the
-    first of them at `first`.
+    It is [outputs, inputs], or [outputs], of one expert. Of every `step` outputs of the stored
+    tensor it has one, the first of them at `first`.
     """
 
     stored: Any
@@ -53,7 +56,8 @@ def unfused(files: Mapping[str, Any]) -> dict[str, Any]:
         if fused is None:
             apart[name] = file
             continue
-        stored, kind = file.get_slice(name), "bias" if fused["bias"] else "weight"
+        stored = file.get_slice(name)
+        kind = "bias" if fused["bias"] else "weight"
         parts = PROJECTIONS[fused["projection"]]
         for expert in range(stored.get_shape()[0]):
             for first, part in enumerate(parts):

@@ -1,7 +1,8 @@
-"""Reads Hugging Face checkpoint directories: safetensors, single or sharded, under the names of Decoder's parameters.
+"""Reads Hugging Face checkpoint directories: safetensors, single or sharded, under the names of
+Decoder's parameters.
 
-Missing, unexpected and misshapen tensors are refused by name; ignored tensors are listed here. FP8 projections in the
-formats of `quantization` are read unchanged, with a scale for each output.
+Missing, unexpected and misshapen tensors are refused by name; ignored tensors are listed here. FP8
+projections in the formats of `quantization` are read unchanged, with a scale for each output.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from .int4_weights import Int4Weights, int4_projections, stored_tensors, without
 from .sources import Part, Source, Sources, layer_projections, tensor_of, whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LFS_POINTER = b"version https://git-lfs."  # the start of the file that `git clone` leaves where Git LFS is missing
+# the start of the file that `git clone` leaves where Git LFS is missing
+LFS_POINTER = b"version https://git-lfs."
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub|\.activation_scale)$")
-"""Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The others are activation
-scales of the checkpoint's FP8 projections; here each token gets its own scale."""
+"""Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The
+others are activation scales of the checkpoint's FP8 projections; here each token gets its own
+scale."""
 
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
-"""Beginnings of names in whole models, and in bare ones. The first two are of models that also take images."""
+"""Beginnings of names in whole models, and in bare ones. The first two are of models that also take
+images."""
 
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 """Ignored tensors of models that also take images."""
@@ -67,10 +71,19 @@ def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -
 
     Ranks that divide the columns add their results, so all but the first have a bias of zeros.
     """
-    made: Sources = {f"{target}.weight": tuple(Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items())}
+    made: Sources = {
+        f"{target}.weight": tuple(
+            Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items()
+        )
+    }
     if bias:
-        held = {n: rows if columns.start == 0 else Part(rows.full, rows.full, rows.size) for n, rows in parts.items()}
-        made[f"{target}.bias"] = tuple(Source(f"{name}.bias", (rows,)) for name, rows in held.items())
+        held = {
+            n: rows if columns.start == 0 else Part(rows.full, rows.full, rows.size)
+            for n, rows in parts.items()
+        }
+        made[f"{target}.bias"] = tuple(
+            Source(f"{name}.bias", (rows,)) for name, rows in held.items()
+        )
     return made
 
 
@@ -79,7 +92,8 @@ def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
 
 
 class LayerNames(NamedTuple):
-    """`{}` in a name is the number of an expert. The last two: of norms of results (`DecoderConfig.norm_results`)."""
+    """`{}` in a name is the number of an expert. The last two: of norms of results
+    (`DecoderConfig.norm_results`)."""
 
     attention_norm: str
     mlp_norm: str
@@ -99,7 +113,9 @@ LLAMA_LAYER = LayerNames(
     "mlp.down_proj",
 )
 LAYERS = {
-    OPT: LayerNames("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2"),
+    OPT: LayerNames(
+        "self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2"
+    ),
     "MixtralForCausalLM": LLAMA_LAYER._replace(
         up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
         down="block_sparse_moe.experts.{}.w2",
@@ -147,11 +163,20 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
         router = {f"{name}.{names.router}": whole(config.experts)}
         sources |= _linear(f"{target}.mlp.router", config.router_bias, whole(hidden), router)
     if config.norm_results:
-        sources |= _norm(f"{target}.attention_result_norm", f"{name}.{names.attention_result_norm}", hidden, kinds)
-        sources |= _norm(f"{target}.mlp_result_norm", f"{name}.{names.mlp_result_norm}", hidden, kinds)
+        sources |= _norm(
+            f"{target}.attention_result_norm",
+            f"{name}.{names.attention_result_norm}",
+            hidden,
+            kinds,
+        )
+        sources |= _norm(
+            f"{target}.mlp_result_norm", f"{name}.{names.mlp_result_norm}", hidden, kinds
+        )
     if config.qk_norm:
         for x in "qk":
-            sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
+            sources |= _norm(
+                f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",)
+            )
     if config.sinks:
         heads = Part(config.heads, shard.rank * shard.heads, shard.heads)
         sources[f"{target}.attention.sinks"] = (Source(f"{name}.self_attn.sinks", (heads,)),)
@@ -170,11 +195,13 @@ def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
-    """`prefix`: the beginning of all names except the head's; checkpoints of the bare model have none."""
+    """`prefix`: the beginning of all names except the head's; checkpoints of the bare model have
+    none."""
     config = shard.config
     opt = config.architecture == OPT
     stem = f"{prefix}decoder." if opt else prefix
-    hidden, embedding = config.hidden_size, whole(config.embedding_size)
+    hidden = config.hidden_size
+    embedding = whole(config.embedding_size)
     vocabulary = Part(config.vocab_size, shard.rank * shard.vocab_rows, shard.vocab_rows)
     sources = _linear("embed", False, embedding, {f"{stem}embed_tokens": vocabulary})
     if config.rotary is None:
@@ -187,14 +214,17 @@ def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
     for i in range(config.layers):
         sources |= _layer_sources(shard, f"layers.{i}", f"{stem}layers.{i}", names)
     if config.final_norm:
-        sources |= _norm("norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config))
+        sources |= _norm(
+            "norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config)
+        )
     if not config.tied_embeddings:
         sources |= _linear("head", False, embedding, {"lm_head": vocabulary})
     return sources
 
 
 def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of Decoder on any one of `ranks` ranks. Raises SettingError as Shard does."""
+    """The shape of each parameter of Decoder on any one of `ranks` ranks. Raises SettingError as
+    Shard does."""
     return {
         target: (sum(source.cut_shape[0] for source in sources), *sources[0].cut_shape[1:])
         for target, sources in weight_sources(Shard(config, ranks)).items()
@@ -202,30 +232,46 @@ def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[i
 
 
 def active_parameters(config: DecoderConfig, ranks: int = 1) -> int:
-    """The parameters of any one rank that a token uses: without the experts that are not chosen for it."""
+    """The parameters of any one rank that a token uses: without the experts that are not chosen for
+    it."""
     count = 0
     for name, shape in parameter_shapes(config, ranks).items():
         in_experts = config.experts and (".mlp.up." in name or ".mlp.down." in name)
-        count += math.prod(shape) * config.experts_per_token // config.experts if in_experts else math.prod(shape)
+        count += (
+            math.prod(shape) * config.experts_per_token // config.experts
+            if in_experts
+            else math.prod(shape)
+        )
     return count
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """All parameters of one rank's Decoder in one dtype, on the CPU; FP8 projections stay in FP8 and have a scale.
-    `int4` has those of projections in int4.
+    """All parameters of one rank's Decoder in one dtype, on the CPU; FP8 projections stay in FP8
+    and have a scale. `int4` has those of projections in int4.
 
     Each access reads, cuts and joins the parameter again.
     """
 
-    def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype, int4: Mapping[str, Tensor] = {}):
-        self._files, self._wanted, self._dtype, self._int4 = files, wanted, dtype, int4
+    def __init__(
+        self,
+        files: Mapping[str, Any],
+        wanted: Sources,
+        dtype: torch.dtype,
+        int4: Mapping[str, Tensor] = {},
+    ):
+        self._files = files
+        self._wanted = wanted
+        self._dtype = dtype
+        self._int4 = int4
 
     def __getitem__(self, target: str) -> Tensor:
         if target not in self._wanted:
             return self._int4[target]
         sources = self._wanted[target]
         if target.endswith(".scale"):
-            parts = [source.cut(_output_scales(self._files, source), torch.float32) for source in sources]
+            parts = [
+                source.cut(_output_scales(self._files, source), torch.float32) for source in sources
+            ]
         else:
             projection = target.removesuffix(".weight")
             dtype = torch.float8_e4m3fn if f"{projection}.scale" in self._wanted else self._dtype
@@ -259,7 +305,11 @@ def read_weights(
     if form := check_quantization(read_json(directory / "config.json").get("quantization_config")):
         projections = int4_projections(files, wanted, form)
         files = without_ignored(files, wanted, projections, form)
-        wanted = {name: sources for name, sources in wanted.items() if name.removesuffix(".weight") not in projections}
+        wanted = {
+            name: sources
+            for name, sources in wanted.items()
+            if name.removesuffix(".weight") not in projections
+        }
         stored = stored_tensors(projections, form)
         int4 = Int4Weights(files, projections, form, dtype)
     wanted |= _scale_sources(files, wanted)
@@ -269,7 +319,8 @@ def read_weights(
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The names of a checkpoint's safetensors files; not all may exist. SettingError if it has none."""
+    """The names of a checkpoint's safetensors files; not all may exist. SettingError if it has
+    none."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
     if (directory / INDEX).exists():
@@ -279,7 +330,8 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / shard for shard in sorted(set(shards.values()))]
     if any(directory.glob("*.bin")):
         raise refusal(
-            f"{directory} holds .bin files, which can run code when read; load it with transformers and "
+            f"{directory} holds .bin files, which can run code when read; load it with "
+            "transformers and "
             "save it with save_pretrained, which writes safetensors"
         )
     raise refusal(f"{directory} holds neither {SINGLE} nor {INDEX}")
@@ -290,13 +342,19 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for path in weight_files(directory):
         try:
-            with path.open("rb") as opened:  # safetensors reports every file that it cannot open as missing
+            # safetensors reports every file that it cannot open as missing
+            with path.open("rb") as opened:
                 pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
             if pointer:
-                raise refusal(f"{path} is a pointer of Git LFS; `git lfs pull` in {directory} gets the weights")
+                raise refusal(
+                    f"{path} is a pointer of Git LFS; `git lfs pull` in {directory} gets the "
+                    "weights"
+                )
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise refusal(f"{path} cannot be read: {error}; if its download was cut short, repeat it") from None
+            raise refusal(
+                f"{path} cannot be read: {error}; if its download was cut short, repeat it"
+            ) from None
         except OSError as error:
             raise refusal(f"{path} cannot be read: {error}") from None
         files |= dict.fromkeys(file.keys(), file)
@@ -310,8 +368,12 @@ def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfi
     if config.tied_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         embedding = wanted["embed.weight"][0].name
-        if embedding in files and not torch.equal(tensor_of(files, "lm_head.weight"), tensor_of(files, embedding)):
-            raise refusal(f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}")
+        if embedding in files and not torch.equal(
+            tensor_of(files, "lm_head.weight"), tensor_of(files, embedding)
+        ):
+            raise refusal(
+                f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}"
+            )
     for kind, found in (("missing", missing), ("unexpected", extra)):
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
@@ -324,14 +386,20 @@ def _slice(files: Mapping[str, Any], name: str) -> Any:
 
 
 def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
-    """The scales of the layers' projections with FP8 weights. Each has one tensor in a file for each part."""
+    """The scales of the layers' projections with FP8 weights. Each has one tensor in a file for
+    each part."""
     scales: Sources = {}
     for projection, sources in layer_projections(wanted).items():
-        found = [source.name in files and _slice(files, source.name).get_dtype() == IN_FP8 for source in sources]
+        found = [
+            source.name in files and _slice(files, source.name).get_dtype() == IN_FP8
+            for source in sources
+        ]
         if any(found):
             if not all(found):
                 names = ", ".join(source.name for source in sources)
-                raise refusal(f"{names}: some are in FP8 and some are not, and they are one projection here")
+                raise refusal(
+                    f"{names}: some are in FP8 and some are not, and they are one projection here"
+                )
             scales[f"{projection}.scale"] = tuple(
                 Source(_scale_name(files, source.name), source.parts[:1]) for source in sources
             )
@@ -339,7 +407,8 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
 
 
 def _scale_name(files: Mapping[str, Any], weight: str) -> str:
-    """Transformers' name for `fp8`, if it is there, else the common one; weights are multiplied by both."""
+    """Transformers' name for `fp8`, if it is there, else the common one; weights are multiplied by
+    both."""
     inverse = f"{weight}_scale_inv"
     return inverse if inverse in files else f"{weight}_scale"
 
@@ -359,16 +428,23 @@ def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
 
 def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8: bool) -> None:
     stored = _slice(files, source.name)
-    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    shape = tuple(stored.get_shape())
+    dtype = stored.get_dtype()
     shapes = [source.shape]
     if target.endswith(".scale"):
         shapes += [(*source.shape, 1), (1,), ()]
     if shape not in shapes:
-        raise refusal(f"tensor {source.name} has the shape {list(shape)}; config.json asks for {list(source.shape)}")
+        raise refusal(
+            f"tensor {source.name} has the shape {list(shape)}; config.json asks for "
+            f"{list(source.shape)}"
+        )
     if source.name.endswith(WORDS):
         if dtype != "I32":
-            raise refusal(f"tensor {source.name} is {dtype}; the words of weights in int4 must be I32")
+            raise refusal(
+                f"tensor {source.name} is {dtype}; the words of weights in int4 must be I32"
+            )
     elif dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
         raise refusal(
-            f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) or int4 are supported"
+            f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) or "
+            "int4 are supported"
         )

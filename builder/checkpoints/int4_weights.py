@@ -16,19 +16,24 @@ from .sources import Source, Sources, layer_projections, tensor_of, whole
 
 
 def int4_projections(files: Mapping[str, Any], wanted: Sources, form: Int4) -> Sources:
-    """The sources of the projections whose weights the files have in int4, each named as its module.
+    """The sources of the projections whose weights the files have in int4, each named as its
+    module.
 
     SettingError if a projection is in int4 in part, or cannot be cut or packed.
     """
     found: Sources = {}
     for projection, sources in layer_projections(wanted).items():
-        modules = tuple(Source(source.name.removesuffix(".weight"), source.parts) for source in sources)
+        modules = tuple(
+            Source(source.name.removesuffix(".weight"), source.parts) for source in sources
+        )
         there = [f"{module.name}.{form.layout.weight}" in files for module in modules]
         if not any(there):
             continue
         if not all(there):
             names = ", ".join(module.name for module in modules)
-            raise refusal(f"{names}: some are in int4 and some are not, and they are one projection here")
+            raise refusal(
+                f"{names}: some are in int4 and some are not, and they are one projection here"
+            )
         for module in modules:
             _check_sizes(module, form.group)
         found[projection] = modules
@@ -41,7 +46,8 @@ def _check_sizes(module: Source, group: int) -> None:
     for what, part, unit in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, step)):
         if part.size % unit or part.start % unit or part.full % unit:
             raise refusal(
-                f"{module.name} in int4 has {part.full} {what}, of which a rank holds {part.size}; both must be "
+                f"{module.name} in int4 has {part.full} {what}, of which a rank holds {part.size}; "
+                "both must be "
                 f"multiples of {unit}: use other --tensor-parallel, or the unquantised checkpoint"
             )
 
@@ -59,8 +65,11 @@ def stored_tensors(projections: Sources, form: Int4) -> Sources:
     return stored
 
 
-def without_ignored(files: Mapping[str, Any], wanted: Sources, projections: Sources, form: Int4) -> dict[str, Any]:
-    """The files without those tensors of int4 projections that contain nothing: order, shape, and biases of zeros.
+def without_ignored(
+    files: Mapping[str, Any], wanted: Sources, projections: Sources, form: Int4
+) -> dict[str, Any]:
+    """The files without those tensors of int4 projections that contain nothing: order, shape, and
+    biases of zeros.
 
     SettingError if inputs are not in the order of their groups.
     """
@@ -70,7 +79,9 @@ def without_ignored(files: Mapping[str, Any], wanted: Sources, projections: Sour
         kept.pop(f"{module.name}.{form.layout.shape}", None)
         order = f"{module.name}.{form.layout.order}"
         if kept.pop(order, None) and not _in_order(tensor_of(files, order), form.group):
-            raise refusal(f"{order}: inputs are not in the order of their groups, and that is not supported")
+            raise refusal(
+                f"{order}: inputs are not in the order of their groups, and that is not supported"
+            )
         bias = f"{module.name}.bias"
         if bias in kept and bias not in names and not tensor_of(kept, bias).any():
             del kept[bias]
@@ -78,21 +89,31 @@ def without_ignored(files: Mapping[str, Any], wanted: Sources, projections: Sour
 
 
 def _in_order(groups: Tensor, size: int) -> bool:
-    """Whether inputs, whose groups are given, are in the order of their groups: False after GPTQ with act-order."""
+    """Whether inputs, whose groups are given, are in the order of their groups: False after GPTQ
+    with act-order."""
     return torch.equal(groups.long(), torch.arange(len(groups)) // size)
 
 
 class Int4Weights(Mapping[str, Tensor]):
-    """`weight` and `scales_zeros` of one rank's projections in int4, as `plugins/linear/int4.py` takes them."""
+    """`weight` and `scales_zeros` of one rank's projections in int4, as `plugins/linear/int4.py`
+    takes them."""
 
-    def __init__(self, files: Mapping[str, Any], projections: Sources, form: Int4, dtype: torch.dtype):
-        self._files, self._projections, self._form, self._dtype = files, projections, form, dtype
+    def __init__(
+        self, files: Mapping[str, Any], projections: Sources, form: Int4, dtype: torch.dtype
+    ):
+        self._files = files
+        self._projections = projections
+        self._form = form
+        self._dtype = dtype
 
     def __getitem__(self, target: str) -> Tensor:
         projection, _, kind = target.rpartition(".")
         modules = self._projections[projection]
         if kind == "weight":
-            numbers = [module.cut(self._form.numbers(self._read(module)), torch.uint8) for module in modules]
+            numbers = [
+                module.cut(self._form.numbers(self._read(module)), torch.uint8)
+                for module in modules
+            ]
             return packed(torch.cat(numbers))
         if kind != "scales_zeros":
             raise KeyError(target)
@@ -110,5 +131,8 @@ class Int4Weights(Mapping[str, Tensor]):
 
     def _scales_zeros(self, module: Source) -> Tensor:
         groups = module.by_group(self._form.group)
-        scales, zeros = self._form.scales(self._read(module)), self._form.zeros(self._read(module))
-        return scales_and_zeros(groups.cut(scales, torch.float32), groups.cut(zeros, torch.float32), self._dtype)
+        scales = self._form.scales(self._read(module))
+        zeros = self._form.zeros(self._read(module))
+        return scales_and_zeros(
+            groups.cut(scales, torch.float32), groups.cut(zeros, torch.float32), self._dtype
+        )

@@ -1,4 +1,5 @@
-"""The origin of a rank's parameters: tensors of a checkpoint, and the part of each that the rank holds."""
+"""The origin of a rank's parameters: tensors of a checkpoint, and the part of each that the rank
+holds."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Source(NamedTuple):
         return Source(self.name, (rows, Part(*(size // group for size in columns))))
 
     def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
-        """Returns the rank's part of a tensor. From a slice that safetensors opened, only this part is read."""
+        """Returns the rank's part of a tensor. From a slice that safetensors opened, only this part
+        is read."""
         bounds = [(min(start, full), min(start + size, full)) for full, start, size in self.parts]
         kept: Tensor = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
         if kept.shape == self.cut_shape:
@@ -53,7 +55,8 @@ class Source(NamedTuple):
 
 
 Sources = dict[str, tuple[Source, ...]]
-"""For each parameter of Decoder, the tensors that are joined along their first dimension to make it."""
+"""For each parameter of Decoder, the tensors that are joined along their first dimension to make
+it."""
 
 
 def layer_projections(wanted: Sources) -> Sources:
@@ -61,7 +64,9 @@ def layer_projections(wanted: Sources) -> Sources:
     return {
         target.removesuffix(".weight"): sources
         for target, sources in wanted.items()
-        if target.startswith("layers.") and target.endswith(".weight") and len(sources[0].parts) == 2
+        if target.startswith("layers.")
+        and target.endswith(".weight")
+        and len(sources[0].parts) == 2
     }
 
 

@@ -1,8 +1,9 @@
-"""Reads TensorRT-LLM's legacy checkpoints (config.json, rank0.safetensors, rank1.safetensors, ...) like Hugging Face
-ones: translates config.json, and joins the ranks' tensors under Hugging Face names.
+"""Reads TensorRT-LLM's legacy checkpoints (config.json, rank0.safetensors, rank1.safetensors, ...)
+like Hugging Face ones: translates config.json, and joins the ranks' tensors under Hugging Face
+names.
 
-A checkpoint for any number of ranks can be used with any other. Quantised ones, and those divided by layers, are
-refused.
+A checkpoint for any number of ranks can be used with any other. Quantised ones, and those divided
+by layers, are refused.
 """
 
 from __future__ import annotations
@@ -62,39 +63,56 @@ def legacy_weight_files(directory: Path) -> list[Path]:
 
 
 def legacy_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a legacy config.json with Hugging Face's keys. SettingError names an unsupported setting."""
+    """Returns a legacy config.json with Hugging Face's keys. SettingError names an unsupported
+    setting."""
     architecture = config.get("architecture")
     if architecture not in POSITIONS:
-        raise refusal(f"legacy architecture {architecture!r} is not supported; known are {', '.join(POSITIONS)}")
+        raise refusal(
+            f"legacy architecture {architecture!r} is not supported; known are "
+            f"{', '.join(POSITIONS)}"
+        )
     _refuse_unsupported(config, POSITIONS[architecture])
     opt = architecture == OPT
     keys = OPT_KEYS if opt else LLAMA_KEYS
-    translated = {ours: config[theirs] for theirs, ours in keys.items() if config.get(theirs) is not None}
-    translated = {keys[theirs]: value for theirs, value in LEFT_OUT.items() if theirs in keys} | translated
+    translated = {
+        ours: config[theirs] for theirs, ours in keys.items() if config.get(theirs) is not None
+    }
+    translated = {
+        keys[theirs]: value for theirs, value in LEFT_OUT.items() if theirs in keys
+    } | translated
     if not opt:
         translated.setdefault("num_key_value_heads", translated.get("num_attention_heads"))
     translated["architectures"] = [architecture]
-    # The files contain the head even if it equals the embeddings, unless the converter was told to share it.
+    # The files contain the head even if it equals the embeddings, unless the converter was told to
+    # share it.
     translated["tie_word_embeddings"] = "lm_head.weight" not in _open(directory / FIRST_RANK)
     if opt:
         translated["do_layer_norm_before"] = bool(config.get("do_layer_norm_before", False))
         translated.setdefault("ffn_dim", 4 * int(config.get("hidden_size", 0)))
         if config.get("norm_epsilon", OPT_EPSILON) != OPT_EPSILON:
-            raise refusal(f"config.json: norm_epsilon of OPT is {OPT_EPSILON}, not {config['norm_epsilon']}")
+            raise refusal(
+                f"config.json: norm_epsilon of OPT is {OPT_EPSILON}, not {config['norm_epsilon']}"
+            )
     return translated
 
 
 def _refuse_unsupported(config: Mapping[str, Any], positions: str) -> None:
-    mapping, quantization = config.get("mapping") or {}, config.get("quantization") or {}
+    mapping = config.get("mapping") or {}
+    quantization = config.get("quantization") or {}
     if mapping.get("pp_size", 1) != 1:
-        raise refusal("config.json: checkpoints divided by layers (mapping.pp_size) are not supported")
+        raise refusal(
+            "config.json: checkpoints divided by layers (mapping.pp_size) are not supported"
+        )
     for key in ("quant_algo", "kv_cache_quant_algo", "use_weight_only"):
         if quantization.get(key):
-            raise refusal(f"config.json: quantised checkpoints (quantization.{key}) are not supported")
+            raise refusal(
+                f"config.json: quantised checkpoints (quantization.{key}) are not supported"
+            )
     kind = config.get("position_embedding_type", "learned_absolute")
     if kind != positions:
         raise refusal(
-            f"config.json: position_embedding_type {kind!r} is not supported for this model, only {positions}"
+            f"config.json: position_embedding_type {kind!r} is not supported for this model, only "
+            f"{positions}"
         )
     moe = config.get("moe") or {}
     if moe.get("num_experts", 0) > 1:
@@ -113,7 +131,8 @@ class _Part(NamedTuple):
 class JoinedTensor:
     """Like a tensor that safetensors opened: its shape is known, and it is read when it is indexed.
 
-    The parts are joined along `dim`; `in_front` rows of zeros come first, and rows from `most_rows` on are dropped.
+    The parts are joined along `dim`; `in_front` rows of zeros come first, and rows from `most_rows`
+    on are dropped.
     """
 
     parts: list[_Part]
@@ -143,7 +162,8 @@ class JoinedTensor:
 
 @dataclass
 class LegacyTensors:
-    """Each rank's tensors, and each whole tensor by its Hugging Face name; used in place of a safetensors file."""
+    """Each rank's tensors, and each whole tensor by its Hugging Face name; used in place of a
+    safetensors file."""
 
     ranks: list[dict[str, Any]]
     _made: dict[str, JoinedTensor] = field(default_factory=dict)
@@ -156,15 +176,20 @@ class LegacyTensors:
         return self._made[name][:]
 
     def names(self) -> Iterator[str]:
-        """The whole tensors, and the unused ones under their own names: these are then refused as unexpected."""
+        """The whole tensors, and the unused ones under their own names: these are then refused as
+        unexpected."""
         yield from self._made
-        yield from (name for name in self.ranks[0] if name not in self._used and not HARMLESS.search(name))
+        yield from (
+            name for name in self.ranks[0] if name not in self._used and not HARMLESS.search(name)
+        )
 
     def take(self, name: str, legacy: str, split: int | None, **how: Any) -> None:
         """split: the dimension that ranks divide; None: all ranks have the whole tensor."""
         owners = self.ranks[:1] if split is None else self.ranks
         if found := self._of_ranks(legacy, owners):
-            self._made[name] = JoinedTensor([_Part(x, 0, x.get_shape()[0]) for x in found], dim=split or 0, **how)
+            self._made[name] = JoinedTensor(
+                [_Part(x, 0, x.get_shape()[0]) for x in found], dim=split or 0, **how
+            )
 
     def take_linear(self, name: str, legacy: str, split: int) -> None:
         """A bias is divided like the rows of its weight."""
@@ -172,8 +197,8 @@ class LegacyTensors:
         self.take(f"{name}.bias", f"{legacy}.bias", 0 if split == 0 else None)
 
     def take_qkv(self, name: str, legacy: str, heads: int, kv_heads: int, head_dim: int) -> None:
-        """Takes the rows of queries, keys and values from each rank; ranks that share a key head each have a copy of
-        it."""
+        """Takes the rows of queries, keys and values from each rank; ranks that share a key head
+        each have a copy of it."""
         count = len(self.ranks)
         held = max(1, kv_heads // count)
         all_different = self.ranks[:: max(1, count // kv_heads)]
@@ -185,7 +210,9 @@ class LegacyTensors:
         ):
             for kind in ("weight", "bias"):
                 if found := self._of_ranks(f"{legacy}.{kind}", owners):
-                    self._made[f"{name}.{x}_proj.{kind}"] = JoinedTensor([_Part(y, first, rows) for y in found])
+                    self._made[f"{name}.{x}_proj.{kind}"] = JoinedTensor(
+                        [_Part(y, first, rows) for y in found]
+                    )
             first += rows
 
     def _of_ranks(self, legacy: str, owners: list[dict[str, Any]]) -> list[Any]:
@@ -199,32 +226,52 @@ class LegacyTensors:
 
 
 def legacy_files(directory: Path, config: Mapping[str, Any]) -> dict[str, LegacyTensors]:
-    """For each tensor's Hugging Face name the object that contains it. config: the legacy config.json."""
+    """For each tensor's Hugging Face name the object that contains it. config: the legacy
+    config.json."""
     ranks = (config.get("mapping") or {}).get("tp_size", 1)
     found = len(legacy_weight_files(directory))
     if found != ranks:
-        raise refusal(f"config.json: mapping.tp_size is {ranks}, but {directory} holds the files of {found} ranks")
+        raise refusal(
+            f"config.json: mapping.tp_size is {ranks}, but {directory} holds the files of {found} "
+            "ranks"
+        )
     tensors = LegacyTensors([_open(directory / f"rank{rank}.safetensors") for rank in range(ranks)])
     opt = config["architecture"] == OPT
     stem = "model.decoder" if opt else "model"
     vocabulary = config["vocab_size"]
-    embedded = config.get("embedding_sharding_dim", 0) if config.get("use_parallel_embedding", False) else None
+    embedded = (
+        config.get("embedding_sharding_dim", 0)
+        if config.get("use_parallel_embedding", False)
+        else None
+    )
     for generation in ("transformer.embedding", "transformer"):  # OPT's names differ
         tensors.take(
-            f"{stem}.embed_tokens.weight", f"{generation}.vocab_embedding.weight", embedded, most_rows=vocabulary
+            f"{stem}.embed_tokens.weight",
+            f"{generation}.vocab_embedding.weight",
+            embedded,
+            most_rows=vocabulary,
         )
         tensors.take(
-            f"{stem}.embed_positions.weight", f"{generation}.position_embedding.weight", None, in_front=OPT_OFFSET
+            f"{stem}.embed_positions.weight",
+            f"{generation}.position_embedding.weight",
+            None,
+            in_front=OPT_OFFSET,
         )
     tensors.take("lm_head.weight", "lm_head.weight", 0, most_rows=vocabulary)
     for kind in ("weight", "bias"):
-        tensors.take(f"{stem}.{'final_layer_norm' if opt else 'norm'}.{kind}", f"transformer.ln_f.{kind}", None)
+        tensors.take(
+            f"{stem}.{'final_layer_norm' if opt else 'norm'}.{kind}",
+            f"transformer.ln_f.{kind}",
+            None,
+        )
     for i in range(config["num_hidden_layers"]):
         _take_layer(tensors, f"{stem}.layers.{i}", f"transformer.layers.{i}", config, opt)
     return dict.fromkeys(tensors.names(), tensors)
 
 
-def _take_layer(tensors: LegacyTensors, name: str, legacy: str, config: Mapping[str, Any], opt: bool) -> None:
+def _take_layer(
+    tensors: LegacyTensors, name: str, legacy: str, config: Mapping[str, Any], opt: bool
+) -> None:
     heads = config["num_attention_heads"]
     kv_heads = heads if opt else config.get("num_key_value_heads") or heads
     head_dim = config.get("head_size") or config["hidden_size"] // heads
@@ -237,7 +284,8 @@ def _take_layer(tensors: LegacyTensors, name: str, legacy: str, config: Mapping[
     else:
         norms = ("input_layernorm", "post_attention_layernorm")
         tensors.take_linear(f"{name}.self_attn.o_proj", f"{legacy}.attention.dense", 1)
-        tensors.take_linear(f"{name}.mlp.gate_proj", f"{legacy}.mlp.fc", 0)  # TensorRT-LLM's name for it is not gate
+        # TensorRT-LLM's name for it is not gate
+        tensors.take_linear(f"{name}.mlp.gate_proj", f"{legacy}.mlp.fc", 0)
         tensors.take_linear(f"{name}.mlp.up_proj", f"{legacy}.mlp.gate", 0)
         tensors.take_linear(f"{name}.mlp.down_proj", f"{legacy}.mlp.proj", 1)
     for norm, theirs in zip(norms, ("input_layernorm", "post_layernorm"), strict=True):

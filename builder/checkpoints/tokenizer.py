@@ -1,4 +1,5 @@
-"""Copies a checkpoint's tokenizer into the engine. Makes tokenizer.json if only GPT-2 style files exist (OPT)."""
+"""Copies a checkpoint's tokenizer into the engine. Makes tokenizer.json if only GPT-2 style files
+exist (OPT)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
-    """Copies the existing files. Returns False if neither tokenizer.json nor vocab.json and merges.txt exist: token ids
-    only.
+    """Copies the existing files. Returns False if neither tokenizer.json nor vocab.json and
+    merges.txt exist: token ids only.
 
     SettingError names the file of the checkpoint that cannot be read.
     """
@@ -45,31 +46,45 @@ def _content(path: Path) -> bytes | None:
 
 
 def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
-    """GPT-2's byte-level BPE tokenizer from vocab.json and merges.txt. OPT's begins every text with </s>.
+    """GPT-2's byte-level BPE tokenizer from vocab.json and merges.txt. OPT's begins every text with
+    </s>.
 
     SettingError if the checkpoint's tokenizer is another one, or has tokens outside the vocabulary.
     """
-    vocabulary, merges = checkpoint / "vocab.json", checkpoint / "merges.txt"
+    vocabulary = checkpoint / "vocab.json"
+    merges = checkpoint / "merges.txt"
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # the library raises this class for files that it cannot parse
         raise refusal(f"{vocabulary} and {merges} cannot be read: {error}") from error
     settings: dict[str, Any] = (
-        {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True} if opt else {}
+        {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True}
+        if opt
+        else {}
     )
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (checkpoint / name).exists():
-            settings |= {key: value for key, value in read_json(checkpoint / name).items() if value is not None}
+            settings |= {
+                key: value
+                for key, value in read_json(checkpoint / name).items()
+                if value is not None
+            }
     texts = {role: _text(settings[role]) for role in SPECIAL_ROLES if role in settings}
-    known = [text for text in dict.fromkeys(texts.values()) if tokenizer.token_to_id(text) is not None]
+    known = [
+        text for text in dict.fromkeys(texts.values()) if tokenizer.token_to_id(text) is not None
+    ]
     _check_is_gpt2s(checkpoint, settings, known)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in known])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space", False)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=bool(settings.get("add_prefix_space", False))
+    )
     tokenizer.decoder = decoders.ByteLevel()
     bos = texts.get("bos_token")
     if settings.get("add_bos_token", False) and bos in known:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tokenizer.token_to_id(bos))],
         )
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -79,7 +94,10 @@ def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
 def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collection[str]) -> None:
     """special: the tokens that the new tokenizer does not split."""
     kind = settings.get("tokenizer_class", GPT2[0])
-    added = [*settings.get("added_tokens_decoder", {}).values(), *settings.get("additional_special_tokens", ())]
+    added = [
+        *settings.get("added_tokens_decoder", {}).values(),
+        *settings.get("additional_special_tokens", ()),
+    ]
     if (checkpoint / "added_tokens.json").exists():
         added += read_json(checkpoint / "added_tokens.json")
     others = sorted({_text(token) for token in added} - set(special))
@@ -87,15 +105,18 @@ def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collect
         return
     what = f"its added tokens {', '.join(others)}" if kind in GPT2 else f"a {kind}"
     raise refusal(
-        f"{checkpoint} has no tokenizer.json, and {what} cannot be made from vocab.json and merges.txt alone; load it "
-        "with transformers' AutoTokenizer and save it there with save_pretrained, which writes tokenizer.json"
+        f"{checkpoint} has no tokenizer.json, and {what} cannot be made from vocab.json and "
+        "merges.txt alone; load it "
+        "with transformers' AutoTokenizer and save it there with save_pretrained, which writes "
+        "tokenizer.json"
     )
 
 
 def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
-    """Adds tokens that only the settings describe to tokenizer.json, as transformers does, and tokens of its vocabulary
-    that have a role in the settings. If both describe a token, the settings count. SettingError if a token gets another
-    id than its own, or a file cannot be read."""
+    """Adds tokens that only the settings describe to tokenizer.json, as transformers does, and
+    tokens of its vocabulary that have a role in the settings. If both describe a token, the
+    settings count. SettingError if a token gets another id than its own, or a file cannot be
+    read."""
     path = checkpoint / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
     older = checkpoint / "special_tokens_map.json"
@@ -106,7 +127,10 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
         roles = _tokens_with_roles(settings)
         special = {token.content for token in roles}
         described = sorted(
-            (int(at), AddedToken(**token | ({"special": True} if token["content"] in special else {})))
+            (
+                int(at),
+                AddedToken(**token | ({"special": True} if token["content"] in special else {})),
+            )
             for at, token in added.items()
         )
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -123,13 +147,16 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
     tokenizer.add_tokens([*missing.values(), *roles])
     for at, token in missing.items():
         if (got := tokenizer.token_to_id(token.content)) != at:
-            raise refusal(f"{token.content!r} has id {at} in tokenizer_config.json, but {got} in tokenizer.json")
+            raise refusal(
+                f"{token.content!r} has id {at} in tokenizer_config.json, but {got} in "
+                "tokenizer.json"
+            )
     tokenizer.save(str(engine / "tokenizer.json"))
 
 
 def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
-    """The tokens in the settings that transformers recognises: those of its own roles, and objects that describe a
-    token."""
+    """The tokens in the settings that transformers recognises: those of its own roles, and objects
+    that describe a token."""
     found = [
         value
         for key, value in settings.items()
@@ -142,7 +169,9 @@ def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     tokens = [{"content": token} if isinstance(token, str) else token for token in found]
     return [
-        AddedToken(token["content"], special=True, **{flag: token[flag] for flag in flags if flag in token})
+        AddedToken(
+            token["content"], special=True, **{flag: token[flag] for flag in flags if flag in token}
+        )
         for token in tokens
         if isinstance(token, dict) and isinstance(token.get("content"), str)
     ]

@@ -1,9 +1,10 @@
-"""Compiles a decoder with AOTInductor into a package of machine code, tests it, and measures its errors.
+"""Compiles a decoder with AOTInductor into a package of machine code, tests it, and measures its
+errors.
 
     python -m pensieve.builder.inductor.compile DIRECTORY
 
-does this for the unfinished engine in DIRECTORY. It is a separate process, so a crash affects nothing else. Its output
-is described in `compile_worker`.
+does this for the unfinished engine in DIRECTORY. It is a separate process, so a crash affects
+nothing else. Its output is described in `compile_worker`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from .package import Package, laid_out
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
-    "always_keep_tensor_constants": True,  # else small weights, such as sinks, become part of the code
-    "cpp.dynamic_threads": True,  # the number of threads is set in the process that runs it, not here
+    # else small weights, such as sinks, become part of the code
+    "always_keep_tensor_constants": True,
+    # the number of threads is set in the process that runs it, not here
+    "cpp.dynamic_threads": True,
 }
 
 PLAIN: dict[Any, Callable[..., Any]] = {
@@ -37,15 +40,18 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.pensieve.add_norm.default: norm_reference.add_norm,
     torch.ops.pensieve.silu_gate.default: norm_reference.silu_gate,
 }
-"""Operations that only make the eager decoder fast: the compiler gets their parts, and fuses them itself."""
+"""Operations that only make the eager decoder fast: the compiler gets their parts, and fuses them
+itself."""
 
 
 EXAMPLE = {TOKENS: 6, SEGMENTS: 2, SEATS: 3, BLOCKS: 4, ROWS: 5}
-"""Sizes of the batch that is traced. All differ: the compiler would take equal ones for the same size."""
+"""Sizes of the batch that is traced. All differ: the compiler would take equal ones for the same
+size."""
 
 
 class Compilable(Decoder):
-    """The decoder with its pool's handle in a tensor: a plain number would become a constant of the package."""
+    """The decoder with its pool's handle in a tensor: a plain number would become a constant of the
+    package."""
 
     def forward(self, batch: ForwardBatch, pool: Tensor) -> Tensor:  # type: ignore[override]
         handle: Any = pool.item()
@@ -59,14 +65,19 @@ def traced_batch(device: torch.device) -> tuple[ForwardBatch, list[dict[int, Dim
     differing = []
     for one in INPUTS.values():
         tensors.append(torch.zeros(one.shape(EXAMPLE), dtype=torch.int32, device=device))
-        differing.append({axis: named[size] for axis, size in enumerate(one.sizes) if isinstance(size, str)})
+        differing.append(
+            {axis: named[size] for axis, size in enumerate(one.sizes) if isinstance(size, str)}
+        )
     return ForwardBatch(*tensors), differing
 
 
 def export(decoder: Compilable) -> ExportedProgram:
-    """The decoder as a graph for any batch; batches of one token or without samples are not special cases."""
+    """The decoder as a graph for any batch; batches of one token or without samples are not special
+    cases."""
     batch, differing = traced_batch(decoder.embed.weight.device)
-    program = torch.export.export(decoder, (batch, torch.tensor(0)), dynamic_shapes=(differing, None))
+    program = torch.export.export(
+        decoder, (batch, torch.tensor(0)), dynamic_shapes=(differing, None)
+    )
     decomposed: ExportedProgram = program.run_decompositions(PLAIN)
     return decomposed
 
@@ -78,7 +89,9 @@ def compile_package(decoder: Compilable, path: Path) -> None:
 
     # Sizes of 0 and 1 are not special.
     with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        torch._inductor.aoti_compile_and_package(export(decoder), package_path=str(path), inductor_configs=OPTIONS)
+        torch._inductor.aoti_compile_and_package(
+            export(decoder), package_path=str(path), inductor_configs=OPTIONS
+        )
 
 
 def compile_engine(directory: Path, say: Say) -> Compiled:
@@ -92,7 +105,9 @@ def compile_engine(directory: Path, say: Say) -> Compiled:
     path = directory / PACKAGE
 
     def compare(first: Forward) -> Parity:
-        return check_ranks([first, *(Package(path, config, own) for own in weights[1:])], config, weights)
+        return check_ranks(
+            [first, *(Package(path, config, own) for own in weights[1:])], config, weights
+        )
 
     return compile_and_try(
         path,

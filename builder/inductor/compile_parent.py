@@ -1,4 +1,5 @@
-"""Compiles an engine in a separate process, because the compiler may crash, or its result when it is loaded."""
+"""Compiles an engine in a separate process, because the compiler may crash, or its result when it
+is loaded."""
 
 from __future__ import annotations
 
@@ -24,18 +25,30 @@ def cpp_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def compile_apart(directory: Path, say: Callable[[str], None], options: Sequence[str] = ()) -> Compiled:
-    """Adds the compiled file to the unfinished engine at `directory`, which has its manifest and weights.
+def compile_apart(
+    directory: Path, say: Callable[[str], None], options: Sequence[str] = ()
+) -> Compiled:
+    """Adds the compiled file to the unfinished engine at `directory`, which has its manifest and
+    weights.
 
-    `say` gets the stages. SettingError if it cannot be compiled, crashes when it is loaded, or differs from the
-    reference.
+    `say` gets the stages. SettingError if it cannot be compiled, crashes when it is loaded, or
+    differs from the reference.
     """
     backend = Manifest.read(directory).backend
-    command = [sys.executable, "-m", f"pensieve.builder.{backend}.compile", str(directory), *options]
+    command = [
+        sys.executable,
+        "-m",
+        f"pensieve.builder.{backend}.compile",
+        str(directory),
+        *options,
+    ]
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        pipe = subprocess.PIPE  # for its input too: the input ends with this process, and that ends the child
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process:
+        # for its input too: the input ends with this process, and that ends the child
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as process:
             assert process.stdout is not None
             try:
                 for line in process.stdout:
@@ -50,7 +63,9 @@ def compile_apart(directory: Path, say: Callable[[str], None], options: Sequence
         if process.returncode == 0 and "refused" in last:
             raise SettingError("--backend", last["refused"])
         errors.seek(0)
-        raise SettingError("--backend", _reason(process.returncode, directory, errors.read().strip()))
+        raise SettingError(
+            "--backend", _reason(process.returncode, directory, errors.read().strip())
+        )
 
 
 def _reason(status: int, directory: Path, said: str) -> str:
@@ -58,8 +73,10 @@ def _reason(status: int, directory: Path, said: str) -> str:
     loaded = (directory / manifest.package).exists()
     if status < 0 and loaded and manifest.backend == "inductor":
         return (
-            f"the compiled engine crashes when it is loaded ({signal.Signals(-status).name}): the C++ compiler "
-            f"{cpp_compiler()} probably links its runtime statically; set CXX to another one, such as your system's "
+            f"the compiled engine crashes when it is loaded ({signal.Signals(-status).name}): the "
+            "C++ compiler "
+            f"{cpp_compiler()} probably links its runtime statically; set CXX to another one, such "
+            "as your system's "
             "g++, or use --backend reference"
         )
     how = f"was killed ({signal.Signals(-status).name})" if status < 0 else "failed"

@@ -1,7 +1,8 @@
-"""The compiler's side of `compile_parent.compile_apart`: shared by the processes that compile an unfinished engine.
+"""The compiler's side of `compile_parent.compile_apart`: shared by the processes that compile an
+unfinished engine.
 
-It prints one JSON object per line: {"stage": ...} for each stage, and at the end {"compiled": ...}, the manifest's
-`Compiled`, or {"refused": ...}.
+It prints one JSON object per line: {"stage": ...} for each stage, and at the end {"compiled": ...},
+the manifest's `Compiled`, or {"refused": ...}.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ Say = Callable[[str], None]
 
 def engine_weights(directory: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
     """One rank's weights on the engine's device: from its file, or random."""
-    ranks, dtype = manifest.tensor_parallel, getattr(torch, manifest.dtype)
+    ranks = manifest.tensor_parallel
+    dtype = getattr(torch, manifest.dtype)
     if manifest.random_seed is not None:
         seed, device = manifest.random_seed, manifest.device
-        return random_weights(manifest.decoder, dtype, device, seed, rank, ranks, manifest.fp8, manifest.int4)
+        return random_weights(
+            manifest.decoder, dtype, device, seed, rank, ranks, manifest.fp8, manifest.int4
+        )
     stored = load_weights(directory / weights_file(rank, ranks))
     return {name: tensor.to(manifest.device) for name, tensor in stored.items()}
 
@@ -45,8 +49,8 @@ def compile_and_try(
     load: Callable[[], Forward],
     compare: Callable[[Forward], Parity],
 ) -> Compiled:
-    """Writes the compiled file at `path`, loads it, and compares its results. Raises the exceptions of the three
-    calls."""
+    """Writes the compiled file at `path`, loads it, and compares its results. Raises the exceptions
+    of the three calls."""
     start = time.perf_counter()
     say("compiling")
     write()

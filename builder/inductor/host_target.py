@@ -1,4 +1,5 @@
-"""The target of compiled code: the processor's vector extensions, or the GPU's compute capability."""
+"""The target of compiled code: the processor's vector extensions, or the GPU's compute
+capability."""
 
 from __future__ import annotations
 
@@ -10,19 +11,24 @@ import torch
 from ..tensorrt.installed import tensorrt_version
 
 EXTENSIONS = ("sse", "avx", "amx", "fma", "f16c", "bmi", "asimd", "sve")
-"""Prefixes of the processor's features that compilers use. Others are left out, because they change with the kernel's
-version."""
+"""Prefixes of the processor's features that compilers use. Others are left out, because they change
+with the kernel's version."""
 
 
 def this_target(device: str, backend: str = "inductor") -> str:
     """The target of this machine, for an engine of the device "cpu" or "cuda".
 
-    A TensorRT plan runs only with the version that built it. SettingError('--backend', ...) if TensorRT is missing.
+    A TensorRT plan runs only with the version that built it. SettingError('--backend', ...) if
+    TensorRT is missing.
     """
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         capability = f"compute capability {major}.{minor}"
-        return f"{capability} with TensorRT {tensorrt_version()}" if backend == "tensorrt" else capability
+        return (
+            f"{capability} with TensorRT {tensorrt_version()}"
+            if backend == "tensorrt"
+            else capability
+        )
     return " ".join([platform.machine(), *_extensions()])
 
 
@@ -31,11 +37,16 @@ def why_not_here(target: str, device: str, backend: str = "inductor") -> str | N
     here = this_target(device, backend)
     if device == "cuda":
         return None if target == here else f"it was compiled for {target}, and this GPU has {here}"
-    wanted, found = target.split(), here.split()
+    wanted = target.split()
+    found = here.split()
     if wanted[:1] != found[:1]:
         return f"it was compiled for {wanted[0]}, and this is {found[0]}"
     missing = [name for name in wanted if name not in found]
-    return f"it was compiled for a processor with {', '.join(missing)}, which this one lacks" if missing else None
+    return (
+        f"it was compiled for a processor with {', '.join(missing)}, which this one lacks"
+        if missing
+        else None
+    )
 
 
 def _extensions() -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock of the file at `path`, which is created here and removed at the end. Calls `waiting` if it is
-    taken.
+    """Holds the lock of the file at `path`, which is created here and removed at the end. Calls
+    `waiting` if it is taken.
 
     The system releases the lock if the process dies; the remaining file blocks no other build.
     """
@@ -20,7 +20,8 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: a waiting build checks that it still exists
+        # while it is locked: a waiting build checks that it still exists
+        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 

@@ -39,7 +39,8 @@ def build_plan(
 
     most_tokens   of a step
     workspace     most bytes of GPU memory that one layer may take for itself; 0: all there is
-    cache         file of the times that TensorRT measured in earlier builds; read, then brought up to date
+    cache         file of the times that TensorRT measured in earlier builds; read, then brought up
+                  to date
     SettingError('--backend', ...) if TensorRT cannot build it.
     """
     check_type(str(weights["embed.weight"].dtype).removeprefix("torch."))
@@ -51,7 +52,9 @@ def build_plan(
         written = LayerNetwork(library, network, config, layer_inputs(config, weights, 0))
         for profile in profiles(config, most_tokens):
             _add_profile(library, network, config, profile)
-        plan, times = _build(library, network, workspace, cache.read_bytes() if cache and cache.exists() else b"")
+        plan, times = _build(
+            library, network, workspace, cache.read_bytes() if cache and cache.exists() else b""
+        )
         del written  # until here the network's constants had to stay
     finally:
         library.call("network_free", network)
@@ -96,14 +99,17 @@ def _write(path: Path, content: Any) -> None:
 
 
 def compile_engine(directory: Path, workspace: int | None, say: Say) -> Compiled:
-    """Adds the plan to an engine in the making, whose manifest and weights are there. SettingError as parity."""
+    """Adds the plan to an engine in the making, whose manifest and weights are there. SettingError
+    as parity."""
     manifest = Manifest.read(directory)
     config = manifest.decoder
     weights = engine_weights(directory, manifest, rank=0)
     path = directory / PLAN
 
     def write() -> None:
-        path.write_bytes(build_plan(config, weights, workspace=workspace or 0, cache=timing_cache_path()))
+        path.write_bytes(
+            build_plan(config, weights, workspace=workspace or 0, cache=timing_cache_path())
+        )
 
     return compile_and_try(
         path,

@@ -11,10 +11,13 @@ STRONGLY_TYPED = (10, 0)  # and with bfloat16
 
 
 def tensorrt_version() -> str:
-    """Its version. SettingError('--backend', ...) that says what to install or set if it cannot be used here."""
+    """Its version. SettingError('--backend', ...) that says what to install or set if it cannot be
+    used here."""
     version = load_library().version
     if version[:2] < OLDEST:
-        raise SettingError("--backend", f"TensorRT {_text(version)} is too old: install {_text(OLDEST)} or later")
+        raise SettingError(
+            "--backend", f"TensorRT {_text(version)} is too old: install {_text(OLDEST)} or later"
+        )
     return _text(version)
 
 
@@ -32,7 +35,10 @@ def check_decoder(config: DecoderConfig, dtype: str) -> None:
     }
     for what, needed in missing.items():
         if needed:
-            raise SettingError("--backend", f"tensorrt's engines with {what} ({config.architecture}) do not exist yet")
+            raise SettingError(
+                "--backend",
+                f"tensorrt's engines with {what} ({config.architecture}) do not exist yet",
+            )
     check_type(dtype)
 
 
@@ -40,7 +46,9 @@ def check_type(dtype: str) -> None:
     """SettingError('--dtype', ...) if this TensorRT does not compute in this type."""
     version = load_library().version
     if dtype == "bfloat16" and version < STRONGLY_TYPED:
-        raise SettingError("--dtype", f"TensorRT {_text(version)} has no bfloat16: use float16, or install 10")
+        raise SettingError(
+            "--dtype", f"TensorRT {_text(version)} has no bfloat16: use float16, or install 10"
+        )
 
 
 def _text(version: tuple[int, ...]) -> str:

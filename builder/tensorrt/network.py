@@ -1,8 +1,10 @@
-"""Writes one layer of a decoder as a TensorRT network: what `model.Layer` computes, rounding where it does.
+"""Writes one layer of a decoder as a TensorRT network: what `model.Layer` computes, rounding where
+it does.
 
-A plan has no weights: they are inputs, so one plan serves all layers. Its other inputs are x [T, hidden], those of a
-`ForwardBatch` that a layer reads, and rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no float64).
-Output: y [T, hidden], the residual sum. The segments are in the step's work list (`plugins.tensorrt.library.Step`).
+A plan has no weights: they are inputs, so one plan serves all layers. Its other inputs are x [T,
+hidden], those of a `ForwardBatch` that a layer reads, and rotary [T, R] float32 as `Decoder.rotary`
+makes it (TensorRT has no float64). Output: y [T, hidden], the residual sum. The segments are in the
+step's work list (`plugins.tensorrt.library.Step`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3} 
 LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "sigmoid", "tanh", "mean", "cast", "reshape")
 """By `PensieveLayer`."""
 WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE = range(5)  # `Operation`
-PLUGINS = ("PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm", "PensieveSiluGate")
+PLUGINS = (
+    "PensieveWriteKv",
+    "PensieveAttention",
+    "PensieveProduct",
+    "PensieveNorm",
+    "PensieveSiluGate",
+)
 ANY = -1  # a size known at run time
 BATCH_INPUTS = {name: INPUTS[name] for name in ("slots", "block_table")}
 """The inputs of a `ForwardBatch` that a layer reads, by name."""
@@ -59,18 +67,22 @@ class Attributes(NamedTuple):
 
 
 class Operations:
-    """Layers by short names. Operands are of one type and rank; nothing is cast but where `cast` says so.
+    """Layers by short names. Operands are of one type and rank; nothing is cast but where `cast`
+    says so.
 
     Every layer has a name of its own.
     """
 
     def __init__(self, library: Library, network: int):
-        self._library, self._network = library, network
+        self._library = library
+        self._network = network
         self._held: list[Tensor] = []  # TensorRT keeps addresses only, until the network is built
         self._count = itertools.count()
 
     def input(self, name: str, dtype: torch.dtype, *shape: int) -> Value:
-        number = self._library.call("input", self._network, name.encode(), TYPES[dtype], len(shape), sizes(shape))
+        number = self._library.call(
+            "input", self._network, name.encode(), TYPES[dtype], len(shape), sizes(shape)
+        )
         return self._made(number, dtype, len(shape))
 
     def output(self, x: Value, name: str) -> None:
@@ -84,8 +96,16 @@ class Operations:
     def constant(self, tensor: Tensor) -> Value:
         self._held.append(tensor)
         shape = tuple(tensor.shape)
-        place = (self._name("constant").encode(), TYPES[tensor.dtype], len(shape), sizes(shape), tensor.data_ptr())
-        return self._made(self._library.call("constant", self._network, *place), tensor.dtype, len(shape))
+        place = (
+            self._name("constant").encode(),
+            TYPES[tensor.dtype],
+            len(shape),
+            sizes(shape),
+            tensor.data_ptr(),
+        )
+        return self._made(
+            self._library.call("constant", self._network, *place), tensor.dtype, len(shape)
+        )
 
     def cast(self, x: Value, dtype: torch.dtype) -> Value:
         return x if x.dtype == dtype else self._layer("cast", x, dtype=dtype)
@@ -118,29 +138,57 @@ class Operations:
             case "gelu":
                 spread = self._layer("erf", self.multiply(x, self.number(math.sqrt(0.5), x)))
             case "gelu_tanh":
-                cube = self.multiply(self.multiply(x, x), self.multiply(x, self.number(0.044715, x)))
+                cube = self.multiply(
+                    self.multiply(x, x), self.multiply(x, self.number(0.044715, x))
+                )
                 inner = self.multiply(self.add(x, cube), self.number(math.sqrt(2 / math.pi), x))
                 spread = self._layer("tanh", inner)
             case _:
                 raise SettingError("--backend", f"tensorrt's networks have no activation {name}")
-        return self.multiply(self.multiply(x, self.number(0.5, x)), self.add(spread, self.number(1.0, x)))
+        return self.multiply(
+            self.multiply(x, self.number(0.5, x)), self.add(spread, self.number(1.0, x))
+        )
 
     def reshape(self, x: Value, *shape: int) -> Value:
         return self._layer("reshape", x, numbers=shape, rank=len(shape))
 
     def plugin(self, attributes: Attributes, *inputs: Value) -> list[Value]:
         """The outputs, of the type of the first input."""
-        plugin, packed = PLUGINS[attributes.operation], struct.pack(f"{len(attributes)}i", *attributes)
-        place = (self._name(plugin).encode(), plugin.encode(), packed, len(packed), *self._numbers(inputs))
+        plugin = PLUGINS[attributes.operation]
+        packed = struct.pack(f"{len(attributes)}i", *attributes)
+        place = (
+            self._name(plugin).encode(),
+            plugin.encode(),
+            packed,
+            len(packed),
+            *self._numbers(inputs),
+        )
         first = self._library.call("plugin", self._network, *place)
-        return [self._made(first, inputs[0].dtype, 2)] + [Value(first + 1, inputs[0].dtype, 2)] * attributes.added
+        return [self._made(first, inputs[0].dtype, 2)] + [
+            Value(first + 1, inputs[0].dtype, 2)
+        ] * attributes.added
 
-    def _layer(self, kind: str, *inputs: Value, dtype: torch.dtype | None = None, numbers: Sequence[int] = (),
-               rank: int | None = None) -> Value:  # fmt: skip
+    def _layer(
+        self,
+        kind: str,
+        *inputs: Value,
+        dtype: torch.dtype | None = None,
+        numbers: Sequence[int] = (),
+        rank: int | None = None,
+    ) -> Value:
         dtype = inputs[0].dtype if dtype is None else dtype
         name = self._name(kind).encode()
-        place = (name, LAYERS.index(kind), TYPES[dtype], *self._numbers(inputs), len(numbers), sizes(tuple(numbers)))
-        return self._made(self._library.call("layer", self._network, *place), dtype, rank or inputs[0].rank)
+        place = (
+            name,
+            LAYERS.index(kind),
+            TYPES[dtype],
+            *self._numbers(inputs),
+            len(numbers),
+            sizes(tuple(numbers)),
+        )
+        return self._made(
+            self._library.call("layer", self._network, *place), dtype, rank or inputs[0].rank
+        )
 
     @staticmethod
     def _numbers(inputs: Sequence[Value]) -> tuple[int, ctypes.Array[ctypes.c_int]]:
@@ -155,23 +203,35 @@ class Operations:
         return Value(number, dtype, rank)
 
 
-def layer_inputs(config: DecoderConfig, weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+def layer_inputs(
+    config: DecoderConfig, weights: Mapping[str, Tensor], layer: int
+) -> dict[str, Tensor]:
     """A layer's weights as the network takes them: matrices [out, in], vectors [1, size].
 
-    A gated MLP without `silu_gate` has its two projections apart. The norms of q and k are one weight
-    [1, heads, head_dim] for the heads of q, k and v: ones for v.
+    A gated MLP without `silu_gate` has its two projections apart. The norms of q and k are one
+    weight [1, heads, head_dim] for the heads of q, k and v: ones for v.
     """
     prefix = f"layers.{layer}."
-    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    own = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(prefix)
+    }
     if config.gated and not config.silu_gated:
         for kind in ("weight", "bias"):
             if f"mlp.up.{kind}" in own:
                 own[f"mlp.gate.{kind}"], own[f"mlp.up.{kind}"] = own[f"mlp.up.{kind}"].chunk(2)
-    shaped = {name: tensor if tensor.dim() == 2 else tensor.view(1, -1) for name, tensor in own.items()}
+    shaped = {
+        name: tensor if tensor.dim() == 2 else tensor.view(1, -1) for name, tensor in own.items()
+    }
     if config.qk_norm:
         shard = Shard(config)
         q, k = (shaped.pop(f"attention.{name}_norm.weight") for name in "qk")
-        parts = q.expand(shard.heads, -1), k.expand(shard.kv_heads, -1), q.new_ones(shard.kv_heads, config.head_dim)
+        parts = (
+            q.expand(shard.heads, -1),
+            k.expand(shard.kv_heads, -1),
+            q.new_ones(shard.kv_heads, config.head_dim),
+        )
         shaped["attention.qk_norm.weight"] = torch.cat(parts).unsqueeze(0)
     return shaped
 
@@ -179,13 +239,19 @@ def layer_inputs(config: DecoderConfig, weights: Mapping[str, Tensor], layer: in
 class LayerNetwork:
     """Writes itself into the network when it is made, and must live until the network is built.
 
-    inputs: of `layer_inputs`, of any layer; their shapes and types count. SettingError if TensorRT refuses anything.
+    inputs: of `layer_inputs`, of any layer; their shapes and types count. SettingError if TensorRT
+    refuses anything.
     """
 
-    def __init__(self, library: Library, network: int, config: DecoderConfig, inputs: Mapping[str, Tensor]):
-        self._config, self._shard = config, Shard(config)
+    def __init__(
+        self, library: Library, network: int, config: DecoderConfig, inputs: Mapping[str, Tensor]
+    ):
+        self._config = config
+        self._shard = Shard(config)
         self._ops = ops = Operations(library, network)
-        self._weights = {name: ops.input(name, tensor.dtype, *tensor.shape) for name, tensor in inputs.items()}
+        self._weights = {
+            name: ops.input(name, tensor.dtype, *tensor.shape) for name, tensor in inputs.items()
+        }
         self._outputs = {name: len(tensor) for name, tensor in inputs.items()}
         x = ops.input("x", inputs["mlp.down.weight"].dtype, ANY, config.hidden_size)
         self._batch = {}
@@ -199,7 +265,9 @@ class LayerNetwork:
 
     def _layer(self, x: Value) -> Value:
         if self._config.norm_first:
-            normed, x = self._norm("mlp_norm", x, self._attention(self._norm("attention_norm", x)[0]))
+            normed, x = self._norm(
+                "mlp_norm", x, self._attention(self._norm("attention_norm", x)[0])
+            )
             return self._ops.add(x, self._mlp(normed))
         x, _ = self._norm("attention_norm", x, self._attention(x))
         return self._norm("mlp_norm", x, self._mlp(x))[0]
@@ -208,7 +276,9 @@ class LayerNetwork:
         """The norm of one value, or of the sum of two, and that sum."""
         weights = [self._weights.get(f"{name}.{kind}") for kind in ("weight", "bias")]
         given = [int(weight is not None) for weight in weights]
-        attributes = Attributes(NORM, self._type, added=len(summed) - 1, weighted=given[0], biased=given[1])
+        attributes = Attributes(
+            NORM, self._type, added=len(summed) - 1, weighted=given[0], biased=given[1]
+        )
         return self._ops.plugin(attributes, *summed, *filter(None, weights))
 
     def _attention(self, x: Value) -> Value:
@@ -218,12 +288,17 @@ class LayerNetwork:
             qkv = self._qk_normed(qkv)
         written = (qkv, *self._angles, self._batch["slots"])
         [q] = ops.plugin(Attributes(WRITE_KV, self._type, *self._heads), *written)
-        [o] = ops.plugin(Attributes(ATTENTION, self._type, *self._heads), q, self._batch["block_table"])
+        [o] = ops.plugin(
+            Attributes(ATTENTION, self._type, *self._heads), q, self._batch["block_table"]
+        )
         return self._linear(o, "attention.out")
 
     def _qk_normed(self, qkv: Value) -> Value:
-        """The heads of q and k by RMS norms. Those of v are divided by 1, so that no tensor is cut into q, k and v."""
-        ops, shard, head_dim = self._ops, self._shard, self._config.head_dim
+        """The heads of q and k by RMS norms. Those of v are divided by 1, so that no tensor is cut
+        into q, k and v."""
+        ops = self._ops
+        shard = self._shard
+        head_dim = self._config.head_dim
         heads = shard.heads + 2 * shard.kv_heads
         normed = torch.ones(1, heads, 1)
         normed[:, heads - shard.kv_heads :] = 0
@@ -232,23 +307,37 @@ class LayerNetwork:
         variance = ops.mean(ops.multiply(wide, wide))
         root = ops.root(ops.add(variance, ops.number(self._config.norm_eps, variance)))
         divisor = ops.add(ops.multiply(root, ops.constant(normed)), ops.constant(1 - normed))
-        x = ops.multiply(ops.cast(ops.divide(wide, divisor), x.dtype), self._weights["attention.qk_norm.weight"])
+        x = ops.multiply(
+            ops.cast(ops.divide(wide, divisor), x.dtype), self._weights["attention.qk_norm.weight"]
+        )
         return ops.reshape(x, ANY, heads * head_dim)
 
     def _mlp(self, x: Value) -> Value:
-        ops, activation, gated = self._ops, self._config.activation, self._config.gated
+        ops = self._ops
+        activation = self._config.activation
+        gated = self._config.gated
         if self._config.silu_gated:
             width = self._outputs["mlp.up.weight"] // 2
-            [x] = ops.plugin(Attributes(SILU_GATE, self._type, outputs=width), self._linear(x, "mlp.up"))
+            [x] = ops.plugin(
+                Attributes(SILU_GATE, self._type, outputs=width), self._linear(x, "mlp.up")
+            )
             return self._linear(x, "mlp.down")
         active = self._linear(x, "mlp.gate" if gated else "mlp.up", relu=activation == "relu")
         if activation != "relu":
             active = ops.activate(active, activation)
-        return self._linear(ops.multiply(active, self._linear(x, "mlp.up")) if gated else active, "mlp.down")
+        return self._linear(
+            ops.multiply(active, self._linear(x, "mlp.up")) if gated else active, "mlp.down"
+        )
 
     def _linear(self, x: Value, name: str, relu: bool = False) -> Value:
-        inputs = [self._weights[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in self._weights]
+        inputs = [
+            self._weights[f"{name}.{kind}"]
+            for kind in ("weight", "bias")
+            if f"{name}.{kind}" in self._weights
+        ]
         size = self._outputs[f"{name}.weight"]
-        attributes = Attributes(PRODUCT, self._type, outputs=size, biased=len(inputs) - 1, relu=relu)
+        attributes = Attributes(
+            PRODUCT, self._type, outputs=size, biased=len(inputs) - 1, relu=relu
+        )
         [x] = self._ops.plugin(attributes, x, *inputs)
         return x

@@ -65,7 +65,8 @@ def profiles(config: DecoderConfig, most_tokens: int) -> tuple[Profile, ...]:
 def load_decoder(
     path: Path, config: DecoderConfig, weights: Mapping[str, Tensor], most_tokens: int = MOST_TOKENS
 ) -> Decoder:
-    """The decoder whose layers the plan computes. Embedding, last norm and head are the reference's.
+    """The decoder whose layers the plan computes. Embedding, last norm and head are the
+    reference's.
 
     All calls are of one thread. RuntimeError if the file is no plan for this GPU and TensorRT.
     """
@@ -77,12 +78,16 @@ def load_decoder(
 class TensorRTLayers(nn.Module):
     """All layers of a decoder, in the place of `model.Layer`: the plan runs once for each.
 
-    There is one execution context for each profile. A CUDA graph keeps the addresses and sizes it was captured with.
+    There is one execution context for each profile. A CUDA graph keeps the addresses and sizes it
+    was captured with.
     """
 
-    def __init__(self, path: Path, config: DecoderConfig, weights: Mapping[str, Tensor], most_tokens: int):
+    def __init__(
+        self, path: Path, config: DecoderConfig, weights: Mapping[str, Tensor], most_tokens: int
+    ):
         super().__init__()
-        self._config, self._library = config, load_library()
+        self._config = config
+        self._library = load_library()
         plan = path.read_bytes()
         self._engine = self._library.make("engine_load", plan, len(plan))
         size = max(ALIGNMENT, self._library.call("engine_memory", self._engine))
@@ -91,13 +96,18 @@ class TensorRTLayers(nn.Module):
         self._profiles = profiles(config, most_tokens)
         stream = torch.cuda.current_stream()
         self._contexts = [
-            self._library.make("context_new", self._engine, i, memory.data_ptr(), stream.cuda_stream)
+            self._library.make(
+                "context_new", self._engine, i, memory.data_ptr(), stream.cuda_stream
+            )
             for i in range(len(self._profiles))
         ]
         stream.synchronize()
         _when_gone(self, _free, self._library, self._contexts, self._engine)
         inputs = [
-            {name: _aligned(tensor) for name, tensor in layer_inputs(config, weights, layer).items()}
+            {
+                name: _aligned(tensor)
+                for name, tensor in layer_inputs(config, weights, layer).items()
+            }
             for layer in range(config.layers)
         ]
         self._weights = [tensor for layer in inputs for tensor in layer.values()]
@@ -126,18 +136,24 @@ class TensorRTLayers(nn.Module):
         weights = (len(self._names), self._names, self._addresses)
         buffers = (held[0].data_ptr(), held[1].data_ptr())
         stream = torch.cuda.current_stream().cuda_stream
-        self._library.do("enqueue_layers", context, kernels, step, layers, *weights, *buffers, stream)
+        self._library.do(
+            "enqueue_layers", context, kernels, step, layers, *weights, *buffers, stream
+        )
         return held[layers % 2], None
 
     def _context(self, tokens: int) -> int:
         for profile, context in zip(self._profiles, self._contexts, strict=True):
             if tokens <= profile.most.tokens:
                 return context
-        raise RuntimeError(f"the plan was made for up to {self._profiles[-1].most.tokens} tokens a step, not {tokens}")
+        raise RuntimeError(
+            f"the plan was made for up to {self._profiles[-1].most.tokens} tokens a step, not "
+            f"{tokens}"
+        )
 
 
 def _when_gone(owner: object, free: Callable[..., object], *arguments: object) -> None:
-    """Has `free` called when nothing refers to the owner any more, but not at exit: CUDA may be gone by then."""
+    """Has `free` called when nothing refers to the owner any more, but not at exit: CUDA may be
+    gone by then."""
     weakref.finalize(owner, free, *arguments).atexit = False
 
 
@@ -152,7 +168,11 @@ def kernel_sizes(config: DecoderConfig) -> tuple[int, Norms, int]:
     rms = config.norm == "rms"
     weighted = rms or config.norm_affine
     norms = Norms(config.hidden_size, config.norm_eps, rms, weighted, weighted and not rms)
-    return config.rotary.dims if config.rotary else 0, norms, Shard(config).mlp_size if config.silu_gated else 0
+    return (
+        config.rotary.dims if config.rotary else 0,
+        norms,
+        Shard(config).mlp_size if config.silu_gated else 0,
+    )
 
 
 class _Kernels:
@@ -160,12 +180,15 @@ class _Kernels:
 
     def __init__(self, library: Library, kv: KVPool, config: DecoderConfig):
         assert kv.work is not None  # by register_pool
-        self._library, self._work = library, kv.work
+        self._library = library
+        self._work = kv.work
         with tempfile.TemporaryDirectory() as folder:
             write_kernels(Path(folder), kv.tensor, kv.work, *kernel_sizes(config))
             self._kernels = library.make("load_kernels", folder.encode())
         _when_gone(self, library.call, "unload_kernels", self._kernels)
-        self._step = step_of(kv.tensor, kv.work, [kv.events.get(layer, 0) for layer in range(config.layers)])
+        self._step = step_of(
+            kv.tensor, kv.work, [kv.events.get(layer, 0) for layer in range(config.layers)]
+        )
 
     def of_step(self) -> tuple[int, Any]:
         """The kernels, and a pointer to the memory of the step that is enqueued now."""
@@ -174,7 +197,8 @@ class _Kernels:
 
 
 def step_of(pool: Tensor, work: WorkList, events: list[int]) -> Step:
-    """events: handles of the CUDA events that layers wait for, 0 for none. What is given must outlive the result."""
+    """events: handles of the CUDA events that layers wait for, 0 for none. What is given must
+    outlive the result."""
     fields = (work.partial, work.lse, work.counters, work.covered)
     step = Step(pool.data_ptr(), *(tensor.data_ptr() for tensor in fields))
     for kind in range(len(work.tiles)):

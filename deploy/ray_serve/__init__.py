@@ -1,1 +1,2 @@
-"""Pensieve on a Ray cluster. Needs the extra `ray`. The import path is `pensieve.ray_serve.application:build`."""
+"""Pensieve on a Ray cluster. Needs the extra `ray`. The import path is
+`pensieve.ray_serve.application:build`."""

@@ -1,4 +1,5 @@
-"""The application for `serve run` and `serve deploy`: replicas that each run a `pensieve serve` of their own."""
+"""The application for `serve run` and `serve deploy`: replicas that each run a `pensieve serve` of
+their own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from starlette.types import ASGIApp
 from .relay import Relay
 from .server import ServerProcess
 
-SECONDS_TO_ANSWER = 5.0  # for open requests after the server has ended, and for other replicas' metrics
+# for open requests after the server has ended, and for other replicas' metrics
+SECONDS_TO_ANSWER = 5.0
 
 
 class Arguments(BaseModel):
@@ -48,7 +50,9 @@ class Arguments(BaseModel):
 class Pensieve:
     async def __init__(self, arguments: Arguments):  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
-        self._name, self._deployment, self._app = context.replica_id.unique_id, context.deployment, context.app_name
+        self._name = context.replica_id.unique_id
+        self._deployment = context.deployment
+        self._app = context.app_name
         states = Path(arguments.state_dir).expanduser()
         self._server = await asyncio.to_thread(
             ServerProcess, shlex.split(arguments.options), states, self._end_with_server
@@ -66,10 +70,13 @@ class Pensieve:
                 continue
             if status == 200:
                 return
-        raise RuntimeError(f"pensieve serve ended with status {self._server.status}; its log has the reason")
+        raise RuntimeError(
+            f"pensieve serve ended with status {self._server.status}; its log has the reason"
+        )
 
     def _end_with_server(self) -> None:
-        """Without its server the replica is of no use. When its process ends, Ray sends requests elsewhere at once."""
+        """Without its server the replica is of no use. When its process ends, Ray sends requests
+        elsewhere at once."""
         until = time.monotonic() + SECONDS_TO_ANSWER
         while self._relay.open_requests and time.monotonic() < until:
             time.sleep(0.02)

@@ -1,8 +1,9 @@
-"""Measures what Serve adds to each token: `python -m pensieve.ray_serve.measure`, where the extra `ray` is installed.
+"""Measures what Serve adds to each token: `python -m pensieve.ray_serve.measure`, where the extra
+`ray` is installed.
 
-A server that only writes events stands for the engine: 50 a second to each stream, each with the time of its writing.
-A client reads them, in turns from that server and through Serve's proxy and the relay of a replica. The time from the
-event's writing to its reading is the added time.
+A server that only writes events stands for the engine: 50 a second to each stream, each with the
+time of its writing. A client reads them, in turns from that server and through Serve's proxy and
+the relay of a replica. The time from the event's writing to its reading is the added time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ async def events(request: Request) -> StreamingResponse:
         begin = time.monotonic()
         for number in range(int(request.query_params["events"])):
             await asyncio.sleep(begin + number / EVENTS_PER_S - time.monotonic())
-            yield b"data: " + json.dumps({"at": time.monotonic(), "choices": "." * 200}).encode() + b"\n\n"
+            yield (
+                b"data: "
+                + json.dumps({"at": time.monotonic(), "choices": "." * 200}).encode()
+                + b"\n\n"
+            )
 
     return StreamingResponse(written(), media_type="text/event-stream")
 
@@ -85,18 +90,30 @@ async def measure(places: dict[str, str], rounds: int, number: int) -> None:
             found: dict[str, list[float]] = {way: [] for way in places}
             for turn in range(rounds + 1):  # the first one warms up
                 for way, url in places.items():
-                    all_streams = [read(session, url, number, f"session {stream}") for stream in range(streams)]
+                    all_streams = [
+                        read(session, url, number, f"session {stream}") for stream in range(streams)
+                    ]
                     lists = await asyncio.gather(*all_streams)
                     found[way] += [seconds for one in lists for seconds in one] if turn else []
             for way, seconds in found.items():
-                p50, p99 = (sorted(seconds)[int(len(seconds) * part)] * 1000 for part in (0.5, 0.99))
-                print(f"| {streams} | {way} | {len(seconds):,} | {p50:.2f} | {p99:.2f} |", flush=True)
+                p50, p99 = (
+                    sorted(seconds)[int(len(seconds) * part)] * 1000 for part in (0.5, 0.99)
+                )
+                print(
+                    f"| {streams} | {way} | {len(seconds):,} | {p50:.2f} | {p99:.2f} |", flush=True
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of each way, in turns (default %(default)s)")
-    parser.add_argument("--events", type=int, default=250, help="of each stream in a round (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of each way, in turns (default %(default)s)"
+    )
+    parser.add_argument(
+        "--events", type=int, default=250, help="of each stream in a round (default %(default)s)"
+    )
     parser.add_argument("--serve-events", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve_events:
@@ -105,10 +122,16 @@ def main() -> None:
     ports = free_port(), free_port()
     bare, proxy = (f"http://127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "pensieve.ray_serve.measure", "--serve-events", str(ports[0])]
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # a cluster for a minute, on this host
+    # a cluster for a minute, on this host
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     writer = subprocess.Popen(command)
     try:
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
         serve.start(http_options={"host": "127.0.0.1", "port": ports[1]})
         serve.run(Relayed.bind(bare))  # type: ignore[attr-defined]
         load = os.getloadavg()[0]

@@ -1,4 +1,5 @@
-"""ASGI: passes each request on to a server of this host, and its answer back, piece by piece as they come."""
+"""ASGI: passes each request on to a server of this host, and its answer back, piece by piece as
+they come."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ REPLICA = b"x-pensieve-replica"
 
 
 class Relay:
-    """`open_requests` counts requests whose answers are not complete. A header of each answer names the replica."""
+    """`open_requests` counts requests whose answers are not complete. A header of each answer names
+    the replica."""
 
     def __init__(self, url: str, replica: str):
         self.open_requests = 0
-        self._url, self._replica = url, replica.encode()
+        self._url = url
+        self._replica = replica.encode()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -59,15 +62,22 @@ class Relay:
         path = scope.get("raw_path") or scope["path"].encode()
         path = path.removeprefix(scope.get("root_path", "").rstrip("/").encode())
         query = scope["query_string"]
-        url = URL(self._url + path.decode("latin-1") + ("?" + query.decode("latin-1") if query else ""), encoded=True)
+        url = URL(
+            self._url + path.decode("latin-1") + ("?" + query.decode("latin-1") if query else ""),
+            encoded=True,
+        )
         headers = CIMultiDict(
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
             if name not in OF_ONE_CONNECTION
         )
         if scope.get("client"):  # limits for each client need its address
-            headers["X-Forwarded-For"] = ", ".join([*headers.popall("X-Forwarded-For", []), scope["client"][0]])
-        has_body = "content-length" in headers or any(name == b"transfer-encoding" for name, _ in scope["headers"])
+            headers["X-Forwarded-For"] = ", ".join(
+                [*headers.popall("X-Forwarded-For", []), scope["client"][0]]
+            )
+        has_body = "content-length" in headers or any(
+            name == b"transfer-encoding" for name, _ in scope["headers"]
+        )
         body = _pieces(receive) if has_body else None
         try:
             answer = await self._session.request(
@@ -81,7 +91,9 @@ class Relay:
             return
         async with answer:
             kept = [
-                (name.lower(), value) for name, value in answer.raw_headers if name.lower() not in OF_ONE_CONNECTION
+                (name.lower(), value)
+                for name, value in answer.raw_headers
+                if name.lower() not in OF_ONE_CONNECTION
             ]
             start = {"status": answer.status, "headers": [*kept, (REPLICA, self._replica)]}
             await send({"type": "http.response.start", **start})

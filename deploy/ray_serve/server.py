@@ -20,7 +20,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ServerProcess:
-    """Starts the server. `url` is its address on this host. `ended` is called when it ends without `stop`."""
+    """Starts the server. `url` is its address on this host. `ended` is called when it ends without
+    `stop`."""
 
     def __init__(self, options: Sequence[str], states: Path, ended: Callable[[], None]):
         for option in OURS:
@@ -39,7 +40,8 @@ class ServerProcess:
         self._started.wait()
 
     def _run(self) -> None:
-        """The system signals the child when the thread that started it ends, so this thread waits for the child."""
+        """The system signals the child when the thread that started it ends, so this thread waits
+        for the child."""
         prctl = ctypes.CDLL(None).prctl  # loaded before the fork
         try:
             self._child = subprocess.Popen(
@@ -64,7 +66,8 @@ class ServerProcess:
         return self._child.poll()
 
     def stop(self) -> None:
-        """Returns when the server has ended. It finishes its requests within its --shutdown-timeout."""
+        """Returns when the server has ended. It finishes its requests within its
+        --shutdown-timeout."""
         self._stopping = True
         with suppress(ProcessLookupError):
             self._child.terminate()
@@ -78,9 +81,11 @@ def free_port() -> int:
 
 
 def claim_state_dir(states: Path) -> tuple[Path, int]:
-    """Returns the first directory below `states` that no server uses, and the descriptor of its lock.
+    """Returns the first directory below `states` that no server uses, and the descriptor of its
+    lock.
 
-    A replica that takes the place of another one on the same host finds the KV that is on disk there.
+    A replica that takes the place of another one on the same host finds the KV that is on disk
+    there.
     """
     for number in itertools.count():
         directory = states / str(number)

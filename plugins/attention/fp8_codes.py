@@ -1,11 +1,13 @@
-"""The attention kernel's conversion of codes and exponents of a pool in eight bits (`fp8_pool`) to numbers."""
+"""The attention kernel's conversion of codes and exponents of a pool in eight bits (`fp8_pool`) to
+numbers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter executes no machine instructions
+# the interpreter executes no machine instructions
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # The GPU makes two float16 of two codes, and by way of float32 two bfloat16 of two float16.
 _UNPACK = """
@@ -38,16 +40,18 @@ def numbers(codes, kind: tl.constexpr):
 
 @triton.jit
 def scaled_numbers(codes, scale, kind: tl.constexpr):
-    """Returns `numbers` times the scale of each row. Exact in bfloat16 and float32; in float16 it may overflow."""
+    """Returns `numbers` times the scale of each row. Exact in bfloat16 and float32; in float16 it
+    may overflow."""
     return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(kind)
 
 
 @triton.jit
 def number_pairs(words, kind: tl.constexpr):
-    """Codes, two in a word (int16), as numbers of that type, float16 or bfloat16: of the low codes, of the high codes.
+    """Codes, two in a word (int16), as numbers of that type, float16 or bfloat16: of the low codes,
+    of the high codes.
 
-    Two tensors of words' own layout let the compiler read words as it reads numbers of 16 bits. It would read single
-    codes of an operand one by one.
+    Two tensors of words' own layout let the compiler read words as it reads numbers of 16 bits. It
+    would read single codes of an operand one by one.
     """
     if INTERPRETED:
         return numbers(words.to(tl.uint8), kind), numbers((words >> 8).to(tl.uint8), kind)
@@ -67,4 +71,6 @@ def load_scales(exponents, slot, slot_stride, n, end, to_values, CHUNK: tl.const
     at = exponents + slot.to(tl.int64) * slot_stride + n % CHUNK
     of_keys = tl.load(at, mask=n < end, other=0).to(tl.int32)
     of_values = tl.load(at + to_values, mask=n < end, other=0).to(tl.int32)
-    return (of_keys << 23).to(tl.float32, bitcast=True), (of_values << 23).to(tl.float32, bitcast=True)
+    return (of_keys << 23).to(tl.float32, bitcast=True), (of_values << 23).to(
+        tl.float32, bitcast=True
+    )

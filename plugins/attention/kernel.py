@@ -1,13 +1,15 @@
 """`multi_token_attention` on a GPU, in Triton. Its twin is `reference.multi_token_attention`.
 
-One kernel serves decode (one query), append (some) and prefill (thousands) over scattered chunks; the classes of a work
-list differ in tile shape only. The grid is persistent: programs take items from the list until it is empty, so one
-captured launch serves any mixture. See `work_list` for tiles, splits and merging.
+One kernel serves decode (one query), append (some) and prefill (thousands) over scattered chunks;
+the classes of a work list differ in tile shape only. The grid is persistent: programs take items
+from the list until it is empty, so one captured launch serves any mixture. See `work_list` for
+tiles, splits and merging.
 
-In a pool in eight bits (`fp8_pool`) a code becomes a number in registers, which is exact (`fp8_codes`). Scales are
-applied where fewer products are needed: in tiles of few rows to scores and weights, else to keys and values. Values and
-weights are bfloat16 with a float16 model too, because scaled ones may be too small or too large for float16. So may
-scaled keys: a float16 model's scores are scaled in every tile.
+In a pool in eight bits (`fp8_pool`) a code becomes a number in registers, which is exact
+(`fp8_codes`). Scales are applied where fewer products are needed: in tiles of few rows to scores
+and weights, else to keys and values. Values and weights are bfloat16 with a float16 model too,
+because scaled ones may be too small or too large for float16. So may scaled keys: a float16 model's
+scores are scaled in every tile.
 """
 
 from __future__ import annotations
@@ -26,16 +28,22 @@ from .work_list import ITEM, NAMED, STACKED, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time, except with codes (3%)
-MANY_ROWS = tl.constexpr(64)  # of a tile: its products read keys and values from shared memory, after conversion
+# of a tile: its products read keys and values from shared memory, after conversion
+MANY_ROWS = tl.constexpr(64)
 
 
 def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
-    """Tile shapes by class, measured (docs/design/kernels.md). ValueError for shapes that no tile holds."""
+    """Tile shapes by class, measured (docs/design/kernels.md). ValueError for shapes that no tile
+    holds."""
     group = heads // kv_heads
     if group > 64 or not 16 <= head_dim <= 256:
-        raise ValueError(f"no tile holds {group} query heads a key head of size {head_dim}: at most 64, 16 to 256")
+        raise ValueError(
+            f"no tile holds {group} query heads a key head of size {head_dim}: at most 64, 16 to "
+            "256"
+        )
     least = max(16, triton.next_power_of_2(group))
-    if dtype == torch.float32:  # IEEE products do not use the matrix units; a small tile keeps them in registers
+    # IEEE products do not use the matrix units; a small tile keeps them in registers
+    if dtype == torch.float32:
         return (Tile(least, 32, 4, 2, 2),)
     keys = 64 if head_dim <= 128 else 32
     large = Tile(128, keys, 8, 3, 1)
@@ -45,8 +53,8 @@ def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> t
 
 def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
                    device: str = "cuda", pool: Tensor | None = None) -> WorkList:  # fmt: skip
-    """A work list for pools of this shape and dtype. With the pool itself, the largest class gets the share of
-    multiprocessors that suits its kernel."""
+    """A work list for pools of this shape and dtype. With the pool itself, the largest class gets
+    the share of multiprocessors that suits its kernel."""
     tiles = tiles_for(dtype, heads, kv_heads, head_dim)
     cost = work_list.LARGE_TILE_COST
     if pool is not None and prefill_kernel.suits(dtype, pool, tiles):
@@ -54,23 +62,37 @@ def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int,
     return WorkList(capacity, heads, kv_heads, head_dim, tiles, device, cost)
 
 
-def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
-                          window: int = 0, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+def multi_token_attention(
+    q: Tensor,
+    block_table: Tensor,
+    pool: Tensor,
+    layer: int,
+    scale: float,
+    work: WorkList,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of q [T, heads, head_dim] (rotated) over the pool's `layer`, as `work` lists it.
 
-    block_table [seats, blocks] int32; pool `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, or `fp8_pool`'s;
-    scale > 0; window and sinks as in the reference.
-    Returns o [T, heads, head_dim]; tokens of no segment get zeros.
+    block_table [seats, blocks] int32; pool `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`,
+    or `fp8_pool`'s; scale > 0; window and sinks as in the reference. Returns o [T, heads,
+    head_dim]; tokens of no segment get zeros.
     """
     tokens, heads, head_dim = q.shape
     if tokens > work.capacity.tokens or q.stride(2) != 1:
-        raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
+        raise ValueError(
+            f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens "
+            "listed"
+        )
     if window and work.stacks:
-        raise ValueError("segments of a layer with a window are not stacked: build the work list without sharing")
+        raise ValueError(
+            "segments of a layer with a window are not stacked: build the work list without sharing"
+        )
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     classes = reachable_classes(work, tokens)
     made = launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks)
-    if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work, window, sinks):  # the large tiles go first
+    # the large tiles go first
+    if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work, window, sinks):
         made[0] = prefill_kernel.launch(q, o, block_table, pool, layer, scale * LOG2_E.value, work)
     for launch in made:
         launch.run()
@@ -83,51 +105,123 @@ def reachable_classes(work: WorkList, tokens: int) -> int:
     return 1 + sum(most_rows > tile.rows for tile in work.tiles[:-1])
 
 
-def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
-             classes: int, window: int = 0, sinks: Tensor | None = None) -> list[Launch]:  # fmt: skip
-    """The launches of `multi_token_attention`, in order: one for each of the first `classes` classes."""
+def launches(
+    q: Tensor,
+    o: Tensor,
+    block_table: Tensor,
+    pool: Tensor,
+    layer: int,
+    scale: float,
+    work: WorkList,
+    classes: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> list[Launch]:
+    """The launches of `multi_token_attention`, in order: one for each of the first `classes`
+    classes."""
     tokens, _, head_dim = q.shape
     _, _, _, kv_heads, chunk_tokens, _ = pool.shape
     overlap = _overlaps(q.device)
     # on GPUs whose kernels run one after the other no later kernel uses the free multiprocessors
     shared = overlap or q.device.type == "cpu"
     made = []
-    for kind in reversed(range(classes)):  # the large tiles first: they need a free multiprocessor each
+    # the large tiles first: they need a free multiprocessor each
+    for kind in reversed(range(classes)):
         tile = work.tiles[kind]
-        leads, follows = overlap and kind > 0, overlap and kind < classes - 1
-        short = pool.dtype == fp8_pool.DTYPE and tile.rows < MANY_ROWS.value and q.dtype != torch.float32
+        leads = overlap and kind > 0
+        follows = overlap and kind < classes - 1
+        short = (
+            pool.dtype == fp8_pool.DTYPE
+            and tile.rows < MANY_ROWS.value
+            and q.dtype != torch.float32
+        )
         arguments = (
-            q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
-            work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
-            pool.stride(0), layer * pool.stride(1), scale * LOG2_E.value, sinks,
-        )  # fmt: skip
+            q,
+            o,
+            work.partial,
+            work.lse,
+            pool,
+            block_table,
+            work.items[kind],
+            work.arrivals[kind],
+            work.counters,
+            work.covered,
+            kind,
+            len(work.tiles),
+            tokens,
+            q.stride(0),
+            q.stride(1),
+            block_table.stride(0),
+            pool.stride(0),
+            layer * pool.stride(1),
+            scale * LOG2_E.value,
+            sinks,
+        )
         settings = dict(
-            KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
-            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys << short,
+            KV_HEADS=kv_heads,
+            GROUP=work.group,
+            HEAD_DIM=head_dim,
+            CHUNK=chunk_tokens,
+            DIM=triton.next_power_of_2(head_dim),
+            ROWS=tile.rows,
+            KEYS=tile.keys << short,
             UNMASKED=short or tile.rows > UNMASKED_ABOVE,
-            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows,
-            STACKS=kind == 0 and tile.rows // work.group > 1 and not window, NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
-            WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
-        )  # fmt: skip
+            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1,
+            LEADS=leads,
+            FOLLOWS=follows,
+            STACKS=kind == 0 and tile.rows // work.group > 1 and not window,
+            NAMED=NAMED,
+            STACKED=STACKED,
+            WORDS=ITEM,
+            WINDOW=window,
+            WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            maxnreg=tile.registers,
+            launch_pdl=follows,
+        )
         made.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
     return made
 
 
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
-    """Returns whether a kernel can be launched to begin as soon as all programs of the previous one have begun."""
+    """Returns whether a kernel can be launched to begin as soon as all programs of the previous one
+    have begun."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
-def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, scale, slot_stride, first, skip_from,
-                  skip, count, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
-                  DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-                  MASKED: tl.constexpr):  # fmt: skip
-    """Online softmax over `count` tiles of keys from tile `first`; skips `skip` tiles after `skip_from`.
+def _attend_tiles(
+    acc,
+    top,
+    total,
+    q,
+    keys,
+    exponents,
+    table,
+    own,
+    begin,
+    end,
+    scale,
+    slot_stride,
+    first,
+    skip_from,
+    skip,
+    count,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Online softmax over `count` tiles of keys from tile `first`; skips `skip` tiles after
+    `skip_from`.
 
-    acc, top, total  weighted sum of values, largest score (base 2) and sum of weights of each row so far
+    acc, top, total  weighted sum of values, largest score (base 2) and sum of weights of each row
+                     so far
     exponents        of the keys, if the pool is in eight bits
     """
     FP8: tl.constexpr = keys.dtype.element_ty == tl.uint8
@@ -153,9 +247,12 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
     n = (first + tl.where(skip_from <= 0, skip, 0)) * KEYS + key
     slot = tl.load(table + n // CHUNK, mask=n < end, other=0)
     if FP8:
-        k_scale, v_scale = load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+        k_scale, v_scale = load_scales(
+            exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK
+        )
     for i in range(count):
-        # Reads the slots of the next tile now, so its keys can be requested without waiting for the slots.
+        # Reads the slots of the next tile now, so its keys can be requested without waiting for the
+        # slots.
         ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
         next_slot = tl.load(table + ahead // CHUNK, mask=ahead < end, other=0)
         at = inside + (slot.to(tl.int64) * stride)[:, None]
@@ -205,9 +302,12 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
             v = numbers(v, V_KIND)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
-        n, slot = ahead, next_slot
+        n = ahead
+        slot = next_slot
         if FP8:  # early, as the slots are
-            k_scale, v_scale = load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+            k_scale, v_scale = load_scales(
+                exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK
+            )
     if PAIRS:
         acc = tl.join(acc, odd_acc).reshape(ROWS, DIM)
     return acc, top, total
@@ -222,10 +322,23 @@ def _with_sinks(total, top, sinks, q_head):
 
 
 @triton.jit
-def _merge_splits(partial, lse, first, skipped, reached, kept, query_kept, heads, sinks, q_head, ROWS: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Merges the partial results of a tile's rows, from split `skipped` on, in the order of their splits.
-    first [ROWS]: pair of split 0."""
+def _merge_splits(
+    partial,
+    lse,
+    first,
+    skipped,
+    reached,
+    kept,
+    query_kept,
+    heads,
+    sinks,
+    q_head,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Merges the partial results of a tile's rows, from split `skipped` on, in the order of their
+    splits. first [ROWS]: pair of split 0."""
     dim = tl.arange(0, DIM)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -233,7 +346,12 @@ def _merge_splits(partial, lse, first, skipped, reached, kept, query_kept, heads
     for split in range(skipped, reached):
         at = first + split * heads
         part_top = tl.load(lse + at, mask=query_kept, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial + at[:, None] * HEAD_DIM + dim[None, :],
+            mask=kept,
+            other=0.0,
+            cache_modifier=".cg",
+        )
         higher = tl.maximum(top, part_top)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         decay = tl.exp2(top - base)
@@ -246,26 +364,60 @@ def _merge_splits(partial, lse, first, skipped, reached, kept, query_kept, heads
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])  # one kernel serves all sizes of step
-def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, covered, kind, classes, tokens,
-            q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale, sinks,
-            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
-            DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, STACKS: tl.constexpr,
-            NAMED: tl.constexpr, STACKED: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
-            WHOLE: tl.constexpr):  # fmt: skip
-    """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
+def _attend(
+    q,
+    o,
+    partial,
+    lse,
+    pool,
+    block_table,
+    items,
+    arrivals,
+    counters,
+    covered,
+    kind,
+    classes,
+    tokens,
+    q_stride,
+    q_head_stride,
+    blocks,
+    slot_stride,
+    layer_offset,
+    scale,
+    sinks,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEADS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+    STACKS: tl.constexpr,
+    NAMED: tl.constexpr,
+    STACKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Takes (item, key head) pairs from the list of one class until none is left. scale includes
+    log2(e).
 
-    The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
-    A kernel with LEADS lets the next one begin as soon as all its own programs have begun. A kernel with FOLLOWS ends
-    after the previous one, so work after the last kernel comes after all of them. A kernel with FOLLOWS reads no
-    results of the others; its inputs were complete before the first kernel, which is launched normally and takes all
-    multiprocessors.
+    The kernels of the classes run side by side: tiles of many rows use the matrix units, those of
+    few rows the memory. A kernel with LEADS lets the next one begin as soon as all its own programs
+    have begun. A kernel with FOLLOWS ends after the previous one, so work after the last kernel
+    comes after all of them. A kernel with FOLLOWS reads no results of the others; its inputs were
+    complete before the first kernel, which is launched normally and takes all multiprocessors.
 
-    Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
-    every row sees are computed without masks. With STACKS, the queries of an item may belong to several segments.
+    Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED,
+    tiles of keys that every row sees are computed without masks. With STACKS, the queries of an
+    item may belong to several segments.
 
-    With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no result. With WHOLE the
-    keys of a tile are not split.
+    With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no
+    result. With WHOLE the keys of a tile are not split.
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -329,8 +481,8 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         total = tl.zeros([ROWS], tl.float32)
         # tiles of keys   | head |       full        |   tail   |
         #                 first
-        # The head begins before `begin`. Every row sees all of a full tile. With WINDOW the head has
-        # all tiles before the full ones.
+        # The head begins before `begin`. Every row sees all of a full tile. With WINDOW the head
+        # has all tiles before the full ones.
         first = begin // KEYS
         count = tl.cdiv(end, KEYS) - first
         if UNMASKED:
@@ -341,15 +493,81 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             full = tl.minimum(end, first_own + 1) // KEYS - first - start
             full = tl.maximum(tl.minimum(full, count - start), 0)
             acc, top, total = _attend_tiles(
-                acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first + start, 0, 0,
-                full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, WINDOW, False)  # fmt: skip
+                acc,
+                top,
+                total,
+                rows,
+                keys,
+                exponents,
+                table,
+                own,
+                begin,
+                end,
+                scale,
+                slot_stride,
+                first + start,
+                0,
+                0,
+                full,
+                KV_HEADS,
+                HEAD_DIM,
+                CHUNK,
+                DIM,
+                KEYS,
+                WINDOW,
+                False,
+            )
             acc, top, total = _attend_tiles(
-                acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first, start, full,
-                count - full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, WINDOW, True)  # fmt: skip
+                acc,
+                top,
+                total,
+                rows,
+                keys,
+                exponents,
+                table,
+                own,
+                begin,
+                end,
+                scale,
+                slot_stride,
+                first,
+                start,
+                full,
+                count - full,
+                KV_HEADS,
+                HEAD_DIM,
+                CHUNK,
+                DIM,
+                KEYS,
+                WINDOW,
+                True,
+            )
         else:
             acc, top, total = _attend_tiles(
-                acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first, 0, 0,
-                count, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, WINDOW, True)  # fmt: skip
+                acc,
+                top,
+                total,
+                rows,
+                keys,
+                exponents,
+                table,
+                own,
+                begin,
+                end,
+                scale,
+                slot_stride,
+                first,
+                0,
+                0,
+                count,
+                KV_HEADS,
+                HEAD_DIM,
+                CHUNK,
+                DIM,
+                KEYS,
+                WINDOW,
+                True,
+            )
 
         complete = splits == 1
         seen = split < reached  # the split contains keys that a query of the tile sees
@@ -371,22 +589,40 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             part = first_part + split * heads
             tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
             tl.store(lse + part, tl.log2(total) + top, mask=query_kept)
-            # The program that finishes a tile's last split merges them all. The barrier puts the stores of all threads
-            # before the release, the acquire puts those of the other programs before the reads.
+            # The program that finishes a tile's last split merges them all. The barrier puts the
+            # stores of all threads before the release, the acquire puts those of the other programs
+            # before the reads.
             tl.debug_barrier()
             for member in range(tl.where(stacked != 0, size, 1) if STACKS else 1):
                 first_token = q_row
                 merging = query_kept
                 if STACKS:
-                    first_token = tl.where(stacked != 0, tl.load(item + NAMED + member), first_token)
-                    reached = tl.where(stacked != 0, tl.load(item + NAMED + STACKED + member), reached)
+                    first_token = tl.where(
+                        stacked != 0, tl.load(item + NAMED + member), first_token
+                    )
+                    reached = tl.where(
+                        stacked != 0, tl.load(item + NAMED + STACKED + member), reached
+                    )
                     merging = merging & (tl.where(stacked != 0, query, member) == member)
                 counter = arrivals + first_token * KV_HEADS + head
                 if tl.atomic_add(counter, 1, sem="acq_rel") == reached - skipped - 1:
                     tl.store(counter, 0)
                     merging_kept = merging[:, None] & (dim < HEAD_DIM)[None, :]
-                    merged = _merge_splits(partial, lse, first_part, skipped, reached, merging_kept, merging, heads,
-                                           sinks, q_head, ROWS, HEAD_DIM, DIM)  # fmt: skip
+                    merged = _merge_splits(
+                        partial,
+                        lse,
+                        first_part,
+                        skipped,
+                        reached,
+                        merging_kept,
+                        merging,
+                        heads,
+                        sinks,
+                        q_head,
+                        ROWS,
+                        HEAD_DIM,
+                        DIM,
+                    )
                     tl.store(target, merged.to(o.dtype.element_ty), mask=merging_kept)
         taken = following
 
@@ -396,7 +632,9 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             if tl.load(covered + token) == 0:
                 for head in range(heads):
                     to = (token * heads + head) * HEAD_DIM
-                    tl.store(o + to + wide, tl.zeros([DIM], o.dtype.element_ty), mask=wide < HEAD_DIM)
+                    tl.store(
+                        o + to + wide, tl.zeros([DIM], o.dtype.element_ty), mask=wide < HEAD_DIM
+                    )
     # The last program resets the counters for the next layer's attention.
     left_count = taken_count + classes
     if tl.atomic_add(left_count, 1) == tl.num_programs(0) - 1:

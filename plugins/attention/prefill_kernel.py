@@ -1,14 +1,16 @@
-"""The largest class of `multi_token_attention` on a Hopper GPU, in Gluon. `kernel._attend` is its slow twin.
+"""The largest class of `multi_token_attention` on a Hopper GPU, in Gluon. `kernel._attend` is its
+slow twin.
 
 A program is a loader and two groups of four warps, which work side by side:
 
     loader   | item 1: K V K V .. | item 2: K V ..      copies chunks into shared memory (TMA)
-    group 0      | item 1 ..        | item 2 ..         64 rows: a tile's products, the last's softmax
+    group 0      | item 1 ..        | item 2 ..         64 rows: a tile's products, the last's
+                 softmax
     group 1        | item 1 ..        | item 2 ..       64 rows, half a tile later
 
-The loader is ahead: the keys of the next item arrive while the groups end the one before. A group starts its products
-after the other group's, so that one multiplies while the other is at its softmax. Barriers in shared memory say which
-stages are full and which are empty.
+The loader is ahead: the keys of the next item arrive while the groups end the one before. A group
+starts its products after the other group's, so that one multiplies while the other is at its
+softmax. Barriers in shared memory say which stages are full and which are empty.
 """
 
 from __future__ import annotations
@@ -59,25 +61,59 @@ def suits(dtype: torch.dtype, pool: Tensor, tiles: tuple[Tile, ...]) -> bool:
     )
 
 
-def fits(q: Tensor, pool: Tensor, work: WorkList, window: int = 0, sinks: Tensor | None = None) -> bool:
+def fits(
+    q: Tensor, pool: Tensor, work: WorkList, window: int = 0, sinks: Tensor | None = None
+) -> bool:
     """Returns whether this kernel can compute the largest class of this layer."""
     return not window and sinks is None and suits(q.dtype, pool, work.tiles)
 
 
-def launch(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList) -> Launch:
+def launch(
+    q: Tensor,
+    o: Tensor,
+    block_table: Tensor,
+    pool: Tensor,
+    layer: int,
+    scale: float,
+    work: WorkList,
+) -> Launch:
     """The launch of the largest class, before those of the others. scale includes log2(e)."""
     _, _, _, kv_heads, chunk_tokens, head_dim = pool.shape
     kind = len(work.tiles) - 1
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = TensorDescriptor.from_tensor(pool.view(-1, head_dim), [chunk_tokens, HALF_WIDTH], layout)
     arguments = (
-        q, o, work.partial, work.lse, rows, block_table, work.items[kind], work.arrivals[kind], work.counters, kind,
-        len(work.tiles), q.stride(0), q.stride(1), block_table.stride(0), pool.stride(0), layer * pool.stride(1), scale,
-    )  # fmt: skip
+        q,
+        o,
+        work.partial,
+        work.lse,
+        rows,
+        block_table,
+        work.items[kind],
+        work.arrivals[kind],
+        work.counters,
+        kind,
+        len(work.tiles),
+        q.stride(0),
+        q.stride(1),
+        block_table.stride(0),
+        pool.stride(0),
+        layer * pool.stride(1),
+        scale,
+    )
     settings = dict(
-        KV_HEADS=kv_heads, GROUP=work.group, CHUNK=chunk_tokens, HEAD_DIM=head_dim, ROWS=ROWS, KEYS=KEYS,
-        STAGES=STAGES, HALF_WIDTH=HALF_WIDTH, REGISTERS=REGISTERS, WORDS=ITEM, num_warps=4,
-    )  # fmt: skip
+        KV_HEADS=kv_heads,
+        GROUP=work.group,
+        CHUNK=chunk_tokens,
+        HEAD_DIM=head_dim,
+        ROWS=ROWS,
+        KEYS=KEYS,
+        STAGES=STAGES,
+        HALF_WIDTH=HALF_WIDTH,
+        REGISTERS=REGISTERS,
+        WORDS=ITEM,
+        num_warps=4,
+    )
     return Launch(_attend, (work.processors,), arguments, settings)
 
 
@@ -92,11 +128,33 @@ def _slots(table, chunk, first_chunk, last_chunk):
 
 
 @gluon.jit
-def _load(pool, block_table, blocks, items, taken_count, parts, full, empty, posted, post_full, post_empty, listed,
-          taken, programs, slot_rows, layer_rows,
-          KV_HEADS: gl.constexpr, CHUNK: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-          HEAD_DIM: gl.constexpr, HALF_WIDTH: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
-    """Takes (item, key head) pairs from the list, posts their numbers to the groups and copies their keys and values.
+def _load(
+    pool,
+    block_table,
+    blocks,
+    items,
+    taken_count,
+    parts,
+    full,
+    empty,
+    posted,
+    post_full,
+    post_empty,
+    listed,
+    taken,
+    programs,
+    slot_rows,
+    layer_rows,
+    KV_HEADS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HALF_WIDTH: gl.constexpr,
+    WORDS: gl.constexpr,
+):
+    """Takes (item, key head) pairs from the list, posts their numbers to the groups and copies
+    their keys and values.
 
     parts   in shared memory, by stage, keys or values, columns, chunk
     posted  the last two numbers taken; one that is not listed ends the groups
@@ -136,7 +194,9 @@ def _load(pool, block_table, blocks, items, taken_count, parts, full, empty, pos
                 row2 = slot2 * slot_rows + at
                 row3 = slot3 * slot_rows + at
                 # the slots of the next tile, early
-                slot0, slot1, slot2, slot3 = _slots(table, (first + i + 1) * CHUNKS, first_chunk, last_chunk)
+                slot0, slot1, slot2, slot3 = _slots(
+                    table, (first + i + 1) * CHUNKS, first_chunk, last_chunk
+                )
                 for what in gl.static_range(2):
                     place = stage * 2 + what
                     mbarrier.wait(empty.index(place), phase ^ 1)
@@ -145,17 +205,38 @@ def _load(pool, block_table, blocks, items, taken_count, parts, full, empty, pos
                     for column in gl.static_range(COLUMNS):
                         to = (place * COLUMNS + column) * CHUNKS
                         x = column * HALF_WIDTH
-                        tma.async_copy_global_to_shared(pool, [row0 + away, x], full.index(place), parts.index(to))
-                        tma.async_copy_global_to_shared(pool, [row1 + away, x], full.index(place), parts.index(to + 1))
-                        tma.async_copy_global_to_shared(pool, [row2 + away, x], full.index(place), parts.index(to + 2))
-                        tma.async_copy_global_to_shared(pool, [row3 + away, x], full.index(place), parts.index(to + 3))
+                        tma.async_copy_global_to_shared(
+                            pool, [row0 + away, x], full.index(place), parts.index(to)
+                        )
+                        tma.async_copy_global_to_shared(
+                            pool, [row1 + away, x], full.index(place), parts.index(to + 1)
+                        )
+                        tma.async_copy_global_to_shared(
+                            pool, [row2 + away, x], full.index(place), parts.index(to + 2)
+                        )
+                        tma.async_copy_global_to_shared(
+                            pool, [row3 + away, x], full.index(place), parts.index(to + 3)
+                        )
             done += count
             taken = following
 
 
 @gluon.jit
-def _soften(score, top, total, scale, tile, own, begin, end, seen_by_all, S: gl.constexpr, KEYS: gl.constexpr):
-    """Weights of a tile's keys, the decay of the sums before, the new largest score and the new sum of weights."""
+def _soften(
+    score,
+    top,
+    total,
+    scale,
+    tile,
+    own,
+    begin,
+    end,
+    seen_by_all,
+    S: gl.constexpr,
+    KEYS: gl.constexpr,
+):
+    """Weights of a tile's keys, the decay of the sums before, the new largest score and the new sum
+    of weights."""
     n0 = tile * KEYS
     if (n0 < begin) | (n0 + KEYS > seen_by_all):
         n = n0 + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
@@ -170,8 +251,8 @@ def _soften(score, top, total, scale, tile, own, begin, end, seen_by_all, S: gl.
 
 @gluon.jit
 def _clear(values, n0, begin, end, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):
-    """Zeroes the values outside [begin, end): memory that no token was written to may hold NaN. Both groups do this;
-    they write equal values."""
+    """Zeroes the values outside [begin, end): memory that no token was written to may hold NaN.
+    Both groups do this; they write equal values."""
     if (n0 < begin) | (n0 + KEYS > end):
         L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
         ROWS: gl.constexpr = 32
@@ -185,11 +266,44 @@ def _clear(values, n0, begin, end, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, W
 
 
 @gluon.jit
-def _attend_tile(q, q_shared, o, partial, lse, kv, full, empty, turns, first, count, q_row, size, first_own, begin, end,
-                 token_pairs, split, splits, reached, head, scale, q_stride, q_head_stride, done, steps,
-                 HALF: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, KEYS: gl.constexpr,
-                 STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Online softmax of one group's rows over an item's `count` tiles of keys. Returns the new `done` and `steps`.
+def _attend_tile(
+    q,
+    q_shared,
+    o,
+    partial,
+    lse,
+    kv,
+    full,
+    empty,
+    turns,
+    first,
+    count,
+    q_row,
+    size,
+    first_own,
+    begin,
+    end,
+    token_pairs,
+    split,
+    splits,
+    reached,
+    head,
+    scale,
+    q_stride,
+    q_head_stride,
+    done,
+    steps,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Online softmax of one group's rows over an item's `count` tiles of keys. Returns the new
+    `done` and `steps`.
 
     done   tiles of keys so far, of all items
     steps  of them, those whose products were issued in turn with the other group's
@@ -217,25 +331,32 @@ def _attend_tile(q, q_shared, o, partial, lse, kv, full, empty, turns, first, co
 
     place = (done % STAGES) * 2
     mbarrier.wait(full.index(place), (done // STAGES) & 1)
-    score = warpgroup_mma(mine, kv.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    score = warpgroup_mma(
+        mine, kv.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     score = warpgroup_mma_wait(0, deps=[score])
     gl.thread_barrier()
     mbarrier.arrive(empty.index(place))
-    weight, decay, top, total = _soften(score, top, total, scale, first, own, begin, end, seen_by_all, S, KEYS)
+    weight, decay, top, total = _soften(
+        score, top, total, scale, first, own, begin, end, seen_by_all, S, KEYS
+    )
     p = gl.convert_layout(weight.to(gl.bfloat16), P)
     for i in range(done, done + count - 1):
         keys = ((i + 1) % STAGES) * 2
         values = (i % STAGES) * 2 + 1
         mbarrier.wait(full.index(keys), ((i + 1) // STAGES) & 1)
         mbarrier.wait(turns.index(HALF), ((steps + i - done) & 1) ^ (1 - HALF))
-        score = warpgroup_mma(mine, kv.index(keys).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        score = warpgroup_mma(
+            mine, kv.index(keys).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         mbarrier.wait(full.index(values), (i // STAGES) & 1)
         _clear(kv.index(values), (first + i - done) * KEYS, begin, end, KEYS, HEAD_DIM, WARPS)
         summed = warpgroup_mma(p, kv.index(values), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - HALF))
         score = warpgroup_mma_wait(1, deps=[score])
-        weight, decay, top, total = _soften(score, top, total, scale, first + i - done + 1, own, begin, end,
-                                            seen_by_all, S, KEYS)  # fmt: skip
+        weight, decay, top, total = _soften(
+            score, top, total, scale, first + i - done + 1, own, begin, end, seen_by_all, S, KEYS
+        )
         acc, p = warpgroup_mma_wait(0, deps=[summed, p])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(keys))
@@ -271,10 +392,24 @@ def _attend_tile(q, q_shared, o, partial, lse, kv, full, empty, turns, first, co
 
 
 @gluon.jit
-def _merge_splits(o, partial, lse, q_row, size, token_pairs, reached, head, GROUP: gl.constexpr,
-                  KV_HEADS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                  WARPS: gl.constexpr):  # fmt: skip
-    """Merges the partial results of a group's rows in the order of their splits, some rows at a time."""
+def _merge_splits(
+    o,
+    partial,
+    lse,
+    q_row,
+    size,
+    token_pairs,
+    reached,
+    head,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    HALF: gl.constexpr,
+    ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Merges the partial results of a group's rows in the order of their splits, some rows at a
+    time."""
     heads: gl.constexpr = KV_HEADS * GROUP
     SOME: gl.constexpr = 32
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
@@ -306,11 +441,35 @@ def _merge_splits(o, partial, lse, q_row, size, token_pairs, reached, head, GROU
 
 
 @gluon.jit
-def _attend_items(q, q_shared, o, partial, lse, kv, full, empty, turns, posted, post_full, post_empty, items, arrivals,
-                  listed, scale, q_stride, q_head_stride,
-                  HALF: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, KEYS: gl.constexpr,
-                  STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
-                  WORDS: gl.constexpr):  # fmt: skip
+def _attend_items(
+    q,
+    q_shared,
+    o,
+    partial,
+    lse,
+    kv,
+    full,
+    empty,
+    turns,
+    posted,
+    post_full,
+    post_empty,
+    items,
+    arrivals,
+    listed,
+    scale,
+    q_stride,
+    q_head_stride,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """A group: computes its half of the rows of each item that the loader posts."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     done = 0
@@ -340,28 +499,105 @@ def _attend_items(q, q_shared, o, partial, lse, kv, full, empty, turns, posted, 
             count = gl.maximum(gl.cdiv(end, KEYS) - first, 0)
             if count > 0:
                 done, steps = _attend_tile(
-                    q, q_shared, o, partial, lse, kv, full, empty, turns, first, count, q_row, size, first_own, begin,
-                    end, token_pairs, split, splits, reached, head, scale, q_stride, q_head_stride, done, steps,
-                    HALF, GROUP, KV_HEADS, KEYS, STAGES, HEAD_DIM, ROWS, WARPS)  # fmt: skip
+                    q,
+                    q_shared,
+                    o,
+                    partial,
+                    lse,
+                    kv,
+                    full,
+                    empty,
+                    turns,
+                    first,
+                    count,
+                    q_row,
+                    size,
+                    first_own,
+                    begin,
+                    end,
+                    token_pairs,
+                    split,
+                    splits,
+                    reached,
+                    head,
+                    scale,
+                    q_stride,
+                    q_head_stride,
+                    done,
+                    steps,
+                    HALF,
+                    GROUP,
+                    KV_HEADS,
+                    KEYS,
+                    STAGES,
+                    HEAD_DIM,
+                    ROWS,
+                    WARPS,
+                )
                 if (splits > 1) & (split < reached):
                     gl.thread_barrier()  # see `kernel._attend`
                     counter = arrivals + (q_row * KV_HEADS + head) * 2 + HALF
                     if gl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
                         gl.store(counter, 0)
-                        _merge_splits(o, partial, lse, q_row, size, token_pairs, reached, head, GROUP, KV_HEADS, HALF,
-                                      ROWS, HEAD_DIM, WARPS)  # fmt: skip
+                        _merge_splits(
+                            o,
+                            partial,
+                            lse,
+                            q_row,
+                            size,
+                            token_pairs,
+                            reached,
+                            head,
+                            GROUP,
+                            KV_HEADS,
+                            HALF,
+                            ROWS,
+                            HEAD_DIM,
+                            WARPS,
+                        )
 
 
 @gluon.jit(do_not_specialize=["blocks"])
-def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, kind, classes, q_stride, q_head_stride,
-            blocks, slot_stride, layer_offset, scale,
-            KV_HEADS: gl.constexpr, GROUP: gl.constexpr, CHUNK: gl.constexpr, HEAD_DIM: gl.constexpr,
-            ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF_WIDTH: gl.constexpr,
-            REGISTERS: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
-    """pool: descriptor of the pool's rows of HEAD_DIM numbers, in parts of CHUNK rows and HALF_WIDTH numbers."""
+def _attend(
+    q,
+    o,
+    partial,
+    lse,
+    pool,
+    block_table,
+    items,
+    arrivals,
+    counters,
+    kind,
+    classes,
+    q_stride,
+    q_head_stride,
+    blocks,
+    slot_stride,
+    layer_offset,
+    scale,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNK: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HALF_WIDTH: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    WORDS: gl.constexpr,
+):
+    """pool: descriptor of the pool's rows of HEAD_DIM numbers, in parts of CHUNK rows and
+    HALF_WIDTH numbers."""
     # lets the next class's kernel begin, as LEADS in `kernel._attend`
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
-                              is_pure=False, pack=1)  # fmt: skip
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // dummy $0",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     WARPS: gl.constexpr = gl.num_warps()
     HALF_ROWS: gl.constexpr = ROWS // 2
     PARTS: gl.constexpr = STAGES * 2 * (HEAD_DIM // HALF_WIDTH) * (KEYS // CHUNK)
@@ -392,17 +628,104 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, ki
     taken = gl.program_id(0)
     if taken >= programs:
         taken = listed
-    gl.warp_specialize([
-        (_attend_items, (q, q_shared, o, partial, lse, kv, full, empty, turns, posted, post_full, post_empty, items,
-                         arrivals, listed, scale, q_stride, q_head_stride, gl.constexpr(0), GROUP, KV_HEADS, KEYS,
-                         STAGES, HEAD_DIM, HALF_ROWS, WARPS, WORDS)),
-        (_attend_items, (q, q_shared, o, partial, lse, kv, full, empty, turns, posted, post_full, post_empty, items,
-                         arrivals, listed, scale, q_stride, q_head_stride, gl.constexpr(1), GROUP, KV_HEADS, KEYS,
-                         STAGES, HEAD_DIM, HALF_ROWS, WARPS, WORDS)),
-        (_load, (pool, block_table, blocks, items, taken_count, parts, full, empty, posted, post_full, post_empty,
-                 listed, taken, programs, slot_stride // HEAD_DIM, layer_offset // HEAD_DIM, KV_HEADS, CHUNK, KEYS,
-                 STAGES, HEAD_DIM, HALF_WIDTH, WORDS)),
-    ], [4, 1], [REGISTERS, 504 - 2 * REGISTERS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _attend_items,
+                (
+                    q,
+                    q_shared,
+                    o,
+                    partial,
+                    lse,
+                    kv,
+                    full,
+                    empty,
+                    turns,
+                    posted,
+                    post_full,
+                    post_empty,
+                    items,
+                    arrivals,
+                    listed,
+                    scale,
+                    q_stride,
+                    q_head_stride,
+                    gl.constexpr(0),
+                    GROUP,
+                    KV_HEADS,
+                    KEYS,
+                    STAGES,
+                    HEAD_DIM,
+                    HALF_ROWS,
+                    WARPS,
+                    WORDS,
+                ),
+            ),
+            (
+                _attend_items,
+                (
+                    q,
+                    q_shared,
+                    o,
+                    partial,
+                    lse,
+                    kv,
+                    full,
+                    empty,
+                    turns,
+                    posted,
+                    post_full,
+                    post_empty,
+                    items,
+                    arrivals,
+                    listed,
+                    scale,
+                    q_stride,
+                    q_head_stride,
+                    gl.constexpr(1),
+                    GROUP,
+                    KV_HEADS,
+                    KEYS,
+                    STAGES,
+                    HEAD_DIM,
+                    HALF_ROWS,
+                    WARPS,
+                    WORDS,
+                ),
+            ),
+            (
+                _load,
+                (
+                    pool,
+                    block_table,
+                    blocks,
+                    items,
+                    taken_count,
+                    parts,
+                    full,
+                    empty,
+                    posted,
+                    post_full,
+                    post_empty,
+                    listed,
+                    taken,
+                    programs,
+                    slot_stride // HEAD_DIM,
+                    layer_offset // HEAD_DIM,
+                    KV_HEADS,
+                    CHUNK,
+                    KEYS,
+                    STAGES,
+                    HEAD_DIM,
+                    HALF_WIDTH,
+                    WORDS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, 504 - 2 * REGISTERS],
+    )
     # The last program resets the counters for the next layer's attention.
     left_count = taken_count + classes
     if gl.atomic_add(left_count, 1) == gl.num_programs(0) - 1:

@@ -1,12 +1,13 @@
-"""Reference of the two operations inside every engine: `write_kv` and `multi_token_attention`, on plain tensors.
+"""Reference of the two operations inside every engine: `write_kv` and `multi_token_attention`, on
+plain tensors.
 
-A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: each chunk is one contiguous record. A
-token's place in it is `slot * chunk_tokens + offset`; its *coordinate* is its index in its own request's row, and row
-`seat` of the block table gives the slot of every `chunk_tokens` coordinates. A pool in eight bits is laid out as
-`fp8_pool` says.
+A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: each chunk is one
+contiguous record. A token's place in it is `slot * chunk_tokens + offset`; its *coordinate* is its
+index in its own request's row, and row `seat` of the block table gives the slot of every
+`chunk_tokens` coordinates. A pool in eight bits is laid out as `fp8_pool` says.
 
-`multi_token_attention` is used on the CPU. Its tests compare it with a twin that takes one token at a time in float64;
-faster implementations are compared with it.
+`multi_token_attention` is used on the CPU. Its tests compare it with a twin that takes one token at
+a time in float64; faster implementations are compared with it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from torch import Tensor
 from . import fp8_pool
 
 GATHERED = 2**20
-"""Elements of keys gathered at once: such buffers fit in the processor's cache, and the allocator reuses them."""
+"""Elements of keys gathered at once: such buffers fit in the processor's cache, and the allocator
+reuses them."""
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotates the first R of each head's dimensions: dimensions i and i + R/2 are a pair, rotated by angle i.
+    """Rotates the first R of each head's dimensions: dimensions i and i + R/2 are a pair, rotated
+    by angle i.
 
-    x [T, heads, head_dim]; rotary [T, R] float32, R/2 cosines then R/2 sines. Computed in float32. Returns a new
-    tensor.
+    x [T, heads, head_dim]; rotary [T, R] float32, R/2 cosines then R/2 sines. Computed in float32.
+    Returns a new tensor.
     """
     dims = rotary.shape[1]
     cos, sin = rotary.unsqueeze(1).chunk(2, dim=-1)
@@ -37,11 +40,15 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((turned.to(x.dtype), x[..., dims:]), dim=-1)
 
 
-def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: Tensor, layer: int) -> Tensor:
-    """Writes the keys, rotated, and values of T tokens into `layer` of the pool; returns the rotated queries.
+def write_kv(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: Tensor, layer: int
+) -> Tensor:
+    """Writes the keys, rotated, and values of T tokens into `layer` of the pool; returns the
+    rotated queries.
 
-    q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; rotary [T, R] as in `rotate`, R = 0 for none;
-    slots [T] int32, places in the pool or -1: that token is not written. The result never aliases q.
+    q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; rotary [T, R] as in `rotate`, R = 0 for
+    none; slots [T] int32, places in the pool or -1: that token is not written. The result never
+    aliases q.
     """
     if rotary.shape[1]:
         q, k = rotate(q, rotary), rotate(k, rotary)
@@ -50,7 +57,8 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, poo
     written = slots >= 0
     places = slots[written]
     chunk_tokens = pool.shape[4]
-    slot, offset = places // chunk_tokens, places % chunk_tokens
+    slot = places // chunk_tokens
+    offset = places % chunk_tokens
     if pool.dtype == fp8_pool.DTYPE:
         fp8_pool.write(pool, layer, k[written], v[written], slot, offset)
         return q
@@ -73,12 +81,13 @@ def multi_token_attention(
     """Attention of many query tokens over scattered KV, accumulated in float32.
 
     q            [T, heads, head_dim], rotated
-    segments     [S, 5] int32: q_start, q_len, kv_start, kv_len, seat. Query j of a segment has the coordinate
-                 kv_len - q_len + j and sees the keys at coordinates [kv_start, its own]. Segments are disjoint in q;
-                 several may share a seat.
+    segments     [S, 5] int32: q_start, q_len, kv_start, kv_len, seat. Query j of a segment has the
+                 coordinate kv_len - q_len + j and sees the keys at coordinates [kv_start, its own].
+                 Segments are disjoint in q; several may share a seat.
     block_table  [seats, blocks] int32, the slot of each chunk of a seat's row
     window       a query sees only the last `window` of its keys, its own among them; 0: all of them
-    sinks        [heads], a logit for each head that joins the softmax of every query and has no value; None: none
+    sinks        [heads], a logit for each head that joins the softmax of every query and has no
+                 value; None: none
     Returns o [T, heads, head_dim]; tokens of no segment get zeros.
     """
     o = q.new_zeros(q.shape)
@@ -92,17 +101,20 @@ def multi_token_attention(
 
 
 def _groups_of_like_size(segments: Tensor, record: Sequence[int]) -> list[Tensor]:
-    """Divides the segments into groups that are padded to their largest member; padding at most doubles either length.
+    """Divides the segments into groups that are padded to their largest member; padding at most
+    doubles either length.
 
-    record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a single segment may fill
-    more).
+    record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a
+    single segment may fill more).
     """
     _, chunk_tokens, _ = record
     most_chunks = GATHERED // math.prod(record)
     sizes = []
     for i, (_, q_len, kv_start, kv_len, _) in enumerate(segments.tolist()):
         if q_len:
-            sizes.append((q_len.bit_length(), -(-kv_len // chunk_tokens) - kv_start // chunk_tokens, i))
+            sizes.append(
+                (q_len.bit_length(), -(-kv_len // chunk_tokens) - kv_start // chunk_tokens, i)
+            )
     groups: list[list[int]] = []
     smallest = (0, 0)  # of the group being filled
     for bits, chunks, i in sorted(sizes):
@@ -137,10 +149,12 @@ def _attend_group(
     query = steps.minimum(q_len - 1)
     rows = q_start + query
     own = kv_len - q_len + query
-    first, last = kv_start // chunk_tokens, (kv_len - 1) // chunk_tokens
+    first = kv_start // chunk_tokens
+    last = (kv_len - 1) // chunk_tokens
     chunk = first + torch.arange(int((last - first).max()) + 1)  # [S, chunks]
     slots = block_table[seat, chunk.minimum(last)]
-    coordinates = (chunk.unsqueeze(-1) * chunk_tokens + torch.arange(chunk_tokens)).flatten(1)  # [S, N]
+    # [S, N]
+    coordinates = (chunk.unsqueeze(-1) * chunk_tokens + torch.arange(chunk_tokens)).flatten(1)
     valid = (coordinates >= kv_start) & (coordinates < kv_len)
     seen = valid.unsqueeze(1) & (coordinates.unsqueeze(1) <= own.unsqueeze(2))  # [S, M, N]
     if window:
@@ -148,27 +162,44 @@ def _attend_group(
 
     # Query heads that share a key head are treated as further queries: [S, kv_heads, M * share, D].
     share = heads // kv_heads
-    count, queries, keys = len(segments), rows.shape[1], coordinates.shape[1]
+    count = len(segments)
+    queries = rows.shape[1]
+    keys = coordinates.shape[1]
     head = torch.arange(kv_heads).view(-1, 1)
-    k, v = (_read(pool, layer, i, slots.unsqueeze(1), head).view(count, kv_heads, keys, head_dim) for i in (0, 1))
-    foreign = (~valid).nonzero(as_tuple=True)  # not of this segment: may be infinite, and 0 times infinity is not 0
+    k, v = (
+        _read(pool, layer, i, slots.unsqueeze(1), head).view(count, kv_heads, keys, head_dim)
+        for i in (0, 1)
+    )
+    # not of this segment: may be infinite, and 0 times infinity is not 0
+    foreign = (~valid).nonzero(as_tuple=True)
     for kv in (k, v):
         kv[foreign[0], :, foreign[1]] = 0.0
-    grouped = q[rows].view(count, queries, kv_heads, share, head_dim).transpose(1, 2).flatten(2, 3).float()
+    grouped = (
+        q[rows]
+        .view(count, queries, kv_heads, share, head_dim)
+        .transpose(1, 2)
+        .flatten(2, 3)
+        .float()
+    )
     mask = seen.repeat_interleave(share, dim=1).unsqueeze(1)
-    if sinks is not None:  # one more key of zeros, whose score is the sink's logit, with a value of zeros
+    # one more key of zeros, whose score is the sink's logit, with a value of zeros
+    if sinks is not None:
         of_row = sinks.float().view(kv_heads, 1, share).expand(-1, queries, -1).flatten(1)
         scores = torch.zeros(mask.shape).masked_fill(~mask, -math.inf).expand(-1, kv_heads, -1, -1)
         mask = torch.cat((scores, of_row.expand(count, -1, -1).unsqueeze(3)), dim=3)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    out = out.view(count, kv_heads, queries, share, head_dim).transpose(1, 2).reshape(count, queries, heads, head_dim)
+    out = (
+        out.view(count, kv_heads, queries, share, head_dim)
+        .transpose(1, 2)
+        .reshape(count, queries, heads, head_dim)
+    )
     o[rows[real]] = out[real].to(o.dtype)
 
 
 def _read(pool: Tensor, layer: int, i: int, slot: Tensor, head: Tensor) -> Tensor:
-    """Returns keys (i = 0) or values (1) of whole chunks, [..., chunk_tokens, head_dim] float32. `slot` and `head`
-    broadcast."""
+    """Returns keys (i = 0) or values (1) of whole chunks, [..., chunk_tokens, head_dim] float32.
+    `slot` and `head` broadcast."""
     if pool.dtype == fp8_pool.DTYPE:
         return fp8_pool.read(pool, layer, i, slot, head)
     return pool[:, layer, i][slot, head].float()

@@ -1,17 +1,21 @@
 """Communication of tensor-parallel ranks inside a forward pass, as torch operations.
 
-    torch.ops.pensieve.vocabulary_embed(token_ids, weight, group) -> x   this rank's share of the embeddings
+    torch.ops.pensieve.vocabulary_embed(token_ids, weight, group) -> x   this rank's share of the
+                                                                         embeddings
     torch.ops.pensieve.all_reduce(x, group) -> x'                        the sum over all ranks
     torch.ops.pensieve.all_gather(x, ranks, group) -> x'                 all ranks' x, side by side
 
-A group is named by a *handle*, an int, like a pool. This handle is written into compiled engines, so it is fixed:
-`TENSOR_PARALLEL`. A traced graph contains the number of ranks, but not its own rank's number. So one compiled engine
-serves all ranks, each with its own weights. With one rank none of these operations is called.
+A group is named by a *handle*, an int, like a pool. This handle is written into compiled engines,
+so it is fixed: `TENSOR_PARALLEL`. A traced graph contains the number of ranks, but not its own
+rank's number. So one compiled engine serves all ranks, each with its own weights. With one rank
+none of these operations is called.
 
-Tokens drawn by rank 0 reach the others through `Group.broadcast`, which is not an operation: engines do not contain it.
+Tokens drawn by rank 0 reach the others through `Group.broadcast`, which is not an operation:
+engines do not contain it.
 
-`ThreadRanks` is the group of ranks that are threads of one process: the twin of every faster one. On GPUs
-`collectives.cuda.CudaRanks` is used, between processes without a GPU `runtime.ranks.mpi.MpiRanks`.
+`ThreadRanks` is the group of ranks that are threads of one process: the twin of every faster one.
+On GPUs `collectives.cuda.CudaRanks` is used, between processes without a GPU
+`runtime.ranks.mpi.MpiRanks`.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ Result = TypeVar("Result")
 class Group(Protocol):
     """The ranks that compute one forward pass together, seen from one of them.
 
-    All make the same calls with the same shapes, in the same order. Results are new tensors with equal bits on all
-    ranks. On a GPU the work is issued on the current stream and the host never waits for it: it can be captured in a
-    graph.
+    All make the same calls with the same shapes, in the same order. Results are new tensors with
+    equal bits on all ranks. On a GPU the work is issued on the current stream and the host never
+    waits for it: it can be captured in a graph.
     """
 
     @property
@@ -55,8 +59,8 @@ _groups: dict[int, Group] = {}
 
 
 def register_group(handle: int, group: Group) -> None:
-    """Registers a group for the operations. The caller still owns it and releases the handle. ValueError if the handle
-    is taken."""
+    """Registers a group for the operations. The caller still owns it and releases the handle.
+    ValueError if the handle is taken."""
     if handle in _groups:
         raise ValueError(f"group {handle} is registered already")
     _groups[handle] = group
@@ -72,7 +76,9 @@ def registered_group(handle: int) -> Group | None:
     return _groups.get(handle)
 
 
-torch.library.define("pensieve::vocabulary_embed", "(Tensor token_ids, Tensor weight, int group) -> Tensor")
+torch.library.define(
+    "pensieve::vocabulary_embed", "(Tensor token_ids, Tensor weight, int group) -> Tensor"
+)
 torch.library.define("pensieve::all_reduce", "(Tensor x, int group) -> Tensor")
 torch.library.define("pensieve::all_gather", "(Tensor x, int ranks, int group) -> Tensor")
 
@@ -81,8 +87,8 @@ DEVICES = ("cpu", "cuda")
 
 @torch.library.impl("pensieve::vocabulary_embed", DEVICES)
 def _vocabulary_embed(token_ids: Tensor, weight: Tensor, group: int) -> Tensor:
-    """[T, size] of token_ids [T]; weight [rows, size] of the tokens from rank * rows on. Tokens of other ranks get
-    zeros."""
+    """[T, size] of token_ids [T]; weight [rows, size] of the tokens from rank * rows on. Tokens of
+    other ranks get zeros."""
     rows = len(weight)
     own = token_ids - _groups[group].rank * rows
     x = torch.nn.functional.embedding(own.clamp(0, rows - 1), weight)
@@ -126,15 +132,16 @@ class _Brought(NamedTuple):
 class ThreadRanks:
     """A group of ranks in one process, each a thread.
 
-    A call returns when all ranks have made it. If that can no longer happen, it raises RanksParted, so no rank waits
-    for ever.
+    A call returns when all ranks have made it. If that can no longer happen, it raises RanksParted,
+    so no rank waits for ever.
     """
 
     def __init__(self, ranks: int):
         self.ranks = ranks
         self._thread = threading.local()  # .rank, and .calls: the number of its calls
         self._changed = threading.Condition()
-        self._meetings: dict[int, dict[int, _Brought]] = {}  # the ranks' values, for each call that is not complete
+        # the ranks' values, for each call that is not complete
+        self._meetings: dict[int, dict[int, _Brought]] = {}
         self._ended: set[int] = set()
 
     @property
@@ -143,13 +150,15 @@ class ThreadRanks:
         return self._thread.rank
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """Runs work(rank) for all ranks, side by side. An exception is raised after all have ended."""
+        """Runs work(rank) for all ranks, side by side. An exception is raised after all have
+        ended."""
         self._meetings.clear()
         self._ended.clear()
         with ThreadPoolExecutor(self.ranks) as pool:
             running = [pool.submit(self._work_as, rank, work) for rank in range(self.ranks)]
         errors = [error for error in map(Future.exception, running) if error is not None]
-        errors.sort(key=lambda error: isinstance(error, RanksParted))  # RanksParted follows from the others
+        # RanksParted follows from the others
+        errors.sort(key=lambda error: isinstance(error, RanksParted))
         if errors:
             raise errors[0]
         return [done.result() for done in running]
@@ -164,7 +173,8 @@ class ThreadRanks:
         return self._meet("broadcast", x)[0].clone()
 
     def _work_as(self, rank: int, work: Callable[[int], Result]) -> Result:
-        self._thread.rank, self._thread.calls = rank, 0
+        self._thread.rank = rank
+        self._thread.calls = 0
         try:
             return work(rank)
         finally:
@@ -183,7 +193,9 @@ class ThreadRanks:
             if len(meeting) == self.ranks:
                 del self._meetings[number]
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: len(meeting) == self.ranks or self._ended - meeting.keys())
+            self._changed.wait_for(
+                lambda: len(meeting) == self.ranks or self._ended - meeting.keys()
+            )
             brought = dict(sorted(meeting.items()))
         if len(brought) < self.ranks or len({call for call, _ in brought.values()}) > 1:
             calls = ", ".join(f"rank {rank} {call}" for rank, (call, _) in brought.items())

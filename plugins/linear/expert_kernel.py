@@ -1,12 +1,15 @@
-"""The experts of a sparse MLP on a GPU in Triton. Twins: `expert_reference.grouped` and `one_by_one`.
+"""The experts of a sparse MLP on a GPU in Triton. Twins: `expert_reference.grouped` and
+`one_by_one`.
 
-    route   puts the pairs of a token and an expert in the order of their experts, in blocks of one expert's rows
-    up      a block's tokens times the expert's gates and values, the bias, the gate: a gated row of each pair
+    route   puts the pairs of a token and an expert in the order of their experts, in blocks of one
+            expert's rows
+    up      a block's tokens times the expert's gates and values, the bias, the gate: a gated row of
+            each pair
     down    a block's gated rows times the expert's outputs, the bias: a made row of each pair
     add     the sum over a token's pairs of share * made, in float32
 
-A block reads a tile of the expert's weights once for all of its rows. Sums are taken in a fixed order, so for given
-tiles a token's result does not depend on the other tokens.
+A block reads a tile of the expert's weights once for all of its rows. Sums are taken in a fixed
+order, so for given tiles a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ LEAST_BINS = 32  # of a histogram: one for each thread of a warp
 
 
 class Tile(NamedTuple):
-    """Of one product: the outputs and the inputs of a tile of weights, and the compiler's options."""
+    """Of one product: the outputs and the inputs of a tile of weights, and the compiler's
+    options."""
 
     outputs: int
     inputs: int
@@ -59,30 +63,40 @@ def tiles_for(pairs: int, experts: int, tokens: int) -> Tiles:
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Most blocks of any routing: each expert with pairs has a block, and one more for each `rows` pairs beyond."""
+    """Most blocks of any routing: each expert with pairs has a block, and one more for each `rows`
+    pairs beyond."""
     owners = min(pairs, experts)
     return owners + (pairs - owners) // rows
 
 
-def experts(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, tiles: Tiles | None = None) -> Tensor:
-    """`expert_reference.grouped`, with products in float32 until the gate and until the bias of `down`.
+def experts(
+    x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, tiles: Tiles | None = None
+) -> Tensor:
+    """`expert_reference.grouped`, with products in float32 until the gate and until the bias of
+    `down`.
 
     ValueError if the weights are not contiguous.
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
         tiles = tiles or tiles_for(chosen.numel(), len(of.down) // x.shape[1], len(x))
-        for launch in launches(x.contiguous(), chosen.contiguous(), shares.contiguous(), of, y, tiles):
+        for launch in launches(
+            x.contiguous(), chosen.contiguous(), shares.contiguous(), of, y, tiles
+        ):
             launch.run()
     return y
 
 
-def launches(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, y: Tensor, tiles: Tiles) -> list[Launch]:
-    """The launches of `experts`, in order, for one token or more. ValueError if a tensor is not contiguous."""
+def launches(
+    x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, y: Tensor, tiles: Tiles
+) -> list[Launch]:
+    """The launches of `experts`, in order, for one token or more. ValueError if a tensor is not
+    contiguous."""
     if not all(tensor.is_contiguous() for tensor in (x, chosen, shares, of.up, of.down)):
         raise ValueError("x, chosen, shares and the weights must be contiguous")
     (tokens, hidden), width, own = x.shape, of.down.shape[1], chosen.shape[1]
-    count, pairs = len(of.down) // hidden, chosen.numel()
+    count = len(of.down) // hidden
+    pairs = chosen.numel()
     blocks = pairs if tiles.rows == 1 else most_blocks(pairs, count, tiles.rows)
     made_launches = []
     order = table = chosen
@@ -91,29 +105,43 @@ def launches(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, y: Tensor, 
         table = torch.empty((blocks, 3), dtype=torch.int32, device=x.device)
         bins = max(triton.next_power_of_2(count), LEAST_BINS)
         settings = dict(EXPERTS=count, BINS=bins, ROWS=tiles.rows, CHUNK=CHUNK)
-        made_launches.append(Launch(_route, (count,), (chosen, order, table, pairs, blocks), settings))
+        made_launches.append(
+            Launch(_route, (count,), (chosen, order, table, pairs, blocks), settings)
+        )
     gated = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     up = (x, of.up, of.up_bias, order, table, gated, of.limit, of.slope)
     settings = dict(
-        OUTPUTS=width, INPUTS=hidden, OWN=own, CLAMPED=of.limit != 0, **_settings(tiles.rows, tiles.up, 2, x)
+        OUTPUTS=width,
+        INPUTS=hidden,
+        OWN=own,
+        CLAMPED=of.limit != 0,
+        **_settings(tiles.rows, tiles.up, 2, x),
     )
-    made_launches.append(Launch(_up, (blocks * triton.cdiv(width, tiles.up.outputs),), up, settings))
+    made_launches.append(
+        Launch(_up, (blocks * triton.cdiv(width, tiles.up.outputs),), up, settings)
+    )
     down = (gated, of.down, of.down_bias, order, table, made)
     settings = dict(OUTPUTS=hidden, INPUTS=width, **_settings(tiles.rows, tiles.down, 1, x))
-    made_launches.append(Launch(_down, (blocks * triton.cdiv(hidden, tiles.down.outputs),), down, settings))
+    made_launches.append(
+        Launch(_down, (blocks * triton.cdiv(hidden, tiles.down.outputs),), down, settings)
+    )
     block = min(triton.next_power_of_2(hidden), ADDED)
-    grid, settings = (tokens, triton.cdiv(hidden, block)), dict(HIDDEN=hidden, OWN=own, BLOCK=block)
+    grid = (tokens, triton.cdiv(hidden, block))
+    settings = dict(HIDDEN=hidden, OWN=own, BLOCK=block)
     return [*made_launches, Launch(_add, grid, (made, shares, y), settings)]
 
 
 def _settings(rows: int, tile: Tile, matrices: int, x: Tensor) -> dict[str, int]:
-    """Of `_up` or `_down`. matrices: how many weights a program reads a tile of (gate and value: 2)."""
+    """Of `_up` or `_down`. matrices: how many weights a program reads a tile of (gate and value:
+    2)."""
     stages = tile.stages
     if x.is_cuda and rows > 1:
         stage = (rows + matrices * tile.outputs) * tile.inputs * x.itemsize
         stages = max(1, min(stages, _shared_memory(x.device.index) // stage))
-    return dict(ROWS=rows, BLOCK=tile.outputs, STEP=tile.inputs, num_warps=tile.warps, num_stages=stages)
+    return dict(
+        ROWS=rows, BLOCK=tile.outputs, STEP=tile.inputs, num_warps=tile.warps, num_stages=stages
+    )
 
 
 @cache
@@ -124,10 +152,19 @@ def _shared_memory(device: int) -> int:
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
-def _route(chosen, order, table, pairs, blocks, EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-           CHUNK: tl.constexpr):  # fmt: skip
-    """One program for each expert. order: pairs by expert. table: of each block its expert (-1: none), its first place
-    in the order, and the place behind its last one."""
+def _route(
+    chosen,
+    order,
+    table,
+    pairs,
+    blocks,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program for each expert. order: pairs by expert. table: of each block its expert (-1:
+    none), its first place in the order, and the place behind its last one."""
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
@@ -159,7 +196,8 @@ def _route(chosen, order, table, pairs, blocks, EXPERTS: tl.constexpr, BINS: tl.
 
 @triton.jit
 def _block(order, table, block, ROWS: tl.constexpr):
-    """(Expert, places of the block's rows, their pairs, mask). Without a table, `order` is every pair's expert."""
+    """(Expert, places of the block's rows, their pairs, mask). Without a table, `order` is every
+    pair's expert."""
     if ROWS == 1:
         place = block + tl.arange(0, 1)
         return tl.load(order + block).to(tl.int32), place, place, place >= 0
@@ -176,21 +214,27 @@ def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, I
         CLAMPED: tl.constexpr):  # fmt: skip
     """BLOCK gated values of each row of a block. OWN: experts of a token."""
     tiles = tl.cdiv(OUTPUTS, BLOCK)
-    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     expert, place, pair, there = _block(order, table, block, ROWS)
     if expert < 0:
         return
     output = tile * BLOCK + tl.arange(0, BLOCK)
     valid = output < OUTPUTS
     step = tl.arange(0, STEP)
-    rows, row_inputs = (pair // OWN)[:, None], step[None, :]
+    rows = (pair // OWN)[:, None]
+    row_inputs = step[None, :]
     has_row = there[:, None]
     if ROWS == 1:
-        weights, weight_inputs, has_output = output[:, None], step[None, :], valid[:, None]
+        weights = output[:, None]
+        weight_inputs = step[None, :]
+        has_output = valid[:, None]
         gate = tl.zeros((BLOCK, STEP), tl.float32)
         value = tl.zeros((BLOCK, STEP), tl.float32)
     else:
-        weights, weight_inputs, has_output = output[None, :], step[:, None], valid[None, :]
+        weights = output[None, :]
+        weight_inputs = step[:, None]
+        has_output = valid[None, :]
         gate = tl.zeros((ROWS, BLOCK), tl.float32)
         value = tl.zeros((ROWS, BLOCK), tl.float32)
     own = up + expert.to(tl.int64) * (2 * OUTPUTS * INPUTS)
@@ -213,8 +257,10 @@ def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, I
             gate = tl.dot(row, gates, gate, input_precision="ieee")
             value = tl.dot(row, values, value, input_precision="ieee")
     if ROWS == 1:
-        gate, value = tl.sum(gate, 1)[None, :], tl.sum(value, 1)[None, :]
-    column, mask = output[None, :], valid[None, :] & there[:, None]
+        gate = tl.sum(gate, 1)[None, :]
+        value = tl.sum(value, 1)[None, :]
+    column = output[None, :]
+    mask = valid[None, :] & there[:, None]
     if bias is not None:
         bias_at = bias + expert.to(tl.int64) * (2 * OUTPUTS) + column
         gate += tl.load(bias_at, mask=column < OUTPUTS, other=0.0).to(tl.float32)
@@ -225,28 +271,49 @@ def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, I
         made = value * gate / (1.0 + tl.exp(-slope * gate))
     else:
         made = value * gate / (1.0 + tl.exp(-gate))
-    tl.store(gated + place[:, None].to(tl.int64) * OUTPUTS + column, made.to(gated.dtype.element_ty), mask=mask)
+    tl.store(
+        gated + place[:, None].to(tl.int64) * OUTPUTS + column,
+        made.to(gated.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
-def _down(gated, down, bias, order, table, made, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
-          BLOCK: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+def _down(
+    gated,
+    down,
+    bias,
+    order,
+    table,
+    made,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """BLOCK outputs of each row of a block."""
     tiles = tl.cdiv(OUTPUTS, BLOCK)
-    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     expert, place, pair, there = _block(order, table, block, ROWS)
     if expert < 0:
         return
     output = tile * BLOCK + tl.arange(0, BLOCK)
     valid = output < OUTPUTS
     step = tl.arange(0, STEP)
-    rows, row_inputs = place[:, None], step[None, :]
+    rows = place[:, None]
+    row_inputs = step[None, :]
     has_row = there[:, None]
     if ROWS == 1:
-        weights, weight_inputs, has_output = output[:, None], step[None, :], valid[:, None]
+        weights = output[:, None]
+        weight_inputs = step[None, :]
+        has_output = valid[:, None]
         total = tl.zeros((BLOCK, STEP), tl.float32)
     else:
-        weights, weight_inputs, has_output = output[None, :], step[:, None], valid[None, :]
+        weights = output[None, :]
+        weight_inputs = step[:, None]
+        has_output = valid[None, :]
         total = tl.zeros((ROWS, BLOCK), tl.float32)
     row_at = gated + rows.to(tl.int64) * INPUTS + row_inputs
     weight_at = down + expert.to(tl.int64) * (OUTPUTS * INPUTS) + weights * INPUTS + weight_inputs
@@ -256,18 +323,25 @@ def _down(gated, down, bias, order, table, made, OUTPUTS: tl.constexpr, INPUTS: 
             values = tl.load(weight_at + first, mask=has_output, other=0.0)
         else:
             row = tl.load(row_at + first, mask=has_row & (first + row_inputs < INPUTS), other=0.0)
-            values = tl.load(weight_at + first, mask=has_output & (first + weight_inputs < INPUTS), other=0.0)
+            values = tl.load(
+                weight_at + first, mask=has_output & (first + weight_inputs < INPUTS), other=0.0
+            )
         if ROWS == 1:
             total += values.to(tl.float32) * row.to(tl.float32)
         else:
             total = tl.dot(row, values, total, input_precision="ieee")
     if ROWS == 1:
         total = tl.sum(total, 1)[None, :]
-    column, mask = output[None, :], valid[None, :] & there[:, None]
+    column = output[None, :]
+    mask = valid[None, :] & there[:, None]
     if bias is not None:
         bias_at = bias + expert.to(tl.int64) * OUTPUTS + column
         total += tl.load(bias_at, mask=column < OUTPUTS, other=0.0).to(tl.float32)
-    tl.store(made + pair[:, None].to(tl.int64) * OUTPUTS + column, total.to(made.dtype.element_ty), mask=mask)
+    tl.store(
+        made + pair[:, None].to(tl.int64) * OUTPUTS + column,
+        total.to(made.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""The experts of a sparse MLP in plain PyTorch: used on a CPU, and as twins of `expert_kernel`. The tensors are
-described in `experts.py`.
+"""The experts of a sparse MLP in plain PyTorch: used on a CPU, and as twins of `expert_kernel`. The
+tensors are described in `experts.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ class Experts(NamedTuple):
 
     def by_expert(self) -> tuple[Tensor, Tensor]:
         """up as [experts, 2 * width, hidden] and down as [experts, hidden, width]."""
-        hidden, width = self.up.shape[1], self.down.shape[1]
+        hidden = self.up.shape[1]
+        width = self.down.shape[1]
         return self.up.unflatten(0, (-1, 2 * width)), self.down.unflatten(0, (-1, hidden))
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
         """[experts, 2 * width] and [experts, hidden]."""
-        hidden, width = self.up.shape[1], self.down.shape[1]
+        hidden = self.up.shape[1]
+        width = self.down.shape[1]
         up, down = self.up_bias, self.down_bias
-        return None if up is None else up.view(-1, 2 * width), None if down is None else down.view(-1, hidden)
+        return None if up is None else up.view(-1, 2 * width), None if down is None else down.view(
+            -1, hidden
+        )
 
     def gate(self, x: Tensor, experts: Tensor) -> Tensor:
         """The gated values of products [T, 2 * width]; experts [T], the expert of each row."""
@@ -54,10 +58,13 @@ def _clamped_gate(x: Tensor) -> Callable[..., Tensor]:
 
 
 def grouped(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor:
-    """Sorts the pairs of a token and an expert by expert; each of the two products is one call for all experts."""
+    """Sorts the pairs of a token and an expert by expert; each of the two products is one call for
+    all experts."""
     (up, down), (_, down_bias) = of.by_expert(), of.biases()
     experts, pairs = chosen.flatten().sort()
-    ends = torch.searchsorted(experts, torch.arange(len(up), device=x.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        experts, torch.arange(len(up), device=x.device), right=True, out_int32=True
+    )
     gated = of.gate(F.grouped_mm(x[pairs // chosen.shape[1]], up.mT, offs=ends), experts)
     made = F.grouped_mm(gated, down.mT, offs=ends)
     if down_bias is not None:

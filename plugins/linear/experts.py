@@ -1,6 +1,7 @@
 """The experts of a sparse MLP, as a torch operation:
 
-    torch.ops.pensieve.experts(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0, slope=0) -> y
+    torch.ops.pensieve.experts(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0,
+    slope=0) -> y
 
     x       [T, hidden]
     chosen  [T, k] int64, the experts of each token; shares [T, k] float32, their weights
@@ -8,7 +9,8 @@
     down    [experts * hidden, width]
     biases  of up's and down's rows, or None
     limit   0: the gate is that of `silu_gate`; else that of `clamped_gate`, with this slope
-    y       [T, hidden]: the sum over a token's experts of share * down (gate(up x)), summed in float32
+    y       [T, hidden]: the sum over a token's experts of share * down (gate(up x)), summed in
+            float32
 
 No shape depends on the routing, and nothing waits for the GPU, so a CUDA graph can hold it.
 """
@@ -27,7 +29,8 @@ ALIGNED = 16  # torch's grouped product reads rows of multiples of so many bytes
 
 torch.library.define(
     "pensieve::experts",
-    "(Tensor x, Tensor chosen, Tensor shares, Tensor up, Tensor down, Tensor? up_bias=None, Tensor? down_bias=None, "
+    "(Tensor x, Tensor chosen, Tensor shares, Tensor up, Tensor down, Tensor? up_bias=None, "
+    "Tensor? down_bias=None, "
     "float limit=0.0, float slope=0.0) -> Tensor",
 )
 
@@ -41,7 +44,9 @@ def _experts_cpu(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
 @torch.library.impl("pensieve::experts", "cuda")
 def _experts_cuda(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
     experts = Experts(*of)
-    if x.dtype not in KERNEL_DTYPES or not (experts.up.is_contiguous() and experts.down.is_contiguous()):
+    if x.dtype not in KERNEL_DTYPES or not (
+        experts.up.is_contiguous() and experts.down.is_contiguous()
+    ):
         return one_by_one(x, chosen, shares, experts)
     from . import expert_kernel  # imported here because only CUDA installations have Triton
 

@@ -2,9 +2,9 @@
 
     torch.ops.pensieve.fp8_linear(x, weight, scale, bias) -> y   y = x (weight * scale)^T + bias
 
-On a GPU of compute capability 9.0 or newer, in bfloat16, the product itself runs in FP8: each token's activations are
-rounded to e4m3 with their own scale (`in_fp8`). Elsewhere weights are converted before an ordinary product
-(`widening`), which saves memory and no time.
+On a GPU of compute capability 9.0 or newer, in bfloat16, the product itself runs in FP8: each
+token's activations are rounded to e4m3 with their own scale (`in_fp8`). Elsewhere weights are
+converted before an ordinary product (`widening`), which saves memory and no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ DIVISOR = 16  # both dimensions of a weight for FP8 products must be multiples o
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """[rows] float32 of x [rows, size]: divided by them, the largest value of each row becomes 448."""
+    """[rows] float32 of x [rows, size]: divided by them, the largest value of each row becomes
+    448."""
     return (x.abs().amax(dim=1).float() / MOST).clamp_min(LEAST_SCALE)
 
 
@@ -32,12 +33,14 @@ def rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the FP8 weights' values in `dtype`. On a GPU the FP8 product works without this copy."""
+    """Returns the FP8 weights' values in `dtype`. On a GPU the FP8 product works without this
+    copy."""
     return weight.to(dtype).mul_(scale.unsqueeze(1))
 
 
 def widening(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in x's dtype; x [T, in], weight [out, in] e4m3, scale [out] float32, bias [out]."""
+    """The product in x's dtype; x [T, in], weight [out, in] e4m3, scale [out] float32, bias
+    [out]."""
     return F.linear(x, widened(weight, scale, x.dtype), bias)
 
 
@@ -48,7 +51,9 @@ def in_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
-torch.library.define("pensieve::fp8_linear", "(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
+torch.library.define(
+    "pensieve::fp8_linear", "(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor"
+)
 torch.library.impl("pensieve::fp8_linear", "cpu", widening)
 
 
@@ -57,7 +62,8 @@ def _fp8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     divided = weight.shape[0] % DIVISOR == weight.shape[1] % DIVISOR == 0
     if not (divided and x.dtype == torch.bfloat16 and _capability() >= OLDEST_CAPABILITY):
         return widening(x, weight, scale, bias)
-    from . import fp8_kernel as fp8_linear_kernel  # imported here because only CUDA installations have Triton
+    # imported here because only CUDA installations have Triton
+    from . import fp8_kernel as fp8_linear_kernel
 
     return fp8_linear_kernel.linear(x, weight, scale, bias)
 

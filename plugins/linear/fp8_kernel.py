@@ -1,7 +1,8 @@
-"""Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product uses cuBLAS or CUTLASS.
+"""Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product uses
+cuBLAS or CUTLASS.
 
-With few rows a product's time is that of reading the weights. cuBLAS's kernel without scales by row is then faster than
-any with them, even with a second kernel that scales. Twin: `fp8.in_fp8`.
+With few rows a product's time is that of reading the weights. cuBLAS's kernel without scales by row
+is then faster than any with them, even with a second kernel that scales. Twin: `fp8.in_fp8`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from .fp8_format import FP8, LEAST_SCALE, MOST
 
 MOST_SIZE = 32768  # numbers of a row: all of them are in registers
 MOST_PROGRAMS = 8192
-MOST_SCALED_BEHIND = 256  # rows; 128 us against 133 for a layer of Llama-3-8B, and 206 against 192 at 512
+# rows; 128 us against 133 for a layer of Llama-3-8B, and 206 against 192 at 512
+MOST_SCALED_BEHIND = 256
 SCALED_WIDTH = 1024  # numbers of a row that a program scales
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`fp8.in_fp8` of x [T, in] in bfloat16; both sizes of the weight [out, in] are multiples of 16."""
+    """`fp8.in_fp8` of x [T, in] in bfloat16; both sizes of the weight [out, in] are multiples of
+    16."""
     if not len(x):
         return x.new_empty(0, weight.shape[0])
     quantised, scales = quantise_rows(x)
@@ -35,7 +38,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     return product if bias is None else product.add_(bias)
 
 
-def _product(quantised: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _product(
+    quantised: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     scaled: dict[str, Any] = {"scale_a": row_scale, "scale_b": scale, "out_dtype": dtype}
     return torch._scaled_mm(quantised, weight.t(), **scaled, use_fast_accum=True)
 
@@ -72,7 +77,9 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _quantise_rows(x, row_stride, quantised, scales, tokens, size, most, least, WIDTH: tl.constexpr):
+def _quantise_rows(
+    x, row_stride, quantised, scales, tokens, size, most, least, WIDTH: tl.constexpr
+):
     """One program for one row at a time."""
     column = tl.arange(0, WIDTH)
     mask = column < size
@@ -80,12 +87,17 @@ def _quantise_rows(x, row_stride, quantised, scales, tokens, size, most, least, 
         place = token + tl.full((), 0, tl.int64)  # 64 bits for places
         row = tl.load(x + place * row_stride + column, mask=mask, other=0.0).to(tl.float32)
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(row), axis=0), most), least)
-        tl.store(quantised + place * size + column, tl.div_rn(row, scale).to(quantised.dtype.element_ty), mask=mask)
+        tl.store(
+            quantised + place * size + column,
+            tl.div_rn(row, scale).to(quantised.dtype.element_ty),
+            mask=mask,
+        )
         tl.store(scales + token, scale)
 
 
 def scale_rows(product: Tensor, row_scales: Tensor, scale: Tensor) -> None:
-    """product [rows, out] *= row_scales [rows] * scale [out], in place; contiguous, the scales float32."""
+    """product [rows, out] *= row_scales [rows] * scale [out], in place; contiguous, the scales
+    float32."""
     rows, size = product.shape
     grid = (rows, triton.cdiv(size, SCALED_WIDTH))
     _scale_rows[grid](product, row_scales, scale, size, WIDTH=SCALED_WIDTH)

@@ -1,4 +1,5 @@
-"""Projections with int4 weights, and a scale and a zero for each group of inputs, as a torch operation:
+"""Projections with int4 weights, and a scale and a zero for each group of inputs, as a torch
+operation:
 
     torch.ops.pensieve.int4_linear(x, weight, scales_zeros, bias) -> y      y = x w^T + bias
 
@@ -7,8 +8,8 @@
     scales_zeros  [in / group, out, 2] in x's dtype; w = (q - 8) * scale + zero
     bias          [out], or None
 
-The layout is that of PyTorch's int4 product for GPUs, which `int4_kernel` calls. Elsewhere weights are converted
-before an ordinary product (`widening`), which saves memory and no time.
+The layout is that of PyTorch's int4 product for GPUs, which `int4_kernel` calls. Elsewhere weights
+are converted before an ordinary product (`widening`), which saves memory and no time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from .int4_format import MIDDLE, TILE_INPUTS, TILE_OUTPUTS, packed_shape
 
-# A tile is [8 outputs, 4 blocks of 32 inputs], and a block [4 parts, 4 pairs, 2]. A word has one pair of each part:
-# first the even input of the four parts, then the odd one.
+# A tile is [8 outputs, 4 blocks of 32 inputs], and a block [4 parts, 4 pairs, 2]. A word has one
+# pair of each part: first the even input of the four parts, then the odd one.
 _TILE = (4, 4, 4, 2)
 _SHIFTS = tuple(range(0, 32, 4))
 
@@ -44,14 +45,16 @@ def unpacked(words: Tensor) -> Tensor:
 
 
 def scales_and_zeros(scales: Tensor, zero_points: Tensor, dtype: torch.dtype) -> Tensor:
-    """[in / group, out, 2] of scales and zero points [out, in / group]: a zero point is the number of the weight 0."""
+    """[in / group, out, 2] of scales and zero points [out, in / group]: a zero point is the number
+    of the weight 0."""
     scales = scales.to(dtype)
     zeros = (MIDDLE - zero_points.float()) * scales.float()
     return torch.stack((scales, zeros.to(dtype)), dim=-1).transpose(0, 1).contiguous()
 
 
 def widened(weight: Tensor, scales_zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights [out, in] in `dtype`, computed in float32 and rounded once, as the product does."""
+    """The weights [out, in] in `dtype`, computed in float32 and rounded once, as the product
+    does."""
     scales, zeros = scales_zeros.float().transpose(0, 1).unsqueeze(-1).unbind(-2)
     numbers = unpacked(weight).unflatten(1, (scales_zeros.shape[0], -1)).float()
     return numbers.sub_(MIDDLE).mul_(scales).add_(zeros).flatten(1).to(dtype)
@@ -62,12 +65,17 @@ def widening(x: Tensor, weight: Tensor, scales_zeros: Tensor, bias: Tensor | Non
     return F.linear(x, widened(weight, scales_zeros, x.dtype), bias)
 
 
-torch.library.define("pensieve::int4_linear", "(Tensor x, Tensor weight, Tensor scales_zeros, Tensor? bias) -> Tensor")
+torch.library.define(
+    "pensieve::int4_linear",
+    "(Tensor x, Tensor weight, Tensor scales_zeros, Tensor? bias) -> Tensor",
+)
 torch.library.impl("pensieve::int4_linear", "cpu", widening)
 
 
 @torch.library.impl("pensieve::int4_linear", "cuda")
-def _int4_linear_cuda(x: Tensor, weight: Tensor, scales_zeros: Tensor, bias: Tensor | None) -> Tensor:
+def _int4_linear_cuda(
+    x: Tensor, weight: Tensor, scales_zeros: Tensor, bias: Tensor | None
+) -> Tensor:
     from . import int4_kernel  # imported here because only CUDA installations have Triton
 
     return int4_kernel.linear(x, weight, scales_zeros, bias)

@@ -1,6 +1,7 @@
 """Norms with the residual sum, and gates, on a GPU in Triton: one read and one write of each value.
 
-Their twins in `norm_reference` round at the same places. Grids are bounded: programs process rows in strides.
+Their twins in `norm_reference` round at the same places. Grids are bounded: programs process rows
+in strides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ MOST_PROGRAMS = 8192  # enough to fill any GPU several times
 
 
 def norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
 ) -> Tensor:
     """`norm_reference.norm` of x [T, size] or [T, heads, size], dense in its last dimension."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -38,7 +44,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`norm_reference.add_norm`; x and y are contiguous."""
     if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()):
-        raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} must be contiguous and of one shape")
+        raise ValueError(
+            f"x {list(x.shape)} and y {list(y.shape)} must be contiguous and of one shape"
+        )
     normed, total = torch.empty_like(x), torch.empty_like(x)
     if x.numel():
         launch(x, y, weight, bias, eps, rms, normed, total, plus_one).run()
@@ -59,7 +67,10 @@ def launch(
     """The launch of `norm`, or of `add_norm` where there are y and total, for one token or more."""
     size = x.shape[-1]
     if x.dim() not in (2, 3) or size > MOST_SIZE or x.stride(-1) != 1:
-        raise ValueError(f"x {list(x.shape)} must be [T, size] or [T, heads, size], dense, of size up to {MOST_SIZE}")
+        raise ValueError(
+            f"x {list(x.shape)} must be [T, size] or [T, heads, size], dense, of size up to "
+            f"{MOST_SIZE}"
+        )
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     count = x.shape[0] * heads
     width = triton.next_power_of_2(size)
@@ -76,7 +87,8 @@ def silu_gate(x: Tensor) -> Tensor:
     """`norm_reference.silu_gate` of a contiguous x."""
     if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous():
         raise ValueError(f"x {list(x.shape)} must be contiguous [T, 2 * width]")
-    tokens, width = x.shape[0], x.shape[1] // 2
+    tokens = x.shape[0]
+    width = x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens:
         silu_gate_launch(x, out).run()
@@ -88,20 +100,37 @@ def silu_gate_launch(x: Tensor, out: Tensor) -> Launch:
     tokens, width = out.shape
     block = min(triton.next_power_of_2(width), 1024)
     grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
-    return Launch(_silu_gate, grid, (x, out, tokens, width), dict(BLOCK=block, num_warps=4, enable_fp_fusion=False))
+    return Launch(
+        _silu_gate,
+        grid,
+        (x, out, tokens, width),
+        dict(BLOCK=block, num_warps=4, enable_fp_fusion=False),
+    )
 
 
-def clamped_gate(x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float) -> Tensor:
+def clamped_gate(
+    x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float
+) -> Tensor:
     """`norm_reference.clamped_gate` of contiguous x and bias."""
-    if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous() or not (bias is None or bias.is_contiguous()):
-        raise ValueError(f"x {list(x.shape)} must be contiguous [T, 2 * width], and the bias contiguous")
-    tokens, width = x.shape[0], x.shape[1] // 2
+    if (
+        x.dim() != 2
+        or x.shape[1] % 2
+        or not x.is_contiguous()
+        or not (bias is None or bias.is_contiguous())
+    ):
+        raise ValueError(
+            f"x {list(x.shape)} must be contiguous [T, 2 * width], and the bias contiguous"
+        )
+    tokens = x.shape[0]
+    width = x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens:
         block = min(triton.next_power_of_2(width), 1024)
         grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
         settings = dict(BLOCK=block, num_warps=4, enable_fp_fusion=False)
-        Launch(_clamped_gate, grid, (x, bias, experts, out, tokens, width, limit, slope), settings).run()
+        Launch(
+            _clamped_gate, grid, (x, bias, experts, out, tokens, width, limit, slope), settings
+        ).run()
     return out
 
 
@@ -109,7 +138,8 @@ def clamped_gate(x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, 
 def _norm(x, y, weight, bias, normed, total, count, heads, row_stride, head_stride, eps,
           SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
           PLUS_ONE: tl.constexpr):  # fmt: skip
-    """ROWS rows at a time; row r of x is head r % heads of token r // heads. y, weight, bias, total may be None."""
+    """ROWS rows at a time; row r of x is head r % heads of token r // heads. y, weight, bias, total
+    may be None."""
     kind = normed.dtype.element_ty
     column = tl.arange(0, WIDTH)[None, :]
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -152,7 +182,8 @@ def _silu_gate(x, out, tokens, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _clamped_gate(x, bias, experts, out, tokens, width, limit, slope, BLOCK: tl.constexpr):
-    """One program for some tokens and BLOCK columns; the sum with the bias is rounded. bias may be None."""
+    """One program for some tokens and BLOCK columns; the sum with the bias is rounded. bias may be
+    None."""
     kind = out.dtype.element_ty
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -165,7 +196,8 @@ def _clamped_gate(x, bias, experts, out, tokens, width, limit, slope, BLOCK: tl.
             own = bias + tl.load(experts + token) * stride * 2
             gate += tl.load(own + column, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(own + width + column, mask=mask, other=0.0).to(tl.float32)
-            gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+            gate = gate.to(kind).to(tl.float32)
+            up = up.to(kind).to(tl.float32)
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         gated = (up + 1.0) * gate * tl.div_rn(1.0, 1.0 + tl.exp(-slope * gate))

@@ -8,12 +8,19 @@ from torch import Tensor
 
 
 def norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
 ) -> Tensor:
-    """RMS norm, else layer norm, over the last dimension of x, which may have any shape; accumulated in float32.
+    """RMS norm, else layer norm, over the last dimension of x, which may have any shape;
+    accumulated in float32.
 
-    weight, bias [size] or None. An RMS norm rounds to x's dtype before it is weighted, and has no bias; a layer norm
-    rounds at the end, and so does an RMS norm that multiplies by 1 + weight (`plus_one`). Returns a new tensor.
+    weight, bias [size] or None. An RMS norm rounds to x's dtype before it is weighted, and has no
+    bias; a layer norm rounds at the end, and so does an RMS norm that multiplies by 1 + weight
+    (`plus_one`). Returns a new tensor.
     """
     wide = x.float()
     if rms:
@@ -39,8 +46,8 @@ def add_norm(
     rms: bool,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (norm of x + y, x + y); the sum is rounded to the dtype first. x and y [T, size]; both results are
-    new."""
+    """Returns (norm of x + y, x + y); the sum is rounded to the dtype first. x and y [T, size];
+    both results are new."""
     total = x + y
     return norm(total, weight, bias, eps, rms, plus_one), total
 
@@ -51,12 +58,16 @@ def silu_gate(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def clamped_gate(x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(slope * gate), [T, width], of [T, 2 * width]: gate, at most `limit`, then up, between
-    -limit and limit. Computed in float32.
+def clamped_gate(
+    x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float
+) -> Tensor:
+    """(up + 1) * gate * sigmoid(slope * gate), [T, width], of [T, 2 * width]: gate, at most
+    `limit`, then up, between -limit and limit. Computed in float32.
 
-    bias [experts, 2 * width], or None, is added to x first; experts [T] int64, the expert of each row.
+    bias [experts, 2 * width], or None, is added to x first; experts [T] int64, the expert of each
+    row.
     """
     gate, up = (x if bias is None else x + bias[experts]).float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(slope * gate)).to(x.dtype)

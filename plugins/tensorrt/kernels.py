@@ -1,25 +1,28 @@
-"""Compiles the Triton kernels of a layer for `native/launch.cpp`, which launches them without Python.
+"""Compiles the Triton kernels of a layer for `native/launch.cpp`, which launches them without
+Python.
 
-`write_kernels` asks Triton's JIT itself to compile each launch that a layer makes. So a kernel is the same as on
-other backends, with all that the JIT assumes of its parameters. A folder holds N.cubin and N.ptx for each kernel, and
-`kernels.txt`, lines of words:
+`write_kernels` asks Triton's JIT itself to compile each launch that a layer makes. So a kernel is
+the same as on other backends, with all that the JIT assumes of its parameters. A folder holds
+N.cubin and N.ptx for each kernel, and `kernels.txt`, lines of words:
 
     pool LAYERS LAYER_STRIDE          of the pool, in elements
     shape HEADS KV_HEADS HEAD_DIM ITEM_BYTES ROTARY_DIMS
     kernel NAME THREADS SHARED DEPENDENT GRID FACTOR ROWS CLASS
-                                      The grid is X by ROWS. GRID says what X is. `fixed`: FACTOR. `tokens`: tokens
-                                      times FACTOR. `rows`: tokens divided by FACTOR, rounded up.
-                                      DEPENDENT: 1 if it may begin once all programs of the kernel before it have begun.
-                                      CLASS: of tiles, or 0
+                                      The grid is X by ROWS. GRID says what X is. `fixed`: FACTOR.
+                                      `tokens`: tokens times FACTOR. `rows`: tokens divided by
+                                      FACTOR, rounded up. DEPENDENT: 1 if it may begin once all
+                                      programs of the kernel before it have begun. CLASS: of tiles,
+                                      or 0
     value TYPE ALIGNED BITS           the kernel's next parameter: always this number, as bits
-    given TYPE ALIGNED NAME           the kernel's next parameter: differs between launches. It is a multiple of
-                                      ALIGNED, 1 or 16. TYPE: pointer, i32, i64 or fp32
+    given TYPE ALIGNED NAME           the kernel's next parameter: differs between launches. It is a
+                                      multiple of ALIGNED, 1 or 16. TYPE: pointer, i32, i64 or fp32
     norm KERNEL
     add_norm KERNEL
     silu_gate KERNEL                  of models that have it
     write_kv KERNEL
-    attend LEAST_ROWS KERNEL...       the launches, in order, of a step whose longest segment has so many rows (queries
-                                      times heads of a group) or more. The lines are in descending order of LEAST_ROWS.
+    attend LEAST_ROWS KERNEL...       the launches, in order, of a step whose longest segment has so
+                                      many rows (queries times heads of a group) or more. The lines
+                                      are in descending order of LEAST_ROWS.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ def write_kernels(
 ) -> None:
     """Compiles for the active GPU the launches of a layer on pools and work lists of these shapes.
 
-    pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, of the type of the layer's values
+    pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, of the type of the layer's
+                  values
     rotary_dims   of `write_kv`; 0 without rotary
     silu_width    of the result of `silu_gate`; 0 without
     InvariantError if a kernel needs something that the library does not give it.
@@ -69,16 +73,23 @@ def write_kernels(
     heads = work.group * kv_heads
     kernels = _Kernels(folder)
     batch = _ExampleBatch(pool, work, rotary_dims)
-    norm, add_norm = (kernels.add(one, "rows", one.settings["ROWS"]) for one in _norm_launches(pool, norms))
+    norm, add_norm = (
+        kernels.add(one, "rows", one.settings["ROWS"]) for one in _norm_launches(pool, norms)
+    )
     write_kv = kernels.add(batch.write_kv(), "tokens", 1)
     gate = []
     if silu_width:
-        launch = norm_kernel.silu_gate_launch(pool.new_empty(1, 2 * silu_width), pool.new_empty(1, silu_width))
+        launch = norm_kernel.silu_gate_launch(
+            pool.new_empty(1, 2 * silu_width), pool.new_empty(1, silu_width)
+        )
         gate.append(f"silu_gate {kernels.add(launch, 'tokens', 1)}")
     attend = []
     for classes in reversed(range(1, len(work.tiles) + 1)):
         least_rows = work.tiles[classes - 2].rows + 1 if classes > 1 else 0
-        numbers = [kernels.add(launch, "fixed", launch.grid[0], kind) for kind, launch in batch.attend(classes)]
+        numbers = [
+            kernels.add(launch, "fixed", launch.grid[0], kind)
+            for kind, launch in batch.attend(classes)
+        ]
         attend.append(f"attend {least_rows} {' '.join(map(str, numbers))}")
     lines = [
         f"pool {layers} {pool.stride(1)}",
@@ -102,7 +113,8 @@ def _norm_launches(pool: Tensor, norms: Norms) -> Iterator[Launch]:
 
 
 class _ExampleBatch:
-    """Launches of one token of the first layer. Every other batch is of the same kernels: see `GIVEN`."""
+    """Launches of one token of the first layer. Every other batch is of the same kernels: see
+    `GIVEN`."""
 
     def __init__(self, pool: Tensor, work: WorkList, rotary_dims: int):
         _, _, _, kv_heads, _, head_dim = pool.shape
@@ -113,7 +125,8 @@ class _ExampleBatch:
         self._rotary = pool.new_empty((1, rotary_dims), dtype=torch.float32)
         self._slots = pool.new_empty(1, dtype=torch.int32)
         self._table = pool.new_empty((1, 1), dtype=torch.int32)
-        self._pool, self._work = pool, work
+        self._pool = pool
+        self._work = work
 
     def write_kv(self) -> Launch:
         q, k, v = self._qkv
@@ -131,21 +144,35 @@ class _Kernels:
 
     def __init__(self, folder: Path):
         self.lines: list[str] = []
-        self._folder, self._count = folder, 0
+        self._folder = folder
+        self._count = 0
 
     def add(self, launch: Launch, grid: str, factor: int, kind: int = 0) -> int:
         """Compiles the launch's kernel. Returns its number."""
         compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.settings)
-        number, self._count = self._count, self._count + 1
+        number = self._count
+        self._count = self._count + 1
         (self._folder / f"{number}.cubin").write_bytes(compiled.asm["cubin"])
         (self._folder / f"{number}.ptx").write_text(compiled.asm["ptx"])
         metadata = compiled.metadata
         rows = launch.grid[1] if len(launch.grid) > 1 else 1
         dependent = int(getattr(metadata, "launch_pdl", False))
-        words = (metadata.name, 32 * metadata.num_warps, metadata.shared, dependent, grid, factor, rows, kind)
+        words = (
+            metadata.name,
+            32 * metadata.num_warps,
+            metadata.shared,
+            dependent,
+            grid,
+            factor,
+            rows,
+            kind,
+        )
         self.lines.append(f"kernel {' '.join(map(str, words))}")
         parameters = [*_parameters(compiled.src, launch)]
-        self.lines += [*parameters, *["value i64 1 0"] * _scratch_pointers(compiled, len(parameters))]
+        self.lines += [
+            *parameters,
+            *["value i64 1 0"] * _scratch_pointers(compiled, len(parameters)),
+        ]
         return number
 
 
@@ -166,13 +193,16 @@ def _parameters(source: Any, launch: Launch) -> Iterator[str]:
 
 
 def _scratch_pointers(compiled: Any, parameters: int) -> int:
-    """How many pointers to memory of Triton's own the kernel takes behind its parameters: null here, none needs any."""
+    """How many pointers to memory of Triton's own the kernel takes behind its parameters: null
+    here, none needs any."""
     metadata = compiled.metadata
     for need in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid"):
         if getattr(metadata, need, 0):
             raise InvariantError(f"the library does not supply {need} of {metadata.name}")
     if metadata.num_ctas != 1:
-        raise InvariantError(f"the library launches no clusters, but {metadata.name} wants {metadata.num_ctas}")
+        raise InvariantError(
+            f"the library launches no clusters, but {metadata.name} wants {metadata.num_ctas}"
+        )
     declared = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     assert declared is not None
     scratch = declared[1].count(".param") - parameters

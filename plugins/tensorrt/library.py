@@ -1,5 +1,5 @@
-"""The library in `native/`: our plugins, and TensorRT's builder and runtime behind C functions. It is compiled here,
-once for each TensorRT, with the user's compiler and TensorRT's headers, and kept.
+"""The library in `native/`: our plugins, and TensorRT's builder and runtime behind C functions. It
+is compiled here, once for each TensorRT, with the user's compiler and TensorRT's headers, and kept.
 
 `TENSORRT_HOME` names TensorRT's folder, with `include/NvInfer.h` and `lib/libnvinfer.so*`.
 """
@@ -22,7 +22,8 @@ NATIVE = Path(__file__).parent / "native"
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra",
            "-Wno-deprecated-declarations")  # fmt: skip
 MOST_CLASSES = 3
-LEVELS = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG)  # of TensorRT's severities
+# of TensorRT's severities
+LEVELS = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG)
 CALLS_OF_ITS_OWN = b"ICudaEngine::getProfileDimensions"
 """TensorRT 8.5 warns of its own calls whenever a profile other than the first is given a shape."""
 log = logging.getLogger(__name__)
@@ -75,7 +76,16 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {  # (what it returns,
     "set_address": (c_int, (c_void_p, c_char_p, c_void_p)),
     "enqueue_layers": (
         c_int,
-        (c_void_p, c_void_p, POINTER(Step), c_int, c_int, POINTER(c_char_p), POINTER(c_void_p), *(c_void_p,) * 3),
+        (
+            c_void_p,
+            c_void_p,
+            POINTER(Step),
+            c_int,
+            c_int,
+            POINTER(c_char_p),
+            POINTER(c_void_p),
+            *(c_void_p,) * 3,
+        ),
     ),
 }
 
@@ -87,7 +97,8 @@ class Library:
         self._functions = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(self._functions, f"pensieve_{name}")
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
         self._hear = Hear(_hear)  # held as long as TensorRT may call it
         self._functions.pensieve_hear(self._hear)
         if not self._functions.pensieve_register_plugins():
@@ -131,15 +142,23 @@ def sizes(shape: tuple[int, ...]) -> ctypes.Array[c_int64]:
 
 @functools.cache
 def load_library() -> Library:
-    """The library for the TensorRT of `TENSORRT_HOME`. SettingError('--backend', ...) that says what to install."""
+    """The library for the TensorRT of `TENSORRT_HOME`. SettingError('--backend', ...) that says
+    what to install."""
     home = Path(os.environ.get("TENSORRT_HOME", ""))
     if "TENSORRT_HOME" not in os.environ:
-        raise SettingError("--backend", "tensorrt needs TENSORRT_HOME: TensorRT's folder, with include/ and lib/")
+        raise SettingError(
+            "--backend", "tensorrt needs TENSORRT_HOME: TensorRT's folder, with include/ and lib/"
+        )
     if not (home / "include" / "NvInfer.h").exists():
-        raise SettingError("--backend", f"TENSORRT_HOME has no {home}/include/NvInfer.h: headers are missing")
+        raise SettingError(
+            "--backend", f"TENSORRT_HOME has no {home}/include/NvInfer.h: headers are missing"
+        )
     found = sorted((home / "lib").glob("libnvinfer.so*"))
     if not found:
-        raise SettingError("--backend", f"TENSORRT_HOME has no {home}/lib/libnvinfer.so: TensorRT itself is missing")
+        raise SettingError(
+            "--backend",
+            f"TENSORRT_HOME has no {home}/lib/libnvinfer.so: TensorRT itself is missing",
+        )
     path = compile_library(home / "include", found[-1])
     try:
         return Library(path)
@@ -148,7 +167,8 @@ def load_library() -> Library:
 
 
 def compile_library(headers: Path, tensorrt: Path) -> Path:
-    """The compiled library, from the cache of this user if it is there. SettingError if it cannot be compiled."""
+    """The compiled library, from the cache of this user if it is there. SettingError if it cannot
+    be compiled."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise SettingError("--backend", "tensorrt needs a C++ compiler: install g++")
@@ -163,12 +183,24 @@ def compile_library(headers: Path, tensorrt: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{target.name}.{os.getpid()}")
     includes = [f"-isystem{path}" for path in (headers, cuda_headers())]
-    command = [compiler, *OPTIONS, *includes, *map(str, sources), str(tensorrt), f"-Wl,-rpath,{tensorrt.parent}",
-               "-Wl,--allow-shlib-undefined", "-ldl", "-o", str(aside)]  # fmt: skip
+    command = [
+        compiler,
+        *OPTIONS,
+        *includes,
+        *map(str, sources),
+        str(tensorrt),
+        f"-Wl,-rpath,{tensorrt.parent}",
+        "-Wl,--allow-shlib-undefined",
+        "-ldl",
+        "-o",
+        str(aside),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         log.error("%s", done.stderr)
-        first = next((line for line in done.stderr.splitlines() if "error" in line), "its log says why")
+        first = next(
+            (line for line in done.stderr.splitlines() if "error" in line), "its log says why"
+        )
         raise SettingError("--backend", f"tensorrt's library cannot be compiled: {first}")
     os.replace(aside, target)
     return target

@@ -1,7 +1,7 @@
 """The databases of histories: a SQLite file for one server, PostgreSQL for several.
 
-The store writes its SQL once, with parameters as ":name". The differences are here: types, transactions, errors. All
-calls block. One thread at a time may use a database.
+The store writes its SQL once, with parameters as ":name". The differences are here: types,
+transactions, errors. All calls block. One thread at a time may use a database.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Database(Protocol):
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
-    `asked`       when the statement was sent whose answer is awaited, by `time.monotonic`; None: there is none, or it
-                  is computed in this process
+    `asked`       when the statement was sent whose answer is awaited, by `time.monotonic`; None:
+                  there is none, or it is computed in this process
     `errors`      class of the driver's errors. One that is not raised as RequestError is a mistake
                   of this program
     `fault`       the reason why nothing can be written, from the first call that showed it to a
@@ -70,11 +70,13 @@ class Database(Protocol):
         cannot write, 400 if it cannot hold a value, 500 if it is damaged."""
 
     def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
-        """A context manager: all changes or none, and no other transaction of any server at the same time. On return it
-        is on the disk; not `durable`: a crash may undo it. Raises RequestError as `execute`."""
+        """A context manager: all changes or none, and no other transaction of any server at the
+        same time. On return it is on the disk; not `durable`: a crash may undo it. Raises
+        RequestError as `execute`."""
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """A context manager: all reads within see one moment. It may already be in a transaction."""
+        """A context manager: all reads within see one moment. It may already be in a
+        transaction."""
 
     @property
     def in_transaction(self) -> bool: ...
@@ -84,8 +86,8 @@ class Database(Protocol):
         `execute`."""
 
     def use_reserve(self, refusal: RequestError) -> bool:
-        """Called after a deletion was refused: frees the room that is kept for deletions on a full disk. False if that
-        is not the reason, or this database keeps none."""
+        """Called after a deletion was refused: frees the room that is kept for deletions on a full
+        disk. False if that is not the reason, or this database keeps none."""
 
     def text(self, text: str) -> str | bytes:
         """Converts a text of any characters to its stored form; reading returns the same text."""
@@ -97,7 +99,8 @@ class Database(Protocol):
 
 
 def open_database(where: str | Path) -> Database:
-    """`where`: a URL of PostgreSQL, a file's path, or ":memory:". Raises SettingError if it cannot be used."""
+    """`where`: a URL of PostgreSQL, a file's path, or ":memory:". Raises SettingError if it cannot
+    be used."""
     if is_url(where):
         return Postgres(str(where))
     return Sqlite(where)
@@ -113,7 +116,8 @@ UPGRADES = {
     1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''",
     2: "CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT",
     3: "ALTER TABLE conversations ADD COLUMN title TEXT",
-    4: "ALTER TABLE turns ADD COLUMN tokenizer BLOB; UPDATE turns SET tokenizer = (SELECT digest FROM tokenizer); "
+    4: "ALTER TABLE turns ADD COLUMN tokenizer BLOB; UPDATE turns SET tokenizer = (SELECT digest "
+    "FROM tokenizer); "
     "DROP TABLE tokenizer; CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL; "
     "ALTER TABLE turns ADD COLUMN id BLOB; CREATE UNIQUE INDEX turns_id ON turns (id)",
 }
@@ -167,14 +171,17 @@ NO_RESERVE = "no room is kept for deletions on a full disk: %s cannot be allocat
 class Sqlite:
     """One file, one server. A transaction is on the disk (synchronous=FULL) when it returns."""
 
-    kind, setting, shared, lease = "SQLite", "--state-dir", False, FOREVER
+    kind = "SQLite"
+    setting = "--state-dir"
+    shared = False
+    lease = FOREVER
     asked: float | None = None
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
     errors: type[Exception] = sqlite3.Error
 
     def __init__(self, path: str | Path):
-        """`path`: the file, created if it is missing, or ":memory:". Raises SettingError if the file is in use,
-        damaged, of a newer program, or not writable."""
+        """`path`: the file, created if it is missing, or ":memory:". Raises SettingError if the
+        file is in use, damaged, of a newer program, or not writable."""
         self.where = str(path)
         self.fault: RequestError | None = None
         self._reserve = Path(f"{path}-reserve") if path != ":memory:" else None
@@ -182,7 +189,9 @@ class Sqlite:
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+            )
             try:
                 self._open()
             except sqlite3.OperationalError as error:
@@ -197,7 +206,8 @@ class Sqlite:
 
     def _open(self) -> None:
         execute = self._db.execute
-        execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server on the same file must not start
+        # a second server on the same file must not start
+        execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = FULL")
         execute("PRAGMA foreign_keys = ON")
@@ -205,21 +215,29 @@ class Sqlite:
         (version,) = execute("PRAGMA user_version").fetchone()
         if version == 0:
             tables = (SCHEMA + SQLITE_NAMES).format(**SQLITE_TYPES)
-            self._db.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT")
+            self._db.executescript(
+                f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT"
+            )
         elif version in UPGRADES:
             steps = "; ".join(UPGRADES[number] for number in range(version, VERSION))
-            self._db.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT")
+            self._db.executescript(
+                f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT"
+            )
         elif version != VERSION:
-            raise sqlite3.DatabaseError(f"its layout has number {version}, this program's has {VERSION}")
+            raise sqlite3.DatabaseError(
+                f"its layout has number {version}, this program's has {VERSION}"
+            )
         (fault,) = execute("PRAGMA quick_check(1)").fetchone()
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
-        execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
+        # as it is: whether it can be written to is known now
+        execute(f"PRAGMA user_version = {VERSION}")
         self._db.executescript(INDEXES + SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
 
     def _keep_reserve(self) -> None:
-        """Allocates the reserve. A quarter of it will do where the disk has room for no more. Without any, turns are
-        served as usual, but a deletion may fail on a full disk: one warning says so."""
+        """Allocates the reserve. A quarter of it will do where the disk has room for no more.
+        Without any, turns are served as usual, but a deletion may fail on a full disk: one warning
+        says so."""
         if self._reserve is None:
             return
         try:
@@ -262,7 +280,8 @@ class Sqlite:
 
     @contextmanager
     def transaction(self, durable: bool = True) -> Iterator[None]:
-        """Always durable: a transaction that need not be writes no page of the file, and costs nothing."""
+        """Always durable: a transaction that need not be writes no page of the file, and costs
+        nothing."""
         with self._told():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -290,7 +309,8 @@ class Sqlite:
         return full and self._free_reserve()
 
     def _free_reserve(self) -> bool:
-        """False if there is none, or the disk does not free it, such as one that has become read-only."""
+        """False if there is none, or the disk does not free it, such as one that has become
+        read-only."""
         if self._reserve is None:
             return False
         try:
@@ -348,7 +368,10 @@ def stored_tokenizer(path: str | Path) -> bytes | None:
 
 def _why_unusable(path: str | Path, error: Exception) -> str:
     if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-        return f"{path} is in use by another server; stop that one first, or give this one a directory of its own"
+        return (
+            f"{path} is in use by another server; stop that one first, or give this one a "
+            "directory of its own"
+        )
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
         return f"{path} cannot be used: {error}; move it away to begin with empty histories"
     return f"cannot open {path}: {error}"
@@ -373,7 +396,10 @@ CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, md5(id));
 CREATE INDEX conversations_id ON conversations USING hash (id);
 CREATE TABLE layout (version BIGINT NOT NULL);
 """
-POSTGRES_BRANCHES = "CREATE INDEX IF NOT EXISTS branches_of ON conversations USING hash (parent) WHERE kind = 'branch'"
+POSTGRES_BRANCHES = (
+    "CREATE INDEX IF NOT EXISTS branches_of ON conversations USING hash (parent) WHERE kind = "
+    "'branch'"
+)
 TOMBSTONES_NAMED = "CREATE INDEX IF NOT EXISTS tombstones_named ON tombstones USING hash (id);"
 SPACE = "pensieve"  # the schema of the tables: the database may have others
 WRITER = 0x70656E73  # the advisory lock of the one open transaction
@@ -414,16 +440,20 @@ POSTGRES_MESSAGES = {
 class Postgres:
     """A database that several servers share. `url`: in libpq's form.
 
-    The next call replaces a lost connection. Reads, and transactions that have not begun, are then tried once more.
+    The next call replaces a lost connection. Reads, and transactions that have not begun, are then
+    tried once more.
     """
 
-    kind, setting, shared, lease = "PostgreSQL", "--history-url", True, LEASE_SECONDS
+    kind = "PostgreSQL"
+    setting = "--history-url"
+    shared = True
+    lease = LEASE_SECONDS
     clock = "extract(epoch FROM clock_timestamp())::double precision"
     errors: type[Exception]
 
     def __init__(self, url: str, make: bool = True):
-        """`make`: creates missing tables. Raises SettingError if the database does not answer, or has tables of another
-        program."""
+        """`make`: creates missing tables. Raises SettingError if the database does not answer, or
+        has tables of another program."""
         self.where = without_password(url)
         self._url = url
         self._connection: psycopg.Connection[Any] | None = None
@@ -434,7 +464,9 @@ class Postgres:
         try:
             import psycopg
         except ImportError:
-            raise SettingError(self.setting, "needs more packages: pip install 'pensieve[postgres]'") from None
+            raise SettingError(
+                self.setting, "needs more packages: pip install 'pensieve[postgres]'"
+            ) from None
         self._psycopg = psycopg
         self.errors = psycopg.Error
         try:
@@ -442,7 +474,9 @@ class Postgres:
                 self._open()
             self._connect()
         except psycopg.Error as error:
-            raise SettingError(self.setting, f"cannot use {self.where}: {_first_line(error)}") from error
+            raise SettingError(
+                self.setting, f"cannot use {self.where}: {_first_line(error)}"
+            ) from error
 
     def _open(self) -> None:
         connection = self._connect()
@@ -450,16 +484,22 @@ class Postgres:
             connection.execute(f"SELECT pg_advisory_xact_lock({WRITER})")
             if connection.execute(f"SELECT to_regclass('{SPACE}.layout')").fetchone() == (None,):
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
-                connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
+                connection.execute(
+                    (SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES)
+                )
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
-            if connection.execute(f"SELECT to_regclass('{SPACE}.branches_of')").fetchone() == (None,):
-                connection.execute("SET LOCAL statement_timeout = 0")  # tables of an older program may be large
+            if connection.execute(f"SELECT to_regclass('{SPACE}.branches_of')").fetchone() == (
+                None,
+            ):
+                # tables of an older program may be large
+                connection.execute("SET LOCAL statement_timeout = 0")
                 connection.execute(INDEXES + TOMBSTONES_NAMED + POSTGRES_BRANCHES)
             found = connection.execute("SELECT version FROM layout").fetchone()
         if found != (VERSION,):
             version = found[0] if found is not None else "none"
             raise SettingError(
-                self.setting, f"the tables of {self.where} have number {version}, this program's have {VERSION}"
+                self.setting,
+                f"the tables of {self.where} have number {version}, this program's have {VERSION}",
             )
 
     def _connect(self) -> psycopg.Connection[Any]:
@@ -504,7 +544,9 @@ class Postgres:
     def _rows(self, sql: str, values: Mapping[str, Any] | None) -> list[Any]:
         self.asked = time.monotonic()
         try:
-            cursor = self._connect().execute(_with_percent(sql) if values is not None else sql, values)
+            cursor = self._connect().execute(
+                _with_percent(sql) if values is not None else sql, values
+            )
             return cursor.fetchall() if cursor.description is not None else []
         finally:
             self.asked = None
@@ -607,8 +649,8 @@ class Postgres:
 
 
 def look_at(url: str) -> tuple[str, list[tuple[str, float]]]:
-    """A description of the database for users, and its servers with the seconds since each was last heard of.
-    SettingError if it does not answer."""
+    """A description of the database for users, and its servers with the seconds since each was last
+    heard of. SettingError if it does not answer."""
     database = Postgres(url, make=False)
     try:
         ((version, made),) = database.execute(

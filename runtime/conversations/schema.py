@@ -1,7 +1,7 @@
 """The history store's tables, and a conversation as a row of one.
 
-The SQL is written once. A database fills in the types (`{serial}`: a number that counts up by itself) and its own form
-of parameters.
+The SQL is written once. A database fills in the types (`{serial}`: a number that counts up by
+itself) and its own form of parameters.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ CREATE TABLE tombstones (            -- as `Gone`; kept until every server has s
 """
 
 REMOVED = "removed"
-"""The kind of a row that is no conversation: it holds turns of a deleted one until they are deleted too."""
+"""The kind of a row that is no conversation: it holds turns of a deleted one until they are deleted
+too."""
 
 Kind = Literal["conversation", "response", "branch"]
-"""A branch is a turn that was committed although another one had been: its `parent` is the conversation's id. It is not
-listed, and is deleted with the conversation, or with the first turn of the conversation that continues it."""
+"""A branch is a turn that was committed although another one had been: its `parent` is the
+conversation's id. It is not listed, and is deleted with the conversation, or with the first turn of
+the conversation that continues it."""
 
 
 class Name(NamedTuple):
@@ -112,16 +114,18 @@ class Conversation:
     """A conversation, or a stored response: the state of a conversation that never changes.
 
     number        counts up in order of creation
-    ttl           seconds after the last turn for which its KV is claimed; None: the server's default
+    ttl           seconds after the last turn for which its KV is claimed; None: the server's
+                  default
     history_ttl   seconds after the last turn after which it is deleted; None: the server's default
     pinned_until  time until which its KV is evicted last; 0: not pinned
-    parent        the id of the conversation that it was forked from, or of the response that it continues
+    parent        the id of the conversation that it was forked from, or of the response that it
+                  continues
     thread        the loop's id for its KV: a response shares that of the first one in its line
     body          of a response: the object as it was sent, JSON
     tokens        length of its log
     salt          of its last turn (`Request.salt`)
-    title         the beginning of its first message (`transcript.title_of`); None: it is empty, has no text, or had its
-                  last turn under an older program
+    title         the beginning of its first message (`transcript.title_of`); None: it is empty, has
+                  no text, or had its last turn under an older program
     head          number of its last turn, None: it is empty
     """
 
@@ -144,8 +148,9 @@ class Conversation:
 
 
 class Gone(NamedTuple):
-    """The parts of a deleted conversation or response to clean up: its log, whose first `shared` tokens belong to other
-    logs too. `thread`: the loop's id for it; None: of a response whose line has others."""
+    """The parts of a deleted conversation or response to clean up: its log, whose first `shared`
+    tokens belong to other logs too. `thread`: the loop's id for it; None: of a response whose line
+    has others."""
 
     name: Name
     thread: str | None

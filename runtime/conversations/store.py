@@ -1,9 +1,9 @@
 """Conversations in a database: a SQLite file, or a PostgreSQL that several servers share.
 
-A turn is written in one transaction that is on the disk when `commit` returns. So after a crash every turn is there
-completely or not at all. One transaction writes at a time. Turns form trees (`transcript`): a row holds the part that
-its turn added, and forks, branches and snapshots point into the same tree. A turn is deleted with the last pointer to
-it.
+A turn is written in one transaction that is on the disk when `commit` returns. So after a crash
+every turn is there completely or not at all. One transaction writes at a time. Turns form trees
+(`transcript`): a row holds the part that its turn added, and forks, branches and snapshots point
+into the same tree. A turn is deleted with the last pointer to it.
 
 All calls block. One thread at a time may use a store. Times are seconds since the epoch.
 """
@@ -36,7 +36,8 @@ Result = TypeVar("Result")
 
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
 MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
-SWEEPER_SECONDS = 60.0  # if the server that deletes what has expired is silent for longer, another one does it
+# if the server that deletes what has expired is silent for longer, another one does it
+SWEEPER_SECONDS = 60.0
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 # Most that one transaction does. What is left is done in later ones.
@@ -48,15 +49,21 @@ MOST_TOMBSTONE_BYTES = 4_000_000  # of their tokens; one tombstone may have more
 MOST_ERASED_TOMBSTONES = 1000  # tombstones that are deleted
 MOST_ADOPTED = 1000  # turns that get a tokenizer
 
-TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
+TURN_COLUMNS = (
+    "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
+)
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
 DIVERGED = (
-    "conversation %r: the request does not continue the stored history, so %d tokens are replaced by %d; send only new "
+    "conversation %r: the request does not continue the stored history, so %d tokens are replaced "
+    "by %d; send only new "
     'messages with "history": "server" to continue it, or fork it first to keep both'
 )
-IN_FLIGHT = "is in flight: turns with the server's history run one at a time; try again when it has ended"
+IN_FLIGHT = (
+    "is in flight: turns with the server's history run one at a time; try again when it has ended"
+)
 LIVE = (
-    "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
+    "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM "
+    "open_turns "
     "WHERE conversation = conversations.number AND until > {clock}))"
 )
 DUE = """
@@ -71,7 +78,8 @@ WHERE line.number IS NOT NULL)
 SELECT number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
 FROM line JOIN turns USING (number) ORDER BY depth DESC
 """
-# A subquery finds each parent by its index. For a join PostgreSQL may read the whole table, once for each turn.
+# A subquery finds each parent by its index. For a join PostgreSQL may read the whole table, once
+# for each turn.
 TRACE_COLUMNS = "number, parent, digest, kept, length(tokens) / 4 AS own"
 TRACES = "SELECT {columns} FROM turns WHERE number IN ({listed})"
 TRACES_OF_LINES = """
@@ -130,8 +138,8 @@ class TreeTurn:
 
 
 class Swept(NamedTuple):
-    """The work of one call of `expire`. `conversations`: how many it deleted; `more`: whether another call may find
-    more to do."""
+    """The work of one call of `expire`. `conversations`: how many it deleted; `more`: whether
+    another call may find more to do."""
 
     conversations: int
     more: bool
@@ -173,7 +181,8 @@ class Line:
 
 
 class Trace(NamedTuple):
-    """What the search for a parent needs of a turn: columns of its row, and the number of its own tokens."""
+    """What the search for a parent needs of a turn: columns of its row, and the number of its own
+    tokens."""
 
     number: int
     parent: int | None
@@ -183,10 +192,10 @@ class Trace(NamedTuple):
 
 
 class HistoryStore:
-    """`where`: a file, made if it is missing, ":memory:", or a URL of PostgreSQL (`databases.open_database`).
-    `history_ttl`: of conversations without their own. `quota`: of conversations and responses that an owner may have
-    here, None: any number. `server`: what this server is called in a shared database; it keeps its name as long as it
-    keeps KV."""
+    """`where`: a file, made if it is missing, ":memory:", or a URL of PostgreSQL
+    (`databases.open_database`). `history_ttl`: of conversations without their own. `quota`: of
+    conversations and responses that an owner may have here, None: any number. `server`: what this
+    server is called in a shared database; it keeps its name as long as it keeps KV."""
 
     def __init__(
         self,
@@ -197,22 +206,27 @@ class HistoryStore:
         wall: Callable[[], float] = time.time,
         boot: Callable[[], float] = boot_time,
     ):
-        """`wall`, `boot`: clocks, in seconds; the wall clock of a shared database is its own. Raises SettingError if
-        the database cannot be used."""
+        """`wall`, `boot`: clocks, in seconds; the wall clock of a shared database is its own.
+        Raises SettingError if the database cannot be used."""
         self._process = uuid.uuid4().hex
-        self._server, self.seen = server or self._process, 0
-        self._history_ttl, self.quota = history_ttl, quota
+        self._server = server or self._process
+        self.seen = 0
+        self._history_ttl = history_ttl
+        self.quota = quota
         self._expired: list[Gone] = []
         self._tokenizer = b""
-        self._lines: OrderedDict[int, Line] = OrderedDict()  # by their heads, the last used one last
+        # by their heads, the last used one last
+        self._lines: OrderedDict[int, Line] = OrderedDict()
         self._known = 0
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
         self.errors = db.errors
         self._live = LIVE.format(clock=self._db.clock)
         self.behind = False  # others have deleted more than this server has read
-        self._told_early: set[int] = set()  # tombstones beyond `seen` of known deletions, also of own ones
-        self._boot, self._database_ahead = boot, 0.0
+        # tombstones beyond `seen` of known deletions, also of own ones
+        self._told_early: set[int] = set()
+        self._boot = boot
+        self._database_ahead = 0.0
         if self.shared:
             try:
                 self._read_clock()
@@ -229,12 +243,14 @@ class HistoryStore:
         self._db.interrupt()
 
     def waiting(self) -> float:
-        """Called from another thread: the seconds for which a statement has waited for the database's answer, or 0."""
+        """Called from another thread: the seconds for which a statement has waited for the
+        database's answer, or 0."""
         asked = self._db.asked
         return time.monotonic() - asked if asked is not None else 0.0
 
     def now(self) -> float:
-        """The time for all calls, seconds since the epoch; of a shared database by its own clock."""
+        """The time for all calls, seconds since the epoch; of a shared database by its own
+        clock."""
         return self.clock.now()
 
     def _database_now(self) -> float:
@@ -254,9 +270,10 @@ class HistoryStore:
         self._db.recover()
 
     def use_tokenizer(self, digest: bytes) -> None:
-        """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
-        (`Transcript.inside` is OTHERS) the text is valid, but the ids are not. Turns of an older program, which stored
-        no digest, count as this tokenizer's. Raises SettingError."""
+        """Called first: tokens stored from now on are of the tokenizer with this digest. For turns
+        of another tokenizer (`Transcript.inside` is OTHERS) the text is valid, but the ids are not.
+        Turns of an older program, which stored no digest, count as this tokenizer's. Raises
+        SettingError."""
         self._tokenizer = digest
         self._lines.clear()
         self._known = 0
@@ -268,7 +285,9 @@ class HistoryStore:
         try:
             while adopted:
                 with self._db.transaction():
-                    adopted = bool(self._db.execute(adopt, {"digest": digest, "most": MOST_ADOPTED}))
+                    adopted = bool(
+                        self._db.execute(adopt, {"digest": digest, "most": MOST_ADOPTED})
+                    )
         except RequestError as error:
             raise SettingError(self._db.setting, error.message) from error
 
@@ -295,23 +314,26 @@ class HistoryStore:
     # -- the other servers
 
     def is_registered(self) -> bool:
-        """Of a shared database: returns whether this server may use KV that it has kept. It has been told, or will be,
-        of every deletion since. Raises SettingError."""
+        """Of a shared database: returns whether this server may use KV that it has kept. It has
+        been told, or will be, of every deletion since. Raises SettingError."""
         try:
             self._forget_silent_servers()
-            seen_now = f"UPDATE servers SET alive = {self._db.clock} WHERE id = :server RETURNING id"
+            seen_now = (
+                f"UPDATE servers SET alive = {self._db.clock} WHERE id = :server RETURNING id"
+            )
             return bool(self._db.execute(seen_now, {"server": self._server}))
         except RequestError as error:
             raise SettingError(self._db.setting, error.message) from error
 
     def register(self) -> None:
-        """To be called before anything is served from a shared database, and after KV that may not be used
-        (`is_registered`) is gone. Raises SettingError."""
+        """To be called before anything is served from a shared database, and after KV that may not
+        be used (`is_registered`) is gone. Raises SettingError."""
         try:
             with self._db.transaction():
                 if not self.is_registered():
                     self._db.execute(
-                        "INSERT INTO servers SELECT CAST(:server AS TEXT), coalesce(max(number), 0), "
+                        "INSERT INTO servers SELECT CAST(:server AS TEXT), coalesce(max(number), "
+                        "0), "
                         f"{self._db.clock} FROM tombstones",
                         {"server": self._server},
                     )
@@ -322,18 +344,22 @@ class HistoryStore:
             raise SettingError(self._db.setting, error.message) from error
 
     def keep_in_step(self, turns: Sequence[bytes], erased: int, read: bool = True) -> None:
-        """Of a shared database: renews the open turns, and learns what others have deleted (`take_expired`). To be
-        called before `lease` seconds are over; at once if this server is `behind`. `erased`: all up to this tombstone
-        (`seen`) is erased here. `read`: False if too much is not erased yet.
+        """Of a shared database: renews the open turns, and learns what others have deleted
+        (`take_expired`). To be called before `lease` seconds are over; at once if this server is
+        `behind`. `erased`: all up to this tombstone (`seen`) is erased here. `read`: False if too
+        much is not erased yet.
 
-        Each statement is a transaction of its own, so that no writer waits for the many servers that do this."""
+        Each statement is a transaction of its own, so that no writer waits for the many servers
+        that do this."""
         self._read_clock()
         self.now()
         self.renew(turns)
         if not self.clock.suspended:
             self._forget_silent_servers()
             long_ago = {"silent": SILENT_SECONDS}
-            self._db.execute(f"DELETE FROM open_turns WHERE until < {self._db.clock} - :silent", long_ago)
+            self._db.execute(
+                f"DELETE FROM open_turns WHERE until < {self._db.clock} - :silent", long_ago
+            )
         self._db.execute(
             f"UPDATE servers SET seen = :erased, alive = {self._db.clock} WHERE id = :server",
             {"erased": erased, "server": self._server},
@@ -347,22 +373,33 @@ class HistoryStore:
         )
 
     def _forget_silent_servers(self) -> None:
-        self._db.execute(f"DELETE FROM servers WHERE alive < {self._db.clock} - :silent", {"silent": SILENT_SECONDS})
+        self._db.execute(
+            f"DELETE FROM servers WHERE alive < {self._db.clock} - :silent",
+            {"silent": SILENT_SECONDS},
+        )
 
     def _read_tombstones(self, names: Sequence[Name] = ()) -> None:
-        """Learns of the oldest deletions that are new here, at most MOST_TOMBSTONES, and of all of these names."""
+        """Learns of the oldest deletions that are new here, at most MOST_TOMBSTONES, and of all of
+        these names."""
         rows = self._db.execute(
-            "SELECT new.number, new.size FROM servers LEFT JOIN (SELECT number, length(tokens) AS size FROM tombstones "
-            "WHERE number > :seen ORDER BY number LIMIT :most) AS new ON true WHERE servers.id = :server "
+            "SELECT new.number, new.size FROM servers LEFT JOIN (SELECT number, length(tokens) AS "
+            "size FROM tombstones "
+            "WHERE number > :seen ORDER BY number LIMIT :most) AS new ON true WHERE servers.id = "
+            ":server "
             "ORDER BY new.number",
             {"seen": self.seen, "server": self._server, "most": MOST_TOMBSTONES + 1},
         )
         if not rows:
-            what = "this server was cut off from the database of the histories for too long: restart it"
+            what = (
+                "this server was cut off from the database of the histories for too long: restart "
+                "it"
+            )
             raise RequestError(503, what)
         new = [(number, size) for number, size in rows if number is not None]
         read, bytes_read = 0, 0
-        while read < min(len(new), MOST_TOMBSTONES) and (not read or bytes_read + new[read][1] <= MOST_TOMBSTONE_BYTES):
+        while read < min(len(new), MOST_TOMBSTONES) and (
+            not read or bytes_read + new[read][1] <= MOST_TOMBSTONE_BYTES
+        ):
             bytes_read += new[read][1]
             read += 1
         if read:
@@ -375,8 +412,8 @@ class HistoryStore:
             self._learn("owner = :owner AND kind = :kind AND id = :id", name._asdict())
 
     def _learn(self, which: str, values: Mapping[str, Any]) -> None:
-        """Reads new tombstones, also of own deletions whose success this server does not know: the answer to their
-        commit was lost."""
+        """Reads new tombstones, also of own deletions whose success this server does not know: the
+        answer to their commit was lost."""
         found = self._db.execute(
             "SELECT number, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
             f"WHERE number > :seen AND {which} ORDER BY number",
@@ -384,11 +421,14 @@ class HistoryStore:
         )
         for number, owner, id, kind, thread, tokens, shared, salt in found:
             if number not in self._told_early:
-                self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
+                self._expired.append(
+                    Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt)
+                )
                 self._told_early.add(number)
 
     def _bury(self, deleted: Sequence[Gone]) -> None:
-        """Records the deletions for the other servers. This one learns of them when they are committed."""
+        """Records the deletions for the other servers. This one learns of them when they are
+        committed."""
         if not self.shared or not deleted:
             return
         columns = ("process", "owner", "id", "kind", "thread", "tokens", "shared", "salt")
@@ -396,7 +436,9 @@ class HistoryStore:
         for at, (name, thread, tokens, shared, salt) in enumerate(deleted):
             row = (self._process, *name, thread, _packed(tokens), shared, salt)
             values |= {f"{column}_{at}": value for column, value in zip(columns, row, strict=True)}
-        rows = ", ".join(f"({', '.join(f':{column}_{at}' for column in columns)})" for at in range(len(deleted)))
+        rows = ", ".join(
+            f"({', '.join(f':{column}_{at}' for column in columns)})" for at in range(len(deleted))
+        )
         numbers = self._db.execute(
             f"INSERT INTO tombstones ({', '.join(columns)}) VALUES {rows} RETURNING number", values
         )
@@ -406,8 +448,12 @@ class HistoryStore:
         values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
         if alone:
             if self._held_by_another(found.number, turn):
-                raise RequestError(409, f"a turn of conversation {found.id!r} {IN_FLIGHT}", "conversation")
-            self._db.execute("DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values)
+                raise RequestError(
+                    409, f"a turn of conversation {found.id!r} {IN_FLIGHT}", "conversation"
+                )
+            self._db.execute(
+                "DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values
+            )
         self._db.execute(
             "INSERT INTO open_turns (turn, conversation, alone, until) "
             f"VALUES (:turn, :number, :alone, {self._db.clock} + :lease)",
@@ -417,7 +463,8 @@ class HistoryStore:
     def _held_by_another(self, number: int, turn: bytes) -> bool:
         """True if there is another open turn with the server's history."""
         held = self._db.execute(
-            f"SELECT 1 FROM open_turns WHERE conversation = :number AND alone = 1 AND until > {self._db.clock} "
+            "SELECT 1 FROM open_turns WHERE conversation = :number AND alone = 1 AND until > "
+            f"{self._db.clock} "
             "AND turn <> :turn",
             {"number": number, "turn": turn},
         )
@@ -426,7 +473,8 @@ class HistoryStore:
     # -- turns
 
     def committed(self, turn: bytes) -> bool:
-        """True if the turn with this id has been committed: a commit whose answer was lost may be repeated."""
+        """True if the turn with this id has been committed: a commit whose answer was lost may be
+        repeated."""
         return bool(self._db.execute("SELECT 1 FROM turns WHERE id = :turn", {"turn": turn}))
 
     def commit(
@@ -439,49 +487,72 @@ class HistoryStore:
         opening: Opening | None = None,
         **about: str | None,
     ) -> Conversation:
-        """From now on the name stands for this branch. Turns of its former branch that no other name needs are deleted.
-        Of more than MOST_BRANCHES branches the oldest are deleted, too, and reported like expired conversations.
+        """From now on the name stands for this branch. Turns of its former branch that no other
+        name needs are deleted. Of more than MOST_BRANCHES branches the oldest are deleted, too, and
+        reported like expired conversations.
 
-        `behind`: the name whose turns a new name shares, if they exist and this branch continues them; `about`: its
-        `parent`, `thread` and `body`. With an `opening` the name must still stand for the same branch as then, and no
-        other turn may continue the server's history. Otherwise the turn is stored as a branch of the conversation,
-        which is returned; a turn that continues the server's history is refused instead (409).
+        `behind`: the name whose turns a new name shares, if they exist and this branch continues
+        them; `about`: its `parent`, `thread` and `body`. With an `opening` the name must still
+        stand for the same branch as then, and no other turn may continue the server's history.
+        Otherwise the turn is stored as a branch of the conversation, which is returned; a turn that
+        continues the server's history is refused instead (409).
 
-        On return the turn is on the disk, unless this is part of a longer transaction. Raises RequestError (507) if it
-        cannot be written; then the store is unchanged.
+        On return the turn is on the disk, unless this is part of a longer transaction. Raises
+        RequestError (507) if it cannot be written; then the store is unchanged.
         """
         with self.transaction():
             before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
             kept = found is None or opening is None or self._unchanged(name, found, opening)
             if opening is not None:
-                if opening.alone and (found is None or not kept or not _same_row(found, opening.seen[name])):
-                    what = "another turn has taken its place, or the conversation was deleted: this one is not stored"
-                    raise RequestError(409, f"this turn of conversation {name.id!r} comes too late: {what}")
+                if opening.alone and (
+                    found is None or not kept or not _same_row(found, opening.seen[name])
+                ):
+                    what = (
+                        "another turn has taken its place, or the conversation was deleted: this "
+                        "one is not stored"
+                    )
+                    raise RequestError(
+                        409, f"this turn of conversation {name.id!r} comes too late: {what}"
+                    )
                 self._let_go(opening.turn)
             if found is None:
                 found = self._insert(name, now, **about)
             head = found.head if before is None else before.head
             branches = self._branches(found)
-            past = self._nearest(head, [branch.head for branch in branches if branch.head is not None], whole)
+            past = self._nearest(
+                head, [branch.head for branch in branches if branch.head is not None], whole
+            )
             parent = past.last.number if past is not None else None
             if not kept and opening is not None:
                 branch = Name(name.owner, opening.turn.hex(), "branch")
-                found = self._insert(branch, now, found.history_ttl, parent=name.id, thread=found.thread)
+                found = self._insert(
+                    branch, now, found.history_ttl, parent=name.id, thread=found.thread
+                )
             elif name.kind == "conversation" and found.head not in (None, parent):
                 log.info(DIVERGED, name.id, found.tokens, len(whole.tokens))
-            turn = self._add_turn(past, whole, opening.turn if opening is not None else uuid.uuid4().bytes)
+            turn = self._add_turn(
+                past, whole, opening.turn if opening is not None else uuid.uuid4().bytes
+            )
             after = replace(
-                found, head=turn.number, tokens=len(whole.tokens), active=now, salt=salt, title=title_of(whole)
+                found,
+                head=turn.number,
+                tokens=len(whole.tokens),
+                active=now,
+                salt=salt,
+                title=title_of(whole),
             )
             self._db.execute(
-                "UPDATE conversations SET head = :head, tokens = :tokens, active = :active, salt = :salt, "
+                "UPDATE conversations SET head = :head, tokens = :tokens, active = :active, salt = "
+                ":salt, "
                 "title = :title WHERE number = :number",
                 _row(after),
             )
             others = [branch for branch in branches if branch.head != parent]
             for continued in (branch for branch in branches if branch.head == parent):
-                self._db.execute("DELETE FROM conversations WHERE number = :it", {"it": continued.number})
+                self._db.execute(
+                    "DELETE FROM conversations WHERE number = :it", {"it": continued.number}
+                )
             surplus = len(others) + (found.kind == "branch") - MOST_BRANCHES
             self._expired += [self._remove(oldest) for oldest in others[: max(0, surplus)]]
             self._prune(found.head)
@@ -493,12 +564,15 @@ class HistoryStore:
     def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
         """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
-        same = found.head is None or (seen is not None and _same_row(found, seen) and found.head == seen.head)
+        same = found.head is None or (
+            seen is not None and _same_row(found, seen) and found.head == seen.head
+        )
         return same and not self._held_by_another(found.number, opening.turn)
 
     def _branches(self, conversation: Conversation) -> list[Conversation]:
         rows = self._db.execute(
-            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'branch' AND parent = :id "
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'branch' AND "
+            "parent = :id "
             "ORDER BY number",
             {"owner": conversation.owner, "id": conversation.id},
         )
@@ -525,7 +599,8 @@ class HistoryStore:
     def page(
         self, owner: str, limit: int, after: str | None, ascending: bool, now: float
     ) -> tuple[list[Conversation], bool]:
-        """Up to `limit` conversations by creation, behind the one with the id `after`; whether there are more.
+        """Up to `limit` conversations by creation, behind the one with the id `after`; whether
+        there are more.
 
         Raises RequestError (404) for an unknown `after`.
         """
@@ -541,47 +616,52 @@ class HistoryStore:
         return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
 
     def create(self, name: Name, now: float) -> Conversation:
-        """Creates an empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's
-        quota."""
+        """Creates an empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond
+        the owner's quota."""
         with self.transaction():
             self._need_free(name, now)
             return self._insert(name, now)
 
     def fork(self, name: Name, new_id: str, now: float) -> Conversation:
-        """Creates a second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429
-        beyond the owner's quota."""
+        """Creates a second conversation with the same history. Raises RequestError: 404 unknown
+        name, 409 taken id, 429 beyond the owner's quota."""
         new = name._replace(id=new_id)
         with self.transaction():
             source = self.get(name, now)
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
             self._db.execute(
-                "UPDATE conversations SET head = source.head, tokens = source.tokens, salt = source.salt, "
+                "UPDATE conversations SET head = source.head, tokens = source.tokens, salt = "
+                "source.salt, "
                 "title = source.title FROM conversations AS source "
                 "WHERE conversations.number = :fork AND source.number = :source",
                 {"fork": fork.number, "source": source.number},
             )
-        return replace(fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title)
+        return replace(
+            fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
+        )
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
         with self.transaction():
             found = replace(self.get(name, now), **values)  # type: ignore[arg-type]
             self._db.execute(
-                "UPDATE conversations SET ttl = :ttl, history_ttl = :history_ttl, pinned_until = :pinned_until "
+                "UPDATE conversations SET ttl = :ttl, history_ttl = :history_ttl, pinned_until = "
+                ":pinned_until "
                 "WHERE number = :number OR (owner = :owner AND kind = 'branch' AND parent = :id)",
                 _row(found),
             )
         return found
 
     def delete_branches(self, name: Name, now: float) -> bool:
-        """Deletes some of the conversation's branches, so that its deletion is short. Returns whether it may have more.
-        Raises RequestError (404)."""
+        """Deletes some of the conversation's branches, so that its deletion is short. Returns
+        whether it may have more. Raises RequestError (404)."""
 
         def remove() -> bool:
             with self.transaction():
                 branches = self._branches(self.get(name, now))
-                some, tokens = list[Conversation](), 0
+                some = list[Conversation]()
+                tokens = 0
                 while len(some) < len(branches) and tokens < MOST_EXPIRED_TOKENS:
                     some.append(branches[len(some)])
                     tokens += some[-1].tokens
@@ -609,9 +689,12 @@ class HistoryStore:
                 raise
         return remove()
 
-    def admit(self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False) -> Opening:
-        """Admits a turn with this id, which will commit to these names. Existing histories do not expire until
-        `release(turn)`. `alone`: the histories must exist, and no other turn continues them at the same time.
+    def admit(
+        self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False
+    ) -> Opening:
+        """Admits a turn with this id, which will commit to these names. Existing histories do not
+        expire until `release(turn)`. `alone`: the histories must exist, and no other turn continues
+        them at the same time.
 
         RequestError: the `fault` if there is one, because the turn could not be committed; 429 if
         one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
@@ -632,24 +715,29 @@ class HistoryStore:
         return Opening(turn, alone, seen)
 
     def take_expired(self) -> list[Gone]:
-        """Returns the conversations that were deleted since the last call and whose KV is still here: they have
-        expired, were branches, or were deleted by another server."""
-        expired, self._expired = self._expired, []
+        """Returns the conversations that were deleted since the last call and whose KV is still
+        here: they have expired, were branches, or were deleted by another server."""
+        expired = self._expired
+        self._expired = []
         return expired
 
     def copy_from(self, source: Database) -> tuple[int, int]:
-        """Adds the conversations of another database, all or none. Returns how many, and how many stay behind because
-        their names are taken here. Raises RequestError as `Database.transaction`."""
+        """Adds the conversations of another database, all or none. Returns how many, and how many
+        stay behind because their names are taken here. Raises RequestError as
+        `Database.transaction`."""
         copied, known = 0, 0
         turns: dict[int | None, int | None] = {None: None}  # numbers there and here
         with self._db.transaction():
-            for (number,) in source.execute("SELECT number FROM turns ORDER BY number"):  # parents come first
+            # parents come first
+            for (number,) in source.execute("SELECT number FROM turns ORDER BY number"):
                 turns[number] = self._copied(source, "turns", TURN_COLUMNS, number, turns)
             listed = f"SELECT number FROM conversations WHERE kind <> '{REMOVED}' ORDER BY number"
             for (number,) in source.execute(listed):
                 named = "SELECT owner, kind, id FROM conversations WHERE number = :number"
                 ((owner, kind, id),) = source.execute(named, {"number": number})
-                taken = "SELECT 1 FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+                taken = (
+                    "SELECT 1 FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+                )
                 if self._db.execute(taken, {"owner": owner, "kind": kind, "id": id}):
                     known += 1
                     continue
@@ -660,28 +748,40 @@ class HistoryStore:
         return copied, known
 
     def _copied(
-        self, source: Database, table: str, columns: str, number: int, turns: Mapping[int | None, int | None]
+        self,
+        source: Database,
+        table: str,
+        columns: str,
+        number: int,
+        turns: Mapping[int | None, int | None],
     ) -> int:
-        (values,) = source.execute(f"SELECT {columns} FROM {table} WHERE number = :number", {"number": number})
+        (values,) = source.execute(
+            f"SELECT {columns} FROM {table} WHERE number = :number", {"number": number}
+        )
         row = dict(zip(columns.split(", "), values, strict=True))
         del row["number"]
         if table == "turns":
-            # no id: no server repeats these commits, and an earlier import may have brought the same turn
+            # no id: no server repeats these commits, and an earlier import may have brought the
+            # same turn
             row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"]), "id": None}
         else:
             row["head"] = turns[row["head"]]
-        return int(self._db.execute(f"INSERT INTO {table} {_columns(row)} RETURNING number", row)[0][0])
+        return int(
+            self._db.execute(f"INSERT INTO {table} {_columns(row)} RETURNING number", row)[0][0]
+        )
 
     # -- within
 
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[None]:
-        """All changes or none; within another transaction it is a part of that one. Raises RequestError as
-        `Database.transaction`."""
+        """All changes or none; within another transaction it is a part of that one. Raises
+        RequestError as `Database.transaction`."""
         if self._db.in_transaction:
             yield
             return
-        told, told_early, seen = len(self._expired), self._told_early.copy(), self.seen
+        told = len(self._expired)
+        told_early = self._told_early.copy()
+        seen = self.seen
         try:
             with self._db.transaction(durable):
                 yield
@@ -696,7 +796,8 @@ class HistoryStore:
 
     def _find(self, name: Name, now: float) -> Conversation | None:
         rows = self._db.execute(
-            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id AND {self._live}",
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = "
+            f":id AND {self._live}",
             self._times(now) | name._asdict(),
         )
         return Conversation(*rows[0]) if rows else None
@@ -715,7 +816,10 @@ class HistoryStore:
         )
         ((count,),) = self._db.execute(counted, self._times(now) | {"owner": owner})
         if count >= self.quota:
-            message = f"{count} conversations and responses are stored for this key, the most it may have: delete some"
+            message = (
+                f"{count} conversations and responses are stored for this key, the most it may "
+                "have: delete some"
+            )
             raise RequestError(429, message, "conversation", INSUFFICIENT_QUOTA)
 
     def _insert(
@@ -728,55 +832,81 @@ class HistoryStore:
         thread: str | None = None,
         body: str | None = None,
     ) -> Conversation:
-        """Inserts it in place of an expired one of that name. The quota has been checked, for a turn at its
-        beginning."""
+        """Inserts it in place of an expired one of that name. The quota has been checked, for a
+        turn at its beginning."""
         self._remove_expired(name)
         added = self._db.execute(
             "INSERT INTO conversations "
-            "(owner, id, kind, created, active, history_ttl, pinned_until, parent, thread, body, tokens) "
+            "(owner, id, kind, created, active, history_ttl, pinned_until, parent, thread, body, "
+            "tokens) "
             "VALUES (:owner, :id, :kind, :now, :now, :history_ttl, 0, :parent, :thread, :body, 0) "
             f"RETURNING {COLUMNS}",
             name._asdict()
-            | {"now": now, "parent": parent, "thread": thread or name.id, "body": body, "history_ttl": history_ttl},
+            | {
+                "now": now,
+                "parent": parent,
+                "thread": thread or name.id,
+                "body": body,
+                "history_ttl": history_ttl,
+            },
         )
         return Conversation(*added[0])
 
     def _remove_expired(self, name: Name) -> None:
         """Removes the conversation of that name, if there is one; it has expired."""
-        named = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+        named = (
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = "
+            ":id"
+        )
         for row in self._db.execute(named, name._asdict()):
             self._expired.append(self._remove(Conversation(*row)))
 
     def _nearest(self, head: int | None, others: Sequence[int], whole: Transcript) -> Line | None:
-        """Returns the line to the turn that a new one goes on from: of the lines to these heads, the latest turn whose
-        messages are a beginning of this dialogue; if there is none, the latest one whose log is a beginning of this
-        one. One of the `others` counts if it has more of the dialogue than that to `head`.
+        """Returns the line to the turn that a new one goes on from: of the lines to these heads,
+        the latest turn whose messages are a beginning of this dialogue; if there is none, the
+        latest one whose log is a beginning of this one. One of the `others` counts if it has more
+        of the dialogue than that to `head`.
 
-        The line to `head` is known in memory, as a rule. Of each other one only the turns that are not part of it are
-        read, without their contents; all of it only if one of them may have more of the dialogue."""
-        line, best, longest = self._line_to(head), None, (-1, -1)  # messages, tokens
+        The line to `head` is known in memory, as a rule. Of each other one only the turns that are
+        not part of it are read, without their contents; all of it only if one of them may have more
+        of the dialogue."""
+        # messages, tokens
+        line = self._line_to(head)
+        best = None
+        longest = (-1, -1)
         if line is not None and (found := _beginning(line, whole)) is not None:
             turn, count = found
-            best, longest = _up_to(line, turn), (count, turn.log)
+            best = _up_to(line, turn)
+            longest = (count, turn.log)
         traces = self._traces(others, line.turns if line is not None else {})
         if not traces:
             return best
-        known, count = (best.last.digest, longest[0]) if best is not None else (dialogue_keys("", ())[0], 0)
-        counts = {key: count + more for more, key in enumerate(keys_behind(known, whole.messages[count:]))}
+        known, count = (
+            (best.last.digest, longest[0]) if best is not None else (dialogue_keys("", ())[0], 0)
+        )
+        counts = {
+            key: count + more for more, key in enumerate(keys_behind(known, whole.messages[count:]))
+        }
         for other in others:
             number: int | None = other
-            while number in traces and not self._may_have_more(traces[number], whole, counts, longest):
+            while number in traces and not self._may_have_more(
+                traces[number], whole, counts, longest
+            ):
                 number = traces.pop(number).parent
             if number not in traces:
                 continue
             line = Line(self._line(other))
-            if (found := _beginning(line, whole)) is not None and (found[1], found[0].log) > longest:
-                best, longest = _up_to(line, found[0]), (found[1], found[0].log)
+            if (found := _beginning(line, whole)) is not None and (
+                found[1],
+                found[0].log,
+            ) > longest:
+                best = _up_to(line, found[0])
+                longest = (found[1], found[0].log)
         return best
 
     def _traces(self, heads: Sequence[int], known: Collection[int]) -> dict[int, Trace]:
-        """The turns of the lines to these heads that are not known. Branches are short: the first two queries read
-        nearly always all, however long the line is from which they have parted."""
+        """The turns of the lines to these heads that are not known. Branches are short: the first
+        two queries read nearly always all, however long the line is from which they have parted."""
         traces: dict[int, Trace] = {}
         ahead = {head for head in heads if head not in known}
         for query in (TRACES, TRACES, TRACES_OF_LINES):
@@ -784,7 +914,12 @@ class HistoryStore:
                 break
             names = {f"turn_{place}": number for place, number in enumerate(sorted(ahead))}
             listed = ", ".join(f":{name}" for name in names)
-            found = [Trace(*row) for row in self._db.execute(query.format(columns=TRACE_COLUMNS, listed=listed), names)]
+            found = [
+                Trace(*row)
+                for row in self._db.execute(
+                    query.format(columns=TRACE_COLUMNS, listed=listed), names
+                )
+            ]
             traces |= {trace.number: trace for trace in found if trace.number not in known}
             parents = {trace.parent for trace in found if trace.parent is not None}
             ahead = {parent for parent in parents if parent not in traces and parent not in known}
@@ -793,7 +928,8 @@ class HistoryStore:
     def _may_have_more(
         self, trace: Trace, whole: Transcript, counts: Mapping[bytes, int], longest: tuple[int, int]
     ) -> bool:
-        """`counts`: the messages of the dialogue's beginnings, by digest, from those of `longest` on."""
+        """`counts`: the messages of the dialogue's beginnings, by digest, from those of `longest`
+        on."""
         log = trace.kept + trace.own
         if trace.digest not in counts or (counts[trace.digest], log) <= longest:
             return False
@@ -801,7 +937,9 @@ class HistoryStore:
             return True
         if log > len(whole.tokens):
             return False
-        ((tokens,),) = self._db.execute("SELECT tokens FROM turns WHERE number = :turn", {"turn": trace.number})
+        ((tokens,),) = self._db.execute(
+            "SELECT tokens FROM turns WHERE number = :turn", {"turn": trace.number}
+        )
         return _unpacked(tokens) == whole.tokens[trace.kept : log]
 
     def _add_turn(self, past: Line | None, whole: Transcript, id: bytes) -> LineTurn:
@@ -827,18 +965,23 @@ class HistoryStore:
         }
         ((number,),) = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
         # the caller may go on changing its own messages
-        return LineTurn(int(number), id, digest, replace(turn, messages=tuple(json.loads(messages))))
+        return LineTurn(
+            int(number), id, digest, replace(turn, messages=tuple(json.loads(messages)))
+        )
 
     def _line(self, head: int | None) -> dict[int, LineTurn]:
         """The turns from the first one to this one, by number."""
         if head is None:
             return {}
         rows = self._db.execute(LINE, {"head": head})
-        turn, line = None, {}
+        turn = None
+        line = {}
         for number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer in rows:
             said = text if isinstance(text, str) else text.decode()
             known = inside if tokenizer == self._tokenizer else OTHERS
-            turn = StoredTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, said, known)
+            turn = StoredTurn(
+                turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, said, known
+            )
             line[number] = LineTurn(number, id, digest, turn)
         return line
 
@@ -847,8 +990,8 @@ class HistoryStore:
     def _line_to(self, head: int | None) -> Line | None:
         """The turns from the first one to this one.
 
-        The id tells whether the number still is that turn's: numbers of turns that were deleted, or whose
-        transaction failed, are used again. Turns before it cannot change while it exists."""
+        The id tells whether the number still is that turn's: numbers of turns that were deleted, or
+        whose transaction failed, are used again. Turns before it cannot change while it exists."""
         line = self._lines.get(head) if head is not None else None
         if line is not None and line.last.id is not None and self._id(head) == line.last.id:
             self._lines.move_to_end(line.last.number)
@@ -896,7 +1039,9 @@ class HistoryStore:
         unused, all_gone = [], []
         for conversation in conversations:
             self._forget_line(conversation.head)
-            line, turn = list[int](), conversation.head  # from its last turn to the first
+            # from its last turn to the first
+            line = list[int]()
+            turn = conversation.head
             while turn is not None:
                 line.append(turn)
                 turn = tree[turn].parent
@@ -917,22 +1062,33 @@ class HistoryStore:
         return all_gone
 
     def _prune(self, turn: int | None) -> None:
-        """Deletes the turn and the ones before it that neither a conversation nor another turn needs."""
+        """Deletes the turn and the ones before it that neither a conversation nor another turn
+        needs."""
         if turn is not None:
             self._delete_turns([[number for (number,) in self._db.execute(UNUSED, {"head": turn})]])
 
     def _delete_turns(self, chains: Sequence[Sequence[int]]) -> None:
-        """Deletes chains of turns, each from its last turn to the first, to which nothing else points.
+        """Deletes chains of turns, each from its last turn to the first, to which nothing else
+        points.
 
-        At most MOST_TURNS. Other chains are only cut off from the turns before them, and kept for `expire` by a row of
-        their own, so that no other conversation seems to share the turns before."""
+        At most MOST_TURNS. Other chains are only cut off from the turns before them, and kept for
+        `expire` by a row of their own, so that no other conversation seems to share the turns
+        before."""
         doomed: list[int] = []
         for chain in chains:
             if len(doomed) + len(chain) <= MOST_TURNS:
                 doomed += chain
                 continue
-            self._db.execute("UPDATE turns SET parent = NULL WHERE number = :first", {"first": chain[-1]})
-            row = {"owner": "", "id": uuid.uuid4().hex, "kind": REMOVED, "thread": "", "head": chain[0]}
+            self._db.execute(
+                "UPDATE turns SET parent = NULL WHERE number = :first", {"first": chain[-1]}
+            )
+            row = {
+                "owner": "",
+                "id": uuid.uuid4().hex,
+                "kind": REMOVED,
+                "thread": "",
+                "head": chain[0],
+            }
             row |= dict.fromkeys(("created", "active", "pinned_until", "tokens"), 0)
             self._db.execute(f"INSERT INTO conversations {_columns(row)}", row)
         if doomed:
@@ -941,8 +1097,9 @@ class HistoryStore:
     # -- expiry
 
     def expire(self, now: float) -> Swept:
-        """Deletes some of the expired conversations, or some turns of a deleted one, in a short transaction. Expired
-        conversations are invisible before. Of the servers with one database, one does this at a time."""
+        """Deletes some of the expired conversations, or some turns of a deleted one, in a short
+        transaction. Expired conversations are invisible before. Of the servers with one database,
+        one does this at a time."""
         if self.clock.suspended or (self.shared and not self._is_first_server()):
             return Swept(0, more=False)
         return self.with_reserve(lambda: self._expire(now))
@@ -963,8 +1120,8 @@ class HistoryStore:
         return Swept(0, more=False)
 
     def _some_expired(self, now: float) -> list[Conversation]:
-        """Expired conversations, each behind its branches. A piece may end between them: the branches that it has are
-        deleted before their conversation."""
+        """Expired conversations, each behind its branches. A piece may end between them: the
+        branches that it has are deleted before their conversation."""
         due: list[Conversation] = []
         if self._history_ttl is not None:
             due = self._due(now, "IS NULL", "active", now - self._history_ttl)
@@ -980,7 +1137,11 @@ class HistoryStore:
         found: dict[int, Conversation] = {}
         tokens = 0
         for conversation in due:
-            own = branches.get((conversation.owner, conversation.id), ()) if conversation.kind == "conversation" else ()
+            own = (
+                branches.get((conversation.owner, conversation.id), ())
+                if conversation.kind == "conversation"
+                else ()
+            )
             for one in (*own, conversation):
                 if found and (tokens >= MOST_EXPIRED_TOKENS or len(found) >= MOST_EXPIRED):
                     return list(found.values())
@@ -995,20 +1156,27 @@ class HistoryStore:
 
     def _delete_removed(self) -> bool:
         """Deletes turns that `_delete_turns` has left. False if there are none."""
-        found = self._db.execute(f"SELECT number, head FROM conversations WHERE kind = '{REMOVED}' LIMIT 1")
+        found = self._db.execute(
+            f"SELECT number, head FROM conversations WHERE kind = '{REMOVED}' LIMIT 1"
+        )
         for number, head in found:
             chain = self._db.execute(CHAIN, {"head": head, "most": MOST_TURNS})
             values = {"number": number, "head": chain[-1][1]}
             if values["head"] is None:
                 self._db.execute("DELETE FROM conversations WHERE number = :number", values)
             else:
-                self._db.execute("UPDATE conversations SET head = :head WHERE number = :number", values)
-            self._db.execute(f"DELETE FROM turns WHERE number IN ({_listed([turn for turn, _ in chain])})")
+                self._db.execute(
+                    "UPDATE conversations SET head = :head WHERE number = :number", values
+                )
+            self._db.execute(
+                f"DELETE FROM turns WHERE number IN ({_listed([turn for turn, _ in chain])})"
+            )
         return bool(found)
 
 
 def _release(line: Sequence[int], tree: Mapping[int, TreeTurn]) -> int:
-    """A pointer to the line's head goes. Returns to how many turns nothing points then: the first of the line."""
+    """A pointer to the line's head goes. Returns to how many turns nothing points then: the first
+    of the line."""
     for count, turn in enumerate(line):
         tree[turn].uses -= 1
         if tree[turn].uses > 0:
@@ -1021,10 +1189,11 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
-    """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how many they are; of a
-    dialogue without messages, the latest one whose log is a beginning of this one. Numbers in messages are equal if
-    their values are: 1 and 1.0."""
-    equal, count = common_prefix(line.whole.messages, whole.messages), len(line.whole.messages)
+    """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how
+    many they are; of a dialogue without messages, the latest one whose log is a beginning of this
+    one. Numbers in messages are equal if their values are: 1 and 1.0."""
+    equal = common_prefix(line.whole.messages, whole.messages)
+    count = len(line.whole.messages)
     common = sys.maxsize if whole.messages else common_prefix(line.whole.tokens, whole.tokens)
     for turn in reversed(line.turns.values()):
         if count <= equal and turn.log <= common:
@@ -1046,11 +1215,14 @@ def _up_to(line: Line, last: LineTurn) -> Line:
     if last is line.last:
         return line
     numbers = list(line.turns)
-    return Line({number: line.turns[number] for number in numbers[: numbers.index(last.number) + 1]})
+    return Line(
+        {number: line.turns[number] for number in numbers[: numbers.index(last.number) + 1]}
+    )
 
 
 def _same_row(one: Conversation, other: Conversation) -> bool:
-    """False if one of them was made after the other's deletion: SQLite uses the numbers of deleted rows again."""
+    """False if one of them was made after the other's deletion: SQLite uses the numbers of deleted
+    rows again."""
     return (one.number, one.created) == (other.number, other.created)
 
 

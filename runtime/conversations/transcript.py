@@ -1,15 +1,16 @@
 """A stored turn: its messages, their text as the model saw it, and the tokens of that text.
 
-Turns form trees. A turn holds the part that it added to the one before it, so branches, forks and snapshots share
-everything up to the point where they differ:
+Turns form trees. A turn holds the part that it added to the one before it, so branches, forks and
+snapshots share everything up to the point where they differ:
 
     root -- turn -- turn            a conversation names one turn, its head
                  \\- turn -- turn    another one, or the same after a diverging history
 
-**Splicing.** Text does not determine token ids: a model seldom generates the ids that its reply's text would be
-tokenized to, and the cache is looked up by ids. So when a client sends its history again, the longest stored text with
-which the new prompt begins is replaced by its stored ids, and only the rest is tokenized. Cache is shared from the
-front, so ids after the first difference could not be reused anyway. A prompt with a different text is never changed.
+**Splicing.** Text does not determine token ids: a model seldom generates the ids that its reply's
+text would be tokenized to, and the cache is looked up by ids. So when a client sends its history
+again, the longest stored text with which the new prompt begins is replaced by its stored ids, and
+only the rest is tokenized. Cache is shared from the front, so ids after the first difference could
+not be reused anyway. A prompt with a different text is never changed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTurn:
-    """One turn behind its parent. Its log is the parent's first `kept` tokens and its own; its text likewise."""
+    """One turn behind its parent. Its log is the parent's first `kept` tokens and its own; its text
+    likewise."""
 
     parent: StoredTurn | None
     messages: tuple[Message, ...]
@@ -62,10 +64,15 @@ class StoredTurn:
     inside: int
 
     @classmethod
-    def behind(cls, parent: StoredTurn | None, whole: Transcript, before: Transcript | None = None) -> StoredTurn:
-        """`whole.messages` begin with the parent's. `before`: the parent's transcript, if it is known."""
+    def behind(
+        cls, parent: StoredTurn | None, whole: Transcript, before: Transcript | None = None
+    ) -> StoredTurn:
+        """`whole.messages` begin with the parent's. `before`: the parent's transcript, if it is
+        known."""
         if before is None:
-            before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
+            before = (
+                parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
+            )
         kept = common_prefix(before.tokens, whole.tokens)
         text_kept = common_prefix(before.text, whole.text)
         return cls(
@@ -87,7 +94,8 @@ class StoredTurn:
 
     def transcript(self) -> Transcript:
         """The whole dialogue up to this turn's end."""
-        tokens, texts = array("i"), TextPieces()
+        tokens = array("i")
+        texts = TextPieces()
         messages: list[Message] = []
         for turn in reversed(list(self.lineage())):
             del tokens[turn.kept :]
@@ -98,14 +106,16 @@ class StoredTurn:
 
 
 def ends_with_completion(turn: StoredTurn) -> bool:
-    """True if the log goes on behind the last message: a plain completion adds tokens and no message. A repeated chat
-    with an equal reply adds no message either, but at most one token, the end of the sequence."""
+    """True if the log goes on behind the last message: a plain completion adds tokens and no
+    message. A repeated chat with an equal reply adds no message either, but at most one token, the
+    end of the sequence."""
     if turn.messages:
         return False
     said = next((past for past in turn.lineage() if past.messages), None)
     if said is None:
         return True
-    before, log = said.transcript().tokens, turn.transcript().tokens
+    before = said.transcript().tokens
+    log = turn.transcript().tokens
     return len(log) > len(before) + 1 and common_prefix(before, log) == len(before)
 
 
@@ -113,9 +123,11 @@ LONGEST_TITLE = 80  # characters
 
 
 def title_of(whole: Transcript) -> str | None:
-    """The beginning of the user's first message, in one line; of a plain completion, the beginning of its text. None:
-    there is no text."""
-    said = next((message.get("content") for message in whole.messages if message["role"] == "user"), None)
+    """The beginning of the user's first message, in one line; of a plain completion, the beginning
+    of its text. None: there is no text."""
+    said = next(
+        (message.get("content") for message in whole.messages if message["role"] == "user"), None
+    )
     if isinstance(said, list):
         said = " ".join(part.get("text") or "" for part in said)
     if not whole.messages:
@@ -149,9 +161,11 @@ class TextPieces:
 
 
 def spliced(tokenizer: Tokenizer, text: str, turn: StoredTurn | None) -> array[int] | None:
-    """Token ids of a prompt: stored ids for the longest stored text it begins with, the rest tokenised.
+    """Token ids of a prompt: stored ids for the longest stored text it begins with, the rest
+    tokenised.
 
-    None if it begins with no text of `turn` or those before it, or the tokenizer cannot go on behind the latest ones.
+    None if it begins with no text of `turn` or those before it, or the tokenizer cannot go on
+    behind the latest ones.
     """
     for past in _fitting(turn, text)[:MOST_TRIES]:
         whole = past.transcript()
@@ -162,26 +176,34 @@ def spliced(tokenizer: Tokenizer, text: str, turn: StoredTurn | None) -> array[i
     return None
 
 
-MOST_TRIES = 8  # failed attempts to continue after a turn: each one tokenizes the whole rest of the text
+# failed attempts to continue after a turn: each one tokenizes the whole rest of the text
+MOST_TRIES = 8
 
 
 def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
-    """Returns those of the turn and the ones before it whose text is a beginning of this one and has tokens, the latest
-    first. Each turn's own text is compared once."""
-    found, equal = [], 0  # leading characters that the text shares with that of the turn
+    """Returns those of the turn and the ones before it whose text is a beginning of this one and
+    has tokens, the latest first. Each turn's own text is compared once."""
+    # leading characters that the text shares with that of the turn
+    found = []
+    equal = 0
     for past in reversed(list(turn.lineage()) if turn is not None else ()):
         if equal >= past.text_kept:
-            equal = past.text_kept + common_prefix(past.text, text[past.text_kept : past.text_kept + len(past.text)])
+            equal = past.text_kept + common_prefix(
+                past.text, text[past.text_kept : past.text_kept + len(past.text)]
+            )
         if equal == past.text_kept + len(past.text) and past.inside > 0:
             found.append(past)
     return found[::-1]
 
 
 def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> StoredTurn | None:
-    """Returns the latest turn up to `turn` whose messages, with those before it, are a beginning of these."""
+    """Returns the latest turn up to `turn` whose messages, with those before it, are a beginning of
+    these."""
     lineage = list(turn.lineage()) if turn is not None else []
     stored = [message for past in reversed(lineage) for message in past.messages]
-    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, messages, strict=False)))
+    equal = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, messages, strict=False))
+    )
     count = len(stored)
     for past in lineage:
         if 0 < count <= equal:
@@ -191,8 +213,8 @@ def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> St
 
 
 def known_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
-    """Returns how many leading tokens of a prompt equal the log up to `turn`, without the log's last token, which has
-    no KV."""
+    """Returns how many leading tokens of a prompt equal the log up to `turn`, without the log's
+    last token, which has no KV."""
     whole = turn.transcript() if turn is not None else None
     if whole is None or whole.inside == OTHERS:
         return 0
@@ -202,12 +224,14 @@ def known_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
 def tokens_inside(
     tokenizer: Tokenizer, reply: Sequence[int], delivered: str, before: Sequence[int] = ()
 ) -> tuple[int, str]:
-    """Returns how many leading tokens of a reply have their text completely in `delivered`, and that text.
+    """Returns how many leading tokens of a reply have their text completely in `delivered`, and
+    that text.
 
-    `before`: tokens that the reply continues, if its text was decoded as a continuation: then a leading space counts.
+    `before`: tokens that the reply continues, if its text was decoded as a continuation: then a
+    leading space counts.
 
-    Tokens at the end without text (end of sequence) do not count: the chat template writes them itself. A stop string
-    cuts inside a token, or a few tokens before the last.
+    Tokens at the end without text (end of sequence) do not count: the chat template writes them
+    itself. A stop string cuts inside a token, or a few tokens before the last.
     """
     count = len(reply)
     while count and reply[count - 1] in tokenizer.special:
@@ -226,10 +250,10 @@ LONGEST_CUT = 64  # tokens of a stop string; after a longer one the reply is tok
 class RecentTurns:
     """The latest turns by their messages, for clients that send their whole history.
 
-    The key is a digest of the owner and of all messages, so an owner cannot find another owner's turns. Of two turns
-    with equal messages and different ids the later one counts: its cache is more likely to be there. The size is
-    limited by the tokens that the turns themselves hold. A turn is used together with the turns before it, so these are
-    never removed first.
+    The key is a digest of the owner and of all messages, so an owner cannot find another owner's
+    turns. Of two turns with equal messages and different ids the later one counts: its cache is
+    more likely to be there. The size is limited by the tokens that the turns themselves hold. A
+    turn is used together with the turns before it, so these are never removed first.
     """
 
     def __init__(self, most_tokens: int = 8_000_000):
@@ -259,12 +283,14 @@ class RecentTurns:
 
 
 def dialogue_keys(owner: str, messages: Sequence[Message]) -> list[bytes]:
-    """Digests of the dialogue's beginnings: entry n stands for the owner and the first n messages."""
+    """Digests of the dialogue's beginnings: entry n stands for the owner and the first n
+    messages."""
     return keys_behind(hashlib.sha256(owner.encode()).digest(), messages)
 
 
 def keys_behind(key: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """The digests of a dialogue that goes on with these messages behind a beginning with this one, which is entry 0."""
+    """The digests of a dialogue that goes on with these messages behind a beginning with this one,
+    which is entry 0."""
     keys = [key]
     for message in messages:
         canonical = json.dumps(message, sort_keys=True, ensure_ascii=True)

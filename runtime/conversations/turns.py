@@ -1,10 +1,12 @@
 """Between the API and the history store: makes the prompt of a turn, and stores the turn.
 
     open_chat, open_completion -> OpenTurn: the whole prompt, stored ids spliced in
-    OpenTurn.commit            -> on disk if it has a name, and among the recent turns; then the reply's end is sent
+    OpenTurn.commit            -> on disk if it has a name, and among the recent turns; then the
+                               reply's end is sent
     OpenTurn.close             -> after any end
 
-The database works in its own thread, the tokenizer in others; all other code here runs on the event loop's thread.
+The database works in its own thread, the tokenizer in others; all other code here runs on the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -47,22 +49,26 @@ Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Work = Callable[[], Awaitable[None]]
 Erase = Callable[[Forget], Awaitable[bool]]
-COMMIT_PATIENCE_S = 10.0  # after the first time that the database did not answer; then the reply ends with 503
+# after the first time that the database did not answer; then the reply ends with 503
+COMMIT_PATIENCE_S = 10.0
 COMMIT_RETRY_S = 0.5
 EXPIRY_SECONDS = 60.0  # between two looks for expired conversations
 CATCH_UP_SECONDS = 0.1  # between two readings of deletions by a server that is behind
 FORGET_TOKENS = 100  # tokens that take as much memory as a message without any
-MOST_UNERASED = 400_000  # tokens of deleted conversations; above this no more are deleted until their KV is erased
+# tokens of deleted conversations; above this no more are deleted until their KV is erased
+MOST_UNERASED = 400_000
 HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 WATCH_SECONDS = 1.0
-RECOVERY_S = 1.0  # between two looks whether a full disk has room again, and after a failure of background work
+# between two looks whether a full disk has room again, and after a failure of background work
+RECOVERY_S = 1.0
 COMPLAINT_S = 60.0  # least time between two log messages about the same background work
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
 
 class Record(NamedTuple):
-    """The name under which a turn is stored, and the values that a new name gets (`HistoryStore.commit`)."""
+    """The name under which a turn is stored, and the values that a new name gets
+    (`HistoryStore.commit`)."""
 
     name: Name
     behind: Name | None = None
@@ -70,7 +76,8 @@ class Record(NamedTuple):
 
 
 def kv_name(name: Name, thread: str) -> str:
-    """The loop's name for the conversation. It differs between owners; without keys it is the client's name."""
+    """The loop's name for the conversation. It differs between owners; without keys it is the
+    client's name."""
     if not name.owner and name.kind == "conversation":
         return thread
     return f"{name.kind}:{name.owner}:{thread}"
@@ -107,19 +114,29 @@ class OpenTurn:
         stored: Stored | None,
     ):
         """`stored`: the stored history that the prompt continues or was compared with."""
-        self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
+        self.messages = tuple(messages)
+        self.prompt = prompt
+        self.text = text
+        self.inside = inside
         self.owner = owner
-        self.records, self.opening = records, opening
-        self._histories, self._held = histories, held
+        self.records = records
+        self.opening = opening
+        self._histories = histories
+        self._held = held
         self._session: str | None = None
-        self.known, self.known_salt = 0, b""
+        self.known = 0
+        self.known_salt = b""
         if stored is not None:
-            self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
+            self.known = known_tokens(stored[1], prompt)
+            self.known_salt = stored[0].salt
 
     def in_session(self, session: str) -> None:
-        """Assigns a turn without a name to one of the session's dialogues; an agent has several at a time. Turns with
-        equal beginnings, up to the user's first message, belong to one dialogue."""
-        begins = next((at for at, message in enumerate(self.messages, 1) if message["role"] == "user"), None)
+        """Assigns a turn without a name to one of the session's dialogues; an agent has several at
+        a time. Turns with equal beginnings, up to the user's first message, belong to one
+        dialogue."""
+        begins = next(
+            (at for at, message in enumerate(self.messages, 1) if message["role"] == "user"), None
+        )
         dialogue = dialogue_keys(f"{self.owner}:{session}", self.messages[:begins])[-1]
         self._session = f"session:{dialogue.hex()}"
 
@@ -139,19 +156,24 @@ class OpenTurn:
         salt: bytes,
         body: str | None = None,
     ) -> None:
-        """The turn ends with these tokens, of which the client gets the text `delivered`, in a chat as `answer`.
+        """The turn ends with these tokens, of which the client gets the text `delivered`, in a chat
+        as `answer`.
 
         `salt`: of its request; `body`: the response to store.
 
-        With a name it is stored on return; nothing of the reply's end may be sent before. Raises RequestError: 507 if
-        it cannot be written, 503 if the database does not answer, 409 if another turn has gone on with the server's
-        history meanwhile, or the conversation was deleted.
+        With a name it is stored on return; nothing of the reply's end may be sent before. Raises
+        RequestError: 507 if it cannot be written, 503 if the database does not answer, 409 if
+        another turn has gone on with the server's history meanwhile, or the conversation was
+        deleted.
         """
         histories = self._histories
-        inside, text = 0, ""
+        inside = 0
+        text = ""
         if histories.tokenizer is not None and self.inside == len(self.prompt):
             before = histories.tokenizer.context(self.prompt) if answer is None else ()
-            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
+            inside, text = await asyncio.to_thread(
+                tokens_inside, histories.tokenizer, reply, delivered, before
+            )
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
@@ -161,25 +183,31 @@ class OpenTurn:
             histories.remember(self.owner, whole)
 
     def close(self, reply: Sequence[int] = (), salt: bytes = b"") -> None:
-        """Called when the loop has been told the end of its requests. `reply`, `salt`: of the first one, if there was
-        one. Idempotent."""
+        """Called when the loop has been told the end of its requests. `reply`, `salt`: of the first
+        one, if there was one. Idempotent."""
         if self.opening is not None:
-            self._histories.erase_if_deleted(self.opening.turn, self.prompt + array("i", reply), salt)
+            self._histories.erase_if_deleted(
+                self.opening.turn, self.prompt + array("i", reply), salt
+            )
         self._held.close()
 
 
 class TurnManager:
-    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do)."""
+    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s
+    do)."""
 
     def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self._open: dict[bytes, Sequence[Name]] = {}  # turns that the store keeps open
         self._deleted: dict[bytes, Gone] = {}  # those whose conversation was deleted meanwhile
-        self._store, self._tell, self._erase = store, tell, forget
+        self._store = store
+        self._tell = tell
+        self._erase = forget
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
         self.kind = store.kind
         self._faults: dict[str, str] = {}  # of background work, by its name
-        self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
+        # tombstones of a shared store: told to the loop, and erased there
+        self._handed = self._erased = 0
         self._erasing: list[asyncio.Future[bool]] = []
         self._unerased = 0  # tokens that the loop has been told to erase
         self._tasks: list[asyncio.Task[None]] = []
@@ -192,16 +220,21 @@ class TurnManager:
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
-    async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Runs a method of the store in its thread. Conversations that have expired by then are removed from the loop
-        too.
+    async def run(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Runs a method of the store in its thread. Conversations that have expired by then are
+        removed from the loop too.
 
-        A call waits for the ones before it as long as they take: only a database that does not answer is an error."""
+        A call waits for the ones before it as long as they take: only a database that does not
+        answer is an error."""
 
         def work_and_look() -> tuple[Result, list[Gone], int]:
             return work(*args, **kwargs), self._store.take_expired(), self._store.seen
 
-        result, expired, seen = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
+        result, expired, seen = await asyncio.get_running_loop().run_in_executor(
+            self._thread, work_and_look
+        )
         for gone in expired:
             self._forget(gone)
         self._handed = max(self._handed, seen)
@@ -218,9 +251,10 @@ class TurnManager:
         return next(iter(self._faults.values()), None)
 
     def _repeat(self, name: str, seconds: Callable[[], float], work: Work) -> None:
-        """Begins background work, which waits `seconds()` before each time, after a failure at most RECOVERY_S. Errors
-        of the database do not end it: they are a `fault` until it succeeds, and are logged once a minute. Another
-        error is a mistake of this program. It ends the work, and stays a fault."""
+        """Begins background work, which waits `seconds()` before each time, after a failure at most
+        RECOVERY_S. Errors of the database do not end it: they are a `fault` until it succeeds, and
+        are logged once a minute. Another error is a mistake of this program. It ends the work, and
+        stays a fault."""
         task = asyncio.create_task(self._repeated(name, seconds, work))
         task.add_done_callback(partial(self._ended, name))
         self._tasks.append(task)
@@ -258,14 +292,18 @@ class TurnManager:
             await self.run(self._store.recover)
 
     async def _watch(self) -> None:
-        """Ends a statement that a database neither answers nor refuses by closing the connection."""
+        """Ends a statement that a database neither answers nor refuses by closing the
+        connection."""
         if self._store.waiting() > HUNG_SECONDS:
             self._store.interrupt()
 
     async def _keep_in_step(self) -> None:
         """Renews this server's leases and learns of deletions on the other servers."""
-        # KV that could not be erased is erased after the next start: its tombstone stays until then.
-        self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
+        # KV that could not be erased is erased after the next start: its tombstone stays until
+        # then.
+        self._erasing = [
+            one for one in self._erasing if not one.done() or one.cancelled() or not one.result()
+        ]
         if not self._erasing and not self._deleted:
             self._erased = self._handed
         read = self._unerased <= MOST_UNERASED
@@ -276,13 +314,14 @@ class TurnManager:
         return CATCH_UP_SECONDS if reads_on else self._store.lease / 3
 
     def expire_in_background(self) -> None:
-        """Deletes expired conversations from now on. Called on the event loop. The first time comes after
-        EXPIRY_SECONDS: a machine that starts with a clock that is ahead may have been corrected by then."""
+        """Deletes expired conversations from now on. Called on the event loop. The first time comes
+        after EXPIRY_SECONDS: a machine that starts with a clock that is ahead may have been
+        corrected by then."""
         self._repeat("expiry", lambda: EXPIRY_SECONDS, self._sweep)
 
     async def _sweep(self) -> None:
-        """Deletes what has expired, a few conversations at a time. Turns come between: after each piece the database
-        is free for as long as the piece took."""
+        """Deletes what has expired, a few conversations at a time. Turns come between: after each
+        piece the database is free for as long as the piece took."""
         clock = asyncio.get_running_loop().time
         conversations, more = 0, True
         while more:
@@ -297,7 +336,8 @@ class TurnManager:
             log.info("deleted %d expired conversations, branches and responses", conversations)
 
     async def expire_some(self) -> Swept:
-        """Deletes some of the expired conversations. If the database refuses, a later call does it."""
+        """Deletes some of the expired conversations. If the database refuses, a later call does
+        it."""
         try:
             return await self.run(self._store.expire, self.now())
         except RequestError as error:
@@ -326,10 +366,11 @@ class TurnManager:
         *,
         server_history: bool = False,
     ) -> OpenTurn:
-        """`render` gives the prompt's text. With `server_history` the messages are new ones behind the stored.
+        """`render` gives the prompt's text. With `server_history` the messages are new ones behind
+        the stored.
 
-        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in flight already or the
-        history ends with a completion.
+        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in
+        flight already or the history ends with a completion.
         """
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
@@ -341,11 +382,16 @@ class TurnManager:
                 opening, stored = await self._go_on(name, held)
                 past = stored[1]
                 if past is not None and ends_with_completion(past):
-                    reason = f"conversation {conversation!r} ends with a plain completion, which a chat would leave out"
+                    reason = (
+                        f"conversation {conversation!r} ends with a plain completion, which a chat "
+                        "would leave out"
+                    )
                     cure = "continue it with /v1/completions, or send all messages"
                     raise RequestError(409, f"{reason}: {cure}", "conversation")
                 messages = (*(past.transcript().messages if past is not None else ()), *messages)
-            return await self._chat_turn(owner, messages, past, render, records, opening, held, stored)
+            return await self._chat_turn(
+                owner, messages, past, render, records, opening, held, stored
+            )
 
     async def open_response(
         self,
@@ -358,9 +404,11 @@ class TurnManager:
         render: Callable[[Sequence[Message]], str],
         stored_as: str | None,
     ) -> OpenTurn:
-        """A turn behind the stored response `previous`, or in a conversation that exists; stored as a response too.
+        """A turn behind the stored response `previous`, or in a conversation that exists; stored as
+        a response too.
 
-        `instructions` go in front of the dialogue and are not remembered. RequestError: as `open_chat`.
+        `instructions` go in front of the dialogue and are not remembered. RequestError: as
+        `open_chat`.
         """
 
         def with_instructions(dialogue: Sequence[Message]) -> str:
@@ -370,7 +418,9 @@ class TurnManager:
         if conversation is not None:
             if snapshot is not None:
                 await self.run(self._store.admit, [snapshot], self.now())
-            turn = await self.open_chat(owner, conversation, messages, with_instructions, server_history=True)
+            turn = await self.open_chat(
+                owner, conversation, messages, with_instructions, server_history=True
+            )
             if snapshot is not None:
                 turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
             return turn
@@ -387,10 +437,17 @@ class TurnManager:
             records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
         with ExitStack() as held:
             opening = await self._admit(records, held)
-            return await self._chat_turn(owner, dialogue, past, with_instructions, records, opening, held, stored)
+            return await self._chat_turn(
+                owner, dialogue, past, with_instructions, records, opening, held, stored
+            )
 
     async def open_completion(
-        self, owner: str, conversation: str | None, prompt: str | array[int], *, server_history: bool = False
+        self,
+        owner: str,
+        conversation: str | None,
+        prompt: str | array[int],
+        *,
+        server_history: bool = False,
     ) -> OpenTurn:
         """`prompt`: text, or token ids; with `server_history` it goes on behind the stored log.
 
@@ -402,25 +459,38 @@ class TurnManager:
             if name is not None and server_history:
                 return await self._continue_log(name, prompt, held)
             opening = await self._admit(records, held)
-            stored = await self.run(self._store.find, name, self.now()) if name is not None else None
+            stored = (
+                await self.run(self._store.find, name, self.now()) if name is not None else None
+            )
             if not isinstance(prompt, str):
-                return OpenTurn(self, owner, (), prompt, "", 0, records, opening, held.pop_all(), stored)
+                return OpenTurn(
+                    self, owner, (), prompt, "", 0, records, opening, held.pop_all(), stored
+                )
             assert self.tokenizer is not None
-            ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, stored[1] if stored is not None else None)
+            ids = await asyncio.to_thread(
+                spliced, self.tokenizer, prompt, stored[1] if stored is not None else None
+            )
             if ids is None:
                 ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, opening, held.pop_all(), stored)
+            return OpenTurn(
+                self, owner, (), ids, prompt, len(ids), records, opening, held.pop_all(), stored
+            )
 
-    async def _continue_log(self, name: Name, prompt: str | array[int], held: ExitStack) -> OpenTurn:
+    async def _continue_log(
+        self, name: Name, prompt: str | array[int], held: ExitStack
+    ) -> OpenTurn:
         opening, stored = await self._go_on(name, held)
         past = stored[1]
         before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
         if before.inside == OTHERS:
-            raise RequestError(409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation")
+            raise RequestError(
+                409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation"
+            )
         if isinstance(prompt, str):
             assert self.tokenizer is not None
             prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
-        whole, records = before.tokens + prompt, (Record(name),)
+        whole = before.tokens + prompt
+        records = (Record(name),)
         said = (before.messages, whole, before.text, before.inside)
         return OpenTurn(self, name.owner, *said, records, opening, held.pop_all(), stored)
 
@@ -436,10 +506,15 @@ class TurnManager:
         stored: Stored | None,
     ) -> OpenTurn:
         text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
-        return OpenTurn(self, owner, messages, ids, text, len(ids), records, opening, held.pop_all(), stored)
+        return OpenTurn(
+            self, owner, messages, ids, text, len(ids), records, opening, held.pop_all(), stored
+        )
 
     def _prompt(
-        self, messages: Sequence[Message], past: StoredTurn | None, render: Callable[[Sequence[Message]], str]
+        self,
+        messages: Sequence[Message],
+        past: StoredTurn | None,
+        render: Callable[[Sequence[Message]], str],
     ) -> tuple[str, array[int]]:
         assert self.tokenizer is not None
         text = render(messages)
@@ -449,8 +524,8 @@ class TurnManager:
     async def _past(
         self, owner: str, name: Name | None, messages: Sequence[Message]
     ) -> tuple[StoredTurn | None, Stored | None]:
-        """Returns the turn with the longest common beginning, and the stored history if the disk was asked. The disk is
-        asked only for replies that the recent turns do not contain."""
+        """Returns the turn with the longest common beginning, and the stored history if the disk
+        was asked. The disk is asked only for replies that the recent turns do not contain."""
         recent = self._recent.find(dialogue_keys(owner, messages))
         covered = _message_count(recent)
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
@@ -460,15 +535,15 @@ class TurnManager:
         return (found if _message_count(found) > covered else recent), stored
 
     async def _admit(self, records: Sequence[Record], held: ExitStack) -> Opening | None:
-        """Keeps the existing histories from expiring while they are held. RequestError (429), before anything is
-        computed, if a new history is beyond its owner's quota."""
+        """Keeps the existing histories from expiring while they are held. RequestError (429),
+        before anything is computed, if a new history is beyond its owner's quota."""
         if not records:
             return None
         return await self._open_turn(self._store.admit, [record.name for record in records], held)
 
     async def _go_on(self, name: Name, held: ExitStack) -> tuple[Opening, Stored]:
-        """A conversation that exists and its last turn, for the one turn with the server's history. RequestError: 404,
-        and 409 if there is another, on any server."""
+        """A conversation that exists and its last turn, for the one turn with the server's history.
+        RequestError: 404, and 409 if there is another, on any server."""
 
         def admit_and_find(names: Sequence[Name], now: float, turn: bytes) -> Opening:
             with self._store.transaction(durable=False):
@@ -482,7 +557,10 @@ class TurnManager:
         return opening, found[0]
 
     async def _open_turn(
-        self, admit: Callable[[Sequence[Name], float, bytes], Opening], names: Sequence[Name], held: ExitStack
+        self,
+        admit: Callable[[Sequence[Name], float, bytes], Opening],
+        names: Sequence[Name],
+        held: ExitStack,
     ) -> Opening:
         turn = uuid.uuid4().bytes
         self._open[turn] = names
@@ -508,10 +586,15 @@ class TurnManager:
         return found
 
     async def store_turn(
-        self, records: Sequence[Record], opening: Opening | None, whole: Transcript, salt: bytes, body: str | None
+        self,
+        records: Sequence[Record],
+        opening: Opening | None,
+        whole: Transcript,
+        salt: bytes,
+        body: str | None,
     ) -> None:
-        """All of them or none. While the database does not answer it is asked again: once at least, and for
-        COMMIT_PATIENCE_S.
+        """All of them or none. While the database does not answer it is asked again: once at least,
+        and for COMMIT_PATIENCE_S.
 
         Raises RequestError as `OpenTurn.commit`."""
         now = self.now()
@@ -522,7 +605,9 @@ class TurnManager:
                     return []
                 first, *others = records
                 stored = [self._commit(first, whole, now, salt, body, opening)]
-                return stored + [self._commit(record, whole, now, salt, body, None) for record in others]
+                return stored + [
+                    self._commit(record, whole, now, salt, body, None) for record in others
+                ]
 
         for stored in await self._until_answered(commit):
             if stored.kind != "branch" and (stored.ttl is not None or stored.pinned_until > now):
@@ -549,7 +634,13 @@ class TurnManager:
             await asyncio.sleep(COMMIT_RETRY_S)
 
     def _commit(
-        self, record: Record, whole: Transcript, now: float, salt: bytes, body: str | None, opening: Opening | None
+        self,
+        record: Record,
+        whole: Transcript,
+        now: float,
+        salt: bytes,
+        body: str | None,
+        opening: Opening | None,
     ) -> Conversation:
         about = record.about | {"body": body} if record.name.kind == "response" else record.about
         return self._store.commit(record.name, whole, now, salt, record.behind, opening, **about)
@@ -571,7 +662,9 @@ class TurnManager:
         found, past = await self._continued(name)
         return found, past.transcript() if past is not None else Transcript((), array("i"), "", 0)
 
-    async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[Conversation], bool]:
+    async def page(
+        self, owner: str, limit: int, after: str | None, ascending: bool
+    ) -> tuple[list[Conversation], bool]:
         return await self.run(self._store.page, owner, limit, after, ascending, self.now())
 
     async def create(self, name: Name) -> Conversation:
@@ -591,32 +684,39 @@ class TurnManager:
         return changed
 
     async def delete(self, name: Name) -> None:
-        """On return it cannot be read any more, nor can its own KV on disk. The KV claims of a response belong to its
-        whole line: they end with the line's last response, or with their TTL; until then their KV stays.
+        """On return it cannot be read any more, nor can its own KV on disk. The KV claims of a
+        response belong to its whole line: they end with the line's last response, or with their
+        TTL; until then their KV stays.
 
         RequestError: 404, and 500 if it is deleted, but the disk refused to erase some of its KV.
         """
         while await self.run(self._store.delete_branches, name, self.now()):
             pass
         if not await self._forget(await self.run(self._store.delete, name, self.now())):
-            what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
+            what = (
+                f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the "
+                "server's disk"
+            )
             raise RequestError(500, f"{what}: it could not be erased")
 
     def erase_if_deleted(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
-        """At the end of an open turn whose conversation was deleted after it began: its KV, which it has kept or
-        computed since, is erased too."""
+        """At the end of an open turn whose conversation was deleted after it began: its KV, which
+        it has kept or computed since, is erased too."""
         if (gone := self._deleted.pop(turn, None)) is not None:
             shared = min(gone.shared, common_prefix(gone.tokens, tokens))
             self._erase_kv(gone._replace(tokens=tokens, shared=shared, salt=salt))
 
     def _forget(self, gone: Gone) -> Awaitable[bool]:
-        """Whether its KV is erased, when that is known. KV that open turns use stays until their ends."""
+        """Whether its KV is erased, when that is known. KV that open turns use stays until their
+        ends."""
         self._deleted |= {turn: gone for turn, names in self._open.items() if gone.name in names}
         return self._erase_kv(gone)
 
     def _erase_kv(self, gone: Gone) -> Awaitable[bool]:
         known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
-        erasing = asyncio.ensure_future(self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt)))
+        erasing = asyncio.ensure_future(
+            self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
+        )
         size = len(gone.tokens) + FORGET_TOKENS
 
         def erased(_: object) -> None:

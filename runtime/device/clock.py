@@ -1,8 +1,9 @@
 """Converts the times of a device's events to the host's clock.
 
-Events give only their distance from each other, in milliseconds of single precision, and the two clocks drift. So each
-event's time is counted from a recent event. The offset between the clocks is estimated anew every second from events
-that the host waited for: the host sees them slightly late, never early, so the smallest lag is the best estimate.
+Events give only their distance from each other, in milliseconds of single precision, and the two
+clocks drift. So each event's time is counted from a recent event. The offset between the clocks is
+estimated anew every second from events that the host waited for: the host sees them slightly late,
+never early, so the smallest lag is the best estimate.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ class Event(Protocol):
 class DeviceClock:
     def __init__(self, event: Event):
         """`event` has just been waited for."""
-        self._anchor, self._anchor_s = event, 0.0  # seconds on the device since its first event
+        # seconds on the device since its first event
+        self._anchor = event
+        self._anchor_s = 0.0
         self._offset = time.perf_counter()
-        self._least, self._learned = inf, self._offset
+        self._least = inf
+        self._learned = self._offset
 
     def seen(self, event: Event) -> None:
         """Records that the host, waiting for the event, has just seen it happen."""
         now = time.perf_counter()
         self._least = min(self._least, now - self._since_first(event))
         if now - self._learned > WINDOW_S:
-            self._offset, self._least, self._learned = self._least, inf, now
+            self._offset = self._least
+            self._least = inf
+            self._learned = now
 
     def read(self, event: Event) -> float:
         """The time of the complete event, seconds of `time.perf_counter`."""
@@ -44,5 +50,6 @@ class DeviceClock:
     def _since_first(self, event: Event) -> float:
         seconds = self._anchor_s + self._anchor.elapsed_time(event) / 1e3
         if seconds > self._anchor_s + WINDOW_S:
-            self._anchor, self._anchor_s = event, seconds
+            self._anchor = event
+            self._anchor_s = seconds
         return seconds

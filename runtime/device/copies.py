@@ -1,7 +1,8 @@
 """Issues copies in order: turns a plan's copy batches and tickets into work of a device.
 
-A swap-out moves whole records. A gated swap-in moves one group of layers after the other and opens each group's gate
-after it, so the step computes with the first layers while the last ones are still being copied.
+A swap-out moves whole records. A gated swap-in moves one group of layers after the other and opens
+each group's gate after it, so the step computes with the first layers while the last ones are still
+being copied.
 """
 
 from __future__ import annotations
@@ -34,16 +35,21 @@ class TicketBook:
 
     def enter(self, number: int, ticket: Ticket) -> None:
         if number <= self._issued:
-            raise InvariantError(f"ticket {number} on lane {self.lane.name} comes after ticket {self._issued}")
+            raise InvariantError(
+                f"ticket {number} on lane {self.lane.name} comes after ticket {self._issued}"
+            )
         self._issued = number
         self._pending[number] = ticket
 
     def find(self, number: int) -> Ticket | None:
-        """Returns the device ticket to wait for until ticket `number` is complete; None if it is known to be
-        complete."""
+        """Returns the device ticket to wait for until ticket `number` is complete; None if it is
+        known to be complete."""
         if number > self._issued:
-            raise InvariantError(f"ticket {number} on lane {self.lane.name} is waited for before it is issued")
-        # A plan that was never launched leaves a gap; its ticket counts as complete with the one before.
+            raise InvariantError(
+                f"ticket {number} on lane {self.lane.name} is waited for before it is issued"
+            )
+        # A plan that was never launched leaves a gap; its ticket counts as complete with the one
+        # before.
         return next((ticket for n, ticket in reversed(self._pending.items()) if n <= number), None)
 
     def prune(self, device: Device) -> None:
@@ -68,22 +74,25 @@ class Transfers:
         in_first: bool = False,
         is_exact: Callable[[int], bool] | None = None,
     ):
-        """layers, chunk_bytes: of a record in HOST; group_layers: number of layers of a gated swap-in that share a
-        gate.
+        """layers, chunk_bytes: of a record in HOST; group_layers: number of layers of a gated
+        swap-in that share a gate.
 
-        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: by default both
-        directions of the link are used at the same time).
-        is_exact: returns whether the record in a HOST slot has its chunk's KV; None: every record has it.
+        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison:
+        by default both directions of the link are used at the same time). is_exact: returns whether
+        the record in a HOST slot has its chunk's KV; None: every record has it.
         """
         self._device = device
         self._layers = range(layers)
-        self._groups = [self._layers[first : first + group_layers] for first in range(0, layers, group_layers)]
+        self._groups = [
+            self._layers[first : first + group_layers] for first in range(0, layers, group_layers)
+        ]
         self._chunk_bytes = chunk_bytes
         self._in_first = in_first
         self._books = {lane: TicketBook(lane) for lane in Lane}
         self._copied = dict.fromkeys((Lane.IN, Lane.OUT), 0)
         self._is_exact = is_exact
-        self._unchecked: deque[tuple[int, array[int]]] = deque()  # tickets and HOST slots of swap-outs
+        # tickets and HOST slots of swap-outs
+        self._unchecked: deque[tuple[int, array[int]]] = deque()
         self._gated_step = 0  # the last step whose gates are all marked
 
     @property
@@ -97,7 +106,8 @@ class Transfers:
         return KVCounters(swap_in=self._copied[Lane.IN], swap_out=self._copied[Lane.OUT])
 
     def issue(self, plan: StepPlan) -> list[Ticket]:
-        """Issues the plan's copies. Returns their tickets. InvariantError for a ticket out of order."""
+        """Issues the plan's copies. Returns their tickets. InvariantError for a ticket out of
+        order."""
         if sum(batch.gated for batch in plan.copies) > 1:
             raise InvariantError(f"step {plan.step} has more than one gated batch")
         tickets = []
@@ -113,12 +123,15 @@ class Transfers:
         return tickets
 
     def _after(self, batch: CopyBatch, plan: StepPlan) -> Tickets:
-        """The tickets that the batch waits for: only of work issued before it, because lanes could otherwise
-        deadlock."""
+        """The tickets that the batch waits for: only of work issued before it, because lanes could
+        otherwise deadlock."""
         if not self._in_first or batch.lane is not Lane.OUT:
             return batch.after
-        # The step, or a swap-in, waits for copies that free room for this step, so these must not wait for swap-ins.
-        needed = max(after.swap_out for after in (plan.after, *(other.after for other in plan.copies)))
+        # The step, or a swap-in, waits for copies that free room for this step, so these must not
+        # wait for swap-ins.
+        needed = max(
+            after.swap_out for after in (plan.after, *(other.after for other in plan.copies))
+        )
         if batch.ticket <= needed:
             return batch.after
         return batch.after._replace(swap_in=self._books[Lane.IN].issued)
@@ -129,7 +142,9 @@ class Transfers:
 
     def _issue_gated(self, batch: CopyBatch) -> Ticket:
         if batch.lane is not Lane.IN:
-            raise InvariantError(f"only a swap-in can be gated, not ticket {batch.ticket} on lane {batch.lane.name}")
+            raise InvariantError(
+                f"only a swap-in can be gated, not ticket {batch.ticket} on lane {batch.lane.name}"
+            )
         sources, targets = _arrays(batch)
         for group in self._groups:
             self._device.copy(batch.lane, sources, targets, group)
@@ -139,8 +154,9 @@ class Transfers:
     def hold_step(self, plan: StepPlan) -> None:
         """Makes COMPUTE wait for the tickets that the step needs besides its gates.
 
-        A gate holds a step only if it is marked before the step is run. InvariantError if the plan's copies are not
-        issued yet: the step would pass its gates at once and read slots that are not filled.
+        A gate holds a step only if it is marked before the step is run. InvariantError if the
+        plan's copies are not issued yet: the step would pass its gates at once and read slots that
+        are not filled.
         """
         if self._gated_step != plan.step:
             raise InvariantError(f"step {plan.step} would be launched before its gates are marked")
@@ -151,15 +167,17 @@ class Transfers:
         self._books[Lane.COMPUTE].enter(step, ticket)
 
     def completed(self) -> Tickets:
-        """The last ticket known to be complete on each lane. Raises the error that ended the device, if it has
-        failed."""
+        """The last ticket known to be complete on each lane. Raises the error that ended the
+        device, if it has failed."""
         for book in self._books.values():
             book.prune(self._device)
         return Tickets(*(self._books[lane].completed for lane in Lane))
 
     def bad_copies(self) -> tuple[int, ...]:
-        """HOST slots of failed copies, among the swap-outs that the last `completed` call found complete."""
-        found, completed = list[int](), self._books[Lane.OUT].completed
+        """HOST slots of failed copies, among the swap-outs that the last `completed` call found
+        complete."""
+        found = list[int]()
+        completed = self._books[Lane.OUT].completed
         while self._unchecked and self._unchecked[0][0] <= completed:
             _, slots = self._unchecked.popleft()
             assert self._is_exact is not None
@@ -177,5 +195,7 @@ class Transfers:
 def _arrays(batch: CopyBatch) -> tuple[np.ndarray, np.ndarray]:
     """Sources and targets, as new arrays."""
     if len(batch.sources) != len(batch.targets):
-        raise InvariantError(f"ticket {batch.ticket} on lane {batch.lane.name} copies unlike numbers of slots")
+        raise InvariantError(
+            f"ticket {batch.ticket} on lane {batch.lane.name} copies unlike numbers of slots"
+        )
     return np.array(batch.sources, np.int32), np.array(batch.targets, np.int32)

@@ -1,7 +1,8 @@
-"""The device protocol on host memory: one daemon thread for each lane, so copies and steps overlap as on a GPU.
+"""The device protocol on host memory: one daemon thread for each lane, so copies and steps overlap
+as on a GPU.
 
-Tests change the timing within the limits of the protocol: they delay work and shuffle the pairs of a copy. Code that
-passes them is correct on any device.
+Tests change the timing within the limits of the protocol: they delay work and shuffle the pairs of
+a copy. Code that passes them is correct on any device.
 """
 
 from __future__ import annotations
@@ -34,15 +35,21 @@ class CpuTicket(Ticket):
     __slots__ = ("lane", "number")
 
     def __init__(self, lane: Lane, number: int):
-        self.lane, self.number = lane, number
+        self.lane = lane
+        self.number = number
 
 
 class CpuDevice:
-    """Both pools in host memory. Each lane's thread does its work in order; a device-side wait blocks that thread."""
+    """Both pools in host memory. Each lane's thread does its work in order; a device-side wait
+    blocks that thread."""
 
-    def __init__(self, disturb: Callable[[Lane], float] | None = None, shuffle: random.Random | None = None):
-        """disturb: seconds to sleep before each piece of work of a lane; shuffle: mixes the pairs of each copy."""
-        self._disturb, self._shuffle = disturb, shuffle
+    def __init__(
+        self, disturb: Callable[[Lane], float] | None = None, shuffle: random.Random | None = None
+    ):
+        """disturb: seconds to sleep before each piece of work of a lane; shuffle: mixes the pairs
+        of each copy."""
+        self._disturb = disturb
+        self._shuffle = shuffle
         self._pools: dict[Tier, torch.Tensor] = {}
         self._form: Form | None = None
         self._handle: int | None = None
@@ -50,20 +57,24 @@ class CpuDevice:
         self._processors = SharedProcessors(idle_teams())
         self._closed = False
         self._report: Callable[[Work], None] | None = None
-        # Each is written by one lane's thread: the copy times of IN and OUT, the time that COMPUTE waited for them, and
-        # the waits of IN's and OUT's copies before they began.
+        # Each is written by one lane's thread: the copy times of IN and OUT, the time that COMPUTE
+        # waited for them, and the waits of IN's and OUT's copies before they began.
         self._seconds = dict.fromkeys(Lane, 0.0)
         self._queued = {Lane.IN: NO_WAITS, Lane.OUT: NO_WAITS}
 
-        # The lanes' common state, used only while the condition is held. `_error` is set once and ends all lanes.
+        # The lanes' common state, used only while the condition is held. `_error` is set once and
+        # ends all lanes.
         self._changed = threading.Condition()
         self._completed = dict.fromkeys(Lane, 0)
         self._error: BaseException | None = None
 
         self._marked = dict.fromkeys(Lane, 0)
-        self._queues: dict[Lane, SimpleQueue[Callable[[], None] | None]] = {lane: SimpleQueue() for lane in Lane}
+        self._queues: dict[Lane, SimpleQueue[Callable[[], None] | None]] = {
+            lane: SimpleQueue() for lane in Lane
+        }
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"lane {lane.name}", daemon=True) for lane in Lane
+            threading.Thread(target=self._work, args=(lane,), name=f"lane {lane.name}", daemon=True)
+            for lane in Lane
         ]
         for thread in self._threads:
             thread.start()
@@ -77,7 +88,8 @@ class CpuDevice:
         with torch.inference_mode():
             while (task := queue.get()) is not None:
                 if self._error is not None:
-                    continue  # a ticket after failed work never completes; waiting for it raises the error
+                    # a ticket after failed work never completes; waiting for it raises the error
+                    continue
                 try:
                     task()
                 except BaseException as error:  # carried to the issuing thread, which raises it
@@ -125,8 +137,8 @@ class CpuDevice:
         self._issue(lane, lambda: self._await(lane, ticket))
 
     def _await(self, lane: Lane, ticket: CpuTicket) -> None:
-        """Waits on the lane's thread. Only COMPUTE's waits are counted: copies that wait for each other delay
-        nothing."""
+        """Waits on the lane's thread. Only COMPUTE's waits are counted: copies that wait for each
+        other delay nothing."""
         started = time.perf_counter()
         self.synchronize(ticket)
         if lane is Lane.COMPUTE:
@@ -149,19 +161,29 @@ class CpuDevice:
         """The tiers share the host's memory."""
         return host_memory()
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
-        # numpy's zeroed pages are not allocated before they are written, so the existing pools still count as free.
+    def allocate_pool(
+        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+    ) -> None:
+        # numpy's zeroed pages are not allocated before they are written, so the existing pools
+        # still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
         record = record_bytes(shape, dtype, form)
         check_pool_fits(POOL_SETTINGS[tier], shape[0], shape[0] * record, free)
         try:
             if form is not None:
                 self._form = form
-                self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
+                self._pools[tier] = torch.from_numpy(
+                    np.zeros((shape[0], shape[1], record // shape[1]), np.uint8)
+                )
             else:
-                self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+                self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(
+                    dtype
+                )
         except MemoryError as error:  # raised under a limit of this process (ulimit -v)
-            message = f"{shape[0]} chunks could not be had though {free / GIB:.2f} GiB seemed free; lower it ({error})"
+            message = (
+                f"{shape[0]} chunks could not be had though {free / GIB:.2f} GiB seemed free; "
+                f"lower it ({error})"
+            )
             raise SettingError(POOL_SETTINGS[tier], message) from error
 
     def record(self, slot: int) -> np.ndarray:
@@ -189,20 +211,35 @@ class CpuDevice:
             ended = time.perf_counter()
             self._seconds[lane] += ended - started
             if self._report is not None:
-                self._report(Work(lane, started, ended, len(pairs) * host[0, layers.start : layers.stop].nbytes))
+                self._report(
+                    Work(
+                        lane,
+                        started,
+                        ended,
+                        len(pairs) * host[0, layers.start : layers.stop].nbytes,
+                    )
+                )
 
         self._issue(lane, task)
 
     def _recoding(self, lane: Lane) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the function that converts layers of chunks from the source tier's form to the target tier's."""
-        form, gpu = self._form, self._pools[Tier.GPU]
+        """Returns the function that converts layers of chunks from the source tier's form to the
+        target tier's."""
+        form = self._form
+        gpu = self._pools[Tier.GPU]
         if form is None:
             return lambda layers: layers
-        return form.encode if lane is Lane.OUT else lambda layers: form.decode(layers, gpu.shape, gpu.dtype)
+        return (
+            form.encode
+            if lane is Lane.OUT
+            else lambda layers: form.decode(layers, gpu.shape, gpu.dtype)
+        )
 
     # The step.
 
-    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
+    def load(
+        self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
+    ) -> None:
         end_team()  # of the thread that loaded the engine
         self._engine = engine
         self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
@@ -216,7 +253,10 @@ class CpuDevice:
         def task() -> None:
             self._inputs = inputs
             self._sampler.start(inputs.sampling.starts)
-            cells, slots = torch.from_numpy(inputs.block_cells), torch.from_numpy(inputs.block_slots)
+            cells, slots = (
+                torch.from_numpy(inputs.block_cells),
+                torch.from_numpy(inputs.block_slots),
+            )
             self._block_table.view(-1)[cells] = slots
 
         self._issue_work(Lane.COMPUTE, task)
@@ -265,7 +305,11 @@ class CpuDevice:
     def transfer_seconds(self) -> TransferSeconds:
         seconds, queued = self._seconds, self._queued
         return TransferSeconds(
-            seconds[Lane.IN], seconds[Lane.OUT], seconds[Lane.COMPUTE], queued[Lane.IN], queued[Lane.OUT]
+            seconds[Lane.IN],
+            seconds[Lane.OUT],
+            seconds[Lane.COMPUTE],
+            queued[Lane.IN],
+            queued[Lane.OUT],
         )
 
     def watch(self, report: Callable[[Work], None]) -> None:

@@ -1,12 +1,14 @@
-"""The device protocol on an NVIDIA GPU: a lane is a stream (two if copies change their form: `compressed_copies`), a
-ticket is an event, and the HOST pool is page-locked memory.
+"""The device protocol on an NVIDIA GPU: a lane is a stream (two if copies change their form:
+`compressed_copies`), a ticket is an event, and the HOST pool is page-locked memory.
 
-The calling thread hands copies to the driver, a thousand in a call; a call takes 0.35 ms and lets other threads run.
-The same thread issues a step's copies, records its gates and launches it, in this order, so no step is launched before
-its gates are recorded. A separate thread for copies would be faster, but this order would then need a proof.
+The calling thread hands copies to the driver, a thousand in a call; a call takes 0.35 ms and lets
+other threads run. The same thread issues a step's copies, records its gates and launches it, in
+this order, so no step is launched before its gates are recorded. A separate thread for copies would
+be faster, but this order would then need a proof.
 
-A gate is one event for the device's life. A running step waits for the event's last record before the launch, inside a
-captured graph too (an external wait). So one graph serves consecutive steps in flight.
+A gate is one event for the device's life. A running step waits for the event's last record before
+the launch, inside a captured graph too (an external wait). So one graph serves consecutive steps in
+flight.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from .protocol import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .timing import TransferTimes
 
 OVERDUE_SECONDS = 60.0
-"""Seconds. No copy and no step takes nearly so long: the device hangs, and further waiting would hide the place."""
+"""Seconds. No copy and no step takes nearly so long: the device hangs, and further waiting would
+hide the place."""
 
 CAPTURE_SECONDS = 600.0
 """Seconds. On a machine's first start this includes the compilation of every kernel."""
@@ -55,7 +58,8 @@ class CudaTicket(Ticket):
     __slots__ = ("event", "lane", "what")
 
     def __init__(self, lane: Lane, what: str):
-        self.lane, self.what = lane, what
+        self.lane = lane
+        self.what = what
         self.event = torch.cuda.Event(enable_timing=True)
 
 
@@ -81,7 +85,8 @@ class CudaDevice:
     """The current CUDA device of torch."""
 
     def __init__(self, enforce_eager: bool = False, batched_copies: bool = True):
-        """enforce_eager: run the same steps without graphs; batched_copies: False issues copies one by one (for tests).
+        """enforce_eager: run the same steps without graphs; batched_copies: False issues copies one
+        by one (for tests).
 
         SettingError if there is no suitable GPU.
         """
@@ -119,7 +124,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info()
         return Memory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
+    def allocate_pool(
+        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+    ) -> None:
         slots = shape[0]
         record = record_bytes(shape, dtype, form)
         free = self.memory(tier).free
@@ -135,14 +142,17 @@ class CudaDevice:
         except (torch.cuda.OutOfMemoryError, CudaError) as error:
             raise SettingError(
                 POOL_SETTINGS[tier],
-                f"{slots} chunks need {slots * record / GIB:.2f} GiB, which could not be had though "
+                f"{slots} chunks need {slots * record / GIB:.2f} GiB, which could not be had "
+                "though "
                 f"{free / GIB:.2f} GiB seemed free; lower it ({error})",
             ) from error
         self._layers = shape[1]
         if form is not None:
             assert self._pool is not None and self._host is not None
             self._coded = {
-                lane: CodedCopies(lane, form, self._pool, self._host.records, self._streams[lane], self._copy)
+                lane: CodedCopies(
+                    lane, form, self._pool, self._host.records, self._streams[lane], self._copy
+                )
                 for lane in (Lane.IN, Lane.OUT)
             }
 
@@ -156,7 +166,9 @@ class CudaDevice:
             return
         host, gpu = self._records[Tier.HOST], self._records[Tier.GPU]
         source, target = (host, gpu) if lane is Lane.IN else (gpu, host)
-        self._issued[lane] = f"the copy of layers {layers.start} to {layers.stop - 1} of {len(sources)} chunks"
+        self._issued[lane] = (
+            f"the copy of layers {layers.start} to {layers.stop - 1} of {len(sources)} chunks"
+        )
         if self._coded:
             gpu_slots, host_slots = (targets, sources) if lane is Lane.IN else (sources, targets)
             gpu.check(gpu_slots)
@@ -201,14 +213,18 @@ class CudaDevice:
     def synchronize(self, ticket: CudaTicket) -> None:
         if not _reached(ticket.event):
             unfinished = [last for last in self._last.values() if not last.event.query()]
-            behind = "; ".join(f"lane {last.lane.name}, not past {last.what}" for last in unfinished)
+            behind = "; ".join(
+                f"lane {last.lane.name}, not past {last.what}" for last in unfinished
+            )
             late = f"lane {ticket.lane.name} is not past {ticket.what} after {OVERDUE_SECONDS:g} s"
             raise InvariantError(f"{late}; behind: {behind or 'none any more'}")
         self._times.seen(ticket.event)
 
     # The step.
 
-    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
+    def load(
+        self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
+    ) -> None:
         # imported here because only CUDA installations have Triton
         from ...plugins.attention.kernel import make_work_list
         from ...plugins.attention.work_list import Capacity
@@ -222,17 +238,20 @@ class CudaDevice:
         decoder = engine.manifest.decoder
         self._times.loaded(decoder.layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
-        self._work = make_work_list(capacity, heads, kv_heads, decoder.head_dim, engine.dtype, pool=self._pool)
+        self._work = make_work_list(
+            capacity, heads, kv_heads, decoder.head_dim, engine.dtype, pool=self._pool
+        )
         for gate in gates:
-            # A gate never marked is open. Inside a graph only a recorded event can be waited for, so each is recorded
-            # once.
+            # A gate never marked is open. Inside a graph only a recorded event can be waited for,
+            # so each is recorded once.
             self._gates[gate] = torch.cuda.Event()
             self._gates[gate].record(self._streams[Lane.IN])
         events = {gate: event.cuda_event for gate, event in self._gates.items()}
         self._handle = register_pool(self._pool, self._pass_gate, self._work, events)
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
-            self._results, self._copy_words = Staging(pinned=True), copy_words
+            self._results = Staging(pinned=True)
+            self._copy_words = copy_words
             self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
             self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
             self._sampler = make_sampler(engine.vocab_size, "cuda", self._buffers.place)
@@ -247,13 +266,16 @@ class CudaDevice:
             # Graphs overwrite each other's memory, so the logits are copied out of it.
             self._captured_logits[: shape.rows].copy_(self._forward(shape))
 
-        with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
+        # ranks that differ wait in each other's sums
+        with give_up_after(CAPTURE_SECONDS), self._computing():
             self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
             # The largest comes first, so the others fit in its memory.
-            ordered = sorted(shapes.captured, key=lambda shape: (not shape.generation, shape), reverse=True)
+            ordered = sorted(
+                shapes.captured, key=lambda shape: (not shape.generation, shape), reverse=True
+            )
             for done, shape in enumerate(ordered, start=1):
-                # A run just before the capture does the work that cannot be recorded: kernels are compiled and loaded,
-                # libraries allocate memory, TensorRT takes the sizes.
+                # A run just before the capture does the work that cannot be recorded: kernels are
+                # compiled and loaded, libraries allocate memory, TensorRT takes the sizes.
                 self._buffers.idle(shape)
                 step(shape)
                 self._graphs.capture(shape, step)
@@ -285,7 +307,9 @@ class CudaDevice:
         with self._computing():
             self._shape = self._buffers.upload(inputs)
             if len(inputs.block_cells):
-                self._block_table.view(-1).index_copy_(0, self._buffers.block_cells, self._buffers.block_slots)
+                self._block_table.view(-1).index_copy_(
+                    0, self._buffers.block_cells, self._buffers.block_slots
+                )
             self._sampler.start(inputs.sampling.starts)
 
     @_ends_the_device
@@ -295,20 +319,27 @@ class CudaDevice:
             self._times.step(len(self._inputs.token_ids), self._run)
 
     def _run(self) -> None:
-        self._logits = self._captured_logits if self._graphs.replay(self._shape) else self._forward(self._shape)
+        self._logits = (
+            self._captured_logits
+            if self._graphs.replay(self._shape)
+            else self._forward(self._shape)
+        )
 
     @_ends_the_device
     def sample(self) -> tuple[CudaTicket, np.ndarray, Scores | None]:
         inputs = self._inputs
         with self._computing():
-            drawn, scored = self._sampler.sample(self._logits[: len(inputs.sample_rows)], inputs.sampling)
+            drawn, scored = self._sampler.sample(
+                self._logits[: len(inputs.sample_rows)], inputs.sampling
+            )
             drawn = drawn.int()
             self._last_samples.index_copy_(0, self._buffers.sample_seats, drawn)
             tokens = self._results.take(len(drawn))
             self._copy_words(tokens, drawn)
             self._results.issued()
             scores = None
-            # pinned buffers of torch's cache: not reused while referenced here or written on that stream
+            # pinned buffers of torch's cache: not reused while referenced here or written on that
+            # stream
             if scored is not None:
                 scores = Scores.empty(len(scored.logprobs), scored.top_ids.shape[1], pinned=True)
                 for target, source in zip(scores, scored, strict=True):
@@ -341,7 +372,10 @@ class CudaDevice:
     def _finish(self) -> bool:
         """Waits for all lanes. Returns False if they have failed or hang."""
         try:
-            for stream in (*self._streams.values(), *(coded.entry for coded in self._coded.values())):
+            for stream in (
+                *self._streams.values(),
+                *(coded.entry for coded in self._coded.values()),
+            ):
                 event = torch.cuda.Event()
                 event.record(stream)
                 if not _reached(event):
@@ -363,9 +397,13 @@ def _reached(event: torch.cuda.Event) -> bool:
 
 def _check_gpu() -> None:
     if not torch.cuda.is_available():
-        raise SettingError("--device", "torch finds no NVIDIA GPU here, or has none of its libraries; use cpu")
+        raise SettingError(
+            "--device", "torch finds no NVIDIA GPU here, or has none of its libraries; use cpu"
+        )
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST_CAPABILITY:
         wanted, found = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
         name = torch.cuda.get_device_name()
-        raise SettingError("--device", f"cuda needs compute capability {wanted} or newer, and {name} has {found}")
+        raise SettingError(
+            "--device", f"cuda needs compute capability {wanted} or newer, and {name} has {found}"
+        )

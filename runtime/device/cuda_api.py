@@ -1,7 +1,9 @@
-"""The few functions of the CUDA runtime that torch does not offer. Their status is checked only here.
+"""The few functions of the CUDA runtime that torch does not offer. Their status is checked only
+here.
 
-They are called through cuda-python, except the batched copy. That one takes numpy arrays of addresses, without a Python
-object for each entry. It is called by ctypes in the library that torch has loaded, and other threads run meanwhile.
+They are called through cuda-python, except the batched copy. That one takes numpy arrays of
+addresses, without a Python object for each entry. It is called by ctypes in the library that torch
+has loaded, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from ...scheduler.types import SettingError
 MOST_ENTRIES = 1024  # entries of a batched copy; with tens of thousands, some drivers hang
 _OLDEST = 13000  # the first version whose cudaMemcpyBatchAsync has this signature
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_BATCH_SIGNATURE: list[Any] = [_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS]
+_BATCH_SIGNATURE: list[Any] = [
+    _ADDRESS,
+    _ADDRESS,
+    _ADDRESS,
+    _SIZE,
+    _ADDRESS,
+    _ADDRESS,
+    _SIZE,
+    _ADDRESS,
+]
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 
@@ -28,14 +39,18 @@ class CudaError(RuntimeError):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """cudaMemcpyAttributes: source access order, locations of source and target as (type, id; 0: found by the driver),
-    flags."""
+    """cudaMemcpyAttributes: source access order, locations of source and target as (type, id; 0:
+    found by the driver), flags."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("order", "source", "source_id", "target", "target_id", "flags")]
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in ("order", "source", "source_id", "target", "target_id", "flags")
+    ]
 
 
 class CudaRuntime:
-    """Functions of the runtime. Streams and events are given by their handles, memory by its address."""
+    """Functions of the runtime. Streams and events are given by their handles, memory by its
+    address."""
 
     def __init__(self, path: str | None = None):
         """SettingError if the runtime library (by default, torch's own) is older than CUDA 13."""
@@ -44,13 +59,16 @@ class CudaRuntime:
         _check("cudaRuntimeGetVersion", self._library.cudaRuntimeGetVersion(ctypes.byref(version)))
         if version.value < _OLDEST:
             found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-            raise SettingError("--device", f"cuda needs a torch made for CUDA 13 or newer, not {found}")
+            raise SettingError(
+                "--device", f"cuda needs a torch made for CUDA 13 or newer, not {found}"
+            )
         self._library.cudaMemcpyBatchAsync.argtypes = _BATCH_SIGNATURE
         self._attributes = _CopyAttributes(order=_IN_STREAM_ORDER)
         self._first = np.zeros(1, np.uint64)  # the attributes apply from the first entry on
 
     def use_device(self, device: int) -> None:
-        """Sets the calling thread's GPU to torch's: cuda-python has its own runtime, which starts with GPU 0."""
+        """Sets the calling thread's GPU to torch's: cuda-python has its own runtime, which starts
+        with GPU 0."""
         _call("cudaSetDevice", device)
 
     def allocate_pinned(self, size: int) -> int:
@@ -67,22 +85,36 @@ class CudaRuntime:
         """
         _call("cudaStreamWaitEvent", stream, event, cuda.cudaEventWaitExternal)
 
-    def copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
-        """Copies sizes[i] bytes from sources[i] to targets[i], in any order; uint64 arrays, free once this returns."""
+    def copy_batch(
+        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int
+    ) -> None:
+        """Copies sizes[i] bytes from sources[i] to targets[i], in any order; uint64 arrays, free
+        once this returns."""
         for first in range(0, len(sizes), MOST_ENTRIES):
             part = slice(first, first + MOST_ENTRIES)
             status = self._library.cudaMemcpyBatchAsync(
-                targets[part].ctypes.data, sources[part].ctypes.data, sizes[part].ctypes.data, len(sizes[part]),
-                ctypes.addressof(self._attributes), self._first.ctypes.data, 1, stream,
-            )  # fmt: skip
+                targets[part].ctypes.data,
+                sources[part].ctypes.data,
+                sizes[part].ctypes.data,
+                len(sizes[part]),
+                ctypes.addressof(self._attributes),
+                self._first.ctypes.data,
+                1,
+                stream,
+            )
             if status:
-                self._library.cudaGetLastError()  # otherwise torch finds it and blames its own next call
+                # otherwise torch finds it and blames its own next call
+                self._library.cudaGetLastError()
             _check("cudaMemcpyBatchAsync", status)
 
-    def copy_each(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+    def copy_each(
+        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int
+    ) -> None:
         """The slow twin of `copy_batch`."""
         kind = cuda.cudaMemcpyKind.cudaMemcpyDefault
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        for target, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
             _call("cudaMemcpyAsync", target, source, size, kind, stream)
 
 
@@ -96,7 +128,8 @@ def _call(name: str, *arguments: Any) -> Any:
 def _check(name: str, status: int) -> None:
     if status:
         error = cuda.cudaError_t(status)
-        title, words = cuda.cudaGetErrorName(error)[1].decode(), cuda.cudaGetErrorString(error)[1].decode()
+        title = cuda.cudaGetErrorName(error)[1].decode()
+        words = cuda.cudaGetErrorString(error)[1].decode()
         raise CudaError(f"{name} failed: {title}, {words}")
 
 
@@ -107,4 +140,6 @@ def _loaded_library() -> str:
     for path in mapped:
         if Path(path).name.startswith("libcudart"):
             return path
-    raise SettingError("--device", "this torch has no CUDA runtime of its own to share (libcudart is not loaded)")
+    raise SettingError(
+        "--device", "this torch has no CUDA runtime of its own to share (libcudart is not loaded)"
+    )

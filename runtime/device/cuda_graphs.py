@@ -10,7 +10,8 @@ from ..step.buffers import Shape
 
 
 class StepGraphs:
-    """Graphs that share their memory: they run one after the other, and no graph needs the previous one's contents."""
+    """Graphs that share their memory: they run one after the other, and no graph needs the previous
+    one's contents."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self._stream = stream
@@ -20,10 +21,13 @@ class StepGraphs:
     def capture(self, shape: Shape, step: Callable[[Shape], None]) -> None:
         """Records `step(shape)`, which has just run once, on the stream; blocks.
 
-        Other threads may meanwhile make calls that a capture forbids, such as NCCL's event queries and allocations.
+        Other threads may meanwhile make calls that a capture forbids, such as NCCL's event queries
+        and allocations.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+        ):
             step(shape)
         self._graphs[shape] = graph
 

@@ -1,4 +1,5 @@
-"""Times copies on their lanes, and the waits of steps for them, with events of the device. Nothing here waits."""
+"""Times copies on their lanes, and the waits of steps for them, with events of the device. Nothing
+here waits."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class _Copy(NamedTuple):
     size: int
 
     def complete(self) -> bool:
-        """Checks both events: the idle stream may be late, because the driver lets streams share queues if there are
-        many."""
+        """Checks both events: the idle stream may be late, because the driver lets streams share
+        queues if there are many."""
         return self.end.query() and self.issued.query()
 
 
@@ -45,11 +46,15 @@ class _Step(NamedTuple):
 
 
 class TransferTimes:
-    """Called around the work that is put on the streams, in the order of issue, by the issuing thread."""
+    """Called around the work that is put on the streams, in the order of issue, by the issuing
+    thread."""
 
     def __init__(self, new_event: Callable[[], Event], streams: dict[Lane, Any], idle: Any):
-        """idle: a stream that carries no other work: an event there happens as soon as it is recorded."""
-        self._new_event, self._streams, self._idle = new_event, streams, idle
+        """idle: a stream that carries no other work: an event there happens as soon as it is
+        recorded."""
+        self._new_event = new_event
+        self._streams = streams
+        self._idle = idle
         self._seconds = dict.fromkeys((Lane.IN, Lane.OUT), 0.0)
         self._queued = {Lane.IN: NO_WAITS, Lane.OUT: NO_WAITS}
         self._exposed = 0.0
@@ -61,13 +66,15 @@ class TransferTimes:
         self._clock: DeviceClock | None = None
 
     def watch(self, report: Callable[[Work], None], synchronize: Callable[[Any], None]) -> None:
-        """From now on `read` reports each copy and step, and steps that wait for nothing are timed too.
+        """From now on `read` reports each copy and step, and steps that wait for nothing are timed
+        too.
 
         synchronize: waits for an event.
         """
         event = self._record(Lane.COMPUTE)
         synchronize(event)
-        self._clock, self._report = DeviceClock(event), report
+        self._clock = DeviceClock(event)
+        self._report = report
 
     def seen(self, event: Event) -> None:
         """Records that the host, waiting for the event, has just seen it happen."""
@@ -103,7 +110,8 @@ class TransferTimes:
         start = self._start or self._record(Lane.COMPUTE)
         issue()
         self._enter(_Step(self._waits, start, self._record(Lane.COMPUTE), size))
-        self._waits, self._start = [], None
+        self._waits = []
+        self._start = None
 
     def read(self) -> TransferSeconds:
         """Returns the seconds of all complete work."""
@@ -112,7 +120,8 @@ class TransferTimes:
                 case _Copy(lane, issued, start, end, size):
                     self._seconds[lane] += _seconds(start, end)
                     # A lane without work may be faster than the idle stream by some microseconds.
-                    waited, before = max(0.0, _seconds(issued, start)), self._queued[lane]
+                    waited = max(0.0, _seconds(issued, start))
+                    before = self._queued[lane]
                     self._queued[lane] = Waits(before.seconds + waited, before.copies + 1)
                 case _Step(waits, start, end, size):
                     lane = Lane.COMPUTE
@@ -121,7 +130,9 @@ class TransferTimes:
             if self._report is not None and self._clock is not None:
                 self._report(Work(lane, self._clock.read(start), self._clock.read(end), size))
         seconds, queued = self._seconds, self._queued
-        return TransferSeconds(seconds[Lane.IN], seconds[Lane.OUT], self._exposed, queued[Lane.IN], queued[Lane.OUT])
+        return TransferSeconds(
+            seconds[Lane.IN], seconds[Lane.OUT], self._exposed, queued[Lane.IN], queued[Lane.OUT]
+        )
 
     def _record(self, lane: Lane) -> Event:
         event = self._new_event()
@@ -137,13 +148,17 @@ class TransferTimes:
 def exposed_seconds(total: float, layers: int, opened: Sequence[tuple[int, float]]) -> float:
     """Returns how much of a step's time was waiting, if its layers take equally long.
 
-    opened: (first layer behind a gate, when it opened). Layer l cannot end before the gates up to it have opened, and
-    then the remaining layers take their time. So one layer takes c seconds, where
+    opened: (first layer behind a gate, when it opened). Layer l cannot end before the gates up to
+    it have opened, and then the remaining layers take their time. So one layer takes c seconds,
+    where
 
         end = max(layers * c, opened[i] + (layers - layer[i]) * c for all i)
     """
     layer_seconds = min(
-        [total / layers, *(max(0.0, total - max(0.0, time)) / (layers - layer) for layer, time in opened)]
+        [
+            total / layers,
+            *(max(0.0, total - max(0.0, time)) / (layers - layer) for layer, time in opened),
+        ]
     )
     return total - layers * layer_seconds
 

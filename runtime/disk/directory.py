@@ -1,5 +1,5 @@
-"""Directories for the use of one process at a time, and the disk tier's own, which records the origin of its
-records."""
+"""Directories for the use of one process at a time, and the disk tier's own, which records the
+origin of its records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ABOUT = "about.json"
 
 @dataclass(frozen=True)
 class RecordOrigin:
-    """Everything that must be equal for KV on disk to be read again: all that changes KV, and its division among ranks.
+    """Everything that must be equal for KV on disk to be read again: all that changes KV, and its
+    division among ranks.
 
     engine          digest of all that changes KV, as `SchedulerConfig.seed`, hexadecimal
     chunk_tokens    tokens of a chunk
@@ -47,8 +48,8 @@ class RecordOrigin:
 
 
 def open_directory(path: Path, origin: RecordOrigin) -> Path:
-    """Returns the rank's own folder under `path`, and creates it if it is missing. Records of any other origin are
-    deleted.
+    """Returns the rank's own folder under `path`, and creates it if it is missing. Records of any
+    other origin are deleted.
 
     SettingError('--disk-dir') if it cannot be used.
     """
@@ -65,7 +66,11 @@ def open_directory(path: Path, origin: RecordOrigin) -> Path:
             for file in records:
                 file.unlink()
             if records:
-                log.warning("%s: dropped %d files of KV, which another engine or setting wrote", own, len(records))
+                log.warning(
+                    "%s: dropped %d files of KV, which another engine or setting wrote",
+                    own,
+                    len(records),
+                )
             _replace(about, words)  # last, so all records found next to it are of this origin
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("--disk-dir", f"cannot use {own}: {error}") from error
@@ -91,7 +96,8 @@ def _replace(path: Path, words: str) -> None:
 def locked(directory: Path, setting: str) -> Iterator[None]:
     """While this is open no other process can use the directory, which is created if it is missing.
 
-    The system releases the lock when the process ends in any way. SettingError names `setting` and the other process.
+    The system releases the lock when the process ends in any way. SettingError names `setting` and
+    the other process.
     """
     path = directory / "lock"
     try:
@@ -106,11 +112,14 @@ def locked(directory: Path, setting: str) -> Iterator[None]:
             file.seek(0)
             owner = file.read().decode(errors="replace").strip() or "?"
             raise SettingError(
-                setting, f"{directory} is in use by process {owner}; give this server a directory of its own"
+                setting,
+                f"{directory} is in use by process {owner}; give this server a directory of its "
+                "own",
             ) from None
         except OSError as error:
             raise SettingError(setting, f"cannot lock {path}: {error.strerror}") from error
-        with suppress(OSError):  # a full disk: the lock holds all the same, but does not name its process
+        # a full disk: the lock holds all the same, but does not name its process
+        with suppress(OSError):
             file.truncate(0)
             file.write(f"{os.getpid()}\n".encode())
         yield

@@ -2,12 +2,13 @@
 
     | header, one page | payload, filled up to whole pages |
 
-There are two checksums. The header's own shows that the page was written completely, which is enough to list a
-directory's records. The record's covers header and payload together. So a payload that is torn, has flipped bits, or is
-left from the slot's previous record is never taken for this one's.
+There are two checksums. The header's own shows that the page was written completely, which is
+enough to list a directory's records. The record's covers header and payload together. So a payload
+that is torn, has flipped bits, or is left from the slot's previous record is never taken for this
+one's.
 
-XXH3 of 128 bits, computed without the interpreter's lock: several threads work side by side. The checksum need not tell
-keys apart: the whole key, a SHA-256, is in the header and is compared.
+XXH3 of 128 bits, computed without the interpreter's lock: several threads work side by side. The
+checksum need not tell keys apart: the whole key, a SHA-256, is in the header and is compared.
 """
 
 from __future__ import annotations
@@ -46,16 +47,19 @@ def record_bytes(payload: int) -> int:
     return PAGE + -(-payload // PAGE) * PAGE
 
 
-def pack_header(key: ChunkKey, end: int, origin: bytes, written: float, payload: np.ndarray) -> bytes:
-    """The page before `payload` ([bytes] uint8). `origin`: the 32 bytes of `RecordOrigin.digest`."""
+def pack_header(
+    key: ChunkKey, end: int, origin: bytes, written: float, payload: np.ndarray
+) -> bytes:
+    """The page before `payload` ([bytes] uint8). `origin`: the 32 bytes of
+    `RecordOrigin.digest`."""
     fields = _FIELDS.pack(_MAGIC, VERSION, key, origin, end, written, len(payload))
     head = fields + _checksum(fields, payload.data)
     return (head + _checksum(head)).ljust(PAGE, b"\0")
 
 
 def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header | None:
-    """Returns the page's fields, or None unless the page is complete and belongs to a record of this origin and
-    size."""
+    """Returns the page's fields, or None unless the page is complete and belongs to a record of
+    this origin and size."""
     magic, version, key, written_by, end, written, size = _FIELDS.unpack_from(page)
     _, own = _CHECKSUMS.unpack_from(page, _FIELDS.size)
     if (magic, version, written_by, size) != (_MAGIC, VERSION, origin, payload):

@@ -1,8 +1,9 @@
-"""The files of a disk tier: records of fixed size in segments that are allocated whole, on first use.
+"""The files of a disk tier: records of fixed size in segments that are allocated whole, on first
+use.
 
-Reads and writes bypass the page cache (O_DIRECT) where the file system allows it: KV is read once and kept in the HOST
-tier, so a second copy in the page cache would only displace others. Every method except `close` may be called by
-several threads.
+Reads and writes bypass the page cache (O_DIRECT) where the file system allows it: KV is read once
+and kept in the HOST tier, so a second copy in the page cache would only displace others. Every
+method except `close` may be called by several threads.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ class Segments:
         system: SystemCalls = SystemCalls(),
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """Deletes files beyond `slots`, so at most `slots * record` bytes are used. Raises OSError, also if the process
-        may not open so many files."""
-        self._directory, self._record, self._system = directory, record, system
+        """Deletes files beyond `slots`, so at most `slots * record` bytes are used. Raises OSError,
+        also if the process may not open so many files."""
+        self._directory = directory
+        self._record = record
+        self._system = system
         self.slots = slots
         self.slots_a_segment = max(1, segment_bytes // record)
         self._lock = threading.Lock()
@@ -59,7 +62,10 @@ class Segments:
         used = {self._path(segment) for segment in range(-(-slots // self.slots_a_segment))}
         wanted = len(used) + OTHER_FILES
         if (allowed := allow_open_files(wanted)) < wanted:
-            limit = f"this process may open {allowed}: raise the limit to {wanted} (ulimit -Hn, LimitNOFILE=)"
+            limit = (
+                f"this process may open {allowed}: raise the limit to {wanted} (ulimit -Hn, "
+                "LimitNOFILE=)"
+            )
             raise OSError(f"the tier has {len(used)} files beside others, and {limit}")
         for path in directory.glob("*.kv"):
             if path not in used:
@@ -82,17 +88,18 @@ class Segments:
         return following == slot + 1 and following % self.slots_a_segment != 0
 
     def read(self, slot: int, buffers: Sequence[Any]) -> None:
-        """Fills the buffers, whole pages, from the beginning of the slot's record. OSError, also if the file is too
-        short."""
+        """Fills the buffers, whole pages, from the beginning of the slot's record. OSError, also if
+        the file is too short."""
         self._transfer(self._system.read, slot, buffers, make=False)
 
     def write(self, slot: int, buffers: Sequence[Any], make: bool = True) -> None:
-        """Writes the buffers, whole pages, from the beginning of the slot's record. `make`: first creates and allocates
-        the file. OSError."""
+        """Writes the buffers, whole pages, from the beginning of the slot's record. `make`: first
+        creates and allocates the file. OSError."""
         self._transfer(self._system.write, slot, buffers, make)
 
     def holds(self, slot: int) -> bool:
-        """Returns whether the slot can ever have been written: its file exists and is long enough. OSError."""
+        """Returns whether the slot can ever have been written: its file exists and is long enough.
+        OSError."""
         segment, index = divmod(slot, self.slots_a_segment)
         path = self._path(segment)
         return path.exists() and path.stat().st_size > index * self._record
@@ -110,7 +117,11 @@ class Segments:
     # -- internal
 
     def _transfer(
-        self, call: Callable[[int, Sequence[Any], int], int], slot: int, buffers: Sequence[Any], make: bool
+        self,
+        call: Callable[[int, Sequence[Any], int], int],
+        slot: int,
+        buffers: Sequence[Any],
+        make: bool,
     ) -> None:
         segment, index = divmod(slot, self.slots_a_segment)
         wanted = sum(len(buffer) for buffer in buffers)
@@ -119,11 +130,12 @@ class Segments:
             raise OSError(errno.EIO, f"{done} of {wanted} bytes", str(self._path(segment)))
 
     def _descriptor(self, segment: int, make: bool) -> int:
-        """FileNotFoundError if the file does not exist and `make` is False, ENOSPC if there is no room for all of
-        it."""
+        """FileNotFoundError if the file does not exist and `make` is False, ENOSPC if there is no
+        room for all of it."""
         known = self._open.get(segment)
         if known is not None and (segment in self._whole or not make):
-            return known  # without the lock: another thread may hold it for seconds to allocate a file
+            # without the lock: another thread may hold it for seconds to allocate a file
+            return known
         with self._lock:
             if segment not in self._open:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
@@ -133,15 +145,16 @@ class Segments:
                 except OSError:
                     os.close(descriptor)
                     raise
-                self._open[segment] = descriptor  # last, because other threads read it without the lock
+                # last, because other threads read it without the lock
+                self._open[segment] = descriptor
             if make and segment not in self._whole:
                 self._allocate(self._open[segment], self._size(segment))
                 self._whole.add(segment)
             return self._open[segment]
 
     def _allocate(self, descriptor: int, size: int) -> None:
-        """Allocates the whole segment. A file from a smaller tier, or one whose allocation was interrupted, is
-        extended."""
+        """Allocates the whole segment. A file from a smaller tier, or one whose allocation was
+        interrupted, is extended."""
         before = os.fstat(descriptor).st_size
         try:
             self._system.allocate(descriptor, 0, size)

@@ -1,4 +1,5 @@
-"""The speed of the disk tier's disk, measured at each start, because it depends on other users and on free space."""
+"""The speed of the disk tier's disk, measured at each start, because it depends on other users and
+on free space."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class DiskSpeed(NamedTuple):
 def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
     """Writes and reads records in a temporary folder, for a second or less on a solid-state disk.
 
-    Returns None if the disk does not accept them, for example because it is full. SettingError('--disk-dir') as
-    `DiskStore`.
+    Returns None if the disk does not accept them, for example because it is full.
+    SettingError('--disk-dir') as `DiskStore`.
     """
     count = min(256, max(8, MEASURED_BYTES // chunk_bytes))
     host = np.frombuffer(aligned_buffer(count * chunk_bytes), np.uint8).reshape(count, chunk_bytes)
@@ -53,7 +54,9 @@ def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
 
 def _plan(spills: tuple[Spill, ...] = (), promotions: tuple[Promotion, ...] = ()) -> StepPlan:
     none = array("i")
-    return StepPlan(1, (), NO_TICKETS, (), (), none, none, (), none, (), spills=spills, promotions=promotions)
+    return StepPlan(
+        1, (), NO_TICKETS, (), (), none, none, (), none, (), spills=spills, promotions=promotions
+    )
 
 
 def _seconds(store: DiskStore, plan: StepPlan) -> float:

@@ -1,13 +1,14 @@
-"""One rank's disk tier: does the spills, promotions and erasures of plans in threads, so that the loop never waits.
+"""One rank's disk tier: does the spills, promotions and erasures of plans in threads, so that the
+loop never waits.
 
     begin(plan)     hands work to the threads and returns
     take()          returns the work that has ended since, each slot once
 
-Separate threads read and write, so no turn waits behind records that are being saved. Neighbouring records are read and
-written with one call.
+Separate threads read and write, so no turn waits behind records that are being saved. Neighbouring
+records are read and written with one call.
 
-A failure of the disk is not an error: a record that cannot be written, read or verified is reported as failed, and its
-chunk is recomputed.
+A failure of the disk is not an error: a record that cannot be written, read or verified is reported
+as failed, and its chunk is recomputed.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class DiskReport(NamedTuple):
 
 
 class DiskSettings(NamedTuple):
-    """The directory of the records, their number, and the parts of their `RecordOrigin` (`chunk_bytes` is the
-    device's)."""
+    """The directory of the records, their number, and the parts of their `RecordOrigin`
+    (`chunk_bytes` is the device's)."""
 
     directory: Path
     slots: int
@@ -64,19 +65,28 @@ class DiskSettings(NamedTuple):
 class DiskStore:
     """Reads and writes records in its own threads. One thread calls its methods."""
 
-    def __init__(self, settings: DiskSettings, chunk_tokens: int, host_record: Callable[[int], np.ndarray]):
-        """host_record: returns the bytes of a HOST slot, [bytes] uint8, as `Device.record`; the threads call it too.
+    def __init__(
+        self, settings: DiskSettings, chunk_tokens: int, host_record: Callable[[int], np.ndarray]
+    ):
+        """host_record: returns the bytes of a HOST slot, [bytes] uint8, as `Device.record`; the
+        threads call it too.
 
         SettingError('--disk-dir') if the directory cannot be used.
         """
         payload = len(host_record(0))
         origin = RecordOrigin(settings.engine, chunk_tokens, payload, settings.ranks, settings.rank)
         self._directory = open_directory(settings.directory, origin)
-        self._origin, self._payload, self._record = origin.digest, payload, record_bytes(payload)
+        self._origin = origin.digest
+        self._payload = payload
+        self._record = record_bytes(payload)
         self._host_record = host_record
         try:
             self._segments = Segments(
-                self._directory, settings.slots, self._record, settings.system, settings.segment_bytes
+                self._directory,
+                settings.slots,
+                self._record,
+                settings.system,
+                settings.segment_bytes,
             )
         except OSError as error:
             raise SettingError("--disk-dir", f"cannot use {self._directory}: {error}") from error
@@ -98,21 +108,25 @@ class DiskStore:
     # -- called by the loop
 
     def records(self) -> list[DiskRecord]:
-        """Returns the records of an earlier process. Reads headers only; payloads are checked when they are read.
-        Blocks.
+        """Returns the records of an earlier process. Reads headers only; payloads are checked when
+        they are read. Blocks.
 
-        Records that cannot be read now are erased: otherwise a later deletion would miss them, and the next start might
-        find them.
+        Records that cannot be read now are erased: otherwise a later deletion would miss them, and
+        the next start might find them.
         """
-        now, unreadable = time.time(), list[int]()
-        found = self._readers.map(lambda slot: self._look(slot, now, unreadable), self._segments.present())
+        now = time.time()
+        unreadable = list[int]()
+        found = self._readers.map(
+            lambda slot: self._look(slot, now, unreadable), self._segments.present()
+        )
         records = [record for record in found if record is not None]
         self.erase(unreadable)
         return records
 
     def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """Erases the slots' records; on return they cannot be read again, even after a power failure. Returns the slots
-        that the disk refused to erase. The slots must not be in use by any work."""
+        """Erases the slots' records; on return they cannot be read again, even after a power
+        failure. Returns the slots that the disk refused to erase. The slots must not be in use by
+        any work."""
         page = aligned_buffer(PAGE)  # zeros
         written: list[int] = []
         refused: list[int] = []
@@ -134,20 +148,26 @@ class DiskStore:
             self._count(errors=len(errors))
             log.error(
                 "%s: %d records, perhaps of deleted conversations, may still be on disk: %s",
-                *(self._directory, len(refused), errors[0]),
+                self._directory,
+                len(refused),
+                errors[0],
             )
         return tuple(refused)
 
     def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
-        """Begins the plan's work. The future's result is that of `erase` for the plan's `erased` slots; None if there
-        are none.
+        """Begins the plan's work. The future's result is that of `erase` for the plan's `erased`
+        slots; None if there are none.
 
-        Raises the error that ended a thread, if there is one, and InvariantError if a slot is already in use by other
-        work.
+        Raises the error that ended a thread, if there is one, and InvariantError if a slot is
+        already in use by other work.
         """
         self._raise_error()
         began = time.perf_counter()
-        slots = [*(work.disk for work in plan.spills), *(work.disk for work in plan.promotions), *plan.erased]
+        slots = [
+            *(work.disk for work in plan.spills),
+            *(work.disk for work in plan.promotions),
+            *plan.erased,
+        ]
         with self._changed:
             if len(set(slots)) < len(slots) or not self._under_way.isdisjoint(slots):
                 raise InvariantError(f"step {plan.step} uses a DISK slot that is in use: {slots}")
@@ -170,8 +190,8 @@ class DiskStore:
             self._changed.wait_for(lambda: any(self._report) or self._error is not None, seconds)
 
     def take(self) -> DiskReport:
-        """Returns the work that has ended since the last call. Raises the error that ended a thread, if there is
-        one."""
+        """Returns the work that has ended since the last call. Raises the error that ended a
+        thread, if there is one."""
         self._raise_error()
         with self._changed:
             spilled, promoted, failed = map(tuple, self._report)
@@ -191,7 +211,9 @@ class DiskStore:
 
     # -- run by the threads
 
-    def _guarded(self, work: Callable[[list[Work], float], None], run: list[Work], began: float) -> None:
+    def _guarded(
+        self, work: Callable[[list[Work], float], None], run: list[Work], began: float
+    ) -> None:
         try:
             work(run, began)
         except BaseException as error:  # carried to the loop's thread, which raises it
@@ -202,29 +224,43 @@ class DiskStore:
     def _spill(self, run: list[Spill], began: float) -> None:
         queued = (time.perf_counter() - began) * len(run)
         done = self._one_or_all([run], self._write)
-        took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
+        took = (time.perf_counter() - began) * len(run)
+        size = len(done) * self._record
         with self._changed:
             self._end(run, done, 0)
-            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took, saving_queued=queued)
+            self._count(
+                saving=-len(run),
+                saved=len(done),
+                saved_bytes=size,
+                saving_seconds=took,
+                saving_queued=queued,
+            )
 
     def _promote(self, run: list[Promotion], began: float) -> None:
         queued = (time.perf_counter() - began) * len(run)
         done = self._one_or_all([run], self._read)
-        took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
+        took = (time.perf_counter() - began) * len(run)
+        size = len(done) * self._record
         with self._changed:
             self._end(run, done, 1)
-            loaded = dict(loaded=len(done), loaded_bytes=size, loading_seconds=took, loading_queued=queued)
+            loaded = dict(
+                loaded=len(done), loaded_bytes=size, loading_seconds=took, loading_queued=queued
+            )
             self._count(loading=-len(run), **loaded)
 
     def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
-        """Called while the condition is held. `kind`: index in the report for the slots that succeeded."""
+        """Called while the condition is held. `kind`: index in the report for the slots that
+        succeeded."""
         for work in run:
             self._under_way.discard(work.disk)
             self._report[kind if work.disk in done else 2].append(work.disk)
         self._changed.notify_all()
 
-    def _one_or_all(self, runs: Iterable[list[Work]], transfer: Callable[[list[Work]], set[int]]) -> set[int]:
-        """Returns the DISK slots that succeeded. If a run fails as a whole, its records are tried one by one."""
+    def _one_or_all(
+        self, runs: Iterable[list[Work]], transfer: Callable[[list[Work]], set[int]]
+    ) -> set[int]:
+        """Returns the DISK slots that succeeded. If a run fails as a whole, its records are tried
+        one by one."""
         done: set[int] = set()
         for run in runs:
             try:
@@ -265,7 +301,8 @@ class DiskStore:
         self._segments.read(run[0].disk, buffers)
         intact = set()
         for promotion, buffer, payload, in_place in read:
-            page, content = buffer[:PAGE].data, payload if in_place else buffer[PAGE : PAGE + len(payload)]
+            page = buffer[:PAGE].data
+            content = payload if in_place else buffer[PAGE : PAGE + len(payload)]
             header = read_header(page, self._origin, len(payload))
             if header is None or header.key != promotion.key or not payload_intact(page, content):
                 self._reject(promotion)
@@ -284,7 +321,11 @@ class DiskStore:
             unreadable.append(slot)
             return None
         header = read_header(page, self._origin, self._payload)
-        return None if header is None else DiskRecord(slot, header.key, header.end, max(0.0, now - header.written))
+        return (
+            None
+            if header is None
+            else DiskRecord(slot, header.key, header.end, max(0.0, now - header.written))
+        )
 
     # -- internal
 
@@ -292,15 +333,19 @@ class DiskStore:
         """Sorts the work by slot and groups records that one call can move."""
         runs: list[list[Work]] = []
         for one in sorted(work, key=lambda one: one.disk):
-            if runs and len(runs[-1]) < self._most_merged and self._segments.neighbours(runs[-1][-1].disk, one.disk):
+            if (
+                runs
+                and len(runs[-1]) < self._most_merged
+                and self._segments.neighbours(runs[-1][-1].disk, one.disk)
+            ):
                 runs[-1].append(one)
             else:
                 runs.append([one])
         return runs
 
     def _buffers(self) -> list[np.ndarray]:
-        """Buffers of this thread for the records of a run, [bytes] uint8 each. If payloads are transferred in place,
-        only the header pages are used."""
+        """Buffers of this thread for the records of a run, [bytes] uint8 each. If payloads are
+        transferred in place, only the header pages are used."""
         if not hasattr(self._own, "buffers"):
             buffer = np.frombuffer(aligned_buffer(self._most_merged * self._record), np.uint8)
             self._own.buffers = list(buffer.reshape(self._most_merged, self._record))
@@ -314,11 +359,14 @@ class DiskStore:
 
     def _count(self, **changes: float) -> None:
         with self._changed:
-            values = {name: getattr(self._counters, name) + change for name, change in changes.items()}
+            values = {
+                name: getattr(self._counters, name) + change for name, change in changes.items()
+            }
             self._counters = self._counters._replace(**values)
 
     def _trouble(self, error: OSError) -> None:
-        """Handles a refusal of the system. A full disk is logged once, until it accepts a record again."""
+        """Handles a refusal of the system. A full disk is logged once, until it accepts a record
+        again."""
         self._count(errors=1)
         if error.errno not in NO_ROOM:
             self._complain(f"the disk fails: {error}")
@@ -338,7 +386,10 @@ class DiskStore:
 
     def _reject(self, promotion: Promotion) -> None:
         self._count(rejected=1)
-        self._complain(f"the record in slot {promotion.disk} is not intact, or another's; its chunk is computed again")
+        self._complain(
+            f"the record in slot {promotion.disk} is not intact, or another's; its chunk is "
+            "computed again"
+        )
 
     def _complain(self, message: str) -> None:
         with self._changed:

@@ -1,6 +1,8 @@
-"""Bodies of the OpenAI-compatible requests. Each known field either has its effect or is refused by name.
+"""Bodies of the OpenAI-compatible requests. Each known field either has its effect or is refused by
+name.
 
-Types are strict (a string with a number is not a number). `null` has the same effect as an absent field.
+Types are strict (a string with a number is not a number). `null` has the same effect as an absent
+field.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's field: exactly one of these. `json`: a schema, or one as text. `grammar`: in llguidance's dialect of
-    Lark."""
+    """vLLM's field: exactly one of these. `json`: a schema, or one as text. `grammar`: in
+    llguidance's dialect of Lark."""
 
-    IGNORED = frozenset({"disable_additional_properties", "disable_any_whitespace", "disable_fallback"})
+    IGNORED = frozenset(
+        {"disable_additional_properties", "disable_any_whitespace", "disable_fallback"}
+    )
     NEUTRAL: ClassVar = {"structural_tag": (), "whitespace_pattern": ()}
 
     json_: dict[str, Any] | NonEmpty | None = Field(default=None, alias="json")
@@ -55,12 +59,18 @@ class StructuredOutputs(Body):
     def asked(self) -> dict[str, Any]:
         """The fields that are set, by their names in JSON."""
         values = {name.rstrip("_"): getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
         if len(self.asked) != 1:
-            raise RequestError(400, "structured_outputs must have one of json, json_object, regex, choice, grammar")
+            raise RequestError(
+                400, "structured_outputs must have one of json, json_object, regex, choice, grammar"
+            )
         return self
 
 
@@ -170,19 +180,30 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError(400, "stream_options is allowed only with stream", "stream_options")
         if self.server_history and self.conversation_id is None:
-            raise RequestError(400, "history is kept by the server for a named conversation only", "history")
+            raise RequestError(
+                400, "history is kept by the server for a named conversation only", "history"
+            )
         return self
 
     @property
     def conversation_id(self) -> str | None:
         """The id of the conversation that the turn is stored in, or None."""
-        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
+        return (
+            self.conversation.id
+            if isinstance(self.conversation, ConversationName)
+            else self.conversation
+        )
 
     @property
     def session(self) -> str | None:
-        """The name that groups requests whose KV belongs together, or None. Nothing is stored under it."""
+        """The name that groups requests whose KV belongs together, or None. Nothing is stored under
+        it."""
         params = self.conversation_params
-        return params.conversation_id if self.session_id is None and params is not None else self.session_id
+        return (
+            params.conversation_id
+            if self.session_id is None and params is not None
+            else self.session_id
+        )
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -196,8 +217,13 @@ class GenerationBody(Body):
 
     @property
     def truncates(self) -> bool:
-        """True if the context may outgrow the model's length: by default, if the turn belongs to a conversation."""
-        return self.conversation_id is not None if self.truncation is None else self.truncation == "auto"
+        """True if the context may outgrow the model's length: by default, if the turn belongs to a
+        conversation."""
+        return (
+            self.conversation_id is not None
+            if self.truncation is None
+            else self.truncation == "auto"
+        )
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -227,14 +253,19 @@ class ChoicesBody(GenerationBody):
         if not 1 <= self.n <= MOST_CHOICES:
             raise RequestError(400, f"n must be between 1 and {MOST_CHOICES}, not {self.n}", "n")
         if self.best_of not in (None, self.n):
-            raise RequestError(400, f"best_of is supported only if it equals n, which is {self.n}", "best_of")
+            raise RequestError(
+                400, f"best_of is supported only if it equals n, which is {self.n}", "best_of"
+            )
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError(400, "prompt_logprobs is not supported with stream", "prompt_logprobs")
+            raise RequestError(
+                400, "prompt_logprobs is not supported with stream", "prompt_logprobs"
+            )
         return self
 
     @property
     def reply_logprobs(self) -> int | None:
-        """The number of likeliest tokens reported with each token of the reply; None: no log probabilities."""
+        """The number of likeliest tokens reported with each token of the reply; None: no log
+        probabilities."""
         raise NotImplementedError
 
     @property
@@ -244,7 +275,8 @@ class ChoicesBody(GenerationBody):
 
 
 class CompletionBody(ChoicesBody):
-    """POST /v1/completions. `prompt`: text or token ids, or several of these; `prompts` checks it."""
+    """POST /v1/completions. `prompt`: text or token ids, or several of these; `prompts` checks
+    it."""
 
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
@@ -269,7 +301,8 @@ class CompletionBody(ChoicesBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Text, token ids, or several of either. Raises RequestError if the prompt is none of these."""
+        """Text, token ids, or several of either. Raises RequestError if the prompt is none of
+        these."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -278,7 +311,9 @@ class CompletionBody(ChoicesBody):
             return [prompt]
         if not prompt or [] in prompt or "" in prompt:
             raise RequestError(400, "the prompt is empty", "prompt")
-        if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)):
+        if kinds == {str} or (
+            kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)
+        ):
             return prompt
         forms = "text, a list of token ids, or a list of several of one of these"
         raise RequestError(400, f"prompt: must be {forms}", "prompt")
@@ -320,9 +355,13 @@ class ChatBody(ChoicesBody):
         check_logprobs(self.top_logprobs, "top_logprobs")
         names = [tool.function.name for tool in self.tools]
         if len(names) > MOST_TOOLS or len(set(names)) < len(names):
-            raise RequestError(400, f"tools must be at most {MOST_TOOLS}, each with a name of its own", "tools")
+            raise RequestError(
+                400, f"tools must be at most {MOST_TOOLS}, each with a name of its own", "tools"
+            )
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise RequestError(400, f"tool_choice names {self.tool_choice.function.name!r}, no tool", "tool_choice")
+            raise RequestError(
+                400, f"tool_choice names {self.tool_choice.function.name!r}, no tool", "tool_choice"
+            )
         if self.tool_choice == "required" and not names:
             raise RequestError(400, "tool_choice requires tools", "tool_choice")
         return self
@@ -336,7 +375,9 @@ class ChatBody(ChoicesBody):
     def limit(self) -> tuple[str, int | None]:
         """See `GenerationBody`."""
         given = self.max_completion_tokens
-        return ("max_tokens", self.max_tokens) if given is None else ("max_completion_tokens", given)
+        return (
+            ("max_tokens", self.max_tokens) if given is None else ("max_completion_tokens", given)
+        )
 
     @property
     def reply_logprobs(self) -> int | None:
@@ -351,7 +392,10 @@ class ChatBody(ChoicesBody):
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
             raise RequestError(400, "max_tokens and max_completion_tokens differ", "max_tokens")
         return self
 
@@ -362,8 +406,8 @@ Kind = TypeVar("Kind", bound=Body)
 def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Kind:
     """Returns the body as this kind of request. Raises RequestError (400) that names the field.
 
-    `ignored` gets the names of unknown fields; None: they are refused. A body of the largest allowed size takes
-    seconds, so do not call this in the thread of an event loop.
+    `ignored` gets the names of unknown fields; None: they are refused. A body of the largest
+    allowed size takes seconds, so do not call this in the thread of an event loop.
     """
     try:
         return kind.model_validate_json(body, context=ignored)
@@ -372,17 +416,20 @@ def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Ki
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """An error for the first field at fault, with all its faults (a union reports one for each of its members)."""
+    """An error for the first field at fault, with all its faults (a union reports one for each of
+    its members)."""
     faults = error.errors(include_url=False)
     for fault in faults:
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, RequestError):
-            place = [str(part) for part in fault["loc"] if "[" not in str(part)]  # "list[Item]": a member of a union
+            # "list[Item]": a member of a union
+            place = [str(part) for part in fault["loc"] if "[" not in str(part)]
             names = place if cause.param is None else [*place, cause.param]
             return RequestError(cause.status, cause.message, ".".join(names))
     place = [str(part) for part in faults[0]["loc"]]
     if not place:
         return RequestError(400, f"the body is not a JSON object: {faults[0]['msg']}")
     messages = list(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][0] == place[0]))
-    where = ".".join(place) if len(messages) == 1 else place[0]  # a longer place would name one member of the union
+    # a longer place would name one member of the union
+    where = ".".join(place) if len(messages) == 1 else place[0]
     return RequestError(400, f"{where}: {'; '.join(messages)}", place[0])

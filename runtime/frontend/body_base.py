@@ -1,5 +1,5 @@
-"""A JSON object of the API. Each of its fields has an effect, is known to have none, or is refused or ignored by
-name."""
+"""A JSON object of the API. Each of its fields has an effect, is known to have none, or is refused
+or ignored by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ...scheduler.types import RequestError
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 ConversationId = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-"""Limited because ids appear in paths, where a character takes up to 12 bytes of the request's limited head."""
+"""Limited because ids appear in paths, where a character takes up to 12 bytes of the request's
+limited head."""
 
 MOST_NAMED = 16  # the most ignored fields that are named
 LONGEST_NAME = 64
@@ -21,8 +22,8 @@ LIKE = 0.85  # difflib's ratio of "histroy" to "history" is 0.857
 
 
 class Body(BaseModel):
-    """A JSON object. The context of its validation is a list that gets the names of unknown fields; without a context
-    unknown fields are refused."""
+    """A JSON object. The context of its validation is a list that gets the names of unknown fields;
+    without a context unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -40,7 +41,8 @@ class Body(BaseModel):
     def _drop_fields_without_effect(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        kept, known = {}, cls._names()
+        kept = {}
+        known = cls._names()
         for name, value in data.items():
             if (value is None and not cls.KEEPS_NULL) or name in cls.IGNORED:
                 continue
@@ -49,7 +51,11 @@ class Body(BaseModel):
                     raise RequestError(400, f"{name} is not supported by this endpoint", name)
                 continue
             if name not in known:
-                if name == "extra_body" and isinstance(value, dict) and (own := sorted(cls.OWN & value.keys())):
+                if (
+                    name == "extra_body"
+                    and isinstance(value, dict)
+                    and (own := sorted(cls.OWN & value.keys()))
+                ):
                     fields = ", ".join(own)
                     reason = "only OpenAI's client for Python unpacks extra_body"
                     raise RequestError(400, f"{reason}: put {fields} into the body itself", name)
@@ -60,7 +66,8 @@ class Body(BaseModel):
 
     @classmethod
     def _ignore(cls, name: str, ignored: list[str] | None) -> None:
-        """Adds the name, in letters that a header may contain. Raises RequestError if the field must not be ignored."""
+        """Adds the name, in letters that a header may contain. Raises RequestError if the field
+        must not be ignored."""
         if ignored is not None and len(ignored) >= MOST_NAMED:
             return
         timed = f"{name}_s"  # without its unit
@@ -68,7 +75,8 @@ class Body(BaseModel):
         if ignored is None or near:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RequestError(400, f"{name} is not a field that this server knows{hint}", name)
-        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"  # for an empty name
+        # for an empty name
+        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"
         if plain not in ignored:
             ignored.append(plain)
 

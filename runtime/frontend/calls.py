@@ -26,9 +26,11 @@ OWNER_DIGITS = 8  # digits of a key's digest, enough to tell owners apart
 log = logging.getLogger(__name__)
 
 Claim = Callable[[int, str], None]
-"""Called with the number of sequences of a call. It replaces the one sequence that counts from the call's start.
+"""Called with the number of sequences of a call. It replaces the one sequence that counts from the
+call's start.
 
-Raises RequestError: 400, which names the body's field, if the limit is lower; 429 if the client has others open.
+Raises RequestError: 400, which names the body's field, if the limit is lower; 429 if the client has
+others open.
 """
 
 
@@ -40,10 +42,13 @@ def claim_any(sequences: int, param: str) -> None:
 class Caller:
     """The client of a call.
 
-    owner   owner of everything that the call stores; sees no other owner's data; "" if no keys are needed
-    share   owner of the requests for the engine: the key's owner, or without keys the client's address
+    owner   owner of everything that the call stores; sees no other owner's data; "" if no keys are
+            needed
+    share   owner of the requests for the engine: the key's owner, or without keys the client's
+            address
     claim   as `Claim`
-    session the client's name for a series of its calls, or None. Their KV is kept as that of a conversation, but
+    session the client's name for a series of its calls, or None. Their KV is kept as that of a
+    conversation, but
             nothing is stored.
     """
 
@@ -58,8 +63,8 @@ class GenerationCall:
     """A checked HTTP call: `requests` differ in their prompt only.
 
     `echoes`: text before each one's reply.
-    `turn`: the turn that its first reply is committed to. The code that answers the call commits and closes it.
-    `session`: the client's name for a series of calls; nothing is stored under it.
+    `turn`: the turn that its first reply is committed to. The code that answers the call commits
+    and closes it. `session`: the client's name for a series of calls; nothing is stored under it.
     `keep`: sent to the loop then, for the turn's KV.
     """
 
@@ -78,13 +83,16 @@ class GenerationCall:
     keep: Keep | None = None
 
     def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
-        """Returns an empty reply to each request, in their order. Replies confirm their lengths to `stream`."""
+        """Returns an empty reply to each request, in their order. Replies confirm their lengths to
+        `stream`."""
         return [
             Reply(
                 request,
                 stream,
                 tokenizer,
-                StopMatcher(self.stops, self.include_stop, request.min_tokens) if self.stops else None,
+                StopMatcher(self.stops, self.include_stop, request.min_tokens)
+                if self.stops
+                else None,
                 continues_prompt=not self.chat,
                 include_stop=self.include_stop,
                 tools=ToolCallParser(self.most_tool_calls) if self.most_tool_calls else None,
@@ -95,11 +103,13 @@ class GenerationCall:
         ]
 
     async def commit(self, replies: Sequence[Reply]) -> None:
-        """Makes the first reply's turn durable, if there is a turn. Called before any end is sent."""
+        """Makes the first reply's turn durable, if there is a turn. Called before any end is
+        sent."""
         if self.turn is not None:
             first = replies[0]
             answer = first.message if self.chat else None
-            text, stored = "".join(first.texts), self.writer.stored(replies)
+            text = "".join(first.texts)
+            stored = self.writer.stored(replies)
             await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
 
     def close(self, replies: Iterable[Reply]) -> None:
@@ -118,7 +128,8 @@ class OutputOptions:
 
     n                   replies to each prompt
     logprobs, prompt_logprobs
-                        number of likeliest tokens reported with each token of the reply, of the prompt
+                        number of likeliest tokens reported with each token of the reply, of the
+                        prompt
     grammar             as in `Sampling`
     most_tool_calls     the most tool calls that a reply may contain
     """
@@ -135,25 +146,29 @@ ONE_REPLY = OutputOptions()
 
 @contextlib.contextmanager
 def watched(tell_end: Callable[[str, int | None], None]) -> Iterator[None]:
-    """Wraps the answering of a call. `tell_end` gets the finish reason of replies that have none ("error", "abort" or
-    "refused") and the status of a refusal."""
-    unfinished, status = "error", None
+    """Wraps the answering of a call. `tell_end` gets the finish reason of replies that have none
+    ("error", "abort" or "refused") and the status of a refusal."""
+    unfinished = "error"
+    status = None
     try:
         yield
     except ClientGone:
         unfinished = "abort"
         raise
     except RequestError as error:
-        unfinished, status = "refused", error.status
+        unfinished = "refused"
+        status = error.status
         raise
     finally:
         tell_end(unfinished, status)
 
 
 @contextlib.contextmanager
-def answering(call: GenerationCall, owner: str, replies: Collection[Reply], metrics: Metrics) -> Iterator[None]:
-    """Wraps the answering of a call. At its end the call is counted and logged, and its turn is closed. `owner` as in
-    `auth`. `replies` may be filled meanwhile."""
+def answering(
+    call: GenerationCall, owner: str, replies: Collection[Reply], metrics: Metrics
+) -> Iterator[None]:
+    """Wraps the answering of a call. At its end the call is counted and logged, and its turn is
+    closed. `owner` as in `auth`. `replies` may be filled meanwhile."""
     with watched(partial(_log, call, owner, replies)):
         try:
             yield
@@ -163,9 +178,16 @@ def answering(call: GenerationCall, owner: str, replies: Collection[Reply], metr
             call.close(replies)
 
 
-def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:
+def _log(
+    call: GenerationCall,
+    owner: str,
+    replies: Collection[Reply],
+    unfinished: str,
+    status: int | None,
+) -> None:
     """Times count from the call's arrival."""
-    now, counts = time.perf_counter(), usage(list(replies))
+    now = time.perf_counter()
+    counts = usage(list(replies))
     records = call.turn.records if call.turn is not None else ()
     started = [reply.started for reply in replies if reply.started is not None]
     fields = {
@@ -176,7 +198,8 @@ def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinishe
         "prompt_tokens": counts["prompt_tokens"],
         "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
         "generated_tokens": counts["completion_tokens"],
-        "finish": ",".join(dict.fromkeys(reply.finish or unfinished for reply in replies)) or unfinished,
+        "finish": ",".join(dict.fromkeys(reply.finish or unfinished for reply in replies))
+        or unfinished,
         "status": status,
         "queue_ms": _milliseconds(max((reply.queued for reply in replies), default=0.0)),
         "ttft_ms": _milliseconds(min(started) - call.arrived) if started else None,

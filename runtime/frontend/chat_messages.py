@@ -1,4 +1,5 @@
-"""Messages of a dialogue, tools and tool calls: the form that clients send and the form that chat templates read."""
+"""Messages of a dialogue, tools and tool calls: the form that clients send and the form that chat
+templates read."""
 
 from __future__ import annotations
 
@@ -31,11 +32,14 @@ def with_effort(variables: dict[str, Any], effort: str | None) -> dict[str, Any]
 
 
 def text_only(content: Any, *kinds: str) -> Any:
-    """Returns a message's content. Raises RequestError if it has parts of other types than these, such as images."""
+    """Returns a message's content. Raises RequestError if it has parts of other types than these,
+    such as images."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            raise RequestError(400, f"this server reads text only; it has no use for a part of type {kind[:64]!r}")
+            raise RequestError(
+                400, f"this server reads text only; it has no use for a part of type {kind[:64]!r}"
+            )
     return content
 
 
@@ -60,7 +64,9 @@ class MessageFunctionCall(Body):
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
-            raise RequestError(400, "the arguments of a tool call must be a JSON object, written as a string")
+            raise RequestError(
+                400, "the arguments of a tool call must be a JSON object, written as a string"
+            )
         return arguments
 
 
@@ -74,7 +80,10 @@ class MessageToolCall(Body):
     function: MessageFunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        function = {
+            "name": self.function.name,
+            "arguments": json.loads(self.function.arguments or "{}"),
+        }
         return {"id": self.id, "type": self.type, "function": function}
 
 
@@ -112,7 +121,8 @@ class NamedTool(Body):
 
 
 class Message(Body):
-    """One message of a dialogue. Its other fields are those of a reply that is sent back unchanged."""
+    """One message of a dialogue. Its other fields are those of a reply that is sent back
+    unchanged."""
 
     IGNORED = frozenset({"parsed"})  # added by the official client: the parsed content
     NEUTRAL: ClassVar = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
@@ -135,8 +145,13 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message for chat templates: arguments of tool calls are objects, which templates write as JSON."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """The message for chat templates: arguments of tool calls are objects, which templates
+        write as JSON."""
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "\n".join(part.text for part in self.content)
+        )
         message: dict[str, Any] = {"role": self.role, "content": content}
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:

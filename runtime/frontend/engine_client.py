@@ -1,7 +1,7 @@
 """The HTTP process's end of the pipe to the engine loop: sends requests, receives their outputs.
 
-Two daemon threads own the pipe, one for each direction, so neither a full pipe nor a long step blocks the event loop.
-All other code here runs on the event loop's thread.
+Two daemon threads own the pipe, one for each direction, so neither a full pipe nor a long step
+blocks the event loop. All other code here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ClientGone(Exception):
 class OutputStream:
     """The outputs of one HTTP call's requests. The caller of `submit` must close it in any case.
 
-    A request is settled when its last output has arrived and, with `confirm`, its length is confirmed.
+    A request is settled when its last output has arrived and, with `confirm`, its length is
+    confirmed.
     """
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]):
@@ -53,23 +54,24 @@ class OutputStream:
         self._news = asyncio.Event()
 
     async def next(self) -> list[RowResult]:
-        """Returns the outputs since the last call, at least one, in order of arrival. Only allowed while a request is
-        unfinished.
+        """Returns the outputs since the last call, at least one, in order of arrival. Only allowed
+        while a request is unfinished.
 
-        Raises RequestError if a request was refused (429 queue full, ...) or the engine has ended (500, 503), and
-        ClientGone after `hang_up`.
+        Raises RequestError if a request was refused (429 queue full, ...) or the engine has ended
+        (500, 503), and ClientGone after `hang_up`.
         """
         while not self._outputs:
             if self._error is not None:
                 raise self._error
             self._news.clear()
             await self._news.wait()
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def finish(self, request: RequestId, tokens: int) -> None:
-        """Confirms once that the reply of a request with `confirm` is its first `tokens` tokens. It may have been
-        refused meanwhile."""
+        """Confirms once that the reply of a request with `confirm` is its first `tokens` tokens. It
+        may have been refused meanwhile."""
         self._unsettled.pop(request, None)
         self._client.finish(request, tokens)
 
@@ -92,22 +94,23 @@ class OutputStream:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """Called by EngineClient when no more outputs come; `next` raises `error` after the outputs that are already
-        here."""
+        """Called by EngineClient when no more outputs come; `next` raises `error` after the outputs
+        that are already here."""
         if self._error is None:
             self._error = error
         self._news.set()
 
     def refuse(self, request: RequestId, error: RequestError) -> None:
-        """Called by EngineClient when the loop does not serve this request: the whole call fails."""
+        """Called by EngineClient when the loop does not serve this request: the whole call
+        fails."""
         self._unsettled.pop(request, None)
         self.fail(error)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose last output has not arrived. `since`: time of its latest token, or of its arrival; perf_counter
-    seconds.
+    """A request whose last output has not arrived. `since`: time of its latest token, or of its
+    arrival; perf_counter seconds.
 
     `counts`: True unless another choice of the same prompt counts the prompt already.
     """
@@ -119,7 +122,8 @@ class _Open:
 
 
 class EngineClient:
-    """Connects to the engine loop. Must be made inside a running event loop; it owns `connection` from then on.
+    """Connects to the engine loop. Must be made inside a running event loop; it owns `connection`
+    from then on.
 
     `closed` is set when the engine has ended and every open stream has got the reason.
     """
@@ -134,7 +138,9 @@ class EngineClient:
         self._fault: RequestError | None = None  # the reason why no more requests are served
         self._draining = False
         self._told = asyncio.Event()  # set when a part of `kv_map` arrives
-        self._looking, self._rounds = asyncio.Lock(), 0  # rounds of `refresh_all` that have begun
+        # rounds of `refresh_all` that have begun
+        self._looking = asyncio.Lock()
+        self._rounds = 0
         self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order of their answers
         self._outbox: SimpleQueue[FromHTTP | list[Submit] | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
@@ -153,7 +159,8 @@ class EngineClient:
         return RequestId(next(self._ids))
 
     def submit(self, requests: Sequence[Request], arrived: float) -> OutputStream:
-        """Sends the requests of one HTTP call, which arrived at time `arrived` (time.perf_counter's seconds).
+        """Sends the requests of one HTTP call, which arrived at time `arrived` (time.perf_counter's
+        seconds).
 
         Raises RequestError (500, 503) if the engine has ended.
         """
@@ -176,13 +183,14 @@ class EngineClient:
         self._outbox.put(Finish(request, tokens))
 
     def refresh(self) -> None:
-        """Asks for an update of `kv_map`, unless the last one is recent. Called while the page is open."""
+        """Asks for an update of `kv_map`, unless the last one is recent. Called while the page is
+        open."""
         if (start := self.kv_map.due(time.monotonic())) is not None:
             self._outbox.put(Look(start))
 
     async def refresh_all(self) -> None:
-        """Returns when all of `kv_map` is up to date, or at once if the engine has ended. Calls that wait at the same
-        time share one round of answers, which begins after them."""
+        """Returns when all of `kv_map` is up to date, or at once if the engine has ended. Calls
+        that wait at the same time share one round of answers, which begins after them."""
         begun = self._rounds
         async with self._looking:
             if self._rounds > begun:
@@ -200,8 +208,8 @@ class EngineClient:
         self._outbox.put(message)
 
     def forget(self, message: Forget) -> asyncio.Future[bool]:
-        """Erases the conversation's own KV. The future's result: True if it cannot be read any more; False if the disk
-        refused to erase a part, or the engine ended before its answer."""
+        """Erases the conversation's own KV. The future's result: True if it cannot be read any
+        more; False if the disk refused to erase a part, or the engine ended before its answer."""
         erased: asyncio.Future[bool] = self._event_loop.create_future()
         if self._fault is not None:
             erased.set_result(False)
@@ -270,7 +278,8 @@ class EngineClient:
                 self.metrics.inter_token_latency.observe(now - request.since)
             else:
                 self.metrics.time_to_first_token.observe(now - request.since)
-            request.since, request.started = now, True
+            request.since = now
+            request.started = True
         if result.finish is not None:
             del self._open[result.request]
             self.metrics.finished[result.finish] += 1

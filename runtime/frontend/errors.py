@@ -1,4 +1,5 @@
-"""A RequestError in the form for clients: OpenAI's or Anthropic's error object, a status, and when to retry."""
+"""A RequestError in the form for clients: OpenAI's or Anthropic's error object, a status, and when
+to retry."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ ANTHROPIC_TYPES = {
 
 def error_object(error: RequestError) -> dict[str, Any]:
     """OpenAI's form."""
-    kind, code = "invalid_request_error", error.code
+    kind = "invalid_request_error"
+    code = error.code
     if error.status == 429 and code == INSUFFICIENT_QUOTA:
         kind = INSUFFICIENT_QUOTA
     elif error.status == 429:
@@ -43,19 +45,22 @@ def anthropic_error_object(error: RequestError) -> dict[str, Any]:
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    kind = ANTHROPIC_TYPES.get(
+        error.status, "api_error" if error.status >= 500 else "invalid_request_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def logged_reason(error: RequestError) -> str:
-    """The message up to its first colon: libraries' messages behind it may quote the request's text. What follows the
-    place of a field quotes none."""
+    """The message up to its first colon: libraries' messages behind it may quote the request's
+    text. What follows the place of a field quotes none."""
     beginning, _, _ = error.message.partition(": ")
     return (beginning if " " in beginning else error.message)[:MOST_LOGGED]
 
 
 def error_response(error: RequestError, path: str) -> JSONResponse:
-    """The answer to a request for `path`: below `ANTHROPIC_PATH` in Anthropic's form. It is logged."""
+    """The answer to a request for `path`: below `ANTHROPIC_PATH` in Anthropic's form. It is
+    logged."""
     fields = {"status": error.status, "path": path[:MOST_LOGGED], "reason": logged_reason(error)}
     log.info("refused", extra={"fields": fields})
     passes = error.status in (429, 503) and error.code != INSUFFICIENT_QUOTA

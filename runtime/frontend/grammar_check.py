@@ -1,11 +1,13 @@
-"""Checks in a separate process whether a grammar can be followed, because that process can be killed.
+"""Checks in a separate process whether a grammar can be followed, because that process can be
+killed.
 
-Some grammars of a few hundred characters (intersections of regular expressions) compile for ever, in a call that no
-limit of llguidance ends. So each is compiled in a forked child that may use MOST_SECONDS of a processor. A grammar that
-compiles there also compiles next to the executor.
+Some grammars of a few hundred characters (intersections of regular expressions) compile for ever,
+in a call that no limit of llguidance ends. So each is compiled in a forked child that may use
+MOST_SECONDS of a processor. A grammar that compiles there also compiles next to the executor.
 
-`python -m pensieve.runtime.frontend.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE [STOP_ID...]` is a process that
-forks: it has the tokenizer and a single thread. It ends when the pipe FD is closed.
+`python -m pensieve.runtime.frontend.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE
+[STOP_ID...]` is a process that forks: it has the tokenizer and a single thread. It ends when the
+pipe FD is closed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from ..step.grammar import STACK_BYTES, Grammars, compile_grammar
 
 MOST_GRAMMAR = 128 * 1024  # characters
 CHECKERS = 2  # processes
-MOST_SECONDS = 1.0  # of one processor, to compile a grammar: it is compiled twice, and others wait meanwhile
+# of one processor, to compile a grammar: it is compiled twice, and others wait meanwhile
+MOST_SECONDS = 1.0
 MOST_BYTES = 2 * 2**30  # of memory, besides the tokenizer's
 MOST_KNOWN = 64  # grammars whose result is remembered
 NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
@@ -49,11 +52,12 @@ class Check(NamedTuple):
 
 
 class GrammarChecker:
-    """Checks grammars for one tokenizer. May be called by any thread. A check takes a few ms; there are CHECKERS
-    processes.
+    """Checks grammars for one tokenizer. May be called by any thread. A check takes a few ms; there
+    are CHECKERS processes.
 
-    Owners take turns: a free process checks one grammar of the owner that has waited longest. An owner uses at most one
-    process, even if the other is free: a check cannot be interrupted, so the next owner would have to wait for it.
+    Owners take turns: a free process checks one grammar of the owner that has waited longest. An
+    owner uses at most one process, even if the other is free: a check cannot be interrupted, so the
+    next owner would have to wait for it.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
@@ -63,12 +67,13 @@ class GrammarChecker:
         self._free = deque(self._threads.map(CheckProcess, [about] * CHECKERS))
         self._verdict = functools.lru_cache(MOST_KNOWN)(self._ask)
         self._lock = threading.Lock()  # for the two below: each owner's checks that have not begun
-        self._waiting: dict[str, deque[Check]] = {}  # of owners without a process, in the order of their turns
+        # of owners without a process, in the order of their turns
+        self._waiting: dict[str, deque[Check]] = {}
         self._served: dict[str, deque[Check]] = {}  # of owners with a process
 
     def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
-        """Begins a check. The future raises RequestError: 400 with the reason if the grammar cannot be followed, 503 if
-        the check failed.
+        """Begins a check. The future raises RequestError: 400 with the reason if the grammar cannot
+        be followed, 503 if the check failed.
 
         It may be cancelled until it has begun.
         """
@@ -88,8 +93,8 @@ class GrammarChecker:
             checked.add_done_callback(functools.partial(_pass_on, check.outcome))
 
     def _next_turn(self) -> tuple[str, Check] | None:
-        """Returns the next check and its owner, or None if no process is free or no owner may use one. Drops cancelled
-        checks."""
+        """Returns the next check and its owner, or None if no process is free or no owner may use
+        one. Drops cancelled checks."""
         with self._lock:
             while self._waiting and len(self._served) < CHECKERS:
                 owner = next(iter(self._waiting))
@@ -113,7 +118,10 @@ class GrammarChecker:
     def _check(self, grammar: str, param: str) -> None:
         if len(grammar) > MOST_GRAMMAR:
             raise RequestError(
-                400, f"{param} is too long: {len(grammar)} characters as a grammar, {MOST_GRAMMAR} are allowed", param
+                400,
+                f"{param} is too long: {len(grammar)} characters as a grammar, {MOST_GRAMMAR} are "
+                "allowed",
+                param,
             )
         if wrong := self._verdict(grammar):
             raise RequestError(400, f"{param} {wrong}", param)
@@ -134,8 +142,8 @@ def _pass_on(outcome: Future[None], checked: Future[None]) -> None:
 
 
 class CheckProcess:
-    """A process that checks one grammar at a time. It is started again after it was killed. ValueError as
-    `Grammars`."""
+    """A process that checks one grammar at a time. It is started again after it was killed.
+    ValueError as `Grammars`."""
 
     def __init__(self, about: Sequence[str]):
         self._about = about
@@ -155,7 +163,14 @@ class CheckProcess:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             end = theirs.fileno()
-            words = [sys.executable, "-P", "-m", f"{__package__}.grammar_check", str(end), *self._about]
+            words = [
+                sys.executable,
+                "-P",
+                "-m",
+                f"{__package__}.grammar_check",
+                str(end),
+                *self._about,
+            ]
             self._process = subprocess.Popen(words, pass_fds=[end], stdin=subprocess.DEVNULL)
         if wrong := self._pipe.recv():
             self._process.wait()
@@ -170,7 +185,8 @@ class CheckProcess:
 
 
 def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> GrammarChecker | None:
-    """Makes a `GrammarChecker`. Returns None if the engine has no tokenizer (""), or one whose tokens are not bytes."""
+    """Makes a `GrammarChecker`. Returns None if the engine has no tokenizer (""), or one whose
+    tokens are not bytes."""
     if not tokenizer:
         return None
     try:
@@ -194,8 +210,11 @@ def main(words: Sequence[str]) -> None:
             pipe.send(judge(tokenizer, pipe.recv(), float(seconds), int(most_bytes)))
 
 
-def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int) -> str | None:
-    """Returns the grammar's fault, after its name; "" if there is none, None if that is not known."""
+def judge(
+    tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int
+) -> str | None:
+    """Returns the grammar's fault, after its name; "" if there is none, None if that is not
+    known."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -220,8 +239,8 @@ def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_
 
 
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
-    """Returns FINE or the grammar's fault. Compiles in a new thread, because llguidance needs a large stack
-    (`Grammars`)."""
+    """Returns FINE or the grammar's fault. Compiles in a new thread, because llguidance needs a
+    large stack (`Grammars`)."""
     with ThreadPoolExecutor(1) as deep:
         return deep.submit(_compile_here, tokenizer, grammar).result()
 
@@ -230,7 +249,8 @@ def _compile_here(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
     if not failed:
         matcher = compile_grammar(tokenizer, grammar)
-        failed, messages = matcher.is_error(), [matcher.get_error()]
+        failed = matcher.is_error()
+        messages = [matcher.get_error()]
     return messages[0] if failed else FINE
 
 

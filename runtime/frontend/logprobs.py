@@ -15,10 +15,13 @@ class LogprobsWriter:
     """`top`: number of likeliest tokens to report; None: no log probabilities of the reply."""
 
     def __init__(self, tokenizer: Tokenizer | None, top: int | None, prompt_top: int | None):
-        self._tokenizer, self.top, self.prompt_top = tokenizer, top, prompt_top
+        self._tokenizer = tokenizer
+        self.top = top
+        self.prompt_top = prompt_top
 
     def chat(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """A chat choice's `logprobs`: an entry for each token id of the reply, special tokens without bytes."""
+        """A chat choice's `logprobs`: an entry for each token id of the reply, special tokens
+        without bytes."""
         content = [
             {
                 **self._entry(token, entry.logprob),
@@ -31,20 +34,26 @@ class LogprobsWriter:
     def completion(
         self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """A completion choice's `logprobs`; None stands for a prompt's first token, which has no probability."""
+        """A completion choice's `logprobs`; None stands for a prompt's first token, which has no
+        probability."""
         tops = [
-            self._by_text(((token, entry.logprob), *_top(entry, self.top))) if entry is not None else None
+            self._by_text(((token, entry.logprob), *_top(entry, self.top)))
+            if entry is not None
+            else None
             for token, entry in zip(tokens, entries, strict=True)
         ]
         return {
             "text_offset": list(offsets),
-            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+            "token_logprobs": [
+                None if entry is None else _finite(entry.logprob) for entry in entries
+            ],
             "tokens": [self._text(token) for token in tokens],
             "top_logprobs": tops,
         }
 
     def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens with equal text (such as bytes of unfinished characters) the first one counts."""
+        """Of tokens with equal text (such as bytes of unfinished characters) the first one
+        counts."""
         by_text: dict[str, float] = {}
         for token, logprob in pairs:
             by_text.setdefault(self._text(token), _finite(logprob))
@@ -57,29 +66,42 @@ class LogprobsWriter:
         ids, places = self._tokenizer.encode_with_places(text)
         if ids == list(tokens):
             return places
-        detokenizer, length, offsets = Detokenizer(self._tokenizer), 0, []
-        for token in tokens:  # for example of a conversation: the model may have used other tokens for this text
+        detokenizer = Detokenizer(self._tokenizer)
+        length = 0
+        offsets = []
+        # for example of a conversation: the model may have used other tokens for this text
+        for token in tokens:
             offsets.append(length)
             said = detokenizer.push(token)
             written = self._tokenizer.written(token)
             length += len(written) if written and text.startswith(written, length) else len(said)
         return offsets
 
-    def prompt(self, prompt: Sequence[int], entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    def prompt(
+        self, prompt: Sequence[int], entries: Sequence[TokenLogprobs]
+    ) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: for each prompt token but the first, tokens by id."""
         listed: list[dict[str, Any] | None] = [None]
         for token, entry in zip(prompt[1:], entries, strict=True):
-            ranked = [(own, logprob, rank) for rank, (own, logprob) in enumerate(_top(entry, self.prompt_top), 1)]
+            ranked = [
+                (own, logprob, rank)
+                for rank, (own, logprob) in enumerate(_top(entry, self.prompt_top), 1)
+            ]
             listed.append(
                 {
-                    str(own): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(own)}
+                    str(own): {
+                        "logprob": _finite(logprob),
+                        "rank": rank,
+                        "decoded_token": self._text(own),
+                    }
                     for own, logprob, rank in ((token, entry.logprob, entry.rank), *ranked)
                 }
             )
         return listed
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, tokenizer = self._text(token), self._tokenizer
+        text = self._text(token)
+        tokenizer = self._tokenizer
         special = tokenizer is None or token in tokenizer.special
         raw = None if special or tokenizer is None else list(tokenizer.token_bytes(token))
         return {"token": text, "logprob": _finite(logprob), "bytes": raw}
@@ -88,7 +110,10 @@ class LogprobsWriter:
         """The token's text; its id if there is no tokenizer or the token has no text."""
         if self._tokenizer is None:
             return f"token_id:{token}"
-        return self._tokenizer.token_bytes(token).decode("utf-8", errors="replace") or f"token_id:{token}"
+        return (
+            self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
+            or f"token_id:{token}"
+        )
 
 
 def _top(entry: TokenLogprobs, top: int | None) -> list[tuple[int, float]]:

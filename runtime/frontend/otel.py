@@ -1,4 +1,5 @@
-"""A span for each call, sent to an OpenTelemetry collector: counts, times and the caller's trace, but no text.
+"""A span for each call, sent to an OpenTelemetry collector: counts, times and the caller's trace,
+but no text.
 
 Needs the extra `otel`, so it is imported only with `--otlp-traces-endpoint`.
 """
@@ -31,17 +32,20 @@ Headers = Sequence[tuple[bytes, bytes]]  # ASGI's
 
 
 class Tracing:
-    """Ends spans on the event loop's thread. A thread of the SDK sends them in batches and drops spans beyond its
-    limit.
+    """Ends spans on the event loop's thread. A thread of the SDK sends them in batches and drops
+    spans beyond its limit.
 
-    The environment variables of the OpenTelemetry SDK (service name, sampler, the exporter's headers, ...) apply.
+    The environment variables of the OpenTelemetry SDK (service name, sampler, the exporter's
+    headers, ...) apply.
     """
 
     def __init__(self, endpoint: str, model: str):
         """`endpoint`: the whole URL, `http://host:4318/v1/traces`."""
         self._model = model
         self._secret = secrets.token_bytes(16)
-        resource = Resource.create({"service.name": "pensieve"}).merge(OTELResourceDetector().detect())
+        resource = Resource.create({"service.name": "pensieve"}).merge(
+            OTELResourceDetector().detect()
+        )
         # its own shutdown could take half a minute
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
@@ -51,24 +55,41 @@ class Tracing:
     def traced(
         self, call: GenerationCall, headers: Headers, replies: Collection[Reply]
     ) -> AbstractContextManager[None]:
-        """Watches like `watched`, for a call with these request headers. `replies` may be filled meanwhile."""
-        return watched(lambda unfinished, status: self._end(call, headers, list(replies), unfinished, status))
+        """Watches like `watched`, for a call with these request headers. `replies` may be filled
+        meanwhile."""
+        return watched(
+            lambda unfinished, status: self._end(call, headers, list(replies), unfinished, status)
+        )
 
     def close(self) -> None:
-        """Sends the remaining spans, for CLOSE_SECONDS at most. No call may be traced afterwards."""
-        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        """Sends the remaining spans, for CLOSE_SECONDS at most. No call may be traced
+        afterwards."""
+        closing = threading.Thread(
+            target=self._provider.shutdown, name="tracing-close", daemon=True
+        )
         closing.start()
         closing.join(CLOSE_SECONDS)
 
     def _end(
-        self, call: GenerationCall, headers: Headers, replies: list[Reply], unfinished: str, status: int | None
+        self,
+        call: GenerationCall,
+        headers: Headers,
+        replies: list[Reply],
+        unfinished: str,
+        status: int | None,
     ) -> None:
         """`unfinished` and `status`: as `watched` passes them."""
-        seconds, now = time.perf_counter() - call.arrived, time.time_ns()
+        seconds = time.perf_counter() - call.arrived
+        now = time.time_ns()
         finishes = [reply.reason or unfinished for reply in replies] or [unfinished]
-        carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
+        carrier = {
+            name.decode(): value.decode("latin-1")
+            for name, value in headers
+            if name in TRACE_HEADERS
+        }
         attributes = {**self._about(call), **_counts(replies), **_times(call, replies, seconds)}
-        context, start = self._propagator.extract(carrier), now - round(seconds * 1e9)
+        context = self._propagator.extract(carrier)
+        start = now - round(seconds * 1e9)
         span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, attributes, start_time=start)
         span.set_attribute("gen_ai.response.finish_reasons", finishes)
         failure = None if status is None else str(status)
@@ -87,8 +108,8 @@ class Tracing:
             "gen_ai.response.model": self._model,
         }
         if (name := call.requests[0].conversation) is not None:
-            # Groups turns of one conversation while this process lives. Names chosen by users cannot be guessed from
-            # it.
+            # Groups turns of one conversation while this process lives. Names chosen by users
+            # cannot be guessed from it.
             about["gen_ai.conversation.id"] = hashlib.blake2b(
                 name.encode(), digest_size=8, key=self._secret
             ).hexdigest()
@@ -100,12 +121,16 @@ def _counts(replies: list[Reply]) -> dict[str, int]:
     return {
         "gen_ai.usage.prompt_tokens": counts["prompt_tokens"],
         "gen_ai.usage.completion_tokens": counts["completion_tokens"],
-        **{f"pensieve.prompt_tokens.{source}": counts["prompt_tokens_details"][source] for source in SOURCES},
+        **{
+            f"pensieve.prompt_tokens.{source}": counts["prompt_tokens_details"][source]
+            for source in SOURCES
+        },
     }
 
 
 def _times(call: GenerationCall, replies: list[Reply], seconds: float) -> dict[str, float]:
-    """Seconds from the call's arrival, under vLLM's names; times of a first token only if there was one."""
+    """Seconds from the call's arrival, under vLLM's names; times of a first token only if there was
+    one."""
     times = {"gen_ai.latency.e2e": seconds}
     started = [reply for reply in replies if reply.started is not None]
     if started:

@@ -1,4 +1,5 @@
-"""A reply while it grows, and its output forms: OpenAI's completion and chat objects, whole or as a stream."""
+"""A reply while it grows, and its output forms: OpenAI's completion and chat objects, whole or as a
+stream."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _encode_text = json.JSONEncoder().encode
 
 
 class Piece(NamedTuple):
-    """One result's addition to a reply. `result`: without the tokens after a stop string. `offsets` (into the text of
-    the reply) are those of its tokens, if log probabilities were requested. `stop`: as `Reply.stop_reason`."""
+    """One result's addition to a reply. `result`: without the tokens after a stop string. `offsets`
+    (into the text of the reply) are those of its tokens, if log probabilities were requested.
+    `stop`: as `Reply.stop_reason`."""
 
     text: str
     result: RowResult
@@ -32,8 +34,8 @@ class Piece(NamedTuple):
 
 
 class Reply:
-    """Turns one request's results into text, ends it at a stop string, and confirms its length for requests with
-    `confirm`."""
+    """Turns one request's results into text, ends it at a stop string, and confirms its length for
+    requests with `confirm`."""
 
     def __init__(
         self,
@@ -50,11 +52,11 @@ class Reply:
     ):
         """`matcher` needs a tokenizer and a request with `confirm`.
 
-        `continues_prompt`: the text is decoded as the prompt's continuation (a leading space stays), not on its own.
-        `include_stop`: the text of a stop token stays, unless it is a special token.
-        `tools`: removes tool calls from the text.
-        `echoed`: precedes the reply's text; offsets count from its beginning.
-        `stop_token_ids`: the client's ids that end the reply.
+        `continues_prompt`: the text is decoded as the prompt's continuation (a leading space
+        stays), not on its own. `include_stop`: the text of a stop token stays, unless it is a
+        special token. `tools`: removes tool calls from the text. `echoed`: precedes the reply's
+        text; offsets count from its beginning. `stop_token_ids`: the client's ids that end the
+        reply.
         """
         context: Sequence[int] = ()
         if tokenizer is not None and continues_prompt:
@@ -70,7 +72,8 @@ class Reply:
         self.offsets: list[int] = []
         self.sources = Usage()
         self.queued = 0.0
-        self.truncated = 0  # leading tokens of the context that the newest token did not see, if known
+        # leading tokens of the context that the newest token did not see, if known
+        self.truncated = 0
         self.started: float | None = None  # time of the first token, time.perf_counter's seconds
         self.finish: FinishReason | None = None
         self._stream = stream
@@ -101,7 +104,8 @@ class Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message in the form in which the chat template reads it when the client sends it back."""
+        """The message in the form in which the chat template reads it when the client sends it
+        back."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.said)}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
@@ -115,7 +119,8 @@ class Reply:
         if result.finish is FinishReason.ABORT:
             raise RequestError(503, "the server is shutting down and has ended this request")
         if result.usage is not None:
-            self.sources, self.queued = result.usage, result.queued or 0.0
+            self.sources = result.usage
+            self.queued = result.queued or 0.0
             self.started = time.perf_counter()
         self.truncated = max(self.truncated, result.truncated)
         stopped = self._stopped
@@ -125,7 +130,9 @@ class Reply:
             result = result._replace(tokens=result.tokens[:count], logprobs=result.logprobs[:count])
         self.tokens += result.tokens
         self.texts.append(text)
-        said, calls = (text, ()) if self._tools is None else self._take_calls(self._tools, text, result)
+        said, calls = (
+            (text, ()) if self._tools is None else self._take_calls(self._tools, text, result)
+        )
         self.said.append(said)
         self.calls += calls
         self.logprobs += result.logprobs
@@ -136,25 +143,32 @@ class Reply:
             self._stream.finish(self.request.id, len(self.tokens))
         return Piece(said, result, tuple(self.offsets[start:]), calls, self.stop_reason)
 
-    def _take_calls(self, tools: ToolCallParser, text: str, result: RowResult) -> tuple[str, list[ToolCall]]:
+    def _take_calls(
+        self, tools: ToolCallParser, text: str, result: RowResult
+    ) -> tuple[str, list[ToolCall]]:
         said, calls = tools.push(text)
         return (said if result.finish is None else said + tools.end()), calls
 
     @property
     def _stopped(self) -> bool:
-        """True if a stop string is complete. The engine may still be generating; its last output is waited for."""
+        """True if a stop string is complete. The engine may still be generating; its last output is
+        waited for."""
         return self.stop_string is not None
 
     def _read(self, result: RowResult) -> tuple[int, str]:
-        """Returns how many of the tokens belong to the reply (all, or those up to the one that completes a stop
-        string), and the text to send with them."""
+        """Returns how many of the tokens belong to the reply (all, or those up to the one that
+        completes a stop string), and the text to send with them."""
         detokenizer = self._detokenizer
         if detokenizer is None:
             self.offsets += [0] * len(result.logprobs)
             return len(result.tokens), ""
         pieces = []
         for count, token in enumerate(result.tokens, 1):
-            piece = "" if self._is_stop_token(token, len(self.tokens) + count) else detokenizer.push(token)
+            piece = (
+                ""
+                if self._is_stop_token(token, len(self.tokens) + count)
+                else detokenizer.push(token)
+            )
             if result.logprobs:
                 self.offsets.append(self._length)
                 self._length += len(piece)
@@ -167,16 +181,22 @@ class Reply:
         return len(result.tokens), "".join(pieces)
 
     def _is_stop_token(self, token: int, count: int) -> bool:
-        """True if this is the `count`th token and ends the reply: it belongs to the reply's ids, not to its text. The
-        end itself may come later: with `--save sync` after the turn is on DISK."""
-        return token in self.request.stop_ids and count >= self.request.min_tokens and not self._include_stop
+        """True if this is the `count`th token and ends the reply: it belongs to the reply's ids,
+        not to its text. The end itself may come later: with `--save sync` after the turn is on
+        DISK."""
+        return (
+            token in self.request.stop_ids
+            and count >= self.request.min_tokens
+            and not self._include_stop
+        )
 
 
 @dataclass(frozen=True)
 class Style:
     """The form of one HTTP call's answer. `token_ids`: includes the ids of prompts and replies.
 
-    `sources`: usage includes the sources of the prompt's tokens. `echo`: the prompt's text precedes the reply's.
+    `sources`: usage includes the sources of the prompt's tokens. `echo`: the prompt's text precedes
+    the reply's.
     """
 
     model: str
@@ -188,7 +208,8 @@ class Style:
 
 
 class CompletionWriter:
-    """text_completion objects. Stream events are formatted by hand: there are thousands per second."""
+    """text_completion objects. Stream events are formatted by hand: there are thousands per
+    second."""
 
     ID, WHOLE, CHUNK = "cmpl-", "text_completion", "text_completion"
 
@@ -203,9 +224,14 @@ class CompletionWriter:
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """The answer of a call that does not stream."""
         choices = [
-            self._choice(index, reply, replies[index - reply.request.choice]) for index, reply in enumerate(replies)
+            self._choice(index, reply, replies[index - reply.request.choice])
+            for index, reply in enumerate(replies)
         ]
-        return {**self._object(self.WHOLE), "choices": choices, "usage": usage(replies, self._style.sources)}
+        return {
+            **self._object(self.WHOLE),
+            "choices": choices,
+            "usage": usage(replies, self._style.sources),
+        }
 
     def opening(self, replies: Sequence[Reply]) -> str:
         """The events before the first piece: prompts' text and ids, if requested."""
@@ -222,9 +248,13 @@ class CompletionWriter:
         return f',"prompt_token_ids":{ids},"token_ids":[]' if self._style.token_ids else ""
 
     def piece(self, index: int, piece: Piece, finish: str | None) -> str:
-        """The event for one piece of a reply, the last one with its finish reason; "" for an empty piece."""
-        token_ids, result = self._style.token_ids, piece.result
-        if not (piece.text or finish or result.logprobs or piece.calls or (token_ids and result.tokens)):
+        """The event for one piece of a reply, the last one with its finish reason; "" for an empty
+        piece."""
+        token_ids = self._style.token_ids
+        result = piece.result
+        if not (
+            piece.text or finish or result.logprobs or piece.calls or (token_ids and result.tokens)
+        ):
             return ""
         ids = f',"token_ids":{list(result.tokens)}' if token_ids else ""
         reason = f'"{finish}","stop_reason":{json.dumps(piece.stop)}' if finish else "null"
@@ -241,7 +271,11 @@ class CompletionWriter:
         """The events after the last piece: usage if requested, and the end."""
         if not self._style.include_usage:
             return "data: [DONE]\n\n"
-        last = {**self._object(self.CHUNK), "choices": [], "usage": usage(replies, self._style.sources)}
+        last = {
+            **self._object(self.CHUNK),
+            "choices": [],
+            "usage": usage(replies, self._style.sources),
+        }
         return f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
 
     def failure(self, error: RequestError) -> str:
@@ -256,7 +290,9 @@ class CompletionWriter:
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         assert self._style.logprobs is not None
-        return self._style.logprobs.completion(piece.result.tokens, piece.result.logprobs, piece.offsets)
+        return self._style.logprobs.completion(
+            piece.result.tokens, piece.result.logprobs, piece.offsets
+        )
 
     def _prompt_logprobs(self, first: Reply) -> dict[str, Any]:
         writer = self._style.logprobs
@@ -279,17 +315,22 @@ class CompletionWriter:
         return choice
 
     def _whole_logprobs(self, reply: Reply, first: Reply) -> dict[str, Any] | None:
-        writer, tokens, prompt = self._style.logprobs, reply.tokens, reply.request.prompt
+        writer = self._style.logprobs
+        tokens = reply.tokens
+        prompt = reply.request.prompt
         if writer is None or writer.top is None:
             return None
         if not self._style.echo:
             return writer.completion(tokens, reply.logprobs, reply.offsets)
         entries = [None, *first.prompt_logprobs, *reply.logprobs]
-        return writer.completion([*prompt, *tokens], entries, [*writer.offsets(prompt, reply.echoed), *reply.offsets])
+        return writer.completion(
+            [*prompt, *tokens], entries, [*writer.offsets(prompt, reply.echoed), *reply.offsets]
+        )
 
 
 class ChatWriter(CompletionWriter):
-    """chat.completion objects: one reply; the prompt's ids are next to the choice and not inside."""
+    """chat.completion objects: one reply; the prompt's ids are next to the choice and not
+    inside."""
 
     ID, WHOLE, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -308,9 +349,12 @@ class ChatWriter(CompletionWriter):
         if self._style.include_usage:
             first["usage"] = None
         choices = [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(len(replies))
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for index in range(len(replies))
         ]
-        return "".join(f"data: {json.dumps({**first, 'choices': [choice]})}\n\n" for choice in choices)
+        return "".join(
+            f"data: {json.dumps({**first, 'choices': [choice]})}\n\n" for choice in choices
+        )
 
     def _content(self, piece: Piece) -> str:
         if piece.calls:
@@ -323,7 +367,9 @@ class ChatWriter(CompletionWriter):
         return self._style.logprobs.chat(piece.result.tokens, piece.result.logprobs)
 
     def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
-        said, writer, logprobs = "".join(reply.said), self._style.logprobs, None
+        said = "".join(reply.said)
+        writer = self._style.logprobs
+        logprobs = None
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if reply.calls and not said else said,
@@ -347,12 +393,15 @@ class ChatWriter(CompletionWriter):
 
 
 def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
-    """OpenAI's usage object for all replies of a call; with `sources` also the sources of the prompts' KV.
+    """OpenAI's usage object for all replies of a call; with `sources` also the sources of the
+    prompts' KV.
 
-    `truncated_tokens`: present if contexts have overflowed; leading tokens that the ends of the replies did not see.
+    `truncated_tokens`: present if contexts have overflowed; leading tokens that the ends of the
+    replies did not see.
     """
     generated = sum(len(reply.tokens) for reply in replies)
-    replies = [reply for reply in replies if reply.request.choice == 0]  # the choices of a prompt share it
+    # the choices of a prompt share it
+    replies = [reply for reply in replies if reply.request.choice == 0]
     prompt = sum(len(reply.request.prompt) for reply in replies)
     truncated = sum(reply.truncated for reply in replies)
     return {
@@ -361,7 +410,11 @@ def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {
             "cached_tokens": sum(reply.sources.cached for reply in replies),
-            **({name: sum(getattr(reply.sources, name) for reply in replies) for name in SOURCES} if sources else {}),
+            **(
+                {name: sum(getattr(reply.sources, name) for reply in replies) for name in SOURCES}
+                if sources
+                else {}
+            ),
             **({"truncated_tokens": truncated} if truncated else {}),
         },
     }

@@ -1,4 +1,5 @@
-"""Turns the fields for a reply's form (`response_format`, `structured_outputs`, tools) into one grammar."""
+"""Turns the fields for a reply's form (`response_format`, `structured_outputs`, tools) into one
+grammar."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ import json
 from typing import Any, NamedTuple
 
 from ...scheduler.types import RequestError
-from ..step.grammar import choice_grammar, json_grammar, lark_grammar, lark_json, regex_grammar, written_grammar
+from ..step.grammar import (
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    lark_json,
+    regex_grammar,
+    written_grammar,
+)
 from .bodies import ChatBody, ChoicesBody, ResponseFormat
 from .chat_messages import NamedTool
 from .tool_calls import tool_calls_rules
@@ -24,7 +32,8 @@ class ReplyForm(NamedTuple):
 
 
 def reply_form(body: ChoicesBody) -> ReplyForm | None:
-    """Returns the form that the reply must have, None for any. Raises RequestError (400) if two fields set it."""
+    """Returns the form that the reply must have, None for any. Raises RequestError (400) if two
+    fields set it."""
     asked = body.response_format
     schema = _schema(asked) if asked is not None else None
     given = [name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None]
@@ -39,7 +48,9 @@ def reply_form(body: ChoicesBody) -> ReplyForm | None:
         if schema is not None:
             raise RequestError(400, f"response_format and {name} cannot be combined", name)
         value = getattr(body, name)
-        forms = value.asked if name == "structured_outputs" else {name.removeprefix("guided_"): value}
+        forms = (
+            value.asked if name == "structured_outputs" else {name.removeprefix("guided_"): value}
+        )
         ((form, asked_for),) = forms.items()
         return ReplyForm(name, _grammar(form, asked_for, name))
     return ReplyForm("response_format", json_grammar(schema)) if schema is not None else None
@@ -49,14 +60,21 @@ def _with_tools(body: ChatBody, schema: dict[str, Any] | None) -> ReplyForm | No
     """Tool calls if they are required; tool calls or the requested JSON if the model may choose."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools]
     if isinstance(body.tool_choice, NamedTool):
-        functions = [function for function in functions if function["name"] == body.tool_choice.function.name]
-        return ReplyForm("tools", lark_grammar("start: calls\n" + tool_calls_rules(functions, several=False)))
+        functions = [
+            function for function in functions if function["name"] == body.tool_choice.function.name
+        ]
+        return ReplyForm(
+            "tools", lark_grammar("start: calls\n" + tool_calls_rules(functions, several=False))
+        )
     rules = tool_calls_rules(functions, body.parallel_tool_calls)
     if body.tool_choice == "required":
         return ReplyForm("tools", lark_grammar(f"start: calls\n{rules}"))
     if schema is None:
         return None
-    return ReplyForm("response_format", lark_grammar(f"start: calls | reply\nreply: {lark_json(schema)}\n{rules}"))
+    return ReplyForm(
+        "response_format",
+        lark_grammar(f"start: calls | reply\nreply: {lark_json(schema)}\n{rules}"),
+    )
 
 
 def _schema(asked: ResponseFormat) -> dict[str, Any] | None:
@@ -67,7 +85,9 @@ def _schema(asked: ResponseFormat) -> dict[str, Any] | None:
         return ANY_OBJECT
     schema = (asked.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
-        raise RequestError(400, "response_format needs an object json_schema.schema", "response_format")
+        raise RequestError(
+            400, "response_format needs an object json_schema.schema", "response_format"
+        )
     return schema
 
 

@@ -38,8 +38,8 @@ class ToolCall(NamedTuple):
 
 
 class ToolCallParser:
-    """Removes tool calls from a growing text. Text that is not a well-formed call stays; white space around calls is
-    removed.
+    """Removes tool calls from a growing text. Text that is not a well-formed call stays; white
+    space around calls is removed.
 
     returned | held: white space, the beginning of a tag, or a call that is not closed
     """
@@ -53,7 +53,8 @@ class ToolCallParser:
         self._count = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Takes more of the text. Returns the text that may be sent, and the calls that are now complete."""
+        """Takes more of the text. Returns the text that may be sent, and the calls that are now
+        complete."""
         self._held += text
         said: list[str] = []
         calls: list[ToolCall] = []
@@ -68,7 +69,8 @@ class ToolCallParser:
                     said.append(self._held[: cut + len(CLOSE)])
                 elif call.index < self._most:
                     calls.append(call)
-                self._held, self._searched = self._held[cut + len(CLOSE) :], 0
+                self._held = self._held[cut + len(CLOSE) :]
+                self._searched = 0
             else:
                 said.append(self._say(cut))
             self._inside = not self._inside
@@ -78,12 +80,13 @@ class ToolCallParser:
 
     def end(self) -> str:
         """Ends the text. Returns the held text, unless it is white space after a call."""
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return "" if self._count and not rest.strip() else rest
 
     def _say(self, end: int) -> str:
-        """Removes and returns the held text up to `end`, without the white space before `end`, which is dropped if a
-        call follows."""
+        """Removes and returns the held text up to `end`, without the white space before `end`,
+        which is dropped if a call follows."""
         said = self._held[:end].rstrip()
         self._held = self._held[len(said) :]
         return said
@@ -101,7 +104,12 @@ class ToolCallParser:
         except (ValueError, RecursionError):
             return None
         self._count += 1
-        return ToolCall(self._count - 1, f"call_{uuid.uuid4().hex[:24]}", _sendable(call["name"]), _sendable(text))
+        return ToolCall(
+            self._count - 1,
+            f"call_{uuid.uuid4().hex[:24]}",
+            _sendable(call["name"]),
+            _sendable(text),
+        )
 
 
 def _begun(text: str) -> int:
@@ -121,13 +129,14 @@ def _ends_in_string(source: str) -> bool:
 
 
 def _sendable(text: str) -> str:
-    """Replaces halves of surrogate pairs, which JSON may contain but UTF-8 cannot encode, by question marks."""
+    """Replaces halves of surrogate pairs, which JSON may contain but UTF-8 cannot encode, by
+    question marks."""
     return text.encode(errors="replace").decode()
 
 
 def tool_calls_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
-    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema; without one, no
-    arguments), exactly one, or with `several` one or more."""
+    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema;
+    without one, no arguments), exactly one, or with `several` one or more."""
     line = json.dumps("\n")
     rules = [
         f"calls: call ({line} call)*" if several else "calls: call",

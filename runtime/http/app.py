@@ -1,7 +1,8 @@
 """The HTTP process: OpenAI's and Anthropic's endpoints over an EngineClient.
 
-A call passes these stages: body -> `GenerationCall` (checked, tokenized) -> requests to the engine loop -> `Answer`
-writes the outputs, whole or as server-sent events. If the client hangs up, its requests are aborted.
+A call passes these stages: body -> `GenerationCall` (checked, tokenized) -> requests to the engine
+loop -> `Answer` writes the outputs, whole or as server-sent events. If the client hangs up, its
+requests are aborted.
 """
 
 from __future__ import annotations
@@ -54,44 +55,64 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES}
+)
 """Paths that need no API key."""
 
 MOST_UNREAD_BYTES = 64 * 1024**2
-"""Of a streamed answer, while its replies still grow. More ends its requests, so that its client cannot fill the
-server's memory."""
+"""Of a streamed answer, while its replies still grow. More ends its requests, so that its client
+cannot fill the server's memory."""
 
-UNREAD = f"the client has not read {MOST_UNREAD_BYTES // 1024**2} MiB of the answer, so the reply ends here"
+UNREAD = (
+    f"the client has not read {MOST_UNREAD_BYTES // 1024**2} MiB of the answer, so the reply ends "
+    "here"
+)
 MOST_OF_PATH = 200  # characters of a path that an error repeats
 REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
 
 
 class Answer(Response):
-    """Submits a call and writes its answer. The status is sent with the first output, so that a refusal gets its own
-    status."""
+    """Submits a call and writes its answer. The status is sent with the first output, so that a
+    refusal gets its own status."""
 
     def __init__(
-        self, call: GenerationCall, client: EngineClient, tokenizer: Tokenizer | None, tracing: Tracing | None
+        self,
+        call: GenerationCall,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        tracing: Tracing | None,
     ):
         super().__init__()
-        self._call, self._client, self._tokenizer, self._tracing = call, client, tokenizer, tracing
+        self._call = call
+        self._client = client
+        self._tokenizer = tokenizer
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies: dict[int, Reply] = {}
-        owner, metrics = scope.get(OWNER, ""), self._client.metrics
+        owner = scope.get(OWNER, "")
+        metrics = self._client.metrics
         with contextlib.ExitStack() as around:
             around.enter_context(contextlib.suppress(ClientGone))
             if self._tracing is not None:
-                around.enter_context(self._tracing.traced(self._call, scope["headers"], replies.values()))
+                around.enter_context(
+                    self._tracing.traced(self._call, scope["headers"], replies.values())
+                )
             around.enter_context(answering(self._call, owner, replies.values(), metrics))
             await self._answer(replies, scope, receive, send)
 
-    async def _answer(self, replies: dict[int, Reply], scope: Scope, receive: Receive, send: Send) -> None:
-        """Fills `replies` first. Raises ClientGone, and RequestError while no status has been sent."""
+    async def _answer(
+        self, replies: dict[int, Reply], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Fills `replies` first. Raises ClientGone, and RequestError while no status has been
+        sent."""
         stream = self._client.submit(self._call.requests, self._call.arrived)
         watch = asyncio.create_task(_hang_up_with_client(receive, stream))
         try:
-            replies |= {reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)}
+            replies |= {
+                reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)
+            }
             if self._call.stream:
                 await self._send_events(stream, replies, send)
             else:
@@ -103,14 +124,18 @@ class Answer(Response):
                         unfinished -= output.finish is not None
                 await self._commit(replies)
                 whole = self._call.writer.whole(list(replies.values()))
-                await JSONResponse(whole, headers={REQUEST_ID: self._call.writer.id})(scope, receive, send)
+                await JSONResponse(whole, headers={REQUEST_ID: self._call.writer.id})(
+                    scope, receive, send
+                )
         finally:
             watch.cancel()
             stream.close()
 
-    async def _send_events(self, stream: OutputStream, replies: dict[int, Reply], send: Send) -> None:
-        """Sends server-sent events. The replies come to their end, and their turn is committed, also if the client
-        reads nothing meanwhile."""
+    async def _send_events(
+        self, stream: OutputStream, replies: dict[int, Reply], send: Send
+    ) -> None:
+        """Sends server-sent events. The replies come to their end, and their turn is committed,
+        also if the client reads nothing meanwhile."""
         writer = self._call.writer
         outputs = await stream.next()
         sender = EventSender(send, [(REQUEST_ID.encode(), writer.id.encode())])
@@ -123,9 +148,14 @@ class Answer(Response):
             sender.close()
 
     async def _write_events(
-        self, stream: OutputStream, outputs: list[RowResult], replies: dict[int, Reply], sender: EventSender
+        self,
+        stream: OutputStream,
+        outputs: list[RowResult],
+        replies: dict[int, Reply],
+        sender: EventSender,
     ) -> None:
-        """Writes the events of all outputs, of which `outputs` are the first; those of one wake-up in one piece."""
+        """Writes the events of all outputs, of which `outputs` are the first; those of one wake-up
+        in one piece."""
         writer = self._call.writer
         index = {request: number for number, request in enumerate(replies)}
         events = [writer.opening(list(replies.values()))]
@@ -162,20 +192,28 @@ class Answer(Response):
 
 
 def _no_route(request: HTTPRequest, error: HTTPException) -> str:
-    """Says what a client with a wrong base URL or method may have meant: /chat/completions is /v1/chat/completions."""
+    """Says what a client with a wrong base URL or method may have meant: /chat/completions is
+    /v1/chat/completions."""
     path = request.url.path
     if error.status_code == 405 and error.headers:
         return f"{path[:MOST_OF_PATH]} takes {error.headers['Allow']}, not {request.method}"
     if error.status_code != 404:
         return error.detail
     served = [str(getattr(route, "path", "")) for route in request.app.routes]
-    meant = [known for known in served if known.startswith("/v1/") and path.endswith(known.removeprefix("/v1"))]
+    meant = [
+        known
+        for known in served
+        if known.startswith("/v1/") and path.endswith(known.removeprefix("/v1"))
+    ]
     hint = f"; did you mean {max(meant, key=len)}?" if meant else ""
     return f"there is no {path[:MOST_OF_PATH]} here{hint}"
 
 
-async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, OutputOptions]) -> OutputOptions:
-    """Raises ClientDisconnect if the client hangs up meanwhile: other requests wait for the check of its grammar."""
+async def _unless_gone(
+    receive: Receive, making: Coroutine[Any, Any, OutputOptions]
+) -> OutputOptions:
+    """Raises ClientDisconnect if the client hangs up meanwhile: other requests wait for the check
+    of its grammar."""
     made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
     try:
         await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -205,14 +243,19 @@ def create_app(
     histories: TurnManager | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """Returns the application that serves the engine of `ready`; without a tokenizer only completions of token ids.
+    """Returns the application that serves the engine of `ready`; without a tokenizer only
+    completions of token ids.
 
-    Without `histories`, conversations are kept in memory. With `tracing`, every answered call has a span.
+    Without `histories`, conversations are kept in memory. With `tracing`, every answered call has a
+    span.
     """
     if histories is None:
-        histories = TurnManager(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
+        histories = TurnManager(
+            HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer
+        )
         histories.expire_in_background()
-    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from other sites
+    # these pages load scripts from other sites
+    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if not settings.strict_fields:
         app.add_middleware(IgnoredFields)
@@ -257,7 +300,8 @@ def create_app(
 
     @app.exception_handler(ClientDisconnect)
     async def ignore(_: HTTPRequest, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # the client is gone in the middle of its body, so this is never read
+        # the client is gone in the middle of its body, so this is never read
+        return Response(status_code=400)
 
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
@@ -265,7 +309,9 @@ def create_app(
         body = await read_body(CompletionBody, request)
         caller = caller_of(request)
         asked = await _unless_gone(request.receive, calls.asked(body, caller))
-        return Answer(await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing)
+        return Answer(
+            await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing
+        )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
@@ -279,20 +325,28 @@ def create_app(
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await read_body(ResponseBody, request)
-        return Answer(await response_call(calls, body, arrived, caller_of(request)), client, tokenizer, tracing)
+        return Answer(
+            await response_call(calls, body, arrived, caller_of(request)),
+            client,
+            tokenizer,
+            tracing,
+        )
 
     @app.post("/v1/messages")
     async def messages(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await read_body(MessageBody, request)
-        caller, chat = replace(caller_of(request), session=body.session(request.headers)), body.chat()
+        caller = replace(caller_of(request), session=body.session(request.headers))
+        chat = body.chat()
         asked = await _unless_gone(request.receive, calls.asked(chat, caller))
         options: dict[str, Any] = {
             "writer": MessageWriter(Style(calls.model(chat), False, False), body.max_tokens),
             "most_tokens": body.max_tokens,
             "keep_s": body.keep_s,
         }
-        return Answer(await calls.chat(chat, asked, arrived, caller, **options), client, tokenizer, tracing)
+        return Answer(
+            await calls.chat(chat, asked, arrived, caller, **options), client, tokenizer, tracing
+        )
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: HTTPRequest) -> dict[str, int]:
@@ -306,7 +360,10 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described(name) for name in (ready.model, *ready.aliases)]}
+        return {
+            "object": "list",
+            "data": [described(name) for name in (ready.model, *ready.aliases)],
+        }
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -314,7 +371,12 @@ def create_app(
         return described(name)
 
     def described(name: str) -> dict[str, Any]:
-        model = {"object": "model", "created": created, "owned_by": "pensieve", "max_model_len": ready.max_model_len}
+        model = {
+            "object": "model",
+            "created": created,
+            "owned_by": "pensieve",
+            "max_model_len": ready.max_model_len,
+        }
         return {"id": name, **model}
 
     @app.get("/health")

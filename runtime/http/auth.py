@@ -26,21 +26,25 @@ def owner_of(request: Request) -> str:
 
 
 class KeyCheck:
-    """ASGI middleware: every path except `open_paths` needs one of the keys, as `Authorization: Bearer KEY` or as
-    `X-API-Key: KEY`.
+    """ASGI middleware: every path except `open_paths` needs one of the keys, as `Authorization:
+    Bearer KEY` or as `X-API-Key: KEY`.
 
     The time of a comparison depends neither on the given key nor on the matching one.
     """
 
     def __init__(self, app: ASGIApp, digests: Sequence[str], open_paths: frozenset[str]):
-        self._app, self._digests, self._open_paths = app, tuple(digests), open_paths
+        self._app = app
+        self._digests = tuple(digests)
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             owner = self._owner(dict(scope["headers"]))
             if owner is None:
                 error = RequestError(
-                    401, "this server needs a valid API key, as Authorization: Bearer KEY or X-API-Key: KEY"
+                    401,
+                    "this server needs a valid API key, as Authorization: Bearer KEY or X-API-Key: "
+                    "KEY",
                 )
                 response = error_response(error, scope["path"])
                 response.headers["www-authenticate"] = "Bearer"

@@ -1,7 +1,7 @@
 """A connection of the HTTP process: uvicorn's, with time limits.
 
-A client that sends its request very slowly, or does not read its answer, would occupy a connection and perhaps a seat
-without end. Here it is cut off. Connections beyond the limit are refused.
+A client that sends its request very slowly, or does not read its answer, would occupy a connection
+and perhaps a seat without end. Here it is cut off. Connections beyond the limit are refused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..system import allow_open_files
 
-MOST_HEAD_BYTES = 32 * 1024  # a longer request line and headers: 400, unless one read contains all of them
+# a longer request line and headers: 400, unless one read contains all of them
+MOST_HEAD_BYTES = 32 * 1024
 LEAST_BYTES_PER_S = 10_000  # of a body, after the time that every body has
-MOST_BEHIND_BYTES = 64 * 1024  # of input after a request that is being answered; the rest stays in the socket
+# of input after a request that is being answered; the rest stays in the socket
+MOST_BEHIND_BYTES = 64 * 1024
 OTHER_FILES = 128  # besides connections: the pipe, the history, libraries
-BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: "
+    b"close\r\n\r\n"
+)
 
 
 def allow_connections(most: int) -> int:
@@ -32,12 +37,14 @@ class PatientProtocol(H11Protocol):
 
     * from the first byte, or the connection, to the end of a request's head,
     * for a body, and more for a long one at LEAST_BYTES_PER_S,
-    * to read its answer while the answer fills the buffers, and after the connection has begun to close.
+    * to read its answer while the answer fills the buffers, and after the connection has begun to
+      close.
     """
 
     def __init__(self, *args: Any, most: int, patience: float, **options: Any):
         super().__init__(*args, **options)
-        self._most, self._patience = most, patience
+        self._most = most
+        self._patience = patience
         self._sending: asyncio.TimerHandle | None = None  # the client's time to send
         self._taking: asyncio.TimerHandle | None = None  # the client's time to read
         self._body_since: float | None = None
@@ -59,8 +66,11 @@ class PatientProtocol(H11Protocol):
         if state is h11.SEND_BODY:
             self._body_bytes += len(data)
         elif state is h11.IDLE and not self.transport.is_closing():
-            if not self.conn.trailing_data[0]:  # the body of an answered request; the connection is idle from here on
-                self.timeout_keep_alive_task = self._later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            # the body of an answered request; the connection is idle from here on
+            if not self.conn.trailing_data[0]:
+                self.timeout_keep_alive_task = self._later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
             elif self._sending is None:
                 self._sending = self._later(self._patience, self._cut)
 
@@ -76,7 +86,8 @@ class PatientProtocol(H11Protocol):
             self._stop_waiting()
         answered = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
         if state in answered and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:
-            # uvicorn stops reading while a further request is buffered; the connection's end would not be seen
+            # uvicorn stops reading while a further request is buffered; the connection's end would
+            # not be seen
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
@@ -88,16 +99,19 @@ class PatientProtocol(H11Protocol):
         super().resume_writing()
         if self._taking is not None:
             self._taking.cancel()
-            self._taking = self._later(self._patience, self._cut) if self.transport.is_closing() else None
+            self._taking = (
+                self._later(self._patience, self._cut) if self.transport.is_closing() else None
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():  # after this answer, as requested by the client or the server
+        # after this answer, as requested by the client or the server
+        if self.transport.is_closing():
             self._close_soon()
 
     def send_400_response(self, msg: str) -> None:
-        """The input is not HTTP. If it came as a request's body, the client no longer waits for that answer. An
-        answered request gets no second answer."""
+        """The input is not HTTP. If it came as a request's body, the client no longer waits for
+        that answer. An answered request gets no second answer."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -117,19 +131,27 @@ class PatientProtocol(H11Protocol):
         if self._taking is not None:
             self._taking.cancel()
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # after an error uvicorn would keep all of this until then
+        # after an error uvicorn would keep all of this until then
+        self._unset_keepalive_if_required()
 
     def _start_body(self) -> None:
-        self._body_since, self._body_bytes = self.loop.time(), 0
+        self._body_since = self.loop.time()
+        self._body_bytes = 0
         self._sending = self._later(self._patience, self._check_body)
 
     def _check_body(self) -> None:
-        """Checks that the body has come fast enough. Time in which the application does not read is not counted."""
+        """Checks that the body has come fast enough. Time in which the application does not read is
+        not counted."""
         assert self._body_since is not None
         if self.flow.read_paused or self.conn.they_are_waiting_for_100_continue:
             self._start_body()
             return
-        left = self._body_since + self._patience + self._body_bytes / LEAST_BYTES_PER_S - self.loop.time()
+        left = (
+            self._body_since
+            + self._patience
+            + self._body_bytes / LEAST_BYTES_PER_S
+            - self.loop.time()
+        )
         if left <= 0:
             self._cut()
         else:

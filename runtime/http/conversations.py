@@ -1,6 +1,7 @@
 """Conversations as objects: create, list, show, fork, pin, change their lifetime, delete.
 
-All paths need the owner's key if keys are used. Another owner's conversation is answered as one that does not exist.
+All paths need the owner's key if keys are used. Another owner's conversation is answered as one
+that does not exist.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class NewConversation(Body):
 
 
 class Lifetime(Body):
-    """POST or PATCH /v1/conversations/{id}: null is the server's default; an absent field stays unchanged."""
+    """POST or PATCH /v1/conversations/{id}: null is the server's default; an absent field stays
+    unchanged."""
 
     OWN: ClassVar = frozenset({"ttl_s", "history_ttl_s"})
     KEEPS_NULL: ClassVar = True
@@ -55,7 +57,8 @@ class Pin(Body):
 
 
 class AnyId(PathConvertor):
-    """The rest of a path, line breaks included. Starlette's `path` matches none, and ignores one at the end."""
+    """The rest of a path, line breaks included. Starlette's `path` matches none, and ignores one at
+    the end."""
 
     regex = "(?s:.*)"
 
@@ -77,30 +80,51 @@ class Page:
             raise RequestError(400, f"order must be asc or desc, not {order!r}", "order")
         self.ascending = order == "asc"
         limit = query.get("limit", "20")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= LONGEST_PAGE):
-            raise RequestError(400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit[:10]!r}", "limit")
+        if not (
+            limit.isascii()
+            and limit.isdigit()
+            and len(limit) < 10
+            and 1 <= int(limit) <= LONGEST_PAGE
+        ):
+            raise RequestError(
+                400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit[:10]!r}", "limit"
+            )
         self.limit = int(limit)
 
 
 def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient) -> None:
-    """Adds the endpoints. An id may contain slashes, so paths with a part after the id come first."""
+    """Adds the endpoints. An id may contain slashes, so paths with a part after the id come
+    first."""
     router = APIRouter(prefix="/v1/conversations")
 
-    def described(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+    def described(
+        conversation: Conversation, transcript: Transcript | None = None
+    ) -> dict[str, Any]:
         return describe(conversation, histories.now(), transcript)
 
     def sized(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
-        found = client.kv_map.find(kv_name(Name(conversation.owner, conversation.id), conversation.thread))
-        return described(conversation, transcript) | {"kv_chunks": None if found is None else by_tier(found)}
+        found = client.kv_map.find(
+            kv_name(Name(conversation.owner, conversation.id), conversation.thread)
+        )
+        return described(conversation, transcript) | {
+            "kv_chunks": None if found is None else by_tier(found)
+        }
 
     @router.get("")
     async def page(request: Request) -> dict[str, Any]:
         asked = Page(request)
-        found, more = await histories.page(owner_of(request), asked.limit, asked.after, asked.ascending)
+        found, more = await histories.page(
+            owner_of(request), asked.limit, asked.after, asked.ascending
+        )
         await client.refresh_all()
         ids = [conversation.id for conversation in found]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return {"object": "list", "data": [sized(conversation) for conversation in found], **ends, "has_more": more}
+        return {
+            "object": "list",
+            "data": [sized(conversation) for conversation in found],
+            **ends,
+            "has_more": more,
+        }
 
     @router.post("")
     async def create(request: Request) -> dict[str, Any]:
@@ -144,8 +168,8 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
 
 
 async def parsed(kind: Any, request: Request) -> Any:
-    """Reads the body as this kind; no body is an empty one. RequestError: 400 as `parse`, 413 for a long body: it is
-    parsed in the event loop's thread, and all other requests wait meanwhile."""
+    """Reads the body as this kind; no body is an empty one. RequestError: 400 as `parse`, 413 for a
+    long body: it is parsed in the event loop's thread, and all other requests wait meanwhile."""
     body = await request.body() or b"{}"
     if len(body) > LONGEST_BODY:
         raise RequestError(413, f"the body is longer than the {LONGEST_BODY} bytes allowed here")
@@ -161,7 +185,9 @@ def by_tier(conversation: ConversationKV) -> dict[str, int]:
     return {tier: getattr(conversation, tier) for tier in ("gpu", "host", "disk", "dropped")}
 
 
-def describe(conversation: Conversation, now: float, transcript: Transcript | None = None) -> dict[str, Any]:
+def describe(
+    conversation: Conversation, now: float, transcript: Transcript | None = None
+) -> dict[str, Any]:
     """The conversation in the form for its owner, with the messages if `transcript` is given."""
     pinned = conversation.pinned_until if conversation.pinned_until > now else None
     described: dict[str, Any] = {

@@ -6,9 +6,13 @@ import asyncio
 
 from starlette.types import Send
 
-EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 PIECE_BYTES = 64 * 1024
-"""The longest piece that is sent at once. A client has `--client-timeout` for each piece, not for all that is kept."""
+"""The longest piece that is sent at once. A client has `--client-timeout` for each piece, not for
+all that is kept."""
 
 
 class EventSender:
@@ -18,7 +22,8 @@ class EventSender:
     """
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]):
-        self._send, self._headers = send, [*EVENT_HEADERS, *headers]
+        self._send = send
+        self._headers = [*EVENT_HEADERS, *headers]
         self._unread = bytearray()
         self._ended = False
         self._news = asyncio.Event()

@@ -1,5 +1,5 @@
-"""ASGI middleware around every request: the limits of one client, the size of a body, the security headers, and a
-count of refusals."""
+"""ASGI middleware around every request: the limits of one client, the size of a body, the security
+headers, and a count of refusals."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ def caller_of(request: Request) -> Caller:
     """Raises RequestError (400) if the name of its session is too long."""
     session = request.headers.get(SESSION) or None
     if session is not None and len(session) > LONGEST_SESSION:
-        raise RequestError(400, f"{SESSION} may have {LONGEST_SESSION} characters, not {len(session)}")
-    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any), session)
+        raise RequestError(
+            400, f"{SESSION} may have {LONGEST_SESSION} characters, not {len(session)}"
+        )
+    return Caller(
+        owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any), session
+    )
 
 
 def client_of(scope: Scope) -> str:
@@ -40,28 +44,36 @@ def client_of(scope: Scope) -> str:
 class ClientLimit:
     """At most `most` sequences of one client are open; more are refused with 429.
 
-    Only requests that make the engine work count. A call counts as one sequence from its start, so a slow body counts
-    too. After its body is read it counts as all the sequences in it (`Caller.claim`) until its end.
+    Only requests that make the engine work count. A call counts as one sequence from its start, so
+    a slow body counts too. After its body is read it counts as all the sequences in it
+    (`Caller.claim`) until its end.
     """
 
     def __init__(self, app: ASGIApp, most: int):
-        self._app, self._most = app, most
+        self._app = app
+        self._most = most
         self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        client, held = client_of(scope), 0
+        client = client_of(scope)
+        held = 0
 
         def claim(sequences: int, param: str | None = None) -> None:
             nonlocal held
             if sequences > self._most:
-                message = f"the request asks for {sequences} sequences; a client may have {self._most} open"
+                message = (
+                    f"the request asks for {sequences} sequences; a client may have {self._most} "
+                    "open"
+                )
                 raise RequestError(400, message, param)
             others = self._open[client] - held
             if others + sequences > self._most:
-                raise RequestError(429, f"this client has {others} of {self._most} sequences open already")
+                raise RequestError(
+                    429, f"this client has {others} of {self._most} sequences open already"
+                )
             self._open[client] += sequences - held
             held = sequences
 
@@ -83,7 +95,8 @@ class BodyLimit:
     """Refuses a body of more than `most` bytes with 413, as soon as its size is known."""
 
     def __init__(self, app: ASGIApp, most: int):
-        self._app, self._most = app, most
+        self._app = app
+        self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,7 +113,8 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._most:
-                raise self._error()  # raised where the body is read: the application answers it like all refusals
+                # raised where the body is read: the application answers it like all refusals
+                raise self._error()
             return message
 
         await self._app(scope, counted, send)
@@ -110,7 +124,8 @@ class BodyLimit:
 
 
 class SecurityHeaders:
-    """Adds SECURITY_HEADERS to answers that do not have their own. They forbid a browser to load or embed anything."""
+    """Adds SECURITY_HEADERS to answers that do not have their own. They forbid a browser to load or
+    embed anything."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -132,7 +147,8 @@ class ClientErrors:
     """Counts answers with a status from 400 to 499 in `counts`, by status."""
 
     def __init__(self, app: ASGIApp, counts: Counter[str]):
-        self._app, self._counts = app, counts
+        self._app = app
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:

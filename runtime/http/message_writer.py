@@ -13,8 +13,8 @@ from ..frontend.tool_calls import ToolCall
 
 
 class MessageWriter(CompletionWriter):
-    """message objects, whole or as the documented events: blocks of text and of tool calls, in the order of the
-    reply."""
+    """message objects, whole or as the documented events: blocks of text and of tool calls, in the
+    order of the reply."""
 
     ID = "msg_"
 
@@ -34,7 +34,8 @@ class MessageWriter(CompletionWriter):
         return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
 
     def opening(self, replies: Sequence[Reply]) -> str:
-        """None: the first event contains the sources of the prompt, which arrive with the first output."""
+        """None: the first event contains the sources of the prompt, which arrive with the first
+        output."""
         (self._reply,) = replies
         return ""
 
@@ -85,7 +86,9 @@ class MessageWriter(CompletionWriter):
         self._in_text = False
         return self._stop()
 
-    def _message(self, reply: Reply, content: list[dict[str, Any]], **end: str | None) -> dict[str, Any]:
+    def _message(
+        self, reply: Reply, content: list[dict[str, Any]], **end: str | None
+    ) -> dict[str, Any]:
         about = {"id": self.id, "type": "message", "role": "assistant", "model": self._style.model}
         return {**about, "content": content, **end, "usage": _usage(reply)}
 
@@ -105,11 +108,17 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _call_block(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+    return {
+        "type": "tool_use",
+        "id": call.id,
+        "name": call.name,
+        "input": json.loads(call.arguments),
+    }
 
 
 def _usage(reply: Reply) -> dict[str, int]:
-    """Each token of the prompt counts once. Caching has no charge, so no token counts as created."""
+    """Each token of the prompt counts once. Caching has no charge, so no token counts as
+    created."""
     cached = reply.sources.cached
     return {
         "input_tokens": len(reply.request.prompt) - cached,

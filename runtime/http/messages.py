@@ -1,7 +1,7 @@
 """Anthropic's Messages API: the bodies of /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a `ChatBody`: text blocks become text, `tool_use` and `tool_result` blocks become tool calls and messages
-of tools, as chat templates read them.
+A body becomes a `ChatBody`: text blocks become text, `tool_use` and `tool_result` blocks become
+tool calls and messages of tools, as chat templates read them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from ..frontend.chat_messages import (
 from ..frontend.chat_messages import Tool as ChatTool
 
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of the first line of Claude Code's system prompt. The line identifies the client's account and is not
-for the model. It differs in each request, so with it two prompts would never share a prefix."""
+"""The beginning of the first line of Claude Code's system prompt. The line identifies the client's
+account and is not for the model. It differs in each request, so with it two prompts would never
+share a prefix."""
 
 MOST_STOPS = 16
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
@@ -54,7 +55,8 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Thinking in an earlier reply of another server: this server writes none. It is not shown to the model."""
+    """Thinking in an earlier reply of another server: this server writes none. It is not shown to
+    the model."""
 
     IGNORED = frozenset({"thinking", "signature", "data"})
 
@@ -79,11 +81,16 @@ class ToolUseBlock(Body):
 
 
 def _blocks(content: Any, *kinds: str) -> Any:
-    """Text alone becomes one block of text. Raises RequestError for a block of another kind than these."""
+    """Text alone becomes one block of text. Raises RequestError for a block of another kind than
+    these."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     for block in content if isinstance(content, list) else ():
-        if isinstance(block, dict) and isinstance(block.get("type"), str) and block["type"] not in kinds:
+        if (
+            isinstance(block, dict)
+            and isinstance(block.get("type"), str)
+            and block["type"] not in kinds
+        ):
             raise RequestError(400, f"{block['type']} blocks are not supported here by this server")
     return content
 
@@ -100,7 +107,9 @@ def _assistant_blocks(content: Any) -> Any:
     return _blocks(content, "text", "thinking", "redacted_thinking", "tool_use")
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(_text_blocks, json_schema_input_type=str | list[TextBlock])]
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_text_blocks, json_schema_input_type=str | list[TextBlock])
+]
 
 
 def _lines(blocks: Iterable[TextBlock]) -> str:
@@ -126,13 +135,17 @@ class ToolResultBlock(Body):
 
 
 UserBlocks = list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
-AssistantBlocks = list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+AssistantBlocks = list[
+    Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+]
 
 
 class UserMessage(Body):
     role: Literal["user"]
     content: Annotated[
-        UserBlocks, BeforeValidator(_user_blocks, json_schema_input_type=str | UserBlocks), Field(min_length=1)
+        UserBlocks,
+        BeforeValidator(_user_blocks, json_schema_input_type=str | UserBlocks),
+        Field(min_length=1),
     ]
 
     def messages(self) -> list[Message]:
@@ -151,7 +164,8 @@ class AssistantMessage(Body):
 
     role: Literal["assistant"]
     content: Annotated[
-        AssistantBlocks, BeforeValidator(_assistant_blocks, json_schema_input_type=str | AssistantBlocks)
+        AssistantBlocks,
+        BeforeValidator(_assistant_blocks, json_schema_input_type=str | AssistantBlocks),
     ]
 
     def messages(self) -> list[Message]:
@@ -171,7 +185,9 @@ class SystemMessage(Body):
 class ToolDefinition(Body):
     """`input_schema`: a JSON schema of an object."""
 
-    IGNORED = frozenset({"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
+    IGNORED = frozenset(
+        {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "strict"}
+    )
 
     type: Literal["custom"] = "custom"
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -187,18 +203,25 @@ class ToolDefinition(Body):
         return schema
 
     def for_chat(self) -> ChatTool:
-        """The tool in OpenAI's form. It is already checked, and its name may be longer than OpenAI's limit."""
-        about = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        """The tool in OpenAI's form. It is already checked, and its name may be longer than
+        OpenAI's limit."""
+        about = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
         given: dict[str, Any] = {name: value for name, value in about.items() if value is not None}
         return ChatTool.model_construct(type="function", function=Function.model_construct(**given))
 
 
 def _own_tools(tools: Any) -> Any:
-    """Raises RequestError for a tool that Anthropic's servers run, or with a schema that only Anthropic's models
-    know."""
+    """Raises RequestError for a tool that Anthropic's servers run, or with a schema that only
+    Anthropic's models know."""
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
-            raise RequestError(400, f"tools of type {tool['type']} are not supported by this server")
+            raise RequestError(
+                400, f"tools of type {tool['type']} are not supported by this server"
+            )
     return tools
 
 
@@ -253,13 +276,16 @@ class PromptBody(Body):
 
     model: NonEmpty
     messages: Annotated[
-        list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]],
+        list[
+            Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+        ],
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
     system: Texts = Field(default_factory=list)
-    tools: Annotated[list[ToolDefinition], BeforeValidator(_own_tools, json_schema_input_type=list[ToolDefinition])] = (
-        Field(default_factory=list)
-    )
+    tools: Annotated[
+        list[ToolDefinition],
+        BeforeValidator(_own_tools, json_schema_input_type=list[ToolDefinition]),
+    ] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
@@ -270,15 +296,20 @@ class PromptBody(Body):
         if len(set(names)) < len(names):
             raise RequestError(400, "tools must each have a name of its own", "tools")
         if self.tool_choice.type == "tool" and self.tool_choice.name not in names:
-            raise RequestError(400, f"tool_choice names {self.tool_choice.name!r}, no tool", "tool_choice")
+            raise RequestError(
+                400, f"tool_choice names {self.tool_choice.name!r}, no tool", "tool_choice"
+            )
         if self.tool_choice.type == "any" and not names:
             raise RequestError(400, "tool_choice requires tools", "tool_choice")
         if isinstance(self.messages[-1], AssistantMessage):
-            raise RequestError(400, "the last message must not be the assistant's: replies begin anew", "messages")
+            raise RequestError(
+                400, "the last message must not be the assistant's: replies begin anew", "messages"
+            )
         return self
 
     def chat(self) -> ChatBody:
-        """The same body for the chat endpoint. It is already checked: limits that only OpenAI has do not apply."""
+        """The same body for the chat endpoint. It is already checked: limits that only OpenAI has
+        do not apply."""
         return ChatBody.model_construct(**self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -288,11 +319,16 @@ class PromptBody(Body):
         schema = {"schema": wanted.schema_} if wanted is not None else None
         return {
             "model": self.model,
-            "messages": [*first, *(message for given in self.messages for message in given.messages())],
+            "messages": [
+                *first,
+                *(message for given in self.messages for message in given.messages()),
+            ],
             "tools": [tool.for_chat() for tool in self.tools],
             "tool_choice": self.tool_choice.for_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "response_format": ResponseFormat(type="json_schema", json_schema=schema) if schema else None,
+            "response_format": ResponseFormat(type="json_schema", json_schema=schema)
+            if schema
+            else None,
         }
 
 
@@ -303,7 +339,9 @@ class MessageBody(PromptBody):
 
     max_tokens: int
     metadata: Metadata | None = None
-    stop_sequences: Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stop_sequences: Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] = Field(
+        default_factory=list
+    )
     stream: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -313,12 +351,15 @@ class MessageBody(PromptBody):
     def keep_s(self) -> float | None:
         """Seconds for which the prompt should be kept: the longest time of its markers."""
         contents = (block for message in self.messages for block in message.content)
-        marks = [getattr(part, "cache_control", None) for part in (self, *self.system, *self.tools, *contents)]
+        marks = [
+            getattr(part, "cache_control", None)
+            for part in (self, *self.system, *self.tools, *contents)
+        ]
         return max((KEEP_S[mark.ttl] for mark in marks if mark is not None), default=None)
 
     def session(self, headers: Mapping[str, str]) -> str | None:
-        """The name of the session that the call belongs to: from a header, or in Claude Code's form in
-        `metadata.user_id`. With a marker alone a session without a name is kept."""
+        """The name of the session that the call belongs to: from a header, or in Claude Code's form
+        in `metadata.user_id`. With a marker alone a session without a name is kept."""
         named = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
         user = self.metadata.user_id if self.metadata is not None else None
         if named is None and user is not None:
@@ -327,7 +368,12 @@ class MessageBody(PromptBody):
 
     def _chat_fields(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {**super()._chat_fields(), **sampling, "stop": self.stop_sequences, "stream": self.stream}
+        return {
+            **super()._chat_fields(),
+            **sampling,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+        }
 
 
 def _session_in(user_id: str) -> str | None:

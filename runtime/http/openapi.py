@@ -1,4 +1,5 @@
-"""/openapi.json: the bodies of the endpoints. They read their bodies themselves, so FastAPI does not know them."""
+"""/openapi.json: the bodies of the endpoints. They read their bodies themselves, so FastAPI does
+not know them."""
 
 from __future__ import annotations
 
@@ -48,9 +49,13 @@ def describe_bodies(app: FastAPI) -> None:
 
 def _add_bodies(schema: dict[str, Any]) -> None:
     references, definitions = models_json_schema(
-        [(kind, "validation") for kind in dict.fromkeys(BODIES.values())], ref_template="#/components/schemas/{model}"
+        [(kind, "validation") for kind in dict.fromkeys(BODIES.values())],
+        ref_template="#/components/schemas/{model}",
     )
     schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     for (path, method), kind in BODIES.items():
         content = {"application/json": {"schema": references[kind, "validation"]}}
-        schema["paths"][path][method]["requestBody"] = {"content": content, "required": kind not in OPTIONAL}
+        schema["paths"][path][method]["requestBody"] = {
+            "content": content,
+            "required": kind not in OPTIONAL,
+        }

@@ -1,4 +1,5 @@
-"""The page at /ui: its files and /ui/state, the state that it shows. It chats through the public API."""
+"""The page at /ui: its files and /ui/state, the state that it shows. It chats through the public
+API."""
 
 from __future__ import annotations
 
@@ -42,18 +43,25 @@ class File(NamedTuple):
     content: bytes
 
 
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 FOLDER = Path(__file__).parent / "ui"
 UI_FILES = {
-    "/ui" if path.name == "index.html" else f"/ui/{path.name}": File(KINDS[path.suffix], path.read_bytes())
+    "/ui" if path.name == "index.html" else f"/ui/{path.name}": File(
+        KINDS[path.suffix], path.read_bytes()
+    )
     for path in sorted(FOLDER.iterdir())
 }
 """By URL path: a request's path never reaches the file system."""
 
 
 def add_ui(app: FastAPI, client: EngineClient, about: Callable[[], dict[str, Any]]) -> None:
-    """Adds the page. Its files need no key, because they contain no data; the state shows owners their own
-    conversations. `about`: the server, as `/health` describes it."""
+    """Adds the page. Its files need no key, because they contain no data; the state shows owners
+    their own conversations. `about`: the server, as `/health` describes it."""
 
     @app.get("/ui/state")
     async def state(request: Request) -> Response:
@@ -73,9 +81,9 @@ def _sender(file: File) -> Any:
 
 
 def _state(client: EngineClient, owner: str) -> dict[str, Any]:
-    """Counters since the start, which the page turns into rates, and for each conversation (name, on the GPU, on the
-    host, dropped, on disk) in chunks. `moves` counts chunks too; a drop is an eviction that left no copy, as counted by
-    `pensieve:kv_evictions`."""
+    """Counters since the start, which the page turns into rates, and for each conversation (name,
+    on the GPU, on the host, dropped, on disk) in chunks. `moves` counts chunks too; a drop is an
+    eviction that left no copy, as counted by `pensieve:kv_evictions`."""
     metrics = client.metrics
     stats = metrics.stats
     return {

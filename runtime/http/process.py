@@ -1,4 +1,5 @@
-"""The HTTP process from its socket to its end: answers probes while the engine starts, then serves the API."""
+"""The HTTP process from its socket to its end: answers probes while the engine starts, then serves
+the API."""
 
 from __future__ import annotations
 
@@ -31,15 +32,16 @@ from .settings import DEFAULTS, HTTPSettings
 log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5  # for clients to read the end of their replies after the engine has ended
-EARLY_PROBES = {"/health": 503, "/ping": 503, "/ready": 503, "/live": 200}  # answered while the engine starts
+# answered while the engine starts
+EARLY_PROBES = {"/health": 503, "/ping": 503, "/ready": 503, "/live": 200}
 KEEP_ALIVE_SECONDS = 75
-"""The time that a connection may be idle. Balancers keep theirs for 60 s (nginx, AWS). They must close first; otherwise
-a request that arrives at that moment is lost."""
+"""The time that a connection may be idle. Balancers keep theirs for 60 s (nginx, AWS). They must
+close first; otherwise a request that arrives at that moment is lost."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. It is made before the model is loaded, so that a taken port is reported at once. Port
-    0: any free one.
+    """Returns a listening socket. It is made before the model is loaded, so that a taken port is
+    reported at once. Port 0: any free one.
 
     Raises SettingError. The parent closes its copy after the HTTP process has started.
     """
@@ -51,19 +53,25 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         message = f"cannot listen on {host}:{port}: {error.strerror}"
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise SettingError("--port", f"{message}; take another port, or 0 for any free one") from error
+            raise SettingError(
+                "--port", f"{message}; take another port, or 0 for any free one"
+            ) from error
         raise SettingError("--host", message) from error
-    # Connections inherit it. Without it a token would wait up to 40 ms until the client's kernel has acknowledged the
-    # one before. asyncio sets it too, but only on sockets that were created with the protocol's number.
+    # Connections inherit it. Without it a token would wait up to 40 ms until the client's kernel
+    # has acknowledged the one before. asyncio sets it too, but only on sockets that were created
+    # with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def serve_http(connection: Connection, listener: socket.socket, settings: HTTPSettings = DEFAULTS) -> None:
-    """The HTTP process's main: serves from the loop's `Ready` until the loop closes its end of `connection`.
+def serve_http(
+    connection: Connection, listener: socket.socket, settings: HTTPSettings = DEFAULTS
+) -> None:
+    """The HTTP process's main: serves from the loop's `Ready` until the loop closes its end of
+    `connection`.
 
-    The parent handles signals: it drains, then closes the pipe. By then every reply has ended; clients get
-    CLOSING_SECONDS to read the rest.
+    The parent handles signals: it drains, then closes the pipe. By then every reply has ended;
+    clients get CLOSING_SECONDS to read the rest.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,13 +82,17 @@ def serve_http(connection: Connection, listener: socket.socket, settings: HTTPSe
 async def _serve(connection: Connection, listener: socket.socket, settings: HTTPSettings) -> None:
     connections = allow_connections(settings.max_connections)
     if connections < settings.max_connections:
-        log.warning("at most %d connections: the system allows no more open files (ulimit -n)", connections)
+        log.warning(
+            "at most %d connections: the system allows no more open files (ulimit -n)", connections
+        )
     door = FrontDoor()
     server = _Server(
         uvicorn.Config(
             door,
             # Called by uvicorn to make a protocol.
-            http=functools.partial(PatientProtocol, most=connections, patience=settings.client_timeout),  # type: ignore[arg-type]
+            http=functools.partial(
+                PatientProtocol, most=connections, patience=settings.client_timeout
+            ),  # type: ignore[arg-type]
             h11_max_incomplete_event_size=MOST_HEAD_BYTES,
             ws="none",
             lifespan="off",
@@ -114,7 +126,9 @@ async def _start_and_stop(
         if isinstance(ready, Ready):
             tokenizer = None
             if ready.tokenizer:
-                tokenizer = await asyncio.to_thread(Tokenizer.load, ready.tokenizer, settings.chat_template)
+                tokenizer = await asyncio.to_thread(
+                    Tokenizer.load, ready.tokenizer, settings.chat_template
+                )
             client = EngineClient(connection)
             tracing = None
             if settings.otlp_traces_endpoint is not None:
@@ -123,7 +137,10 @@ async def _start_and_stop(
                 tracing = Tracing(settings.otlp_traces_endpoint, ready.model)
                 behind.callback(tracing.close)
             store = HistoryStore(
-                settings.histories, settings.history_ttl, settings.max_conversations_per_owner, settings.server
+                settings.histories,
+                settings.history_ttl,
+                settings.max_conversations_per_owner,
+                settings.server,
             )
             histories = TurnManager(store, client.tell, client.forget, tokenizer)
             behind.push_async_callback(histories.close)
@@ -144,7 +161,8 @@ def _first_message(connection: Connection) -> object:
 
 
 class FrontDoor:
-    """ASGI: while the engine starts, probes are answered and all other requests wait; then it is the application."""
+    """ASGI: while the engine starts, probes are answered and all other requests wait; then it is
+    the application."""
 
     def __init__(self) -> None:
         self._app: ASGIApp | None = None
@@ -163,7 +181,9 @@ class FrontDoor:
             await Response(status_code=EARLY_PROBES[scope["path"]])(scope, receive, send)
             return
         await self._decided.wait()
-        app = self._app or error_response(RequestError(503, "the server did not start"), scope["path"])
+        app = self._app or error_response(
+            RequestError(503, "the server did not start"), scope["path"]
+        )
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:  # by uvicorn alone, CLOSING_SECONDS after the engine's end

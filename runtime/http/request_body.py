@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 async def read_body(kind: type[Kind], request: Request) -> Kind:
-    """Returns the body as this kind of request. Raises RequestError (400) as `parse`. Unknown fields are ignored only
-    if `IgnoredFields` is active."""
+    """Returns the body as this kind of request. Raises RequestError (400) as `parse`. Unknown
+    fields are ignored only if `IgnoredFields` is active."""
     return await asyncio.to_thread(parse, kind, await request.body(), request.scope.get(IGNORED))
 
 
 class IgnoredFields:
-    """ASGI middleware: unknown fields are ignored. The answer's header HEADER names them, and each name is logged
-    once."""
+    """ASGI middleware: unknown fields are ignored. The answer's header HEADER names them, and each
+    name is logged once."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

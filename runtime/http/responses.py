@@ -1,6 +1,8 @@
-"""OpenAI's Responses API: the body of /v1/responses, the writer of its answer, and the endpoints of stored responses.
+"""OpenAI's Responses API: the body of /v1/responses, the writer of its answer, and the endpoints of
+stored responses.
 
-A stored response is the state of a conversation that never changes: any number of later responses may continue it.
+A stored response is the state of a conversation that never changes: any number of later responses
+may continue it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ class Item(Body):
         return text_only(content, "input_text", "output_text")
 
     def message(self) -> Message:
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "\n".join(part.text for part in self.content)
+        )
         return {"role": self.role, "content": content}
 
 
@@ -71,7 +77,10 @@ class TextOptions(Body):
 class ResponseBody(GenerationBody):
     """POST /v1/responses."""
 
-    IGNORED = (GenerationBody.IGNORED | {"max_tool_calls", "parallel_tool_calls"}) - {"store", "metadata"}
+    IGNORED = (GenerationBody.IGNORED | {"max_tool_calls", "parallel_tool_calls"}) - {
+        "store",
+        "metadata",
+    }
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
         **dict.fromkeys(("response_format", "structured_outputs", *GUIDED), ()),
@@ -102,20 +111,28 @@ class ResponseBody(GenerationBody):
     def _one_history(self) -> ResponseBody:
         if self.previous_response_id is not None and self.conversation_id is not None:
             raise RequestError(
-                400, "a response goes on from previous_response_id or from conversation", "previous_response_id"
+                400,
+                "a response goes on from previous_response_id or from conversation",
+                "previous_response_id",
             )
         if not self.input:
             raise RequestError(400, "the input is empty", "input")
         if self.max_tokens is not None:
-            raise RequestError(400, "the length of a response is limited by max_output_tokens", "max_tokens")
+            raise RequestError(
+                400, "the length of a response is limited by max_output_tokens", "max_tokens"
+            )
         if self.return_token_ids:
-            raise RequestError(400, "return_token_ids is not supported for responses", "return_token_ids")
+            raise RequestError(
+                400, "return_token_ids is not supported for responses", "return_token_ids"
+            )
         return self
 
     @property
     def template_variables(self) -> dict[str, Any]:
         """See `GenerationBody`."""
-        return with_effort(self.chat_template_kwargs, self.reasoning.effort if self.reasoning is not None else None)
+        return with_effort(
+            self.chat_template_kwargs, self.reasoning.effort if self.reasoning is not None else None
+        )
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -143,7 +160,9 @@ class ResponseWriter(CompletionWriter):
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         (reply,) = replies
         done = reply.finish is FinishReason.STOP
-        status, details = ("completed", None) if done else ("incomplete", {"reason": "max_output_tokens"})
+        status, details = (
+            ("completed", None) if done else ("incomplete", {"reason": "max_output_tokens"})
+        )
         counts = usage(replies, self._style.sources)
         return self._response(status) | {
             "incomplete_details": details,
@@ -166,7 +185,9 @@ class ResponseWriter(CompletionWriter):
             (
                 self._event("response.created", response=started),
                 self._event("response.in_progress", response=started),
-                self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
+                self._event(
+                    "response.output_item.added", output_index=0, item=self._item("in_progress", [])
+                ),
                 self._event("response.content_part.added", **self._place(), part=_part("")),
             )
         )
@@ -174,7 +195,9 @@ class ResponseWriter(CompletionWriter):
     def piece(self, index: int, piece: Piece, finish: str | None) -> str:
         if not piece.text:
             return ""
-        return self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
+        return self._event(
+            "response.output_text.delta", **self._place(), delta=piece.text, logprobs=[]
+        )
 
     def closing(self, replies: Sequence[Reply]) -> str:
         whole = self.whole(replies)
@@ -182,7 +205,9 @@ class ResponseWriter(CompletionWriter):
         (part,) = item["content"]
         return "".join(
             (
-                self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[]),
+                self._event(
+                    "response.output_text.done", **self._place(), text=part["text"], logprobs=[]
+                ),
                 self._event("response.content_part.done", **self._place(), part=part),
                 self._event("response.output_item.done", output_index=0, item=item),
                 self._event(f"response.{whole['status']}", response=whole),
@@ -190,7 +215,8 @@ class ResponseWriter(CompletionWriter):
         )
 
     def failure(self, error: RequestError) -> str:
-        """Uses OpenAI's code `server_error`: a client's errors are refused before a stream begins."""
+        """Uses OpenAI's code `server_error`: a client's errors are refused before a stream
+        begins."""
         what = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response("failed") | {"error": what})
 
@@ -203,7 +229,13 @@ class ResponseWriter(CompletionWriter):
         return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
@@ -213,7 +245,9 @@ class ResponseWriter(CompletionWriter):
             "created_at": self._created,
             "status": status,
             "background": False,
-            "conversation": {"id": body.conversation_id} if body.conversation_id is not None else None,
+            "conversation": {"id": body.conversation_id}
+            if body.conversation_id is not None
+            else None,
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -238,7 +272,9 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-async def response_call(builder: RequestBuilder, body: ResponseBody, arrived: float, caller: Caller) -> GenerationCall:
+async def response_call(
+    builder: RequestBuilder, body: ResponseBody, arrived: float, caller: Caller
+) -> GenerationCall:
     """Returns the call for a response. Raises RequestError for an invalid body."""
     instructions = body.instructions
     writer = ResponseWriter(Style(builder.model(body), False, False, body.return_sources), body)

@@ -58,7 +58,12 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
         check_model(body.model, ready)
         tokens = await asyncio.to_thread(_tokens, needed(), body)
         strings = {"token_strs": needed().pieces(tokens)} if body.return_token_strs else {}
-        return {"count": len(tokens), "max_model_len": ready.max_model_len, "tokens": tokens, **strings}
+        return {
+            "count": len(tokens),
+            "max_model_len": ready.max_model_len,
+            "tokens": tokens,
+            **strings,
+        }
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
@@ -70,13 +75,17 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
 
 
 def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
-    """A template writes special tokens itself, so by default they are added to a plain prompt only."""
+    """A template writes special tokens itself, so by default they are added to a plain prompt
+    only."""
     if body.messages is None:
         assert body.prompt is not None
-        text, special = body.prompt, body.add_special_tokens is not False
+        text = body.prompt
+        special = body.add_special_tokens is not False
     else:
         messages = [message.for_template() for message in body.messages]
         tools = [tool.for_template() for tool in body.tools] or None
-        text = tokenizer.render_chat(messages, body.add_generation_prompt, tools, body.chat_template_kwargs)
+        text = tokenizer.render_chat(
+            messages, body.add_generation_prompt, tools, body.chat_template_kwargs
+        )
         special = body.add_special_tokens is True
     return (tokenizer.encode(text) if special else tokenizer.encode_rendered(text)).tolist()

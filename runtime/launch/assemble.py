@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("pensieve")
 
 NO_TOKENIZER = (
-    "%s: there is no tokenizer.json, and its checkpoint had no vocab.json with merges.txt: only completions of token "
+    "%s: there is no tokenizer.json, and its checkpoint had no vocab.json with merges.txt: only "
+    "completions of token "
     "ids are served"
 )
 NO_TEMPLATE = (
-    "%s: there is no chat_template.jinja, and no chat_template in tokenizer_config.json: chats are refused; "
+    "%s: there is no chat_template.jinja, and no chat_template in tokenizer_config.json: chats are "
+    "refused; "
     "--chat-template FILE gives a template"
 )
 
@@ -98,11 +100,15 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     if tokenizer:  # it must be readable before requests are served
         template = settings.chat_template
-        loaded = Tokenizer.load(tokenizer, None if template is None else read_chat_template(template))
+        loaded = Tokenizer.load(
+            tokenizer, None if template is None else read_chat_template(template)
+        )
         if not loaded.has_template:
             log.warning(NO_TEMPLATE, directory)
     elif settings.chat_template is not None:
-        raise SettingError("--chat-template", f"{directory} has no tokenizer, and without one there are no chats")
+        raise SettingError(
+            "--chat-template", f"{directory} has no tokenizer, and without one there are no chats"
+        )
     else:
         log.warning(NO_TOKENIZER, directory)
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
@@ -123,9 +129,15 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         gpu_kv_chunks=config.gpu_kv_chunks,
     )
     if disk is not None:
-        log.info("disk cache %d chunks in %s, %d of them from earlier", disk.slots, disk.directory, len(records))
+        log.info(
+            "disk cache %d chunks in %s, %d of them from earlier",
+            disk.slots,
+            disk.directory,
+            len(records),
+        )
     log.info(
-        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts up to %d tokens",
+        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts "
+        "up to %d tokens",
         ready.model,
         config.gpu_kv_chunks,
         engine.chunk_bytes(config.chunk_tokens),
@@ -144,15 +156,16 @@ def prepare(settings: ServeSettings) -> Prepared:
     divided = Manifest.read(directory).tensor_parallel
     if divided != 1:
         raise SettingError(
-            "--engine", f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts"
+            "--engine",
+            f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts",
         )
     engine = open_engine(directory, settings.device, kv_cache_dtype=settings.kv_cache_dtype)
     return Prepared(directory, device, engine, scheduler_config(settings, engine, device))
 
 
 def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
-    """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank 0. Pools have the
-    smallest rank's sizes."""
+    """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank
+    0. Pools have the smallest rank's sizes."""
     directory = Path(settings.engine)
     make = partial(make_device, settings.device, settings.enforce_eager)
     device, engine = open_rank(directory, settings.device, make, ranks, settings.kv_cache_dtype)
@@ -163,7 +176,9 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     size = host * host_record_bytes(settings, engine) * ranks.local_size
     setting = pool_setting(settings, Tier.HOST)
     ranks.together(lambda: check_pool_fits(setting, host, size, device.memory(Tier.HOST).free))
-    agreed = replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest)
+    agreed = replace(
+        config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest
+    )
     return Prepared(directory, device, engine, agreed)
 
 
@@ -187,7 +202,9 @@ def make_executor(
 
         make = partial(RankedExecutor, ranks)
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
-    return make(device, engine, config, GROUP_LAYERS, grammars, settings.link == "in-first", form, disk)
+    return make(
+        device, engine, config, GROUP_LAYERS, grammars, settings.link == "in-first", form, disk
+    )
 
 
 def make_device(name: str, enforce_eager: bool = False) -> Device:
@@ -201,17 +218,24 @@ def make_device(name: str, enforce_eager: bool = False) -> Device:
 def demo_engine(state_dir: Path, device: str) -> Path:
     """Builds the demo engine on first use, in a second.
 
-    Its dtype is float32, the fastest on CPUs. It is not compiled: that takes 25 s on two idle cores and needs a C++
-    compiler, and the demo should answer at once.
+    Its dtype is float32, the fastest on CPUs. It is not compiled: that takes 25 s on two idle cores
+    and needs a C++ compiler, and the demo should answer at once.
     """
-    directory = (state_dir if device == "cpu" else state_dir / device) / "demo"  # the name in requests
+    # the name in requests
+    directory = (state_dir if device == "cpu" else state_dir / device) / "demo"
     try:
-        built = build_engine(DEMO_CHECKPOINT, directory, "reference", dtype="float32", device=device)
+        built = build_engine(
+            DEMO_CHECKPOINT, directory, "reference", dtype="float32", device=device
+        )
     except SettingError as error:
         if error.setting != "--output":
             raise
         raise SettingError("--state-dir", str(error).removeprefix("--output: ")) from None
-    log.info("%s the demo engine in %s (reference backend, which starts sooner)", built.outcome, directory)
+    log.info(
+        "%s the demo engine in %s (reference backend, which starts sooner)",
+        built.outcome,
+        directory,
+    )
     return directory
 
 

@@ -15,7 +15,8 @@ log = logging.getLogger("pensieve")
 
 @contextmanager
 def telling_model(socket_path: Path | None) -> Iterator[None]:
-    """Passes a SettingError on to Triton's model, if there is one: its load fails with this text."""
+    """Passes a SettingError on to Triton's model, if there is one: its load fails with this
+    text."""
     try:
         yield
     except SettingError as error:
@@ -33,4 +34,6 @@ def connect(socket_path: Path) -> Connection:
     try:
         return Client(str(socket_path), "AF_UNIX")
     except OSError as error:
-        raise SettingError("--attach", f"cannot connect to {socket_path}: {error.strerror or error}") from error
+        raise SettingError(
+            "--attach", f"cannot connect to {socket_path}: {error.strerror or error}"
+        ) from error

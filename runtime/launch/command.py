@@ -1,4 +1,5 @@
-"""The work of `pensieve serve` after its options are read: in this process, or as the ranks of a divided engine."""
+"""The work of `pensieve serve` after its options are read: in this process, or as the ranks of a
+divided engine."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def run(settings: ServeSettings, words: Sequence[str]) -> int:
 
 
 def settled_words(settings: ServeSettings) -> list[str]:
-    """Options with the resolved values, the same for all ranks. They are appended, because the last ones count."""
+    """Options with the resolved values, the same for all ranks. They are appended, because the last
+    ones count."""
     return [f"--engine={settings.engine}", f"--state-dir={settings.state_dir}"]
 
 

@@ -27,18 +27,27 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, *, aliases: Mapping[str, str] | None = None, elsewhere: Mapping[str, str] | None = None, **settings: Any
+        self,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
+        **settings: Any,
     ):
-        super().__init__(allow_abbrev=False, **settings)  # an abbreviation would change its meaning with a new option
-        self._aliases, self._elsewhere = aliases or {}, elsewhere or {}
-        self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
+        # an abbreviation would change its meaning with a new option
+        super().__init__(allow_abbrev=False, **settings)
+        self._aliases = aliases or {}
+        self._elsewhere = elsewhere or {}
+        self.add_argument(
+            "--version", action="version", version=VERSION, help="show the version and exit"
+        )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
         for word in self.own_words(words):
             name = word.partition("=")[0]
             if name.startswith("--") and " " not in name and name not in self._known():
-                self.error(self._unknown(name))  # before a missing option, which may be the misspelt one
+                # before a missing option, which may be the misspelt one
+                self.error(self._unknown(name))
         found, rest = self.parse_known_args(words, namespace)
         if rest:
             self.error(self._unknown(rest[0]))
@@ -78,8 +87,8 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def ending_at_once(name: str) -> Iterator[None]:
     """While this is open, Ctrl-C ends the process with one line and without cleanup.
 
-    For imports, which may swallow or replace an exception, and for work that needs no cleanup: the system frees all
-    that the process holds.
+    For imports, which may swallow or replace an exception, and for work that needs no cleanup: the
+    system frees all that the process holds.
     """
 
     def end(*_: object) -> None:
@@ -99,7 +108,8 @@ def interrupts_raise() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_go_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Leaves interrupts ignored in a process that was started with them ignored, in the background of a script."""
+    """Leaves interrupts ignored in a process that was started with them ignored, in the background
+    of a script."""
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)

@@ -20,32 +20,38 @@ from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 
 
 def http_settings(settings: ServeSettings) -> HTTPSettings:
-    """Returns the HTTP process's settings, once the state directory is known. SettingError as `client_settings`."""
+    """Returns the HTTP process's settings, once the state directory is known. SettingError as
+    `client_settings`."""
     made = client_settings(settings)
     histories = made.histories or str(settings.state_directory / HISTORY_FILE)
     return replace(made, histories=histories, server=server_name(settings.disk_directory))
 
 
 def client_settings(settings: ServeSettings) -> HTTPSettings:
-    """Returns the part that needs no state directory; reads the files that the options name. `histories` is "" if no
-    option names a database. SettingError names the flag at fault."""
+    """Returns the part that needs no state directory; reads the files that the options name.
+    `histories` is "" if no option names a database. SettingError names the flag at fault."""
     keys = read_api_keys(settings.api_key, settings.api_key_file)
     if settings.otlp_traces_endpoint is not None:
         check_traces_endpoint(settings.otlp_traces_endpoint)
     url = history_url(settings.history_url, settings.history_url_file)
     return HTTPSettings(
         **{one.name: getattr(settings, one.name) for one in fields(HTTPOptions)},
-        chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
+        chat_template=None
+        if settings.chat_template is None
+        else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),
         histories=url or "",
     )
 
 
 def history_url(url: str | None, path: Path | None) -> str | None:
-    """The URL of a shared database: of the option, the file, or the environment. SettingError names it."""
+    """The URL of a shared database: of the option, the file, or the environment. SettingError names
+    it."""
     setting = "--history-url"
     if url is not None and is_url(url) and has_password(url):
-        cure = f"put the URL into {HISTORY_URL} or --history-url-file, or the password into ~/.pgpass"
+        cure = (
+            f"put the URL into {HISTORY_URL} or --history-url-file, or the password into ~/.pgpass"
+        )
         raise SettingError(setting, f"must not hold a password, which others can see here: {cure}")
     if path is not None:
         setting = "--history-url-file"
@@ -54,14 +60,16 @@ def history_url(url: str | None, path: Path | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(setting, f"cannot read {path}: {error}") from error
     elif url is None:
-        setting, url = HISTORY_URL, os.environ.get(HISTORY_URL) or None
+        setting = HISTORY_URL
+        url = os.environ.get(HISTORY_URL) or None
     if url is not None and not is_url(url):  # it may be a password: it is not shown
         raise SettingError(setting, "must be a URL as postgresql://USER@HOST:5432/NAME")
     return url
 
 
 def server_name(directory: Path) -> str:
-    """Of the server whose KV is in this directory, for its life: the host's name and some digits. SettingError."""
+    """Of the server whose KV is in this directory, for its life: the host's name and some digits.
+    SettingError."""
     path = directory / "server"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,7 +83,8 @@ def server_name(directory: Path) -> str:
 
 
 def check_traces_endpoint(endpoint: str) -> None:
-    """SettingError if it is not a URL, or no package to send spans is installed. No connection is made."""
+    """SettingError if it is not a URL, or no package to send spans is installed. No connection is
+    made."""
     setting, exporter = "--otlp-traces-endpoint", "opentelemetry-exporter-otlp-proto-http"
     try:
         url = urlsplit(endpoint)
@@ -83,7 +92,9 @@ def check_traces_endpoint(endpoint: str) -> None:
     except ValueError:
         usable = False
     if not usable:
-        raise SettingError(setting, f"must be a URL as http://127.0.0.1:4318/v1/traces, not {endpoint!r}")
+        raise SettingError(
+            setting, f"must be a URL as http://127.0.0.1:4318/v1/traces, not {endpoint!r}"
+        )
     try:
         importlib.metadata.version(exporter)
     except importlib.metadata.PackageNotFoundError:
@@ -91,7 +102,8 @@ def check_traces_endpoint(endpoint: str) -> None:
 
 
 def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
-    """Returns the keys of the command line and of the file. The file's empty lines and lines with # are skipped."""
+    """Returns the keys of the command line and of the file. The file's empty lines and lines with #
+    are skipped."""
     if path is not None:
         try:
             lines = [line.strip() for line in path.read_text("utf-8").splitlines()]

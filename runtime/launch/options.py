@@ -44,12 +44,15 @@ ALIASES = {
     "--enable-prefix-caching": "--reuse",
     "--no-enable-prefix-caching": "--no-reuse",
 }
-"""Names of options of vLLM and of `build_engine` that have the meaning of one of ours. The file accepts only ours."""
+"""Names of options of vLLM and of `build_engine` that have the meaning of one of ours. The file
+accepts only ours."""
 
 ELSEWHERE = {
     "--swap-space": "--host-kv-bytes=4GiB keeps KV in host memory",
     "--kv-offloading-size": "--host-kv-bytes=4GiB keeps KV in host memory, so much for each rank",
-    "--scheduling-policy": "--queue-order says which request joins next; smaller priorities always come first",
+    "--scheduling-policy": (
+        "--queue-order says which request joins next; smaller priorities always come first"
+    ),
     "--enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
     "--no-enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
     "--swap-in": "KV is copied in by groups of layers while a step computes; leave it out",
@@ -62,7 +65,9 @@ ELSEWHERE = {
     "--seed": "requests take a seed (offline: SamplingParams(seed=0))",
     "--trust-remote-code": "code of a checkpoint is never run",
     "--tokenizer": "the tokenizer is that of the checkpoint's directory",
-    "--generation-config": "generation_config.json gives only end-of-sequence ids; requests have their own sampling",
+    "--generation-config": (
+        "generation_config.json gives only end-of-sequence ids; requests have their own sampling"
+    ),
     "--enable-lora": "LoRA adapters are not supported; merge them into the checkpoint",
     "--lora-modules": "LoRA adapters are not supported; merge them into the checkpoint",
     "--load-format": "a checkpoint's weights are safetensors",
@@ -85,8 +90,8 @@ ELSEWHERE = {
     "--max-seq-len": "use --max-model-len",
     "--tp-size": "use --tensor-parallel-size",
 }
-"""Frequent options of vLLM, TensorRT-LLM and `build_engine` without an equal here, with the suggestion for each. Those
-of TensorRT-LLM are typed with underscores."""
+"""Frequent options of vLLM, TensorRT-LLM and `build_engine` without an equal here, with the
+suggestion for each. Those of TensorRT-LLM are typed with underscores."""
 
 ARGPARSE_TYPES = {int: int, float: float, Path: Path}
 
@@ -164,7 +169,8 @@ def _options() -> tuple[Option, ...]:
     own = ServeSettings.__annotations__
     made = []
     for name, declared in sorted(DECLARED.items(), key=lambda item: item[0] not in own):
-        hint, default = hints[name], DEFAULTS[name]
+        hint = hints[name]
+        default = DEFAULTS[name]
         if get_origin(hint) is UnionType:
             hint = get_args(hint)[0]
         several = get_origin(hint) is tuple
@@ -186,12 +192,17 @@ COMMON = tuple(option.name for option in OPTIONS if option.declared.common)
 
 
 def parse_options(argv: Sequence[str]) -> ServeSettings:
-    """Reads the flags, else the file of `--config`, else the defaults. SettingError for wrong values."""
+    """Reads the flags, else the file of `--config`, else the defaults. SettingError for wrong
+    values."""
     made = parser()
     path = early_options(argv).config
     if path is not None:
         given = {word.partition("=")[0] for word in made.own_words(argv)}
-        values = {name: value for name, value in read_file(made, path).items() if not _rivals(name) & given}
+        values = {
+            name: value
+            for name, value in read_file(made, path).items()
+            if not _rivals(name) & given
+        }
         made.set_defaults(**values)
     return settings_of(made.parse_args(argv))
 
@@ -200,14 +211,16 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     """SettingError for impossible values."""
     if args.engine is None:
         raise SettingError(
-            "PATH", "name an engine or a checkpoint's directory (pensieve serve PATH), or `demo` for a small model"
+            "PATH",
+            "name an engine or a checkpoint's directory (pensieve serve PATH), or `demo` for a "
+            "small model",
         )
     return ServeSettings(**{one.name: one.read(getattr(args, one.name)) for one in OPTIONS})
 
 
 def early_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns `config` and `attach`, which cannot be set in the file. They are known even if other options are
-    wrong."""
+    """Returns `config` and `attach`, which cannot be set in the file. They are known even if other
+    options are wrong."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     early.add_argument("--attach", type=Path)
@@ -218,8 +231,12 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
     made = CommandParser(
         prog=prog,
         usage="%(prog)s PATH [options]",
-        description="Serves a model over HTTP (OpenAI API), with a KV cache that survives between turns.",
-        epilog="SIZE is a number of bytes, or one with a unit: 40GiB. docs/use/options.md has more.",
+        description=(
+            "Serves a model over HTTP (OpenAI API), with a KV cache that survives between turns."
+        ),
+        epilog=(
+            "SIZE is a number of bytes, or one with a unit: 40GiB. docs/use/options.md has more."
+        ),
         add_help=False,
         aliases=ALIASES,
         elsewhere=ELSEWHERE,
@@ -233,7 +250,12 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
         help=PATH_HELP,
     )
     made.add_argument(
-        "--help", "-h", action=_Help, nargs=0, default=argparse.SUPPRESS, help="show what most people need"
+        "--help",
+        "-h",
+        action=_Help,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="show what most people need",
     )
     made.add_argument("--help-all", action="help", help="show all options")
     groups = {name: made.add_argument_group(name, about) for name, about in GROUPS.items()}
@@ -246,7 +268,9 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
 class _Path(argparse.Action):
     """PATH is `--engine`; the last of both counts."""
 
-    def __call__(self, _: argparse.ArgumentParser, namespace: argparse.Namespace, path: Any, __: Any = None) -> None:
+    def __call__(
+        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, path: Any, __: Any = None
+    ) -> None:
         namespace.engine = path
 
 
@@ -262,15 +286,20 @@ class _Help(argparse.Action):
 
 
 def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
-    """Returns the file's options, by the names of the parser's values. Numbers become text, which the parser reads as a
-    flag's value."""
+    """Returns the file's options, by the names of the parser's values. Numbers become text, which
+    the parser reads as a flag's value."""
     try:
         options = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise SettingError("--config", f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError("--config", f"{path} is not TOML: {error}") from error
-    known = {word: action for action in made._actions for word in action.option_strings if word.startswith("--")}
+    known = {
+        word: action
+        for action in made._actions
+        for word in action.option_strings
+        if word.startswith("--")
+    }
     for word in ("--help", "--help-all", "--version", "--config", "--attach"):
         del known[word]
     values: dict[str, Any] = {}
@@ -281,12 +310,20 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
             hint = f": {ELSEWHERE[word]}" if word in ELSEWHERE else near
             raise SettingError("--config", f"{path}: there is no option {name!r}{hint}")
         action = known[word]
-        switch, several = action.nargs == 0, action.nargs == "+"
+        switch = action.nargs == 0
+        several = action.nargs == "+"
         parts = value if several and isinstance(value, list) else [value]
         if not parts or any(
-            isinstance(part, bool) != switch or not isinstance(part, bool | str | int | float) for part in parts
+            isinstance(part, bool) != switch or not isinstance(part, bool | str | int | float)
+            for part in parts
         ):
-            wanted = "true or false" if switch else "a value, or a list of them" if several else "one value"
+            wanted = (
+                "true or false"
+                if switch
+                else "a value, or a list of them"
+                if several
+                else "one value"
+            )
             raise SettingError("--config", f"{path}: {word[2:]} takes {wanted}, not {value!r}")
         if switch:
             values[action.dest] = value != word.startswith("--no-")
@@ -309,11 +346,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def parse_bytes(text: str, setting: str) -> int:
-    """Bytes of "40GiB", "1.5 MB" or "4096"; KiB is 1024 and KB 1000, in any case. SettingError names `setting`."""
+    """Bytes of "40GiB", "1.5 MB" or "4096"; KiB is 1024 and KB 1000, in any case. SettingError
+    names `setting`."""
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise SettingError(setting, f"{text!r} is not a size; write 40GiB, 512MiB, 1.5GB or a number of bytes")
+        raise SettingError(
+            setting, f"{text!r} is not a size; write 40GiB, 512MiB, 1.5GB or a number of bytes"
+        )
     return int(Fraction(match[1]) * unit)
 
 
@@ -322,7 +362,8 @@ _THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
 
 
 def token_count(text: str) -> int:
-    """Tokens of "32768", "32K" (the same) or "32k" (32,000), as in vLLM. Raises argparse.ArgumentTypeError."""
+    """Tokens of "32768", "32K" (the same) or "32k" (32,000), as in vLLM. Raises
+    argparse.ArgumentTypeError."""
     match = _COUNT.fullmatch(text.strip())
     count = Fraction(match[1]) * _THOUSANDS[match[2]] if match else None
     if count is None or count.denominator != 1:

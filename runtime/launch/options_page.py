@@ -73,7 +73,8 @@ def row(option: Option) -> str:
 
 def spellings(option: Option) -> Iterator[str]:
     """The option with its value, then the other choices."""
-    name, declared = flag(option.name), option.declared
+    name = flag(option.name)
+    declared = option.declared
     if option.is_switch:
         yield name
         yield f"--no-{name.removeprefix('--')}"

@@ -1,4 +1,5 @@
-"""Opens the engine for `pensieve profile`: in this process, or its parts on all ranks side by side."""
+"""Opens the engine for `pensieve profile`: in this process, or its parts on all ranks side by
+side."""
 
 from __future__ import annotations
 
@@ -30,41 +31,56 @@ Work = Callable[[StepBench, Engine, int], None]
 
 
 def run(args: argparse.Namespace, words: Sequence[str], work: Work) -> int:
-    """Calls `work` on all ranks of the engine; returns the exit status. `args` are `words`, parsed. SettingError."""
+    """Calls `work` on all ranks of the engine; returns the exit status. `args` are `words`, parsed.
+    SettingError."""
     count = Manifest.read(args.engine).tensor_parallel
     if under_mpi():
         return run_rank("pensieve profile", count, partial(_on_rank, args, work))
     if count > 1:
-        return run_ranks(count, [sys.executable, "-P", "-m", "pensieve.scripts.profile_engine", *words])
+        return run_ranks(
+            count, [sys.executable, "-P", "-m", "pensieve.scripts.profile_engine", *words]
+        )
     engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     device = make_device(args.device)
-    with closing(device), StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
+    with (
+        closing(device),
+        StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench,
+    ):
         work(bench, engine, 0)
     return 0
 
 
 def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
-    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks, args.kv_cache_dtype)
+    device, engine = open_rank(
+        args.engine, args.device, lambda: make_device(args.device), ranks, args.kv_cache_dtype
+    )
     config = ranks.together(lambda: bench_config(args, engine, device))
     chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
     config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
-    with ranks.together(lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)) as bench:
+    with ranks.together(
+        lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)
+    ) as bench:
         work(bench, engine, ranks.rank)
     return 0
 
 
 def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
-    """Returns pools as large as the batches can use, and contexts as long as the GPU's pool holds. SettingError if
-    nothing fits."""
-    size, longest = args.chunk_tokens, args.max_model_len or engine.manifest.max_model_len
+    """Returns pools as large as the batches can use, and contexts as long as the GPU's pool holds.
+    SettingError if nothing fits."""
+    size = args.chunk_tokens
+    longest = args.max_model_len or engine.manifest.max_model_len
     if longest > engine.manifest.max_model_len:
-        raise SettingError("--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}")
+        raise SettingError(
+            "--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}"
+        )
     record = engine.chunk_bytes(size)
     rows = max(args.max_num_seqs, args.max_num_batched_tokens // size)
     if args.gpu_kv_bytes is not None:
         gpu_chunks = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // record
     else:
-        gpu_chunks = min(device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1))
+        gpu_chunks = min(
+            device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1)
+        )
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=2 * -(-COPIED_BYTES // record),

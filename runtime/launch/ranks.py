@@ -1,4 +1,5 @@
-"""Shared by commands that run as several ranks: they start themselves under mpirun, and each rank takes its share."""
+"""Shared by commands that run as several ranks: they start themselves under mpirun, and each rank
+takes its share."""
 
 from __future__ import annotations
 
@@ -24,22 +25,28 @@ log = logging.getLogger(__name__)
 
 
 def take_share(device: str, ranks: Ranks) -> None:
-    """Takes this rank's share of the host's cores, or its own GPU, by its number. SettingError for too few GPUs."""
+    """Takes this rank's share of the host's cores, or its own GPU, by its number. SettingError for
+    too few GPUs."""
     if device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
     elif torch.cuda.device_count() < ranks.local_size:
         raise SettingError(
-            "--device", f"{ranks.local_size} ranks here need a GPU each, not {torch.cuda.device_count()}"
+            "--device",
+            f"{ranks.local_size} ranks here need a GPU each, not {torch.cuda.device_count()}",
         )
     else:
         torch.cuda.set_device(ranks.local_rank)
 
 
 def open_rank(
-    directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks, kv_cache_dtype: str
+    directory: Path,
+    device: str,
+    make_device: Callable[[], Device],
+    ranks: Ranks,
+    kv_cache_dtype: str,
 ) -> tuple[Device, Engine]:
-    """Returns this rank's device and its part of the engine, with the group in which it computes. All ranks call it at
-    the same time. A fault of one rank is raised on it and on rank 0."""
+    """Returns this rank's device and its part of the engine, with the group in which it computes.
+    All ranks call it at the same time. A fault of one rank is raised on it and on rank 0."""
     ranks.together(lambda: take_share(device, ranks))
     made = ranks.together(make_device)
     engine = ranks.together(lambda: open_engine(directory, device, ranks.rank, kv_cache_dtype))
@@ -49,7 +56,8 @@ def open_rank(
 
 
 def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
-    """Calls work(ranks) as one of the `count` processes that mpirun started. An exception ends them all."""
+    """Calls work(ranks) as one of the `count` processes that mpirun started. An exception ends them
+    all."""
     tell_when_asked()
     die_with_mpirun()
     try:
@@ -60,7 +68,10 @@ def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
         return 2
     try:
         if ranks.size != count and ranks.rank == 0:
-            raise SettingError("mpirun", f"{count} ranks are needed and {ranks.size} were started: mpirun -n {count}")
+            raise SettingError(
+                "mpirun",
+                f"{count} ranks are needed and {ranks.size} were started: mpirun -n {count}",
+            )
         status = work(ranks)
         ranks.close()
     except SettingError as error:

@@ -1,4 +1,5 @@
-"""Resolves the open options of `pensieve serve`: the engine of a checkpoint, and the state directory."""
+"""Resolves the open options of `pensieve serve`: the engine of a checkpoint, and the state
+directory."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ OWNER_FILE = "belongs-to"  # in `default_state_dir`: names the state directory t
 
 
 def resolved(settings: ServeSettings) -> ServeSettings:
-    """Returns the settings with an engine's directory, built if needed, and a state directory. Raises SettingError."""
+    """Returns the settings with an engine's directory, built if needed, and a state directory.
+    Raises SettingError."""
     if settings.engine == "demo":
-        state = settings.state_dir or state_directory("demo", "demo", lambda: tokenizer_digest(DEMO_CHECKPOINT))
+        state = settings.state_dir or state_directory(
+            "demo", "demo", lambda: tokenizer_digest(DEMO_CHECKPOINT)
+        )
         return replace(settings, engine=str(demo_engine(state, settings.device)), state_dir=state)
     engine = engine_for(
         settings.engine,
@@ -35,7 +39,9 @@ def resolved(settings: ServeSettings) -> ServeSettings:
         device=settings.device,
     )
     asked = Path(settings.engine).resolve()
-    state = settings.state_dir or state_directory(asked.name, str(asked), lambda: tokenizer_digest(engine))
+    state = settings.state_dir or state_directory(
+        asked.name, str(asked), lambda: tokenizer_digest(engine)
+    )
     return replace(settings, engine=str(engine), state_dir=state)
 
 
@@ -46,15 +52,18 @@ def check_engine(settings: ServeSettings) -> None:
         return
     for name in ("dtype", "quantization", "tensor_parallel_size"):
         if settings.changed(name):
-            raise SettingError(flag(name), "is for a checkpoint; the demo engine is always the same")
+            raise SettingError(
+                flag(name), "is for a checkpoint; the demo engine is always the same"
+            )
 
 
 def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Path:
-    """Returns the default state directory of the engine or checkpoint at `path`, one for each so that servers do not
-    collide.
+    """Returns the default state directory of the engine or checkpoint at `path`, one for each so
+    that servers do not collide.
 
-    A rebuilt engine keeps it. Versions before 0.2 stored all conversations in `default_state_dir` itself. The first
-    engine with the same tokenizer takes that directory as its own. Raises SettingError.
+    A rebuilt engine keeps it. Versions before 0.2 stored all conversations in `default_state_dir`
+    itself. The first engine with the same tokenizer takes that directory as its own. Raises
+    SettingError.
     """
     shared = default_state_dir()
     own = shared / f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
@@ -62,7 +71,11 @@ def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Pat
         return own
     owner = shared / OWNER_FILE
     try:
-        if not owner.exists() and not own.exists() and _same_tokenizer(shared / HISTORY_FILE, tokenizer):
+        if (
+            not owner.exists()
+            and not own.exists()
+            and _same_tokenizer(shared / HISTORY_FILE, tokenizer)
+        ):
             with owner.open("x", encoding="utf-8") as file:
                 file.write(own.name)
         if owner.exists() and owner.read_text("utf-8") == own.name:

@@ -1,4 +1,5 @@
-"""Serves with the parts from `assemble`: runs the loop in this process, and the clients' side in another."""
+"""Serves with the parts from `assemble`: runs the loop in this process, and the clients' side in
+another."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ END_SECONDS = 10.0  # for the last step, and to free memory
 
 
 def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
-    """Starts the HTTP process, then runs the loop. Returns the exit status. SettingError before anything is served."""
+    """Starts the HTTP process, then runs the loop. Returns the exit status. SettingError before
+    anything is served."""
     http_process = http_settings(settings)
     check_histories(settings, http_process)  # before anything else starts
     listener = listen(settings.host, settings.port)
@@ -44,8 +46,9 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, http_process), name="http")
-    # From here on the loop alone handles these signals. mpirun and a terminal send them to the HTTP process too, which
-    # inherits this mask. Started later, the process that multiprocessing starts would remove the mask.
+    # From here on the loop alone handles these signals. mpirun and a terminal send them to the HTTP
+    # process too, which inherits this mask. Started later, the process that multiprocessing starts
+    # would remove the mask.
     resource_tracker.ensure_running()
     ours_alone = [*ENDS, ASKED]
     signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
@@ -64,14 +67,16 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
         http.join(HTTP_EXIT_SECONDS)
         status = http.exitcode
         http.kill()  # it ignores other signals; after a clean end it is gone already
-    if status:  # it ended unexpectedly: a supervisor that restarts failed servers must see a failure
+    # it ended unexpectedly: a supervisor that restarts failed servers must see a failure
+    if status:
         log.error("the HTTP process has ended with status %d, and the server with it", status)
         return 1
     return 0
 
 
 def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | None = None) -> None:
-    """Runs the loop of Triton's model, which listens at `socket_path`. SettingError before anything is served."""
+    """Runs the loop of Triton's model, which listens at `socket_path`. SettingError before anything
+    is served."""
     history = http_settings(settings)
     check_histories(settings, history)  # before weights are loaded
     assembled = assemble(settings, ranks)
@@ -93,8 +98,8 @@ def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | No
 
 
 def check_histories(settings: ServeSettings, http: HTTPSettings) -> None:
-    """SettingError if they cannot be used. KV on disk goes if this server does not know what others have deleted since
-    it was written."""
+    """SettingError if they cannot be used. KV on disk goes if this server does not know what others
+    have deleted since it was written."""
     store = HistoryStore(http.histories, server=http.server)
     if store.shared:
         if not store.is_registered():
@@ -120,19 +125,22 @@ def make_service(assembled: Assembled, connection: Connection) -> Service:
 
 
 def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:
-    """Runs a rank other than 0 until rank 0 ends it. Signals are for rank 0: before it serves they end it, and mpirun
-    ends the others."""
+    """Runs a rank other than 0 until rank 0 ends it. Signals are for rank 0: before it serves they
+    end it, and mpirun ends the others."""
     from ..ranks.executor import follow  # imported here because it imports MPI
 
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
     prepared = prepare_rank(settings, ranks)
-    follow(ranks, make_executor(settings, prepared, disk_settings(settings, prepared.config, ranks), ranks))
+    follow(
+        ranks,
+        make_executor(settings, prepared, disk_settings(settings, prepared.config, ranks), ranks),
+    )
 
 
 def drain_on_signals(service: Service, seconds: float) -> None:
-    """The first SIGTERM, SIGINT or (passed on by mpirun) SIGUSR1 lets requests finish within `seconds`, the second ends
-    them, the third kills the process."""
+    """The first SIGTERM, SIGINT or (passed on by mpirun) SIGUSR1 lets requests finish within
+    `seconds`, the second ends them, the third kills the process."""
     patience = [0.0, seconds]
 
     def drain(*_: object) -> None:

@@ -31,7 +31,8 @@ RIVALS = (
 
 
 def default_state_dir() -> Path:
-    """The directory in which each engine has its own state directory, unless `--state-dir` names one."""
+    """The directory in which each engine has its own state directory, unless `--state-dir` names
+    one."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
 
 

@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pensieve")
 
-# Speeds of one or two cores and of one Hopper GPU, for the cost estimate of an engine that has not been measured:
-# arithmetic, copies between the tiers, and the least time of a step.
+# Speeds of one or two cores and of one Hopper GPU, for the cost estimate of an engine that has not
+# been measured: arithmetic, copies between the tiers, and the least time of a step.
 ESTIMATES = {
     "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
     "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
 }
 
-# Chunks in the logs of conversations for each chunk of KV that the tiers hold. A chunk in a log takes 150 to 500 bytes,
-# a chunk of KV about a megabyte. Agents share long prompts, so logs of sessions are many times larger than their KV.
+# Chunks in the logs of conversations for each chunk of KV that the tiers hold. A chunk in a log
+# takes 150 to 500 bytes, a chunk of KV about a megabyte. Agents share long prompts, so logs of
+# sessions are many times larger than their KV.
 LOGGED_FOR_EACH_HELD = 32
 
 MANY_CHUNKS = 2**40  # more than any GPU holds
@@ -50,19 +51,31 @@ MANY_CHUNKS = 2**40  # more than any GPU holds
 def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
     """SettingError names the flag at fault."""
     record = engine.chunk_bytes(settings.chunk_tokens)
-    if settings.device == "cuda" and settings.gpu_kv_chunks is None and settings.gpu_kv_bytes is None:
+    if (
+        settings.device == "cuda"
+        and settings.gpu_kv_chunks is None
+        and settings.gpu_kv_bytes is None
+    ):
         gpu_chunks = free_gpu_bytes(settings, engine, device) // record
     else:
         gpu_chunks = kv_chunks(settings, Tier.GPU, DEFAULT_GPU_KV, record)
     if gpu_chunks < 1:
-        raise SettingError(pool_setting(settings, Tier.GPU), f"must be at least one chunk, which takes {record} bytes")
+        raise SettingError(
+            pool_setting(settings, Tier.GPU),
+            f"must be at least one chunk, which takes {record} bytes",
+        )
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
     host_record = record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.kv_dtype, form)
     host_chunks = kv_chunks(settings, Tier.HOST, DEFAULT_HOST_KV, host_record)
     disk_chunks = kv_chunks(settings, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
     # Before anything is made that grows with their number.
-    for tier, chunks, size in ((Tier.GPU, gpu_chunks, record), (Tier.HOST, host_chunks, host_record)):
-        check_pool_fits(pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free)
+    for tier, chunks, size in (
+        (Tier.GPU, gpu_chunks, record),
+        (Tier.HOST, host_chunks, host_record),
+    ):
+        check_pool_fits(
+            pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free
+        )
     check_disk_has_host(settings, host_chunks, disk_chunks)
     quota = settings.owner_kv_bytes
     values: dict[str, Any] = plain_values(settings) | dict(
@@ -80,11 +93,16 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         fits = SchedulerConfig(max_model_len=1, **values).largest_context
         if fits < longest:
             log.warning(
-                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more", fits, longest
+                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more",
+                fits,
+                longest,
             )
         longest = min(fits, longest)
     elif settings.max_model_len > longest:
-        raise SettingError("--max-model-len", f"{settings.max_model_len} is more than the model's own {longest} tokens")
+        raise SettingError(
+            "--max-model-len",
+            f"{settings.max_model_len} is more than the model's own {longest} tokens",
+        )
     else:
         longest = settings.max_model_len
     config = SchedulerConfig(max_model_len=longest, **values)
@@ -98,10 +116,15 @@ def plain_values(settings: ServeSettings) -> dict[str, Any]:
 
 
 def check_values(settings: ServeSettings) -> None:
-    """SettingError for a value that is wrong with any engine: known before a port or a directory is taken."""
+    """SettingError for a value that is wrong with any engine: known before a port or a directory is
+    taken."""
     gpu, host, disk = (
         kv_chunks(settings, tier, default, 1)
-        for tier, default in ((Tier.GPU, DEFAULT_GPU_KV), (Tier.HOST, DEFAULT_HOST_KV), (Tier.DISK, DEFAULT_DISK_KV))
+        for tier, default in (
+            (Tier.GPU, DEFAULT_GPU_KV),
+            (Tier.HOST, DEFAULT_HOST_KV),
+            (Tier.DISK, DEFAULT_DISK_KV),
+        )
     )
     if gpu < 1:
         raise SettingError(pool_setting(settings, Tier.GPU), "must be at least one chunk")
@@ -110,14 +133,17 @@ def check_values(settings: ServeSettings) -> None:
         gpu = MANY_CHUNKS  # their size is not known yet
     length = 1 if settings.max_model_len is None else settings.max_model_len
     plain = plain_values(settings)
-    SchedulerConfig(gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=length, **plain)
+    SchedulerConfig(
+        gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=length, **plain
+    )
 
 
 def check_disk_has_host(settings: ServeSettings, host_chunks: int, disk_chunks: int) -> None:
     if disk_chunks > 0 and not host_chunks:
         why = "all KV to and from the disk passes through host memory"
         raise SettingError(
-            pool_setting(settings, Tier.DISK), f"needs {pool_setting(settings, Tier.HOST)} above 0: {why}"
+            pool_setting(settings, Tier.DISK),
+            f"needs {pool_setting(settings, Tier.HOST)} above 0: {why}",
         )
 
 
@@ -127,12 +153,14 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
     for_host = "needs --host-kv-bytes or --host-kv-chunks above 0: all KV stays on the GPU"
     for_disk = "needs --disk-kv-bytes or --disk-kv-chunks above 0: no KV goes to disk"
     for_overflow = (
-        f"no context can overflow: --overflow-ratio {settings.overflow_ratio:g} of {config.max_model_len} tokens is "
+        f"no context can overflow: --overflow-ratio {settings.overflow_ratio:g} of "
+        f"{config.max_model_len} tokens is "
         f"less than a chunk of {config.chunk_tokens}; make it larger, or --chunk-tokens smaller"
     )
     for idle, name, needs in (
         (no_host, "lower_tier_kv", for_host),
-        (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),  # 0 is right without host memory
+        # 0 is right without host memory
+        (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),
         (no_host, "link", for_host),
         (no_disk, "disk_dir", for_disk),
         (no_disk, "save", for_disk),
@@ -145,11 +173,14 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
 
 
 def overflow_mode(asked: str | None, manifest: Manifest) -> str:
-    """Kept KV stays valid only with relative positions; a table of learned positions also has an end."""
+    """Kept KV stays valid only with relative positions; a table of learned positions also has an
+    end."""
     if manifest.decoder.rotary is not None:
         return asked or KEEP
     if asked == KEEP:
-        message = f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
+        message = (
+            f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
+        )
         raise SettingError("--overflow", message)
     return asked or RECOMPUTE
 
@@ -169,7 +200,8 @@ def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> i
     memory = device.memory(Tier.GPU)
     division = divide(memory, settings.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(
-        "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
+        "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, "
+        "KV %.1f",
         *(size / GIB for size in (memory.total, *division)),
     )
     return division.kv
@@ -178,7 +210,11 @@ def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> i
 def pool_setting(settings: ServeSettings, tier: Tier) -> str:
     """The option that sets the size of a tier's pool."""
     name = tier.name.lower()
-    return f"--{name}-kv-bytes" if getattr(settings, f"{name}_kv_chunks") is None else f"--{name}-kv-chunks"
+    return (
+        f"--{name}-kv-bytes"
+        if getattr(settings, f"{name}_kv_chunks") is None
+        else f"--{name}-kv-chunks"
+    )
 
 
 def kv_chunks(settings: ServeSettings, tier: Tier, default: int, record: int) -> int:
@@ -190,7 +226,8 @@ def kv_chunks(settings: ServeSettings, tier: Tier, default: int, record: int) ->
     size = default if given is None else given
     if 0 < size < record:
         raise SettingError(
-            pool_setting(settings, tier), f"{size} bytes are less than one chunk, which takes {record} bytes"
+            pool_setting(settings, tier),
+            f"{size} bytes are less than one chunk, which takes {record} bytes",
         )
     return size // record
 
@@ -201,7 +238,10 @@ def host_form(lower_tier_kv: str, chunk_tokens: int, engine: Engine) -> Form | N
         return FP8 if lower_tier_kv == "fp8" else None
     if engine.dtype != torch.bfloat16:
         kind = str(engine.dtype).removeprefix("torch.")
-        raise SettingError("--lower-tier-kv", f"packed is for engines built with bfloat16, and this one's is {kind}")
+        raise SettingError(
+            "--lower-tier-kv",
+            f"packed is for engines built with bfloat16, and this one's is {kind}",
+        )
     shape = engine.kv_shape(1, chunk_tokens)
     try:
         PACKED.layer_bytes(shape)
@@ -210,26 +250,37 @@ def host_form(lower_tier_kv: str, chunk_tokens: int, engine: Engine) -> Form | N
     return PACKED
 
 
-def disk_settings(settings: ServeSettings, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
+def disk_settings(
+    settings: ServeSettings, config: SchedulerConfig, ranks: Ranks | None = None
+) -> DiskSettings | None:
     """The disk tier's directory and the origin of its records; None without a disk tier."""
     if not config.disk_kv_chunks:
         return None
     count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
-    return DiskSettings(settings.disk_directory, config.disk_kv_chunks, config.seed.hex(), count, rank)
+    return DiskSettings(
+        settings.disk_directory, config.disk_kv_chunks, config.seed.hex(), count, rank
+    )
 
 
-def check_disk_holds(settings: ServeSettings, chunks: int, chunk_bytes: int, ranks: int = 1) -> None:
-    """SettingError if records of so many chunks are larger than the whole disk of the directory, which exists and is
-    shared by `ranks` ranks."""
+def check_disk_holds(
+    settings: ServeSettings, chunks: int, chunk_bytes: int, ranks: int = 1
+) -> None:
+    """SettingError if records of so many chunks are larger than the whole disk of the directory,
+    which exists and is shared by `ranks` ranks."""
     directory = settings.disk_directory
-    size, total = ranks * chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
+    size = ranks * chunks * disk_record_bytes(chunk_bytes)
+    total = shutil.disk_usage(directory).total
     if size > total:
-        message = f"{chunks} chunks need {size / GIB:.1f} GiB and the disk of {directory} has {total / GIB:.1f}"
+        message = (
+            f"{chunks} chunks need {size / GIB:.1f} GiB and the disk of {directory} has "
+            f"{total / GIB:.1f}"
+        )
         raise SettingError(pool_setting(settings, Tier.DISK), message)
 
 
 def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:
-    """Returns the costs with the disk's speed, measured now. Logs the speed from which reading is worthwhile."""
+    """Returns the costs with the disk's speed, measured now. Logs the speed from which reading is
+    worthwhile."""
     speed = measure_disk(directory, cost.chunk_bytes)
     if speed is None:
         log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
@@ -240,7 +291,9 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
         directory,
         *(size / 1e9 for size in speed),
         ", ".join(
-            f"{tokens} tokens pays from {least:.3g} GB/s" if least < math.inf else f"{tokens} tokens never pays"
+            f"{tokens} tokens pays from {least:.3g} GB/s"
+            if least < math.inf
+            else f"{tokens} tokens never pays"
             for tokens, least in pays.items()
         ),
     )
@@ -248,10 +301,14 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
 
 
 def kv_seed(manifest: Manifest, lower_tier_kv: str, kv_cache_dtype: str) -> bytes:
-    """Engines of one fingerprint compute equal KV for pools of one dtype, and equal lower tiers keep it equally. All
-    others share no chunks."""
+    """Engines of one fingerprint compute equal KV for pools of one dtype, and equal lower tiers
+    keep it equally. All others share no chunks."""
     lower = b"" if lower_tier_kv == "same" else lower_tier_kv.encode()
-    return bytes.fromhex(manifest.fingerprint) + lower + (b"" if kv_cache_dtype == "auto" else b"pool fp8")
+    return (
+        bytes.fromhex(manifest.fingerprint)
+        + lower
+        + (b"" if kv_cache_dtype == "auto" else b"pool fp8")
+    )
 
 
 def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:

@@ -1,16 +1,17 @@
-"""The measured profile of an engine on this hardware: measured, stored next to the engine, and read for the scheduler.
+"""The measured profile of an engine on this hardware: measured, stored next to the engine, and read
+for the scheduler.
 
-It measures a full batch of chunks by context, a step by its tokens, generation by rows and context, and copies by piece
-and direction (`StepBench`). The scheduler uses it as a `CostProfile`.
+It measures a full batch of chunks by context, a step by its tokens, generation by rows and context,
+and copies by piece and direction (`StepBench`). The scheduler uses it as a `CostProfile`.
 
-**Attention and the rest.** A full batch at context l takes rest + attention(l). Attention cannot be removed from an
-engine. So the rest is extrapolated to context 0 by the line through the shortest and the longest context: with points
-so far apart, noise of a percent changes it by less than a percent, while the difference of two short contexts would be
-mostly noise. Noise on a busy machine only adds time: if a longer context is faster, its time is used for the shorter
-one too.
+**Attention and the rest.** A full batch at context l takes rest + attention(l). Attention cannot be
+removed from an engine. So the rest is extrapolated to context 0 by the line through the shortest
+and the longest context: with points so far apart, noise of a percent changes it by less than a
+percent, while the difference of two short contexts would be mostly noise. Noise on a busy machine
+only adds time: if a longer context is faster, its time is used for the shorter one too.
 
-**Time of a chunk.** A full batch keeps the device busy with arithmetic, which hides its fixed part (reading the
-weights, launching). So its time divided by its chunks is a chunk's marginal cost.
+**Time of a chunk.** A full batch keeps the device busy with arithmetic, which hides its fixed part
+(reading the weights, launching). So its time divided by its chunks is a chunk's marginal cost.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ COPIED_BYTES = 256 * 2**20  # bytes of a timed copy: 5 ms on a link of 50 GB/s
 @dataclass(frozen=True, slots=True)
 class Measured:
     """steps          (tokens, seconds of a step at the shortest context)
-    full_batches   (context, seconds of a step of `max_num_batched_tokens` tokens, in chunks that end there)
+    full_batches   (context, seconds of a step of `max_num_batched_tokens` tokens, in chunks that
+                   end there)
     generation     (rows, context, seconds of a step)
     """
 
@@ -59,8 +61,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`hardware`, `engine` (its fingerprint), `chunk_tokens` and `kv_cache_dtype` tell what the profile is valid for;
-    the other fields are its measurements.
+    """`hardware`, `engine` (its fingerprint), `chunk_tokens` and `kv_cache_dtype` tell what the
+    profile is valid for; the other fields are its measurements.
 
     gpu_kv_chunks   of the measured pool; `swap_out_below` depends on it
     """
@@ -84,13 +86,16 @@ class Profile:
         """Writes profile.json next to the engine, atomically."""
         path = directory / PROFILE
         aside = path.with_suffix(".writing")
-        aside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        aside.write_text(
+            json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8"
+        )
         os.replace(aside, path)
         return path
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """SettingError if the file is damaged or of another format; FileNotFoundError if there is none."""
+        """SettingError if the file is damaged or of another format; FileNotFoundError if there is
+        none."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             if value.pop("format") != FORMAT:
@@ -98,17 +103,21 @@ class Profile:
             measured, cost = value.pop("measured"), value.pop("cost")
             copies = tuple(CopyTime(*copy) for copy in measured.pop("copies"))
             return cls(
-                measured=Measured(copies=copies, **_tuples(measured)), cost=CostProfile(**_tuples(cost)), **value
+                measured=Measured(copies=copies, **_tuples(measured)),
+                cost=CostProfile(**_tuples(cost)),
+                **value,
             )
         except FileNotFoundError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettingError("--engine", f"{path} is damaged ({error}); run `pensieve profile` again") from None
+            raise SettingError(
+                "--engine", f"{path} is damaged ({error}); run `pensieve profile` again"
+            ) from None
 
 
 def load_profile(directory: Path, engine: Engine, chunk_tokens: int) -> CostProfile | None:
-    """Returns the measured costs of this engine on this hardware with chunks of this size. Without them returns None
-    and logs a line.
+    """Returns the measured costs of this engine on this hardware with chunks of this size. Without
+    them returns None and logs a line.
 
     SettingError for a damaged file.
     """
@@ -125,7 +134,13 @@ def load_profile(directory: Path, engine: Engine, chunk_tokens: int) -> CostProf
     }
     for part, value in here.items():
         if (there := getattr(profile, part)) != value:
-            log.info("%s is of another %s (%s, not %s): costs are estimated", directory / PROFILE, part, there, value)
+            log.info(
+                "%s is of another %s (%s, not %s): costs are estimated",
+                directory / PROFILE,
+                part,
+                there,
+                value,
+            )
             return None
     log.info("costs as measured on %s, %s", profile.hardware, profile.date)
     return profile.cost
@@ -135,7 +150,11 @@ def hardware(engine: Engine) -> str:
     """The name of the computing hardware."""
     if engine.manifest.device == "cuda":
         return torch.cuda.get_device_name()
-    names = [line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in _lines(Path("/proc/cpuinfo"))
+        if line.startswith("model name")
+    ]
     return f"{names[0] if names else processor()}, {torch.get_num_threads()} threads"
 
 
@@ -164,30 +183,42 @@ def profile_engine(bench: StepBench, engine: Engine, say: Callable[[str], None])
 
 
 def _measure(bench: StepBench, layers: int, record: int, say: Callable[[str], None]) -> Measured:
-    config, size = bench.config, bench.config.chunk_tokens
+    config = bench.config
+    size = bench.config.chunk_tokens
     contexts = _doubled(size, config.max_model_len)
     rows = _doubled(1, config.max_num_seqs, end=True)
     steps = _doubled(1, config.max_num_batched_tokens, end=True)
     copied = min(-(-COPIED_BYTES // record), config.gpu_kv_chunks // 2, config.host_kv_chunks // 2)
     say(f"copies of {copied} chunks of {record} bytes")
-    copies = tuple(bench.copies(piece, copied) for piece in (*(p for p in PIECES if p < layers), layers))
+    copies = tuple(
+        bench.copies(piece, copied) for piece in (*(p for p in PIECES if p < layers), layers)
+    )
     say(f"steps of 1 to {steps[-1]} tokens")
     fresh = tuple((tokens, bench.fresh(tokens)) for tokens in steps)
     chunks = config.max_num_batched_tokens // size
     say(f"{chunks} chunks at contexts of {contexts[0]} to {contexts[-1]} tokens")
     full = tuple((context, bench.chunks_at(context, chunks)) for context in contexts)
     say(f"generation, 1 to {rows[-1]} rows at these contexts")
-    generation = tuple((count, context, bench.generation(context, count)) for count in rows for context in contexts)
+    generation = tuple(
+        (count, context, bench.generation(context, count)) for count in rows for context in contexts
+    )
     return Measured(fresh, full, generation, copies)
 
 
 def cost_profile(measured: Measured, config: SchedulerConfig, chunk_bytes: int) -> CostProfile:
-    """The scheduler's costs from the measurement; copies count with their speed while both directions are busy."""
+    """The scheduler's costs from the measurement; copies count with their speed while both
+    directions are busy."""
     rest, attention = split_attention(measured.full_batches)
     chunks = config.max_num_batched_tokens // config.chunk_tokens
     most_rows = measured.generation[-1][0]
-    _, row_attention = split_attention([(context, t) for rows, context, t in measured.generation if rows == most_rows])
-    swapped_in = next(copy for copy in reversed(measured.copies) if copy.layers <= GROUP_LAYERS or copy.layers == 1)
+    _, row_attention = split_attention(
+        [(context, t) for rows, context, t in measured.generation if rows == most_rows]
+    )
+    swapped_in = next(
+        copy
+        for copy in reversed(measured.copies)
+        if copy.layers <= GROUP_LAYERS or copy.layers == 1
+    )
     swapped_out = measured.copies[-1]
     return CostProfile(
         chunk_tokens=config.chunk_tokens,
@@ -203,7 +234,8 @@ def cost_profile(measured: Measured, config: SchedulerConfig, chunk_bytes: int) 
 
 
 def split_attention(points: Sequence[tuple[int, float]]) -> tuple[float, Points]:
-    """Returns the seconds without attention, and (context, seconds of attention), from a batch's (context, seconds)."""
+    """Returns the seconds without attention, and (context, seconds of attention), from a batch's
+    (context, seconds)."""
     times = _never_falling(points)
     (shortest, first), (longest, last) = times[0], times[-1]
     slope = (last - first) / (longest - shortest) if longest > shortest else 0.0

@@ -1,12 +1,14 @@
-"""Times steps and copies on a device in the service's way: through the executor, with two steps in flight.
+"""Times steps and copies on a device in the service's way: through the executor, with two steps in
+flight.
 
-The block tables of a batch name slots like this, for R rows and a pool that may be smaller than all their contexts:
+The block tables of a batch name slots like this, for R rows and a pool that may be smaller than all
+their contexts:
 
     slot    0 .. seats-1          seats .. pool-1
             last chunk of row r   all other chunks, row after row, in a cycle
 
-So every row writes to its own slot, and slots that rows share are only read. Rows that share a slot are far apart, so
-no cache delivers their KV faster than the pool's memory.
+So every row writes to its own slot, and slots that rows share are only read. Rows that share a slot
+are far apart, so no cache delivers their KV faster than the pool's memory.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ LEAST, MOST = 7, 1000  # number of times for a median
 
 
 class CopyTime(NamedTuple):
-    """Seconds to copy `chunks` chunks, `layers` layers in a piece, one direction alone, and each direction while both
-    run."""
+    """Seconds to copy `chunks` chunks, `layers` layers in a piece, one direction alone, and each
+    direction while both run."""
 
     layers: int
     chunks: int
@@ -45,7 +47,8 @@ class CopyTime(NamedTuple):
 
 
 class HistoryTime(NamedTuple):
-    """Seconds of one turn of a batch of conversations, each with `history` tokens before its prompt."""
+    """Seconds of one turn of a batch of conversations, each with `history` tokens before its
+    prompt."""
 
     history: int
     prefill_recomputed: float
@@ -56,11 +59,12 @@ class HistoryTime(NamedTuple):
 class StepBench:
     """An engine on a device, with batches made by hand.
 
-    Owns the device, and closes it at the end of the `with` block; not after an exception, when lanes may wait for a
-    rank that is gone.
+    Owns the device, and closes it at the end of the `with` block; not after an exception, when
+    lanes may wait for a rank that is gone.
 
-    Every timing method takes about `seconds`, more if a few runs take longer. With several ranks all make the same
-    calls: every run is made on all of them side by side, equally often, and the slowest rank's time counts.
+    Every timing method takes about `seconds`, more if a few runs take longer. With several ranks
+    all make the same calls: every run is made on all of them side by side, equally often, and the
+    slowest rank's time counts.
     """
 
     def __init__(
@@ -77,14 +81,20 @@ class StepBench:
         """
         self.seats = max(config.max_num_seqs, config.max_num_batched_tokens // config.chunk_tokens)
         if config.max_num_batched_tokens < config.chunk_tokens:
-            raise SettingError("--max-num-batched-tokens", f"must hold a chunk of {config.chunk_tokens} tokens")
+            raise SettingError(
+                "--max-num-batched-tokens", f"must hold a chunk of {config.chunk_tokens} tokens"
+            )
         needed = self.seats + config.chunks(config.max_model_len)
         if needed > config.gpu_kv_chunks:
-            raise SettingError("--gpu-kv-bytes", f"must hold {needed} chunks, not {config.gpu_kv_chunks}")
+            raise SettingError(
+                "--gpu-kv-bytes", f"must hold {needed} chunks, not {config.gpu_kv_chunks}"
+            )
         self.config = config
         self._vocab_size = engine.vocab_size
         self._layers = engine.kv_shape(1, config.chunk_tokens)[1]
-        self._device, self._seconds, self._slowest = device, seconds, slowest
+        self._device = device
+        self._seconds = seconds
+        self._slowest = slowest
         self._dice = Random(0)
         self._step = 0
         self._executor = Executor(device, engine, replace(config, max_num_seqs=self.seats))
@@ -98,11 +108,16 @@ class StepBench:
             self._executor.close()
 
     def _fill_pool(self) -> None:
-        """Writes to every GPU slot: before that, all pages of a pool may be one page of zeros, which is read faster."""
+        """Writes to every GPU slot: before that, all pages of a pool may be one page of zeros,
+        which is read faster."""
         hosts = self.config.host_kv_chunks
         for first in range(0, self.config.gpu_kv_chunks, hosts):
-            targets = np.arange(first, min(first + hosts, self.config.gpu_kv_chunks), dtype=np.int32)
-            self._device.copy(Lane.IN, np.arange(len(targets), dtype=np.int32), targets, range(self._layers))
+            targets = np.arange(
+                first, min(first + hosts, self.config.gpu_kv_chunks), dtype=np.int32
+            )
+            self._device.copy(
+                Lane.IN, np.arange(len(targets), dtype=np.int32), targets, range(self._layers)
+            )
         self._device.synchronize(self._device.mark(Lane.IN))
 
     # Steps of batches, and their times.
@@ -111,23 +126,29 @@ class StepBench:
         """Seconds of a step that computes the last chunk of `count` contexts, without samples."""
         self._seat([context] * count)
         start = context - self.config.chunk_tokens
-        return self._step_seconds(self._spans([Span(seat, start, context, start, False) for seat in range(count)]))
+        return self._step_seconds(
+            self._spans([Span(seat, start, context, start, False) for seat in range(count)])
+        )
 
     def fresh(self, tokens: int) -> float:
-        """Seconds of a step of `tokens` tokens at the shortest context: whole chunks and a rest, each sampled."""
+        """Seconds of a step of `tokens` tokens at the shortest context: whole chunks and a rest,
+        each sampled."""
         size = self.config.chunk_tokens
         lengths = [size] * (tokens // size) + [tokens % size] * (tokens % size > 0)
         self._seat(lengths)
-        return self._step_seconds(self._spans([Span(seat, 0, length, 0, True) for seat, length in enumerate(lengths)]))
+        return self._step_seconds(
+            self._spans([Span(seat, 0, length, 0, True) for seat, length in enumerate(lengths)])
+        )
 
     def generation(self, context: int, rows: int) -> float:
-        """Seconds of a step in which each of `rows` rows generates the last token of its context."""
+        """Seconds of a step in which each of `rows` rows generates the last token of its
+        context."""
         self._seat([context] * rows)
         return self._step_seconds(self._generate([context - 1] * rows))
 
     def _step_seconds(self, plan: StepPlan) -> float:
-        """Median time from one step's end to the next one's. It contains the host's work if the device does not hide
-        it."""
+        """Median time from one step's end to the next one's. It contains the host's work if the
+        device does not hide it."""
         self._step_times(plan, UNCOUNTED)
         return self._median(partial(self._step_times, plan))
 
@@ -147,7 +168,8 @@ class StepBench:
         return times
 
     def _median(self, times_of: Callable[[int], list[float]]) -> float:
-        """The median of a few times, and of as many more as `seconds` allows; equally many on all ranks."""
+        """The median of a few times, and of as many more as `seconds` allows; equally many on all
+        ranks."""
         times = times_of(LEAST)
         fitting = int(self._seconds / self._slowest(statistics.median(times)))
         if fitting > LEAST:
@@ -157,7 +179,8 @@ class StepBench:
     def _seat(self, contexts: Sequence[int]) -> None:
         """Gives each seat from 0 on one context, in the slots described above."""
         shared = self.config.gpu_kv_chunks - self.seats
-        at, rows = 0, []
+        at = 0
+        rows = []
         for seat, context in enumerate(contexts):
             read = self.config.chunks(context) - 1
             rows.append((*(self.seats + (at + i) % shared for i in range(read)), seat))
@@ -193,24 +216,35 @@ class StepBench:
     # Copies.
 
     def copies(self, layers: int, chunks: int) -> CopyTime:
-        """Times copies of `chunks` chunks in random slots, in each direction. The HOST pool must hold twice as many."""
-        groups = [range(at, min(at + layers, self._layers)) for at in range(0, self._layers, layers)]
+        """Times copies of `chunks` chunks in random slots, in each direction. The HOST pool must
+        hold twice as many."""
+        groups = [
+            range(at, min(at + layers, self._layers)) for at in range(0, self._layers, layers)
+        ]
         slots = {}
-        for pool, size in (("gpu", self.config.gpu_kv_chunks), ("host", self.config.host_kv_chunks)):
+        for pool, size in (
+            ("gpu", self.config.gpu_kv_chunks),
+            ("host", self.config.host_kv_chunks),
+        ):
             chosen = np.array(self._dice.sample(range(size), 2 * chunks), np.int32)
             slots[pool] = {Lane.IN: chosen[:chunks], Lane.OUT: chosen[chunks:]}
 
         def copy(*lanes: Lane) -> None:
-            # The directions alternate: neither direction's pieces may wait until the host has issued all of the
-            # other's.
+            # The directions alternate: neither direction's pieces may wait until the host has
+            # issued all of the other's.
             for group in groups:
                 for lane in lanes:
                     source, target = ("host", "gpu") if lane is Lane.IN else ("gpu", "host")
-                    self._device.copy(lane, slots[source][lane].copy(), slots[target][lane].copy(), group)
+                    self._device.copy(
+                        lane, slots[source][lane].copy(), slots[target][lane].copy(), group
+                    )
             for ticket in [self._device.mark(lane) for lane in lanes]:
                 self._device.synchronize(ticket)
 
-        times = (self._seconds_of(copy, *lanes) for lanes in ((Lane.IN,), (Lane.OUT,), (Lane.IN, Lane.OUT)))
+        times = (
+            self._seconds_of(copy, *lanes)
+            for lanes in ((Lane.IN,), (Lane.OUT,), (Lane.IN, Lane.OUT))
+        )
         return CopyTime(layers, chunks, *times)
 
     def _seconds_of(self, work: Callable[..., None], *arguments: Lane) -> float:
@@ -236,11 +270,16 @@ class StepBench:
         """
         chunks = self.config.chunks(history + prompt + generated)
         if requests * chunks > self.config.gpu_kv_chunks:
-            raise SettingError("--gpu-kv-bytes", f"must hold {requests * chunks} chunks for {requests} such histories")
+            raise SettingError(
+                "--gpu-kv-bytes",
+                f"must hold {requests * chunks} chunks for {requests} such histories",
+            )
         self._take_seats([range(seat * chunks, (seat + 1) * chunks) for seat in range(requests)])
         end = history + prompt
         first = [Span(seat, history, end, history, True) for seat in range(requests)]
-        recomputed = self._seconds_of_run(self._pieces([span._replace(start=0, write_from=0) for span in first]))
+        recomputed = self._seconds_of_run(
+            self._pieces([span._replace(start=0, write_from=0) for span in first])
+        )
         cached = self._seconds_of_run(self._pieces(first))
         # the prefill samples the first token
         steps = (self._generate([end + i] * requests) for i in range(generated - 1))
@@ -259,7 +298,8 @@ class StepBench:
                 at = end
                 if not room:
                     yield self._spans(step)
-                    step, room = [], self.config.max_num_batched_tokens
+                    step = []
+                    room = self.config.max_num_batched_tokens
         if step:
             yield self._spans(step)
 

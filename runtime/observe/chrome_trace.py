@@ -1,4 +1,5 @@
-"""`--trace FILE`: the work of the loop and the device as a Chrome trace, for https://ui.perfetto.dev.
+"""`--trace FILE`: the work of the loop and the device as a Chrome trace, for
+https://ui.perfetto.dev.
 
 One track for the loop, one for each lane of the device, and counters for the shape of the batch:
 
@@ -8,8 +9,9 @@ One track for the loop, one for each lane of the device, and counters for the sh
     swap out               |------|
     batch     rows that generate, prompt tokens; chunks swapped in and out
 
-The file is a JSON array of events, written by a separate thread while the server runs. It can be viewed even without
-its last bracket (after the server was killed). About 10 events for each step, 1.1 kB.
+The file is a JSON array of events, written by a separate thread while the server runs. It can be
+viewed even without its last bracket (after the server was killed). About 10 events for each step,
+1.1 kB.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class TraceFile:
         self._started = time.perf_counter()
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._ended = False
-        self._shapes: deque[dict[str, int]] = deque()  # of steps that compute and whose work is not reported yet
+        # of steps that compute and whose work is not reported yet
+        self._shapes: deque[dict[str, int]] = deque()
         self._thread = threading.Thread(target=self._write, name="trace", daemon=True)
         self._thread.start()
 
@@ -59,7 +62,10 @@ class TraceFile:
     def launched(self, plan: StepPlan) -> None:
         """Adds the plan. Called before the device can have done any of it."""
         rows = {"generating_rows": len(plan.generate), "known_tokens": len(plan.token_ids)}
-        moved = {f"swapped_{way}": _chunks(plan, lane) for way, lane in (("in", Lane.IN), ("out", Lane.OUT))}
+        moved = {
+            f"swapped_{way}": _chunks(plan, lane)
+            for way, lane in (("in", Lane.IN), ("out", Lane.OUT))
+        }
         if any(rows.values()):
             self._shapes.append({"step": plan.step, **rows, **moved})
         now = self._microseconds(time.perf_counter())
@@ -73,14 +79,18 @@ class TraceFile:
             self._slice(1 + work.lane, f"step {shape['step']}", work.start, work.end, shape)
         else:
             speed = _speed(work.size, work.end - work.start)
-            self._slice(1 + work.lane, "copy", work.start, work.end, {"bytes": work.size, "GB/s": speed})
+            self._slice(
+                1 + work.lane, "copy", work.start, work.end, {"bytes": work.size, "GB/s": speed}
+            )
 
     def close(self) -> None:
         """Writes the queued entries and ends the file. Idempotent."""
         self._end()
         self._thread.join()
 
-    def _slice(self, track: int, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
+    def _slice(
+        self, track: int, name: str, start: float, end: float, args: Mapping[str, Any]
+    ) -> None:
         times = {"ts": self._microseconds(start), "dur": round(1e6 * (end - start), 3)}
         self._put({"ph": "X", "tid": track, "name": name, **times, "args": args})
 

@@ -1,6 +1,7 @@
 """Logging of both processes: lines of text for people, or one JSON object per line for machines.
 
-The fields of an event are passed in `extra={"fields": {...}}` of the logging call. Users' text is never logged.
+The fields of an event are passed in `extra={"fields": {...}}` of the logging call. Users' text is
+never logged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items() if value is not None)
+        fields = "".join(
+            f" {name}={_shown(value)}"
+            for name, value in _fields(record).items()
+            if value is not None
+        )
         return super().formatMessage(record) + fields
 
 
@@ -44,7 +49,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(form: str, level: str) -> None:
-    """Makes every logger of this process write to standard error. One of LOG_FORMATS, one of LOG_LEVELS."""
+    """Makes every logger of this process write to standard error. One of LOG_FORMATS, one of
+    LOG_LEVELS."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -55,7 +61,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Quotes values with spaces or line ends, such as names chosen by clients, so that each stays one word on one
-    line."""
+    """Quotes values with spaces or line ends, such as names chosen by clients, so that each stays
+    one word on one line."""
     text = str(value)
     return text if text.isprintable() and not set(text) & {" ", '"', "="} else json.dumps(text)

@@ -1,4 +1,5 @@
-"""The loop's counts of its own work: seconds of a step by part, batch sizes, and the device's busy time."""
+"""The loop's counts of its own work: seconds of a step by part, batch sizes, and the device's busy
+time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .chrome_trace import TraceFile
 
 
 class Stopwatch:
-    """Adds up the seconds of its `with` blocks, which do not nest. `report` is called with each (start, end)."""
+    """Adds up the seconds of its `with` blocks, which do not nest. `report` is called with each
+    (start, end)."""
 
     __slots__ = ("_report", "_since", "seconds")
 
@@ -39,7 +41,8 @@ class Sizes:
         self._total = 0
 
     def add(self, size: int) -> None:
-        bucket = (size - 1).bit_length()  # exponent of the least power of two that is at least the size
+        # exponent of the least power of two that is at least the size
+        bucket = (size - 1).bit_length()
         if bucket >= len(self._counts):
             self._counts += [0] * (bucket + 1 - len(self._counts))
         self._counts[bucket] += 1
@@ -53,7 +56,8 @@ PARTS = ("plan", "launch", "wait", "apply", "send")
 
 
 class LoopCounters:
-    """Written by the loop's thread. `plan`, `launch`, `wait`, `apply` and `send` time these parts of its steps."""
+    """Written by the loop's thread. `plan`, `launch`, `wait`, `apply` and `send` time these parts
+    of its steps."""
 
     def __init__(self, trace: TraceFile | None = None) -> None:
         self._trace = trace
@@ -72,7 +76,12 @@ class LoopCounters:
         def report(start: float, end: float) -> None:
             coming = part in ("plan", "launch")
             trace.part(
-                part, start, end, self._steps + 1 if coming else self._steps - sum(self._in_flight) + (part == "wait")
+                part,
+                start,
+                end,
+                self._steps + 1
+                if coming
+                else self._steps - sum(self._in_flight) + (part == "wait"),
             )
 
         return Stopwatch(report)
@@ -83,8 +92,8 @@ class LoopCounters:
             self._trace.launched(plan)
 
     def launched(self, plan: StepPlan) -> None:
-        """Called after the plan is handed to the device. A plan that only waits for the disk does not count as a
-        step."""
+        """Called after the plan is handed to the device. A plan that only waits for the disk does
+        not count as a step."""
         works = bool(plan.tokens or plan.copies)
         if works and not any(self._in_flight):
             self._busy_since = time.perf_counter()
@@ -100,6 +109,10 @@ class LoopCounters:
             self._busy += time.perf_counter() - self._busy_since
 
     def read(self, transfers: TransferSeconds) -> LoopStats:
-        busy = self._busy + (time.perf_counter() - self._busy_since if any(self._in_flight) else 0.0)
+        busy = self._busy + (
+            time.perf_counter() - self._busy_since if any(self._in_flight) else 0.0
+        )
         parts = {name: getattr(self, name).seconds for name in PARTS}
-        return LoopStats(self._steps, parts, self._tokens.read(), self._requests.read(), busy, *transfers)
+        return LoopStats(
+            self._steps, parts, self._tokens.read(), self._requests.read(), busy, *transfers
+        )

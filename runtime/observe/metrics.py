@@ -1,4 +1,5 @@
-"""The contents of /metrics: engine figures of the latest step, and the HTTP process's own counts and times."""
+"""The contents of /metrics: engine figures of the latest step, and the HTTP process's own counts
+and times."""
 
 from __future__ import annotations
 
@@ -21,9 +22,41 @@ from ...scheduler.types import Usage
 from ..counters import DiskCounters, KVCounters, LoopStats, PowerCounts
 
 SOURCES = tuple(field.name for field in fields(Usage))
-FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
+FIRST_TOKEN_BUCKETS = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+    0.64,
+    1.25,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+)
 LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
-INTER_TOKEN_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
+INTER_TOKEN_BUCKETS = (
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.06,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2.5,
+)
 
 # The last powers of two with their own bucket.
 MOST_STEP_TOKENS = 14
@@ -34,9 +67,10 @@ EVICTION_VALUES = range(-24, 6, 2)
 class Metrics(Collector):
     """Written by one thread, the event loop's; read as a whole at each scrape.
 
-    `stats`, `copied`, `disk` and `loop` are the loop's latest counts since its start. `generation_tokens` counts tokens
-    as they arrive, including those generated after a stop string. `histories_healthy` is set before
-    each scrape. A metric with the meaning of a vLLM metric has its name.
+    `stats`, `copied`, `disk` and `loop` are the loop's latest counts since its start.
+    `generation_tokens` counts tokens as they arrive, including those generated after a stop string.
+    `histories_healthy` is set before each scrape. A metric with the meaning of a vLLM metric has
+    its name.
     """
 
     def __init__(self) -> None:
@@ -94,17 +128,24 @@ class Metrics(Collector):
         for source, count in self.prompt_tokens.items():
             prompt.add_metric([source], count)
         yield prompt
-        yield CounterMetricFamily("pensieve:generation_tokens", "Tokens generated", value=self.generation_tokens)
+        yield CounterMetricFamily(
+            "pensieve:generation_tokens", "Tokens generated", value=self.generation_tokens
+        )
         yield CounterMetricFamily(
             "pensieve:prefix_cache_queries",
             "Prompt tokens looked for in the cache",
             value=sum(self.prompt_tokens.values()),
         )
         hits = {tier: self.prompt_tokens[tier] for tier in ("gpu", "host", "disk")}
-        yield _counters("pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits)
+        yield _counters(
+            "pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits
+        )
         yield _counters("pensieve:requests", "Requests ended, by how", "finish", self.finished)
         yield _counters(
-            "pensieve:client_errors", "Answers with a status from 400 to 499, by status", "status", self.client_errors
+            "pensieve:client_errors",
+            "Answers with a status from 400 to 499, by status",
+            "status",
+            self.client_errors,
         )
         yield GaugeMetricFamily(
             "pensieve:histories_healthy",
@@ -119,20 +160,34 @@ class Metrics(Collector):
         """The scheduler's statistics."""
         stats = self.stats
         yield CounterMetricFamily(
-            "pensieve:suspensions", "Running requests set aside for want of GPU slots", value=stats.suspensions
+            "pensieve:suspensions",
+            "Running requests set aside for want of GPU slots",
+            value=stats.suspensions,
         )
         yield CounterMetricFamily(
-            "pensieve:spec_decode_num_drafts", "Steps of a request that checked drafts", value=stats.drafts
+            "pensieve:spec_decode_num_drafts",
+            "Steps of a request that checked drafts",
+            value=stats.drafts,
         )
         yield CounterMetricFamily(
-            "pensieve:spec_decode_num_draft_tokens", "Drafted tokens that were checked", value=stats.drafted
+            "pensieve:spec_decode_num_draft_tokens",
+            "Drafted tokens that were checked",
+            value=stats.drafted,
         )
         yield CounterMetricFamily(
-            "pensieve:spec_decode_num_accepted_tokens", "Drafted tokens that came true", value=stats.accepted
+            "pensieve:spec_decode_num_accepted_tokens",
+            "Drafted tokens that came true",
+            value=stats.accepted,
         )
-        yield GaugeMetricFamily("pensieve:num_requests_running", "Requests in the batch", value=stats.running)
-        yield GaugeMetricFamily("pensieve:num_requests_waiting", "Requests in the queue", value=stats.waiting)
-        slots = GaugeMetricFamily("pensieve:kv_slots", "Chunk slots by tier and state", labels=["tier", "state"])
+        yield GaugeMetricFamily(
+            "pensieve:num_requests_running", "Requests in the batch", value=stats.running
+        )
+        yield GaugeMetricFamily(
+            "pensieve:num_requests_waiting", "Requests in the queue", value=stats.waiting
+        )
+        slots = GaugeMetricFamily(
+            "pensieve:kv_slots", "Chunk slots by tier and state", labels=["tier", "state"]
+        )
         for tier, states in stats.slots.items():
             for state, count in states.items():
                 slots.add_metric([tier, state], count)
@@ -143,7 +198,9 @@ class Metrics(Collector):
             "Share of the GPU's chunk slots that requests in the batch hold",
             value=gpu.get("in_use", 0) / max(1, sum(gpu.values())),
         )
-        yield GaugeMetricFamily("pensieve:conversations", "Conversations that claim KV", value=stats.conversations)
+        yield GaugeMetricFamily(
+            "pensieve:conversations", "Conversations that claim KV", value=stats.conversations
+        )
         evictions = CounterMetricFamily(
             "pensieve:kv_evictions",
             "Chunks that lost their slot, by what became of them",
@@ -155,7 +212,9 @@ class Metrics(Collector):
         yield evictions
         yield _eviction_values(stats)
         yield from _choices(stats)
-        yield CounterMetricFamily("pensieve:kv_dropped_chunks", "Chunks that were left in no tier", value=stats.dropped)
+        yield CounterMetricFamily(
+            "pensieve:kv_dropped_chunks", "Chunks that were left in no tier", value=stats.dropped
+        )
         yield CounterMetricFamily(
             "pensieve:kv_regret_tokens",
             "Tokens computed again within a minute after their chunk was dropped",
@@ -172,42 +231,78 @@ class Metrics(Collector):
         disk = self.disk
         for name, text, saved, loaded in (
             ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
-            ("bytes", "Bytes of KV written to disk and read from it", disk.saved_bytes, disk.loaded_bytes),
-            ("seconds", "From being asked for to being done, of all chunks", disk.saving_seconds, disk.loading_seconds),
-            ("queue_seconds", "Of that, the wait before they began", disk.saving_queued, disk.loading_queued),
+            (
+                "bytes",
+                "Bytes of KV written to disk and read from it",
+                disk.saved_bytes,
+                disk.loaded_bytes,
+            ),
+            (
+                "seconds",
+                "From being asked for to being done, of all chunks",
+                disk.saving_seconds,
+                disk.loading_seconds,
+            ),
+            (
+                "queue_seconds",
+                "Of that, the wait before they began",
+                disk.saving_queued,
+                disk.loading_queued,
+            ),
         ):
-            yield _counters(f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded})
-        queue = GaugeMetricFamily("pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"])
+            yield _counters(
+                f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded}
+            )
+        queue = GaugeMetricFamily(
+            "pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"]
+        )
         queue.add_metric(["save"], disk.saving)
         queue.add_metric(["load"], disk.loading)
         yield queue
         faults = {"system": disk.errors, "rejected": disk.rejected}
         text = "Refusals of the system, and damaged records"
         yield _counters("pensieve:kv_disk_faults", text, "kind", faults)
-        yield GaugeMetricFamily("pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full)
+        yield GaugeMetricFamily(
+            "pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full
+        )
 
     def _steps(self) -> Iterator[Metric]:
         """The loop's counts of its steps and copies."""
         loop = self.loop
-        yield _counters("pensieve:kv_copied_bytes", "Bytes of KV copied", "direction", self.copied._asdict())
+        yield _counters(
+            "pensieve:kv_copied_bytes", "Bytes of KV copied", "direction", self.copied._asdict()
+        )
         link = {"swap_in": loop.swap_in, "swap_out": loop.swap_out}
-        yield _counters("pensieve:kv_link_seconds", "Time in which the link copied KV", "direction", link)
+        yield _counters(
+            "pensieve:kv_link_seconds", "Time in which the link copied KV", "direction", link
+        )
         queue = SummaryMetricFamily(
-            "pensieve:kv_link_queue_seconds", "From a copy's issue to its beginning", labels=["direction"]
+            "pensieve:kv_link_queue_seconds",
+            "From a copy's issue to its beginning",
+            labels=["direction"],
         )
         for direction, waits in (("swap_in", loop.queued_in), ("swap_out", loop.queued_out)):
             queue.add_metric([direction], count_value=waits.copies, sum_value=waits.seconds)
         yield queue
         yield CounterMetricFamily(
             "pensieve:kv_exposed_seconds",
-            "Time that steps waited for copies; the rest of the link's time was hidden behind compute",
+            "Time that steps waited for copies; the rest of the link's time was hidden behind "
+            "compute",
             value=loop.exposed,
         )
         yield CounterMetricFamily("pensieve:steps", "Steps launched", value=loop.steps)
-        yield _counters("pensieve:step_seconds", "The loop's time, by part of a step", "part", loop.parts)
-        yield CounterMetricFamily("pensieve:gpu_seconds", "Time with work on the device", value=loop.busy)
-        yield _sizes("pensieve:iteration_tokens_total", "Tokens of a step", loop.tokens, MOST_STEP_TOKENS)
-        yield _sizes("pensieve:iteration_requests", "Requests of a step", loop.requests, MOST_STEP_REQUESTS)
+        yield _counters(
+            "pensieve:step_seconds", "The loop's time, by part of a step", "part", loop.parts
+        )
+        yield CounterMetricFamily(
+            "pensieve:gpu_seconds", "Time with work on the device", value=loop.busy
+        )
+        yield _sizes(
+            "pensieve:iteration_tokens_total", "Tokens of a step", loop.tokens, MOST_STEP_TOKENS
+        )
+        yield _sizes(
+            "pensieve:iteration_requests", "Requests of a step", loop.requests, MOST_STEP_REQUESTS
+        )
 
     def families(self) -> Iterable[Metric]:
         """All metrics, as they are now."""
@@ -227,13 +322,16 @@ def _counters(name: str, text: str, label: str, counts: Mapping[str, float]) -> 
 
 def _sizes(name: str, text: str, sizes: PowerCounts, last: int) -> Metric:
     counts = dict(enumerate(sizes.counts))
-    return HistogramMetricFamily(name, text, buckets=_buckets(counts, range(last + 1)), sum_value=sizes.total)
+    return HistogramMetricFamily(
+        name, text, buckets=_buckets(counts, range(last + 1)), sum_value=sizes.total
+    )
 
 
 def _eviction_values(stats: SchedulerStats) -> Metric:
     return HistogramMetricFamily(
         "pensieve:kv_eviction_value",
-        "Value of chunks when they left the GPU or were dropped: with LRU 1 / seconds idle, with --eviction retention "
+        "Value of chunks when they left the GPU or were dropped: with LRU 1 / seconds idle, with "
+        "--eviction retention "
         "seconds of recomputation per second idle",
         buckets=_buckets(stats.eviction_values, EVICTION_VALUES),
         sum_value=stats.eviction_value_sum,
@@ -257,5 +355,7 @@ def _choices(stats: SchedulerStats) -> Iterator[Metric]:
 
 def _buckets(counts: Mapping[int, int], exponents: range) -> list[tuple[str, float]]:
     """Cumulative counts; the bounds of `counts` and of the buckets are powers of two."""
-    buckets = [(str(2.0**end), sum(n for at, n in counts.items() if at <= end)) for end in exponents]
+    buckets = [
+        (str(2.0**end), sum(n for at, n in counts.items() if at <= end)) for end in exponents
+    ]
     return [*buckets, ("+Inf", sum(counts.values()))]

@@ -1,5 +1,5 @@
-"""The tiers of all conversations' chunks, as last reported by the loop. The loop is asked only while the page is
-open."""
+"""The tiers of all conversations' chunks, as last reported by the loop. The loop is asked only
+while the page is open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ LOOK_INTERVAL_S = 0.25
 
 
 class ResidencyView:
-    """The loop reports one range of conversations at a time, so that many conversations never cause a long pause.
+    """The loop reports one range of conversations at a time, so that many conversations never cause
+    a long pause.
 
     chunk_tokens    of every chunk; 0 before the first answer
     following       start of the next range to request; 0: a round of answers is complete
@@ -32,8 +33,8 @@ class ResidencyView:
         return self.following
 
     def take(self, stretch: Residency) -> None:
-        """Takes the loop's answer. A conversation that is missing in a whole round of answers is removed. A range that
-        arrives twice, after two requests, counts once."""
+        """Takes the loop's answer. A conversation that is missing in a whole round of answers is
+        removed. A range that arrives twice, after two requests, counts once."""
         told = {entry.conversation: entry for entry in stretch.conversations}
         self._by_id |= told
         if stretch.start != self.following:
@@ -46,12 +47,13 @@ class ResidencyView:
             self._round = set()
 
     def find(self, name: str) -> ConversationKV | None:
-        """Finds by the loop's own name (`turns.kv_name`). None: the conversation has not been active since the loop
-        began."""
+        """Finds by the loop's own name (`turns.kv_name`). None: the conversation has not been
+        active since the loop began."""
         return self._by_id.get(name)
 
     def of(self, owner: str) -> Iterator[ConversationKV]:
-        """The owner's conversations, the latest first, under the owner's names (see `turns.kv_name`)."""
+        """The owner's conversations, the latest first, under the owner's names (see
+        `turns.kv_name`)."""
         prefixes = tuple(f"{kind}:{owner}:" for kind in ("conversation", "response", "session"))
         for name, entry in reversed(self._by_id.items()):
             if name.startswith(prefixes):

@@ -1,4 +1,5 @@
-"""Metrics under vLLM's names, for routers and dashboards made for vLLM: copies of ours, made at each scrape."""
+"""Metrics under vLLM's names, for routers and dashboards made for vLLM: copies of ours, made at
+each scrape."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ COPIED = {
     "vllm:request_queue_time_seconds": "pensieve:request_queue_time_seconds",
     "vllm:e2e_request_latency_seconds": "pensieve:e2e_request_latency_seconds",
 }
-"""vLLM's name of a family, and ours. Names, labels and meanings are those of vLLM 0.23 (vllm/v1/metrics/loggers.py)."""
+"""vLLM's name of a family, and ours. Names, labels and meanings are those of vLLM 0.23
+(vllm/v1/metrics/loggers.py)."""
 
 ENGINE = "0"  # vLLM numbers the engines of one server; here there is one
 
@@ -45,7 +47,11 @@ class VllmMetrics(Collector):
     def __init__(self, metrics: Metrics, model: str, chunk_tokens: int, gpu_kv_chunks: int):
         self._metrics = metrics
         self._labels = {"model_name": model, "engine": ENGINE}
-        self._cache = {"block_size": str(chunk_tokens), "num_gpu_blocks": str(gpu_kv_chunks), "engine": ENGINE}
+        self._cache = {
+            "block_size": str(chunk_tokens),
+            "num_gpu_blocks": str(gpu_kv_chunks),
+            "engine": ENGINE,
+        }
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -58,13 +64,17 @@ class VllmMetrics(Collector):
         for name, source in COPIED.items():
             yield self._copied(name, ours[source])
         success = CounterMetricFamily(
-            "vllm:request_success", "Requests ended, by how; refused requests are left out", labels=[]
+            "vllm:request_success",
+            "Requests ended, by how; refused requests are left out",
+            labels=[],
         )
         for reason in FinishReason:
             labels = {**self._labels, "finished_reason": str(reason)}
             success.add_sample("vllm:request_success_total", labels, self._metrics.finished[reason])
         yield success
-        cache = GaugeMetricFamily("vllm:cache_config_info", "Size of the KV cache on the GPU", labels=[])
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "Size of the KV cache on the GPU", labels=[]
+        )
         cache.add_sample("vllm:cache_config_info", self._cache, 1)
         yield cache
 
@@ -74,5 +84,9 @@ class VllmMetrics(Collector):
             sums[sample.name.removeprefix(source.name), sample.labels.get("le")] += sample.value
         copy = Metric(name, source.documentation, source.type)
         for (suffix, bound), value in sums.items():
-            copy.add_sample(name + suffix, self._labels if bound is None else {**self._labels, "le": bound}, value)
+            copy.add_sample(
+                name + suffix,
+                self._labels if bound is None else {**self._labels, "le": bound},
+                value,
+            )
         return copy

@@ -21,8 +21,8 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One reply so far. `finish_reason` None: it is not finished. `stop_reason`: the stop string or the id in
-    `stop_token_ids` that ended it."""
+    """One reply so far. `finish_reason` None: it is not finished. `stop_reason`: the stop string or
+    the id in `stop_token_ids` that ended it."""
 
     index: int
     text: str
@@ -34,8 +34,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its replies. `usage`: the sources of the KV of the prompt's tokens; `num_cached_tokens`: those not
-    computed."""
+    """A prompt and its replies. `usage`: the sources of the KV of the prompt's tokens;
+    `num_cached_tokens`: those not computed."""
 
     request_id: str
     prompt: str | None
@@ -93,7 +93,9 @@ def _logprobs(
         told.append(
             {
                 other: Logprob(logprob, rank, tokenizer.decode([other]) if tokenizer else None)
-                for other, (logprob, rank) in ({token: (entry.logprob, entry.rank)} | likeliest).items()
+                for other, (logprob, rank) in (
+                    {token: (entry.logprob, entry.rank)} | likeliest
+                ).items()
             }
         )
     return told

@@ -12,13 +12,15 @@ from ..frontend.bodies import ChatBody, CompletionBody, parse
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of replies; fields and meanings are vLLM's. RequestError (a ValueError) names a wrong field.
+    """Sampling parameters of replies; fields and meanings are vLLM's. RequestError (a ValueError)
+    names a wrong field.
 
     n                   replies to each prompt
     max_tokens          most tokens of a reply; None: up to the end of the context
     temperature         0 is greedy
     logprobs, prompt_logprobs
-                        number of likeliest tokens reported with each token of the reply, of the prompt
+                        number of likeliest tokens reported with each token of the reply, of the
+                        prompt
     skip_special_tokens only True
     structured_outputs  one of json, json_object, regex, choice, grammar, as in the HTTP API
     """
@@ -47,7 +49,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         body_of(CompletionBody, self, prompt="checked")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+            raise RequestError(
+                400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens"
+            )
         Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -60,7 +64,8 @@ class SamplingParams:
 
 
 def body_of(kind: type[Any], params: SamplingParams, **fields: Any) -> Any:
-    """Returns the HTTP API's body for the same request. `fields` add to the parameters or replace them."""
+    """Returns the HTTP API's body for the same request. `fields` add to the parameters or replace
+    them."""
     asked = asdict(params) | fields
     if kind is ChatBody:
         asked |= {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}

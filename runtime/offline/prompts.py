@@ -16,7 +16,8 @@ FORMS = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
 class Asked(NamedTuple):
-    """A prompt or a dialogue. `text`: the prompt's text, if it is known. `fields`: those of the HTTP API's body."""
+    """A prompt or a dialogue. `text`: the prompt's text, if it is known. `fields`: those of the
+    HTTP API's body."""
 
     text: str | None
     fields: dict[str, Any]
@@ -34,8 +35,13 @@ def read_dialogues(dialogues: Any, more: dict[str, Any]) -> list[Asked]:
 
 
 def read_params(params: Any, count: int) -> list[SamplingParams]:
-    """Returns the parameters of each of `count` prompts. TypeError for other types, RequestError for another number."""
-    each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
+    """Returns the parameters of each of `count` prompts. TypeError for other types, RequestError
+    for another number."""
+    each = (
+        list(params)
+        if isinstance(params, Sequence)
+        else [SamplingParams() if params is None else params] * count
+    )
     for given in each:
         if isinstance(given, Mapping):
             fields = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -43,14 +49,21 @@ def read_params(params: Any, count: int) -> list[SamplingParams]:
         if not isinstance(given, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {type(given).__name__}")
     if len(each) != count:
-        message = f"sampling_params: give one for all prompts or one for each, not {len(each)} for {count}"
+        message = (
+            f"sampling_params: give one for all prompts or one for each, not {len(each)} for "
+            f"{count}"
+        )
         raise RequestError(400, message, "sampling_params")
     return each
 
 
 def _several(given: Any, part: type[Any]) -> bool:
     """True for a list of prompts. `part`: the type of the parts of one prompt."""
-    return isinstance(given, Sequence) and not isinstance(given, str) and not (given and isinstance(given[0], part))
+    return (
+        isinstance(given, Sequence)
+        and not isinstance(given, str)
+        and not (given and isinstance(given[0], part))
+    )
 
 
 def _read(prompt: Any) -> Asked:
@@ -59,9 +72,15 @@ def _read(prompt: Any) -> Asked:
     given = {name: value for name, value in prompt.items() if value is not None}
     text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     if given:
-        raise RequestError(400, f"a prompt must be {FORMS}; {next(iter(given))!r} is not supported", "prompt")
+        raise RequestError(
+            400, f"a prompt must be {FORMS}; {next(iter(given))!r} is not supported", "prompt"
+        )
     if ids is None and isinstance(text, str):
         return Asked(text, {"prompt": text})
-    if isinstance(ids, Sequence) and all(isinstance(each, int) for each in ids) and isinstance(text, str | None):
+    if (
+        isinstance(ids, Sequence)
+        and all(isinstance(each, int) for each in ids)
+        and isinstance(text, str | None)
+    ):
         return Asked(text, {"prompt": list(ids)})
     raise RequestError(400, f"a prompt must be {FORMS}", "prompt")

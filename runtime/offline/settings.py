@@ -17,16 +17,23 @@ from ..launch.settings import DECLARED, ServeSettings
 
 DEMO = "demo"
 
-ARGUMENTS = frozenset({"model", "dtype", "quantization", "backend", "tensor_parallel_size", "state_dir"})
+ARGUMENTS = frozenset(
+    {"model", "dtype", "quantization", "backend", "tensor_parallel_size", "state_dir"}
+)
 """Arguments that `LLM` names itself."""
 
-OPTIONS = frozenset(name for name, declared in DECLARED.items() if User.OFFLINE in declared.users) - ARGUMENTS
+OPTIONS = (
+    frozenset(name for name, declared in DECLARED.items() if User.OFFLINE in declared.users)
+    - ARGUMENTS
+)
 """The other options of `pensieve serve` that `LLM` takes, by their names without dashes."""
 
 
-def read_settings(engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]) -> ServeSettings:
-    """Parses the options like `pensieve serve`, with its aliases. TypeError for an unknown one, SettingError for a
-    wrong one."""
+def read_settings(
+    engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]
+) -> ServeSettings:
+    """Parses the options like `pensieve serve`, with its aliases. TypeError for an unknown one,
+    SettingError for a wrong one."""
     words = [f"--engine={engine}"]
     for name, value in options.items():
         own = _name(ALIASES.get(_flag(name), _flag(name)))
@@ -44,7 +51,9 @@ def read_settings(engine: str | Path, state_dir: str | Path | None, options: Map
     if state_dir is not None:
         args.state_dir = Path(state_dir)
     elif args.disk_kv_bytes is not None or args.disk_kv_chunks:
-        raise SettingError("state_dir", "must name a directory: the disk tier is for conversations that are stored")
+        raise SettingError(
+            "state_dir", "must name a directory: the disk tier is for conversations that are stored"
+        )
     return settings_of(args)
 
 
@@ -57,15 +66,22 @@ def _name(flag: str) -> str:
 
 
 def _hint(name: str, value: Any) -> str:
-    """The end of the message about an option that `LLM` does not have: the suggestion of `serve`, or close names."""
+    """The end of the message about an option that `LLM` does not have: the suggestion of `serve`,
+    or close names."""
     known = OPTIONS | ARGUMENTS
     if name in DECLARED and not DECLARED[name].help:
         return ": only benchmarks set it; leave it out"
     elsewhere = ELSEWHERE.get(_flag(name, value), "")
     if elsewhere and all(_name(flag) in known for flag in re.findall(r"--[\w-]+", elsewhere)):
-        return ": " + re.sub(r"--([\w-]+)(=\w+)?", lambda found: _python(*found.groups()), elsewhere)
+        return ": " + re.sub(
+            r"--([\w-]+)(=\w+)?", lambda found: _python(*found.groups()), elsewhere
+        )
     near = difflib.get_close_matches(name, sorted(known), 3)
-    return f"; did you mean {' or '.join(near)}?" if near else "; docs/use/offline.md says what it takes"
+    return (
+        f"; did you mean {' or '.join(near)}?"
+        if near
+        else "; docs/use/offline.md says what it takes"
+    )
 
 
 def _python(flag: str, value: str | None) -> str:
@@ -74,13 +90,23 @@ def _python(flag: str, value: str | None) -> str:
 
 
 def model_engine(
-    model: str | Path, *, dtype: str | None, quantization: str | None, backend: str | None, device: str
+    model: str | Path,
+    *,
+    dtype: str | None,
+    quantization: str | None,
+    backend: str | None,
+    device: str,
 ) -> Path:
-    """Returns the engine's directory; it is built first for "demo" and for a checkpoint. SettingError."""
+    """Returns the engine's directory; it is built first for "demo" and for a checkpoint.
+    SettingError."""
     if model == DEMO:
-        model, dtype = DEMO_CHECKPOINT, dtype or "float32"  # the fastest dtype on CPUs
+        # the fastest dtype on CPUs
+        model = DEMO_CHECKPOINT
+        dtype = dtype or "float32"
     try:
-        return engine_for(model, dtype=dtype, quantization=quantization, backend=backend, device=device)
+        return engine_for(
+            model, dtype=dtype, quantization=quantization, backend=backend, device=device
+        )
     except SettingError as error:
         if error.setting != "PATH":
             raise

@@ -1,5 +1,5 @@
-"""One step on all ranks: rank 0 sends its plans to the others before it executes them itself, and uses the slowest
-rank's reports.
+"""One step on all ranks: rank 0 sends its plans to the others before it executes them itself, and
+uses the slowest rank's reports.
 
 The report on step n is waited for with step n + 1, so no step waits for a report.
 """
@@ -25,9 +25,11 @@ from .mpi import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wa
 
 NO_ROW = RowId(RequestId(0), 0)
 
-# Rank 0 samples, so sampling settings are not sent. The rows with prompt log probabilities are sent, because all ranks
-# compute their logits.
-_SENT = tuple(field.name for field in fields(StepPlan) if field.name not in ("joins", "samples", "ended"))
+# Rank 0 samples, so sampling settings are not sent. The rows with prompt log probabilities are
+# sent, because all ranks compute their logits.
+_SENT = tuple(
+    field.name for field in fields(StepPlan) if field.name not in ("joins", "samples", "ended")
+)
 _sent = attrgetter(*_SENT)
 
 
@@ -72,10 +74,13 @@ class _Answers:
 
 
 class Reports:
-    """The other ranks' reports, merged: the slowest rank's tickets, and disk work that all ranks have done."""
+    """The other ranks' reports, merged: the slowest rank's tickets, and disk work that all ranks
+    have done."""
 
     def __init__(self, others: int):
-        self._last = {rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)}
+        self._last = {
+            rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)
+        }
         self._answers: dict[int, _Answers] = {}
         self._erase_failed: dict[int, None] = {}
         self._bad_copies: dict[int, None] = {}
@@ -92,11 +97,13 @@ class Reports:
         return [rank for rank, report in self._last.items() if report.step < step]
 
     def merged(self, own: StepResult) -> StepResult:
-        """Returns rank 0's result, merged with the others'. A disk slot on which some ranks differ has failed, once all
-        have answered."""
+        """Returns rank 0's result, merged with the others'. A disk slot on which some ranks differ
+        has failed, once all have answered."""
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(own, kind))
-        completed = Tickets(*map(min, own.completed, *(report.completed for report in self._last.values())))
+        completed = Tickets(
+            *map(min, own.completed, *(report.completed for report in self._last.values()))
+        )
         done: dict[str, list[int]] = {"spilled": [], "promoted": [], "failed": []}
         for slot, answers in list(self._answers.items()):
             if answers.count > len(self._last):
@@ -133,13 +140,19 @@ class _Sent(NamedTuple):
 
 def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
     """Returns rank 0's records that every rank has: parts of the same chunk in the same slot."""
-    others = [{(record.slot, record.key, record.end) for record in of_rank} for of_rank in records[1:]]
-    return [record for record in records[0] if all((record.slot, record.key, record.end) in there for there in others)]
+    others = [
+        {(record.slot, record.key, record.end) for record in of_rank} for of_rank in records[1:]
+    ]
+    return [
+        record
+        for record in records[0]
+        if all((record.slot, record.key, record.end) in there for there in others)
+    ]
 
 
 def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
-    """Returns the records of an earlier process that all ranks have. All ranks call it and erase records that only some
-    have, because a later deletion would miss them."""
+    """Returns the records of an earlier process that all ranks have. All ranks call it and erase
+    records that only some have, because a later deletion would miss them."""
     own = Executor.disk_records(executor)
     agreed = on_all(ranks.gather(own))
     kept = {record.slot for record in agreed}
@@ -153,9 +166,11 @@ class RankedExecutor(Executor):
     def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any):
         """Further arguments as for `Executor`."""
         super().__init__(*arguments, **settings)
-        self._ranks, self._reports = ranks, Reports(ranks.size - 1)
+        self._ranks = ranks
+        self._reports = Reports(ranks.size - 1)
         self._records = agreed_records(ranks, self)
-        self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, after the last one waited for
+        # in flight, after the last one waited for
+        self._plans: deque[_Sent] = deque([_Sent(0, False)])
         self._broken = False
 
     def disk_records(self) -> list[DiskRecord]:
@@ -170,7 +185,8 @@ class RankedExecutor(Executor):
 
     def wait(self) -> StepResult:
         with self._noting_failure():
-            before, plan = self._plans[0].step, self._plans[1]
+            before = self._plans[0].step
+            plan = self._plans[1]
             self._poll_until(self.done, lambda: f"step {plan.step} is not complete")
             result = super().wait()
             self._plans.popleft()
@@ -183,8 +199,8 @@ class RankedExecutor(Executor):
             return self._reports.merged(result)
 
     def close(self) -> None:
-        """Ends the other ranks' loops too. After a failure it does nothing: lanes may wait for a rank that is gone, and
-        `Ranks.fail` ends them all."""
+        """Ends the other ranks' loops too. After a failure it does nothing: lanes may wait for a
+        rank that is gone, and `Ranks.fail` ends them all."""
         if not self._broken:
             self._broken = True
             with give_up_after(OVERDUE_SECONDS):  # lanes finish work that other ranks take part in
@@ -192,7 +208,8 @@ class RankedExecutor(Executor):
             self._ranks.stop()
 
     def _poll_until(self, condition: Callable[[], bool], what_is_late: Callable[[], str]) -> None:
-        """Takes reports until the condition holds. Raises RankFailed for a failure report, or if it takes too long."""
+        """Takes reports until the condition holds. Raises RankFailed for a failure report, or if it
+        takes too long."""
 
         def reached() -> bool:
             for rank, report in self._ranks.reports():
@@ -211,11 +228,11 @@ class RankedExecutor(Executor):
 
 
 def follow(ranks: Ranks, executor: Executor) -> None:
-    """Another rank's loop: executes plans and reports until rank 0 ends it, then closes the executor. Raises any
-    failure.
+    """Another rank's loop: executes plans and reports until rank 0 ends it, then closes the
+    executor. Raises any failure.
 
-    Begins when rank 0 makes its executor. The next plan may be any time away; a step in flight ends unless a rank
-    hangs.
+    Begins when rank 0 makes its executor. The next plan may be any time away; a step in flight ends
+    unless a rank hangs.
     """
     agreed_records(ranks, executor)
     with GarbageCollector() as garbage:
@@ -227,8 +244,12 @@ def follow(ranks: Ranks, executor: Executor) -> None:
             elif (packed := ranks.receive()) is None:
                 if not executor.in_flight:
                     moved = time.monotonic()
-                elif time.monotonic() - moved > OVERDUE_SECONDS + FAREWELL_SECONDS:  # rank 0 has not ended this one
-                    late = f"no step is complete after {OVERDUE_SECONDS + FAREWELL_SECONDS:g} s: rank 0 hangs"
+                elif time.monotonic() - moved > OVERDUE_SECONDS + FAREWELL_SECONDS:
+                    # rank 0 has not ended this one
+                    late = (
+                        f"no step is complete after {OVERDUE_SECONDS + FAREWELL_SECONDS:g} s: rank "
+                        "0 hangs"
+                    )
                     raise RankFailed(late)
                 pause(busy=executor.in_flight > 0)
             elif packed:

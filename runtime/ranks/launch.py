@@ -1,6 +1,7 @@
 """Starts the ranks of an engine: mpirun starts this program once for each. Does not import MPI.
 
-Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to them. So SIGUSR1 is the signal to drain.
+Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to them. So SIGUSR1 is
+the signal to drain.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ log = logging.getLogger(__name__)
 DRAIN = signal.SIGUSR1
 _OURS = "PENSIEVE_RANKS"
 _SERVES = "PENSIEVE_RANKS_SERVE"
-"""Environment variable with the path of a file that rank 0 creates when it serves: from then on it accepts the signal
-to drain."""
+"""Environment variable with the path of a file that rank 0 creates when it serves: from then on it
+accepts the signal to drain."""
 _STARTED = (_OURS, "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK")
 """Variables that launchers set for their ranks."""
 
-_EAGER = str(64 * 2**10)  # bytes: a plan of hundreds of rows is received while rank 0 does other work
+# bytes: a plan of hundreds of rows is received while rank 0 does other work
+_EAGER = str(64 * 2**10)
 SETTINGS = {
-    # More ranks than cores are for tests and small models. A rank's threads need more cores than the one that mpirun
-    # would bind it to. A waiting rank yields its core.
+    # More ranks than cores are for tests and small models. A rank's threads need more cores than
+    # the one that mpirun would bind it to. A waiting rank yields its core.
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -51,8 +53,8 @@ SETTINGS = {
 }
 """Settings of Open MPI 5 and 4; variables that are already set stay."""
 _SCRATCH = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""Variables for mpirun's own directory. mpirun names its files by its process number, and fails if a killed one with
-the same number has left some, as in a container that is started again."""
+"""Variables for mpirun's own directory. mpirun names its files by its process number, and fails if
+a killed one with the same number has left some, as in a container that is started again."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 ALONE_LOOKS = 10  # checks for which mpirun may outlive one of its ranks
@@ -71,7 +73,9 @@ def open_ranks() -> Ranks:
     try:
         from .mpi import Ranks
     except (ImportError, RuntimeError) as error:  # mpi4py, or the MPI library below it, is missing
-        raise SettingError("--engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}") from error
+        raise SettingError(
+            "--engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}"
+        ) from error
     return Ranks()
 
 
@@ -87,7 +91,8 @@ def find_mpirun() -> str:
     if found is None or find_spec("mpi4py") is None:
         missing = "mpirun" if found is None else "mpi4py"
         raise SettingError(
-            "--engine", f"it has several ranks, which mpirun starts, and there is no {missing}: {_ADVICE}"
+            "--engine",
+            f"it has several ranks, which mpirun starts, and there is no {missing}: {_ADVICE}",
         )
     return found
 
@@ -105,17 +110,19 @@ def tell_serving() -> None:
 
 
 def die_with_mpirun() -> None:
-    """Lets the system kill this rank when mpirun is killed. A rank that waits for a request does not call MPI and would
-    not notice."""
+    """Lets the system kill this rank when mpirun is killed. A rank that waits for a request does
+    not call MPI and would not notice."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_ranks(ranks: int, command: Sequence[str]) -> int:
-    """Runs the command as `ranks` ranks and returns its exit status. SettingError if there is no mpirun.
+    """Runs the command as `ranks` ranks and returns its exit status. SettingError if there is no
+    mpirun.
 
-    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them. Before they
-    serve, the first signal ends them with one log line, and the exit status is the shell's for that signal. SIGUSR2
-    makes them print their stacks (`system.tell_when_asked`). They end with this process.
+    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third
+    kills them. Before they serve, the first signal ends them with one log line, and the exit status
+    is the shell's for that signal. SIGUSR2 makes them print their stacks
+    (`system.tell_when_asked`). They end with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
@@ -138,7 +145,8 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
             signal.signal(ends, pass_on)
         # Without ranks the signal has no effect.
         signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)
-        # In a new session: signals of the terminal reach this process only, which passes them on to the ranks.
+        # In a new session: signals of the terminal reach this process only, which passes them on to
+        # the ranks.
         mpirun = subprocess.Popen(
             words,
             env=environment(dict(os.environ), ranks, scratch),
@@ -155,12 +163,12 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
 
 
 def _wait(mpirun: subprocess.Popen[bytes]) -> int:
-    """Returns mpirun's exit status. Kills it and returns 1 if ALONE_LOOKS checks find it without all its ranks. Signals
-    are handled between checks.
+    """Returns mpirun's exit status. Kills it and returns 1 if ALONE_LOOKS checks find it without
+    all its ranks. Signals are handled between checks.
 
-    Open MPI 5.0.11's mpirun never ends if a rank has died while it connected: its serving thread waits for a lock that
-    it holds itself. A healthy mpirun collects a rank as soon as it has ended. Checks are counted instead of seconds, so
-    a paused machine is no failure.
+    Open MPI 5.0.11's mpirun never ends if a rank has died while it connected: its serving thread
+    waits for a lock that it holds itself. A healthy mpirun collects a rank as soon as it has ended.
+    Checks are counted instead of seconds, so a paused machine is no failure.
     """
     had_ranks, alone = False, 0
     while True:
@@ -178,7 +186,8 @@ def _wait(mpirun: subprocess.Popen[bytes]) -> int:
 
 
 def _read() -> bool:
-    """Returns whether stdout and stderr are read. mpirun, which shares them, ends only after its output is read."""
+    """Returns whether stdout and stderr are read. mpirun, which shares them, ends only after its
+    output is read."""
     ends = select.poll()
     for number in (1, 2):
         ends.register(number, select.POLLOUT)

@@ -1,12 +1,14 @@
-"""The ranks that mpirun started, and their messages outside of the forward pass. The only module that imports MPI.
+"""The ranks that mpirun started, and their messages outside of the forward pass. The only module
+that imports MPI.
 
-Rank 0 sends plans, the others report. Each message goes from one rank to one other, so a waiting rank can poll and
-notices at once that another has failed. Everything here except `MpiRanks` is for the main thread; the forward pass has
-its own communicator, used by the computing thread.
+Rank 0 sends plans, the others report. Each message goes from one rank to one other, so a waiting
+rank can poll and notices at once that another has failed. Everything here except `MpiRanks` is for
+the main thread; the forward pass has its own communicator, used by the computing thread.
 
-**Failure.** A rank that fails tells rank 0. Rank 0 raises the first such message where it waits, tells its clients and
-ends all ranks. A rank that is not ended exits by itself after a while. If one is killed, mpirun ends the others. Every
-wait for a rank has a time limit, except the wait for rank 0's next plan.
+**Failure.** A rank that fails tells rank 0. Rank 0 raises the first such message where it waits,
+tells its clients and ends all ranks. A rank that is not ended exits by itself after a while. If one
+is killed, mpirun ends the others. Every wait for a rank has a time limit, except the wait for rank
+0's next plan.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLAN, REPORT, FAILURE, VALUE = range(4)  # tags of messages
-HEARING_SECONDS = 5.0  # for rank 0 to notice another's failure; it may be waiting for that one on its GPU
+# for rank 0 to notice another's failure; it may be waiting for that one on its GPU
+HEARING_SECONDS = 5.0
 FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients, and for NCCL to end
 OVERDUE_SECONDS = 120.0  # far longer than any step or any wait of one rank for another
 SPINS = 10  # polls of a collective call before the first sleep
 BUSY_PAUSE, IDLE_PAUSE = 30e-6, 1e-3  # between two polls, while a step is in flight and otherwise
-TIMER_SLACK = 1_000  # nanoseconds; with Linux's default of 50,000 a busy pause takes 95 us, with this 45 us
+# nanoseconds; with Linux's default of 50,000 a busy pause takes 95 us, with this 45 us
+TIMER_SLACK = 1_000
 _PR_SET_TIMERSLACK = 29
 
 T = TypeVar("T")
@@ -57,8 +61,11 @@ class Ranks:
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise SettingError("--engine", "this MPI was built without MPI_THREAD_MULTIPLE, which ranks need")
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK)  # of this thread and of threads that it starts
+            raise SettingError(
+                "--engine", "this MPI was built without MPI_THREAD_MULTIPLE, which ranks need"
+            )
+        # of this thread and of threads that it starts
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK)
         self._world = MPI.COMM_WORLD
         self._messages = self._world.Dup()
         self._forward = self._world.Dup()
@@ -72,31 +79,38 @@ class Ranks:
     # Agreement at the start: all ranks make the same calls.
 
     def together(self, work: Callable[[], T]) -> T:
-        """Returns this rank's work() after all ranks have done theirs. A rank reports an exception to rank 0 with
-        `fail`."""
+        """Returns this rank's work() after all ranks have done theirs. A rank reports an exception
+        to rank 0 with `fail`."""
         result = work()
         self.gather(None)
         return result
 
     def gather(self, value: T) -> list[T]:
-        """Returns all ranks' values, in order. RankFailed if a rank does not take part; rank 0 raises another rank's
-        failure."""
+        """Returns all ranks' values, in order. RankFailed if a rank does not take part; rank 0
+        raises another rank's failure."""
         if self.rank:
             self._send(pickle.dumps(value), [0], VALUE)
             # Rank 0 may be last, and it knows which rank is late: it gives up first.
             late = "rank 0, or one that it waits for, has not come to the others"
-            own: list[T] = self._values([0], 2 * MEETING_SECONDS + FAREWELL_SECONDS, lambda _: late)[0]
+            own: list[T] = self._values(
+                [0], 2 * MEETING_SECONDS + FAREWELL_SECONDS, lambda _: late
+            )[0]
             return own
         others = self._values(
-            range(1, self.size), MEETING_SECONDS, lambda missing: f"ranks {missing} have not come to the others"
+            range(1, self.size),
+            MEETING_SECONDS,
+            lambda missing: f"ranks {missing} have not come to the others",
         )
         values = [value, *others]
         self._send(pickle.dumps(values), range(1, self.size), VALUE)
         self._finish_sending()
         return values
 
-    def _values(self, ranks: Sequence[int], seconds: float, what_is_late: Callable[[list[int]], str]) -> list[Any]:
-        """Returns the next value of each rank. `what_is_late` describes ranks that have not sent a value in time."""
+    def _values(
+        self, ranks: Sequence[int], seconds: float, what_is_late: Callable[[list[int]], str]
+    ) -> list[Any]:
+        """Returns the next value of each rank. `what_is_late` describes ranks that have not sent a
+        value in time."""
         values: dict[int, Any] = {}
 
         def complete() -> bool:
@@ -106,7 +120,9 @@ class Ranks:
                     values[rank] = pickle.loads(_content(*message))
             return len(values) == len(ranks)
 
-        wait_until(complete, lambda: what_is_late([rank for rank in ranks if rank not in values]), seconds)
+        wait_until(
+            complete, lambda: what_is_late([rank for rank in ranks if rank not in values]), seconds
+        )
         return [values[rank] for rank in ranks]
 
     def slowest(self, seconds: float) -> float:
@@ -122,16 +138,18 @@ class Ranks:
         values = self.gather(value)
         for rank, other in enumerate(values):
             if self.rank == 0 and other != values[0]:
-                raise SettingError(setting, f"rank {rank} has another {what} than rank 0: {other}, not {values[0]}")
+                raise SettingError(
+                    setting, f"rank {rank} has another {what} than rank 0: {other}, not {values[0]}"
+                )
 
     # Rank 0 and the others, while they serve.
 
     def send(self, plan: bytes) -> None:
         """Rank 0: sends a plan to all others. Empty: there are no more plans.
 
-        Afterwards rank 0 may wait on its GPU for ranks that need the plan, but MPI transfers a long message only during
-        MPI calls. So this returns only after a long plan is received; a short one is already on its way. RankFailed if
-        a rank has failed, or does not receive it.
+        Afterwards rank 0 may wait on its GPU for ranks that need the plan, but MPI transfers a long
+        message only during MPI calls. So this returns only after a long plan is received; a short
+        one is already on its way. RankFailed if a rank has failed, or does not receive it.
         """
         self._send(plan, range(1, self.size), PLAN)
         self._finish_sending()
@@ -146,8 +164,8 @@ class Ranks:
         self._send(pickle.dumps(report, pickle.HIGHEST_PROTOCOL), [0], REPORT)
 
     def reports(self) -> Iterator[tuple[int, Any]]:
-        """Rank 0: yields (rank, report) for all reports that have arrived. If a rank has failed, raises RankFailed, or
-        that rank's SettingError."""
+        """Rank 0: yields (rank, report) for all reports that have arrived. If a rank has failed,
+        raises RankFailed, or that rank's SettingError."""
         self._take_reports()
         while self._reported:
             yield self._reported.popleft()
@@ -156,7 +174,11 @@ class Ranks:
         """Raises as `reports`."""
         if message := self._matching(MPI.ANY_SOURCE, FAILURE):
             rank, (setting, what) = message[1].source, pickle.loads(_content(*message))
-            raise SettingError(setting, f"{what} (rank {rank})") if setting else RankFailed(f"rank {rank}: {what}")
+            raise (
+                SettingError(setting, f"{what} (rank {rank})")
+                if setting
+                else RankFailed(f"rank {rank}: {what}")
+            )
         while message := self._matching(MPI.ANY_SOURCE, REPORT):
             self._reported.append((message[1].source, pickle.loads(_content(*message))))
 
@@ -166,8 +188,8 @@ class Ranks:
         self._sending = [self._messages.Isend([content, MPI.BYTE], rank, tag) for rank in ranks]
 
     def _finish_sending(self) -> None:
-        """Waits until the messages are received, which a rank that hangs never does. Takes reports meanwhile: their
-        senders receive only after them."""
+        """Waits until the messages are received, which a rank that hangs never does. Takes reports
+        meanwhile: their senders receive only after them."""
         first = 1 if self.rank == 0 else 0  # the first receiver
 
         def unsent() -> list[int]:
@@ -179,7 +201,9 @@ class Ranks:
                 return False
             return True
 
-        wait_until(gone, lambda: f"ranks {unsent()} have not received their messages", OVERDUE_SECONDS)
+        wait_until(
+            gone, lambda: f"ranks {unsent()} have not received their messages", OVERDUE_SECONDS
+        )
 
     def _matching(self, source: int, tag: int) -> tuple[MPI.Message, MPI.Status] | None:
         status = MPI.Status()
@@ -191,8 +215,8 @@ class Ranks:
         self.send(b"")
 
     def fail(self, error: BaseException, status: int = 1, message: str = "") -> NoReturn:
-        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told. message:
-        logged by the rank that ends them."""
+        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have
+        been told. message: logged by the rank that ends them."""
         if self.rank:
             self._tell(error)
         print(end=message, file=sys.stderr)
@@ -204,31 +228,39 @@ class Ranks:
         os._exit(status)  # if MPI only requested the end
 
     def _tell(self, error: BaseException) -> None:
-        """Tells rank 0, which ends this rank before this returns, unless it does not receive the message."""
-        setting, what = None, describe(error)
+        """Tells rank 0, which ends this rank before this returns, unless it does not receive the
+        message."""
+        setting = None
+        what = describe(error)
         if isinstance(error, SettingError):
-            setting, what = error.setting, str(error).removeprefix(f"{error.setting}: ")
+            setting = error.setting
+            what = str(error).removeprefix(f"{error.setting}: ")
         content = pickle.dumps((setting, what.encode(errors="backslashreplace").decode()))
         sending = self._messages.Issend([content, MPI.BYTE], 0, FAILURE)
-        began, heard = time.monotonic(), False
+        began = time.monotonic()
+        heard = False
         while time.monotonic() - began < (FAREWELL_SECONDS if heard else HEARING_SECONDS):
-            heard = heard or sending.Test()  # a poll keeps the message moving; its memory must stay until this returns
+            # a poll keeps the message moving; its memory must stay until this returns
+            heard = heard or sending.Test()
             time.sleep(0.01)
 
     # The forward pass.
 
     def open_group(self, device: str, dtype: torch.dtype) -> Group:
-        """Returns the group in which this rank computes, on the current device; dtype: of most sums. All ranks call
-        it."""
+        """Returns the group in which this rank computes, on the current device; dtype: of most
+        sums. All ranks call it."""
         return MpiRanks(self._forward) if device == "cpu" else self.open_cuda_group(dtype)
 
     def open_cuda_group(self, dtype: torch.dtype, **settings: int) -> CudaRanks:
         """Called once in a process; further settings as for `CudaRanks`."""
-        from ...plugins.collectives.cuda import CudaRanks  # imported here because it loads torch's symmetric memory
+        # imported here because it loads torch's symmetric memory
+        from ...plugins.collectives.cuda import CudaRanks
 
         same_host = self.local_size == self.size
         with give_up_after(OVERDUE_SECONDS):
-            self._cuda = CudaRanks(self.rank, self.size, self._store(), dtype, same_host, **settings)
+            self._cuda = CudaRanks(
+                self.rank, self.size, self._store(), dtype, same_host, **settings
+            )
         return self._cuda
 
     def close(self) -> None:
@@ -248,14 +280,18 @@ class Ranks:
         if first:
             served = store(host, 0, self.size, is_master=True, wait_for_workers=False)
         port = self._messages.bcast(served.port if first else None)
-        return served if first else store(host, port, self.size, is_master=False, wait_for_workers=False)
+        return (
+            served
+            if first
+            else store(host, port, self.size, is_master=False, wait_for_workers=False)
+        )
 
 
 class MpiRanks:
     """A group of processes that compute on the CPU: a call returns when all ranks have made it.
 
-    Every rank adds the same numbers in the same order, so the sums have equal bits on all ranks. If a rank is gone, the
-    call does not return: the main thread, which notices it, ends the process.
+    Every rank adds the same numbers in the same order, so the sums have equal bits on all ranks. If
+    a rank is gone, the call does not return: the main thread, which notices it, ends the process.
     """
 
     def __init__(self, communicator: MPI.Comm):
@@ -285,7 +321,8 @@ def pause(busy: bool) -> None:
 
 
 def _wait(request: MPI.Request) -> None:
-    """Sleeps between polls: a rank that spins would take the core from the rank that it waits for."""
+    """Sleeps between polls: a rank that spins would take the core from the rank that it waits
+    for."""
     for _ in range(SPINS):
         if request.Test():
             return
@@ -301,7 +338,9 @@ def _bytes(x: Tensor) -> list[Any]:
     return [x.view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
-def wait_until(condition: Callable[[], bool], what_is_late: Callable[[], str], seconds: float) -> None:
+def wait_until(
+    condition: Callable[[], bool], what_is_late: Callable[[], str], seconds: float
+) -> None:
     """Polls until the condition holds. RankFailed after `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -314,5 +353,9 @@ def _content(message: MPI.Message, status: MPI.Status) -> bytes:
     """Receives a message. A long one arrives only while its sender calls MPI."""
     content = bytearray(status.Get_count(MPI.BYTE))
     receiving = message.Irecv([content, MPI.BYTE])
-    wait_until(receiving.Test, lambda: f"rank {status.source} has not sent all of a message", OVERDUE_SECONDS)
+    wait_until(
+        receiving.Test,
+        lambda: f"rank {status.source} has not sent all of a message",
+        OVERDUE_SECONDS,
+    )
     return bytes(content)

@@ -1,15 +1,16 @@
-"""The device memory from which a step reads its batch: fixed addresses, sizes from a short list, one upload.
+"""The device memory from which a step reads its batch: fixed addresses, sizes from a short list,
+one upload.
 
     | token ids | positions | slots | segments | sample rows | feeds | sharing | everything else |
      \\______________ one copy, to where the graphs read ______________________/ \\_ another one _/
 
 Both copies are from pinned memory.
 
-The first parts are the inputs of `PackedBatch`, in its order. Each begins at a multiple of 16 bytes, so kernels are
-compiled for one alignment.
+The first parts are the inputs of `PackedBatch`, in its order. Each begins at a multiple of 16
+bytes, so kernels are compiled for one alignment.
 
-Batches are padded to the next size of the list, so one captured graph serves them all: padded tokens have no segment
-and write no KV, padded segments have no queries, padded rows are never read.
+Batches are padded to the next size of the list, so one captured graph serves them all: padded
+tokens have no segment and write no KV, padded segments have no queries, padded rows are never read.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _ALIGNMENT = 16  # bytes; alignment of every array in the staging buffer
 _ALIGNED_WORDS = _ALIGNMENT // 4
 STAGED = 4  # buffers: more than steps in flight, so no step waits for one
 _PARTIAL_SEGMENTS = 4  # segments of a seat in one step, besides whole chunks
-# tokens; larger batches are padded to a multiple of it, so that not every size compiles kernels of its own
+# tokens; larger batches are padded to a multiple of it, so that not every size compiles kernels of
+# its own
 _WIDE_STEP = 64
 
 
 class Shape(NamedTuple):
-    """The shape of a padded batch. `generation`: every segment has at most one token, so attention uses its smallest
-    tiles."""
+    """The shape of a padded batch. `generation`: every segment has at most one token, so attention
+    uses its smallest tiles."""
 
     tokens: int
     segments: int
@@ -65,13 +67,21 @@ class Shape(NamedTuple):
 class Shapes:
     """The sizes that batches are padded to.
 
-    Up to 256 tokens, a step's time is that of reading the weights, so padding costs only more graphs. Above, a multiple
-    of 64 tokens adds at most a quarter.
+    Up to 256 tokens, a step's time is that of reading the weights, so padding costs only more
+    graphs. Above, a multiple of 64 tokens adds at most a quarter.
     """
 
     def __init__(self, most_tokens: int, seats: int, chunk_tokens: int):
-        self._seats, self._chunk_tokens = seats, chunk_tokens
-        sizes: list[int] = [1, 2, 4, 8, *range(16, 257, 16), *range(256 + _WIDE_STEP, LARGEST_CAPTURED + 1, _WIDE_STEP)]
+        self._seats = seats
+        self._chunk_tokens = chunk_tokens
+        sizes: list[int] = [
+            1,
+            2,
+            4,
+            8,
+            *range(16, 257, 16),
+            *range(256 + _WIDE_STEP, LARGEST_CAPTURED + 1, _WIDE_STEP),
+        ]
         self._sizes = sizes[: bisect_left(sizes, most_tokens) + 1]
         self.most_tokens = self._padded(most_tokens)
         self.most_segments = self._segments(self.most_tokens)
@@ -79,7 +89,8 @@ class Shapes:
         self.captured = (*generated, *(self._shape(size, False) for size in self._sizes))
 
     def of(self, tokens: int, rows: int, generation: bool = False) -> Shape:
-        """Returns the shape of a batch. A batch with more rows than seats has a shape of its own."""
+        """Returns the shape of a batch. A batch with more rows than seats has a shape of its
+        own."""
         shape = self._shape(self._padded(tokens), generation)
         return shape._replace(rows=max(shape.rows, rows))
 
@@ -95,9 +106,9 @@ class Shapes:
     def _segments(self, tokens: int) -> int:
         """The most segments that a batch of so many tokens can have.
 
-        Every segment has a token. Of a seat's segments in one step, all but four are whole chunks between resident
-        ones. The four are the remainder of the previous step, the rest of a tail, a segment that is scored from its
-        middle on, and the last.
+        Every segment has a token. Of a seat's segments in one step, all but four are whole chunks
+        between resident ones. The four are the remainder of the previous step, the rest of a tail,
+        a segment that is scored from its middle on, and the last.
         """
         return min(tokens, _PARTIAL_SEGMENTS * self._seats + tokens // self._chunk_tokens)
 
@@ -146,8 +157,11 @@ def batch_views(words: Array, shape: Shape) -> StagedBatch[Array]:
     return StagedBatch(**parts)
 
 
-def forward_batch(staged: StagedBatch[Tensor], last_samples: Tensor, block_table: Tensor) -> ForwardBatch:
-    """The inputs of the forward pass, with the last samples [seats] int32 in the place of the tokens that are fed."""
+def forward_batch(
+    staged: StagedBatch[Tensor], last_samples: Tensor, block_table: Tensor
+) -> ForwardBatch:
+    """The inputs of the forward pass, with the last samples [seats] int32 in the place of the
+    tokens that are fed."""
     fed = last_samples.index_select(0, staged.feeds)
     token_ids = torch.where(staged.token_ids < 0, fed, staged.token_ids)
     return ForwardBatch.of(staged, token_ids=token_ids, block_table=block_table)
@@ -170,9 +184,10 @@ def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
 
 
 def place_arrays(arrays: Sequence[np.ndarray], first: int) -> tuple[list[int], int]:
-    """Returns the first byte of each array if they lie one after the other from byte `first` on, and the end of the
-    last."""
-    begins, end = [], first
+    """Returns the first byte of each array if they lie one after the other from byte `first` on,
+    and the end of the last."""
+    begins = []
+    end = first
     for array in arrays:
         begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
         end = begins[-1] + array.nbytes
@@ -190,7 +205,8 @@ def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
 
 
 class Staging:
-    """Pinned buffers that are written in turn, each only after the device has finished the work that reads it."""
+    """Pinned buffers that are written in turn, each only after the device has finished the work
+    that reads it."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -199,17 +215,20 @@ class Staging:
         self._turn = 0
 
     def take(self, words: int) -> Tensor:
-        """Returns a buffer of `words` words, int32. The next issued work may read it; `issued` releases it."""
+        """Returns a buffer of `words` words, int32. The next issued work may read it; `issued`
+        releases it."""
         self._turn = (self._turn + 1) % STAGED
         if (event := self._passed[self._turn]) is not None and not event.query():
             event.synchronize()
         if len(self._buffers[self._turn]) < words:
-            self._buffers[self._turn] = torch.empty(2 * words, dtype=torch.int32, pin_memory=self._pinned)
+            self._buffers[self._turn] = torch.empty(
+                2 * words, dtype=torch.int32, pin_memory=self._pinned
+            )
         return self._buffers[self._turn][:words]
 
     def issued(self) -> None:
-        """Marks the end of the work that uses the last taken buffer: later work on the current stream does not use
-        it."""
+        """Marks the end of the work that uses the last taken buffer: later work on the current
+        stream does not use it."""
         if self._pinned:
             event = self._passed[self._turn] = self._passed[self._turn] or torch.cuda.Event()
             event.record()
@@ -219,7 +238,8 @@ class StepBuffers:
     """Holds one batch at a time, on `device`. All work is on the current stream, in its order."""
 
     def __init__(self, shapes: Shapes, device: torch.device | str):
-        self._shapes, self._device = shapes, torch.device(device)
+        self._shapes = shapes
+        self._device = torch.device(device)
         self._copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
         if self._device.type == "cuda":
             # imported here because only CUDA installations have Triton
@@ -247,13 +267,17 @@ class StepBuffers:
     def upload(self, inputs: StepInputs) -> Shape:
         """Copies the whole batch to the device, asynchronously."""
         tokens = len(inputs.token_ids)
-        shape = self._shapes.of(tokens, len(inputs.sample_rows), generation=inputs.generated == tokens)
+        shape = self._shapes.of(
+            tokens, len(inputs.sample_rows), generation=inputs.generated == tokens
+        )
         # In torch's types for indices, so the device converts nothing.
-        cells, seats = inputs.block_cells.astype(np.int64), inputs.sample_seats.astype(np.int64)
+        cells = inputs.block_cells.astype(np.int64)
+        seats = inputs.sample_seats.astype(np.int64)
         arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
         fixed = shape.words * 4
         begins, end = place_arrays(arrays, fixed)
-        first, last = begins[0] // 4, -(-end // 4)
+        first = begins[0] // 4
+        last = -(-end // 4)
         staging = self._staging.take(last)
         view = staging.numpy().view(np.uint8)
         lay_out(inputs, shape, view[:fixed].view(np.int32))
@@ -265,14 +289,23 @@ class StepBuffers:
         self._copy(self._words[: shape.words], staging[: shape.words])
         self._copy(self._others[: last - first], staging[first:])
         self._staging.issued()
-        placed = [self._view(begin - begins[0], array) for begin, array in zip(begins, arrays, strict=True)]
+        placed = [
+            self._view(begin - begins[0], array)
+            for begin, array in zip(begins, arrays, strict=True)
+        ]
         self.block_cells, self.block_slots, self.sample_seats = placed[:3]
-        self._placed = {id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)}
+        self._placed = {
+            id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)
+        }
         return shape
 
     def _view(self, begin: int, array: np.ndarray) -> Tensor:
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return self._others.view(torch.uint8)[begin : begin + array.nbytes].view(dtype).view(array.shape)
+        return (
+            self._others.view(torch.uint8)[begin : begin + array.nbytes]
+            .view(dtype)
+            .view(array.shape)
+        )
 
     def place(self, array: np.ndarray) -> Tensor:
         """Returns an array of the last uploaded batch's sampling inputs, on the device."""

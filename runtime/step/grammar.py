@@ -1,8 +1,8 @@
 """Replies that follow a grammar: llguidance gives the allowed tokens at each position.
 
-A grammar is passed as one text (`Sampling.grammar`) and is compiled twice: in the HTTP process, which refuses grammars
-that do not compile (`grammar_check`), and next to the executor, where each row has its own matcher. There it is
-compiled before its request joins the queue, so no step waits.
+A grammar is passed as one text (`Sampling.grammar`) and is compiled twice: in the HTTP process,
+which refuses grammars that do not compile (`grammar_check`), and next to the executor, where each
+row has its own matcher. There it is compiled before its request joins the queue, so no step waits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 log = logging.getLogger(__name__)
 
 MOST_EBNF = 8192  # characters: the worst of this length take 50 ms
-MOST_COMPILED = 64  # grammars kept beside those of open requests, 0.2 to 5 MB each, 20 MB for the longest
+# grammars kept beside those of open requests, 0.2 to 5 MB each, 20 MB for the longest
+MOST_COMPILED = 64
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space; memory is taken only when used
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON with the spacing of Python and chat templates. With free white space a model could generate it without end."""
+"""JSON with the spacing of Python and chat templates. With free white space a model could generate
+it without end."""
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -46,8 +48,8 @@ def lark_grammar(source: str) -> str:
 
 
 def written_grammar(source: str) -> str:
-    """A context-free grammar in llguidance's dialect of Lark, or in EBNF (`root ::= ...`) as xgrammar and llama.cpp
-    read it. ValueError if this EBNF is wrong."""
+    """A context-free grammar in llguidance's dialect of Lark, or in EBNF (`root ::= ...`) as
+    xgrammar and llama.cpp read it. ValueError if this EBNF is wrong."""
     if "::=" not in source or is_lark_syntax(source):
         return lark_grammar(source)
     if len(source) > MOST_EBNF:
@@ -60,8 +62,11 @@ def written_grammar(source: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """A grammar of exactly these texts."""
-    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
-    return lark_grammar("start: " + " | ".join(texts))  # Lark strings may not contain an unescaped DEL
+    texts = (
+        json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices
+    )
+    # Lark strings may not contain an unescaped DEL
+    return lark_grammar("start: " + " | ".join(texts))
 
 
 def lark_json(schema: dict[str, Any]) -> str:
@@ -72,29 +77,36 @@ def lark_json(schema: dict[str, Any]) -> str:
 class Grammars:
     """Compiles grammars for one tokenizer. May be called by any thread.
 
-    The compiler is recursive, and a chain of some thousand rules overflows a stack of the usual size, which ends the
-    process. So it runs in threads whose stacks are large enough for the longest grammar.
+    The compiler is recursive, and a chain of some thousand rules overflows a stack of the usual
+    size, which ends the process. So it runs in threads whose stacks are large enough for the
+    longest grammar.
     """
 
     def __init__(self, tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]):
-        """`tokenizer`: the engine's tokenizer directory. A complete reply ends with one of `stop_ids`.
+        """`tokenizer`: the engine's tokenizer directory. A complete reply ends with one of
+        `stop_ids`.
 
-        Takes most of a second for a large vocabulary. Raises ValueError if this tokenizer's tokens are not bytes.
+        Takes most of a second for a large vocabulary. Raises ValueError if this tokenizer's tokens
+        are not bytes.
         """
         self.vocab_size = vocab_size
         self._tokenizer = self.open_tokenizer(tokenizer, vocab_size, stop_ids)
         self._compilers = _deep_threads(COMPILERS)
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the latest used is the last
+        # the latest used is the last
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     @staticmethod
-    def open_tokenizer(tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]) -> llguidance.LLTokenizer:
+    def open_tokenizer(
+        tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]
+    ) -> llguidance.LLTokenizer:
         """Raises ValueError if this tokenizer's tokens are not bytes."""
         path = str(Path(tokenizer) / "tokenizer.json")
         return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
 
     def begin(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        """Begins to compile the grammar in another thread, unless it is already compiled. Its users take copies."""
+        """Begins to compile the grammar in another thread, unless it is already compiled. Its users
+        take copies."""
         if (compiled := self._find(grammar)) is None:
             return self._compilers.submit(self._compile_and_keep, grammar)
         done: Future[llguidance.LLMatcher] = Future()
@@ -102,8 +114,8 @@ class Grammars:
         return done
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Returns a matcher at the beginning of a reply. First compiles a grammar that is not, or no longer,
-        compiled."""
+        """Returns a matcher at the beginning of a reply. First compiles a grammar that is not, or
+        no longer, compiled."""
         return self.begin(grammar).result().deep_copy()
 
     def _find(self, grammar: str) -> llguidance.LLMatcher | None:
@@ -128,13 +140,15 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidan
 
 
 def _deep_threads(count: int) -> ThreadPoolExecutor:
-    threads, all_there = ThreadPoolExecutor(count, "grammars"), threading.Barrier(count)
+    threads = ThreadPoolExecutor(count, "grammars")
+    all_there = threading.Barrier(count)
     before = threading.stack_size(STACK_BYTES)
     try:
         for started in [threads.submit(all_there.wait) for _ in range(count)]:
             started.result()
     except BaseException:
-        all_there.abort()  # running threads would wait for ever for the one that could not be started
+        # running threads would wait for ever for the one that could not be started
+        all_there.abort()
         raise
     finally:
         threading.stack_size(before)
@@ -142,8 +156,8 @@ def _deep_threads(count: int) -> ThreadPoolExecutor:
 
 
 def open_grammars(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> Grammars | None:
-    """Makes `Grammars`. Returns None if the engine has no tokenizer (""), or one whose tokens are not bytes (this is
-    logged)."""
+    """Makes `Grammars`. Returns None if the engine has no tokenizer (""), or one whose tokens are
+    not bytes (this is logged)."""
     if not tokenizer:
         return None
     try:

@@ -1,4 +1,5 @@
-"""Turns plans into the arrays of steps: keeps a mirror of the seats and lays batches out. numpy only.
+"""Turns plans into the arrays of steps: keeps a mirror of the seats and lays batches out. numpy
+only.
 
 The batch is laid out as in the plan: one token for each seat that generates, then the spans.
 
@@ -6,8 +7,8 @@ The batch is laid out as in the plan: one token for each seat that generates, th
     segment     0   1   2 |      3      |   4
     sampled     ^   ^   ^ |           ^ |    (a piece of a longer prompt samples nothing)
 
-No array is changed after a step has it, because a step in flight may still read it. The mirror is changed at once and
-never passed on; changes travel with their step, in order.
+No array is changed after a step has it, because a step in flight may still read it. The mirror is
+changed at once and never passed on; changes travel with their step, in order.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which on
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs(PackedBatch[np.ndarray]):
-    """The inputs of one step's forward pass and of its sampling, and U changed entries of the block table.
+    """The inputs of one step's forward pass and of its sampling, and U changed entries of the block
+    table.
 
     `sample_rows` are first the D rows that are sampled, then those that are scored.
 
-    generated     the number of first tokens that are LAST_SAMPLE; segment i < `generated` is that of token i
-    sharing       [generated, 2] int32, or None if no generating rows share keys: see `SharedPrefixes.order`; its
-                  indices are of segments
+    generated     the number of first tokens that are LAST_SAMPLE; segment i < `generated` is that
+                  of token i
+    sharing       [generated, 2] int32, or None if no generating rows share keys: see
+                  `SharedPrefixes.order`; its indices are of segments
     sample_seats  [D] int32, the seats of the sampled rows
     sampling      the sampler's inputs
     block_cells   [U] int32, into the flattened block table
@@ -53,7 +56,8 @@ class StepPacker:
     """The seats after the last packed plan. Each plan is packed once, in order."""
 
     def __init__(self, seats: int, blocks: int, chunk_tokens: int):
-        """seats, blocks: shape of the block table; blocks is the most chunks that a request can have."""
+        """seats, blocks: shape of the block table; blocks is the most chunks that a request can
+        have."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
         # By seat: the first position of its row, and the position that the model counts as 0.
@@ -62,7 +66,8 @@ class StepPacker:
         self._sampling = SeatSampling(seats)
 
     def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
-        """Packs the plan. InvariantError if the plan contradicts itself or uses a chunk that its seat was never given.
+        """Packs the plan. InvariantError if the plan contradicts itself or uses a chunk that its
+        seat was never given.
 
         `mask`: the tokens that grammars allow for the plan's samples.
         """
@@ -78,7 +83,8 @@ class StepPacker:
         cells, cell_slots = self._update_blocks(plan.blocks)
 
         generated = len(plan.generate)
-        spans = np.array(plan.spans, np.int32).reshape(-1, 6)  # seat, start, end, write_from, samples, scores
+        # seat, start, end, write_from, samples, scores
+        spans = np.array(plan.spans, np.int32).reshape(-1, 6)
         first = np.array(plan.positions, np.int32)
         starts = np.concatenate((first, spans[:, 1]))
         ends = np.concatenate((first + 1, spans[:, 2]))
@@ -92,38 +98,53 @@ class StepPacker:
         self._check(plan, seats, ends - begins, lengths, samples)
         coordinates = np.repeat(starts - begins - (q_ends - lengths), lengths)
         coordinates += np.arange(plan.tokens, dtype=np.int32)
-        segments = np.stack((q_ends - lengths, lengths, np.zeros_like(ends), ends - begins, seats), axis=1)
+        segments = np.stack(
+            (q_ends - lengths, lengths, np.zeros_like(ends), ends - begins, seats), axis=1
+        )
         token_ids = np.empty(plan.tokens, np.int32)
         token_ids[:generated] = LAST_SAMPLE
         token_ids[generated:] = plan.token_ids
-        # Of each sampled row, its distance from the end of its segment: 1, or n to 1 for a segment with n.
-        before = np.repeat(np.cumsum(samples, dtype=np.int32), samples) - np.arange(len(plan.samples), dtype=np.int32)
+        # Of each sampled row, its distance from the end of its segment: 1, or n to 1 for a segment
+        # with n.
+        before = np.repeat(np.cumsum(samples, dtype=np.int32), samples) - np.arange(
+            len(plan.samples), dtype=np.int32
+        )
         sample_seats = np.repeat(seats, samples)
         sample_rows = np.repeat(q_ends, samples) - before
-        drawn = np.repeat(ends, samples) - before + np.int32(1)  # the positions of the tokens to be drawn
-        scored_rows, scored_seats = scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
+        # the positions of the tokens to be drawn
+        drawn = np.repeat(ends, samples) - before + np.int32(1)
+        scored_rows, scored_seats = (
+            scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
+        )
         return StepInputs(
             generated=generated,
             token_ids=token_ids,
             positions=coordinates + np.repeat(begins - self._zeros[seats], lengths),
-            slots=self._places(np.repeat(seats, lengths), coordinates, np.repeat(write_from - begins, lengths)),
+            slots=self._places(
+                np.repeat(seats, lengths), coordinates, np.repeat(write_from - begins, lengths)
+            ),
             segments=segments,
             sharing=self._prefixes.order(seats[:generated], segments[:generated, 3]),
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
             sample_seats=sample_seats,
-            sampling=self._sampling.pack(counts, sample_seats, drawn, scored_seats, plan.scored, mask),
+            sampling=self._sampling.pack(
+                counts, sample_seats, drawn, scored_seats, plan.scored, mask
+            ),
             block_cells=cells,
             block_slots=cell_slots,
         )
 
     def _update_blocks(self, updates: Iterable[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
-        """Applies the updates to the mirror. Returns them as (cells, slots) of the flattened table."""
+        """Applies the updates to the mirror. Returns them as (cells, slots) of the flattened
+        table."""
         blocks = self._table.shape[1]
         cells: list[int] = []
         slots: list[int] = []
         for seat, first, given in updates:
             if first + len(given) > blocks:
-                raise InvariantError(f"seat {seat} is given chunk {first + len(given) - 1}, beyond its {blocks}")
+                raise InvariantError(
+                    f"seat {seat} is given chunk {first + len(given) - 1}, beyond its {blocks}"
+                )
             if first and self._table[seat, first - 1] == NOT_WRITTEN:
                 raise InvariantError(f"seat {seat} is given chunk {first} before chunk {first - 1}")
             cells.extend(range(seat * blocks + first, seat * blocks + first + len(given)))
@@ -133,24 +154,39 @@ class StepPacker:
         return np.array(cells, np.int32), np.array(slots, np.int32)
 
     def _check(
-        self, plan: StepPlan, seats: np.ndarray, ends: np.ndarray, lengths: np.ndarray, samples: np.ndarray
+        self,
+        plan: StepPlan,
+        seats: np.ndarray,
+        ends: np.ndarray,
+        lengths: np.ndarray,
+        samples: np.ndarray,
     ) -> None:
-        """Checks that each batch is complete, and that each segment's chunks were given. They are given in order, so
-        the check of the last one is enough.
+        """Checks that each batch is complete, and that each segment's chunks were given. They are
+        given in order, so the check of the last one is enough.
 
         ends: [S], coordinates after each segment's last query.
         """
         if len(plan.positions) != len(plan.generate) or len(plan.samples) != samples.sum():
-            raise InvariantError(f"step {plan.step} has rows without a position, or samples without a row")
+            raise InvariantError(
+                f"step {plan.step} has rows without a position, or samples without a row"
+            )
         if not len(seats):
             return
         if lengths.min() < 1 or lengths.sum() != plan.tokens:
-            raise InvariantError(f"the spans of step {plan.step} are empty or differ from its {plan.tokens} token ids")
+            raise InvariantError(
+                f"the spans of step {plan.step} are empty or differ from its {plan.tokens} token "
+                "ids"
+            )
         if self._table[seats, (ends - 1) // self._chunk_tokens].min() < 0:
-            raise InvariantError(f"step {plan.step} computes in a chunk that its seat was never given")
+            raise InvariantError(
+                f"step {plan.step} computes in a chunk that its seat was never given"
+            )
 
-    def _places(self, seats: np.ndarray, coordinates: np.ndarray, write_from: np.ndarray) -> np.ndarray:
-        """The place of each token's KV (see `StepInputs.slots`). All arguments are [T], the last two in coordinates."""
+    def _places(
+        self, seats: np.ndarray, coordinates: np.ndarray, write_from: np.ndarray
+    ) -> np.ndarray:
+        """The place of each token's KV (see `StepInputs.slots`). All arguments are [T], the last
+        two in coordinates."""
         chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
         places: np.ndarray = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
         places[coordinates < write_from] = NOT_WRITTEN

@@ -1,4 +1,5 @@
-"""Which generating rows have leading chunks in the same slots, so that attention reads those once. numpy only."""
+"""Which generating rows have leading chunks in the same slots, so that attention reads those once.
+numpy only."""
 
 from __future__ import annotations
 
@@ -10,19 +11,23 @@ UNKNOWN = 0  # of keys whose chunks have not all been given
 
 
 class SharedPrefixes:
-    """For each seat and each SHARED_KEYS keys a hash of the slots up to there, kept as chunks are given.
+    """For each seat and each SHARED_KEYS keys a hash of the slots up to there, kept as chunks are
+    given.
 
     Hashes have 64 bits and Python's random key, so equal hashes mean equal slots.
     """
 
     def __init__(self, table: np.ndarray, chunk_tokens: int):
-        """table: the slots [seats, blocks] of each seat's chunks; the caller changes it, then calls `changed`."""
-        self._table, self._chunks = table, max(SHARED_KEYS // chunk_tokens, 1)
+        """table: the slots [seats, blocks] of each seat's chunks; the caller changes it, then calls
+        `changed`."""
+        self._table = table
+        self._chunks = max(SHARED_KEYS // chunk_tokens, 1)
         # Other chunk sizes share nothing: a split would begin inside a chunk.
         units = table.shape[1] // self._chunks if SHARED_KEYS % chunk_tokens == 0 else 0
         self._hashes = np.full((len(table), units), UNKNOWN, np.int64)
         self._changes = 0
-        self._question: tuple[int, bytes, bytes] | None = None  # of the last answer: changes, seats, bands
+        # of the last answer: changes, seats, bands
+        self._question: tuple[int, bytes, bytes] | None = None
         self._answer = np.zeros((0, 2), np.int32)
 
     def cleared(self, seat: int) -> None:
@@ -31,10 +36,13 @@ class SharedPrefixes:
         self._changes += 1
 
     def changed(self, seat: int, first: int, count: int) -> None:
-        """`count` chunks of the seat, from `first` on, are new in the table. They were given without a gap."""
-        unit, chunks = first // self._chunks, self._chunks
+        """`count` chunks of the seat, from `first` on, are new in the table. They were given
+        without a gap."""
+        unit = first // self._chunks
+        chunks = self._chunks
         units = self._hashes.shape[1]
-        if unit < units and self._hashes[seat, unit] != UNKNOWN:  # what follows must be hashed again
+        # what follows must be hashed again
+        if unit < units and self._hashes[seat, unit] != UNKNOWN:
             end = int(np.count_nonzero(self._hashes[seat])) * chunks
             self._hashes[seat, unit:] = UNKNOWN
             self._changes += 1
@@ -48,8 +56,9 @@ class SharedPrefixes:
             self._changes += 1
 
     def order(self, seats: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-        """An order of the rows [N, 2] int32 that puts rows with equal prefixes side by side: each row's index, and how
-        many keys it shares with the row before it. None if no two rows share any.
+        """An order of the rows [N, 2] int32 that puts rows with equal prefixes side by side: each
+        row's index, and how many keys it shares with the row before it. None if no two rows share
+        any.
 
         seats, lengths [N]: of generating rows, and the tokens of their contexts.
         """
@@ -58,7 +67,8 @@ class SharedPrefixes:
         bands = np.ceil(np.log2(np.maximum(lengths, BAND_KEYS))).astype(np.int64)
         question = self._changes, seats.tobytes(), bands.tobytes()
         if question != self._question:
-            self._question, self._answer = question, self._sorted(seats, bands)
+            self._question = question
+            self._answer = self._sorted(seats, bands)
         return self._answer
 
     def _repeats(self, seats: np.ndarray, unit: int) -> bool:
@@ -67,7 +77,9 @@ class SharedPrefixes:
         return bool(((hashes[1:] == hashes[:-1]) & (hashes[1:] != UNKNOWN)).any())
 
     def _sorted(self, seats: np.ndarray, bands: np.ndarray) -> np.ndarray:
-        shared_units, end = 1, self._hashes.shape[1]  # the deepest unit that is shared: at least the first one
+        # the deepest unit that is shared: at least the first one
+        shared_units = 1
+        end = self._hashes.shape[1]
         while shared_units < end:
             middle = (shared_units + end + 1) // 2
             if self._repeats(seats, middle - 1):

@@ -1,11 +1,12 @@
-"""Draws tokens from logits: greedy, or with temperature, top-k, min-p and top-p and a counter-based uniform number per
-row.
+"""Draws tokens from logits: greedy, or with temperature, top-k, min-p and top-p and a counter-based
+uniform number per row.
 
-    logits -> (log probabilities) -> bias -> penalties -> grammar -> temperature -> top-k, min-p, top-p -> token
+    logits -> (log probabilities) -> bias -> penalties -> grammar -> temperature -> top-k, min-p,
+    top-p -> token
 
-The number of a draw is a pure function of (seed, position), made with integer operations that wrap equally on every
-device. So a suspended request resumes exactly, and there is no generator state. A row's token does not depend on its
-neighbours.
+The number of a draw is a pure function of (seed, position), made with integer operations that wrap
+equally on every device. So a suspended request resumes exactly, and there is no generator state. A
+row's token does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, registered_g
 from ...scheduler.types import TokenLogprobs
 from .sampling_inputs import PenaltyStart, SamplingInputs
 
-# splitmix64 as signed 64-bit numbers: the step between two states, and the two multipliers of its mixing function.
+# splitmix64 as signed 64-bit numbers: the step between two states, and the two multipliers of its
+# mixing function.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 class Scores(NamedTuple):
-    """Log probabilities of N tokens, and the W likeliest tokens at their positions; natural logarithms."""
+    """Log probabilities of N tokens, and the W likeliest tokens at their positions; natural
+    logarithms."""
 
     logprobs: Tensor
     """[N] float32"""
@@ -45,7 +48,8 @@ class Scores(NamedTuple):
         def column(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=pinned)
 
-        one, wide = (count,), (count, width)
+        one = (count,)
+        wide = (count, width)
         return cls(
             column(one, torch.float32),
             column(one, torch.int64),
@@ -54,7 +58,8 @@ class Scores(NamedTuple):
         )
 
     def entries(self, tops: Sequence[int]) -> list[TokenLogprobs]:
-        """Returns the scores of each row in plain data, each with the number of likeliest tokens given in `tops` [N]."""
+        """Returns the scores of each row in plain data, each with the number of likeliest tokens
+        given in `tops` [N]."""
         columns = (column.tolist() for column in self)
         return [
             TokenLogprobs(logprob, rank, tuple(ids[:top]), tuple(logprobs[:top]))
@@ -63,7 +68,8 @@ class Scores(NamedTuple):
 
 
 class Sampler:
-    """Samples tokens from a step's logits. Holds the penalty counts, which are allocated at first use."""
+    """Samples tokens from a step's logits. Holds the penalty counts, which are allocated at first
+    use."""
 
     def __init__(
         self,
@@ -71,16 +77,20 @@ class Sampler:
         device: torch.device | str = "cpu",
         place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
     ):
-        """place: turns an array of a step's inputs into a tensor on `device`, without waiting for the device."""
+        """place: turns an array of a step's inputs into a tensor on `device`, without waiting for
+        the device."""
         self._place = place
-        # [places, vocab] int32: twice the occurrences in the reply, plus one if the token is in the prompt.
+        # [places, vocab] int32: twice the occurrences in the reply, plus one if the token is in the
+        # prompt.
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
 
     def start(self, starts: tuple[PenaltyStart, ...]) -> None:
         """Starts the penalty counts with the tokens so far."""
         for place, prompt, reply in starts:
             if place >= len(self._counts):
-                grown = self._counts.new_zeros(max(2 * len(self._counts), place + 1), self._counts.shape[1])
+                grown = self._counts.new_zeros(
+                    max(2 * len(self._counts), place + 1), self._counts.shape[1]
+                )
                 grown[: len(self._counts)] = self._counts
                 self._counts = grown
             counts = self._counts[place].zero_()
@@ -91,7 +101,8 @@ class Sampler:
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
         """Returns tokens [R] int64, and the scores of the L + K rows of `inputs.scores`.
 
-        logits [R + K, vocab] float32, sampled rows first; those with a bias, penalties or a mask are overwritten.
+        logits [R + K, vocab] float32, sampled rows first; those with a bias, penalties or a mask
+        are overwritten.
         """
         if inputs.scores is None:
             return self._draw(logits, inputs), None
@@ -102,7 +113,8 @@ class Sampler:
         return tokens, score(raw, torch.cat((tokens[rows], targets)), inputs.scores.width)
 
     def _draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Returns tokens [R]; changes the logits in place. The drawn tokens count for the next draw's penalties."""
+        """Returns tokens [R]; changes the logits in place. The drawn tokens count for the next
+        draw's penalties."""
         if inputs.biases is not None:
             add_biases(logits, *self._tensors(inputs.biases))
         if inputs.penalties is None:
@@ -124,14 +136,17 @@ class Sampler:
 
 
 class SharedSampler:
-    """The sampler of one of several ranks: rank 0 draws and broadcasts the tokens, on the stream of the step.
+    """The sampler of one of several ranks: rank 0 draws and broadcasts the tokens, on the stream of
+    the step.
 
-    All ranks have equal logits, but only rank 0 has all inputs of a draw (grammars, penalties). A cumulative sum on a
-    GPU does not guarantee equal bits either: two ranks that differ once would then compute different KV unnoticed.
+    All ranks have equal logits, but only rank 0 has all inputs of a draw (grammars, penalties). A
+    cumulative sum on a GPU does not guarantee equal bits either: two ranks that differ once would
+    then compute different KV unnoticed.
     """
 
     def __init__(self, sampler: Sampler, group: Group):
-        self._sampler, self._group = sampler, group
+        self._sampler = sampler
+        self._group = group
 
     def start(self, starts: tuple[PenaltyStart, ...]) -> None:
         """Starts like `Sampler.start`; only rank 0 has penalties."""
@@ -143,7 +158,8 @@ class SharedSampler:
             tokens, scores = self._sampler.sample(logits, inputs)
         else:
             scored = 0 if inputs.scores is None else len(inputs.scores.targets)
-            tokens, scores = torch.empty(len(logits) - scored, dtype=torch.int64, device=logits.device), None
+            tokens = torch.empty(len(logits) - scored, dtype=torch.int64, device=logits.device)
+            scores = None
         return self._group.broadcast(tokens) if len(tokens) else tokens, scores
 
 
@@ -153,7 +169,8 @@ def make_sampler(
     place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
 ) -> Sampler | SharedSampler:
     """Returns a device's sampler; the arguments are those of `Sampler`."""
-    sampler, group = Sampler(vocab_size, device, place), registered_group(TENSOR_PARALLEL)
+    sampler = Sampler(vocab_size, device, place)
+    group = registered_group(TENSOR_PARALLEL)
     return sampler if group is None else SharedSampler(sampler, group)
 
 
@@ -162,17 +179,23 @@ def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> 
     logits[rows, tokens] += values
 
 
-def penalise(logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+def penalise(
+    logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
     """Returns logits [P, vocab] after penalties [P] each; counts [P, vocab] as in `Sampler`."""
-    repetition, presence, frequency = (factor.unsqueeze(1) for factor in (repetition, presence, frequency))
+    repetition, presence, frequency = (
+        factor.unsqueeze(1) for factor in (repetition, presence, frequency)
+    )
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     replied = counts >> 1
-    return torch.where(counts > 0, repeated, logits) - frequency * replied - presence * (replied > 0)
+    return (
+        torch.where(counts > 0, repeated, logits) - frequency * replied - presence * (replied > 0)
+    )
 
 
 def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Sets the logits of tokens that the bits do not allow to minus infinity, in place on [R, vocab]; the arguments are
-    those of `Mask`."""
+    """Sets the logits of tokens that the bits do not allow to minus infinity, in place on [R,
+    vocab]; the arguments are those of `Mask`."""
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
@@ -198,33 +221,44 @@ def sample(
 ) -> Tensor:
     """Returns tokens [R] int64 for logits [R, vocab] float32.
 
-    `rows` [D] int64 are drawn with the other arguments [D] (`Draws`, on the logits' device). The other rows take the
-    largest logit; among equal ones, the lowest id.
+    `rows` [D] int64 are drawn with the other arguments [D] (`Draws`, on the logits' device). The
+    other rows take the largest logit; among equal ones, the lowest id.
     """
     tokens = logits.argmax(dim=-1)
     if len(rows):
-        tokens[rows] = draw(logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions))
+        tokens[rows] = draw(
+            logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions)
+        )
     return tokens
 
 
 def draw(
-    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, uniforms: Tensor
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    uniforms: Tensor,
 ) -> Tensor:
-    """Returns tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, likeliest token first, in float64.
+    """Returns tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, likeliest token
+    first, in float64.
 
-    temperatures [D] float64, above 0. top_ks [D] int64: logits below the k-th largest are removed (equal ones stay); 0
-    is off. min_ps [D] float64: tokens whose probability is below this share of the likeliest one's are removed. top_ps
-    [D] float64: of the rest, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
-    uniforms [D] float64 in [0, 1).
+    temperatures [D] float64, above 0. top_ks [D] int64: logits below the k-th largest are removed
+    (equal ones stay); 0 is off. min_ps [D] float64: tokens whose probability is below this share of
+    the likeliest one's are removed. top_ps [D] float64: of the rest, the smallest set of likeliest
+    tokens whose probability reaches p stays, at least one. uniforms [D] float64 in [0, 1).
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[1]
     last_kept = torch.where(top_ks > 0, top_ks.clamp(max=vocab), vocab).unsqueeze(1) - 1
     scaled = (ordered.double() - ordered[:, :1].double()) / temperatures.unsqueeze(1)
     weights = scaled.exp()
-    weights = weights.where((ordered >= ordered.gather(1, last_kept)) & (weights >= min_ps.unsqueeze(1)), 0.0)
+    weights = weights.where(
+        (ordered >= ordered.gather(1, last_kept)) & (weights >= min_ps.unsqueeze(1)), 0.0
+    )
 
-    # A rank stays while the ranks before it have not reached p. Weights fall, so a leading part stays.
+    # A rank stays while the ranks before it have not reached p. Weights fall, so a leading part
+    # stays.
     reached = weights.cumsum(dim=-1)
     stays = reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
     last = stays.sum(dim=-1, keepdim=True).clamp(min=1) - 1
@@ -234,7 +268,8 @@ def draw(
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw number `positions` [D] int64 of `seeds` [D] int64: [D] float64 in [0, 1), 53 random bits each."""
+    """Draw number `positions` [D] int64 of `seeds` [D] int64: [D] float64 in [0, 1), 53 random bits
+    each."""
     state = _mix(seeds + _STEP) + (positions + 1) * _STEP
     return _shift_right(_mix(state), 11).double() * 2.0**-53
 

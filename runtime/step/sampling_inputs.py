@@ -1,4 +1,5 @@
-"""Turns the seats' sampling settings into the arrays of a step's sampling: a mirror of the seats. numpy only."""
+"""Turns the seats' sampling settings into the arrays of a step's sampling: a mirror of the seats.
+numpy only."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import numpy as np
 from ...scheduler.plan import Join
 
 NOT_YET = -1e30
-"""Added to the logits of tokens that must not be drawn yet. Finite, so that such a token can still be drawn if a
-grammar, with minus infinity, allows no other."""
+"""Added to the logits of tokens that must not be drawn yet. Finite, so that such a token can still
+be drawn if a grammar, with minus infinity, allows no other."""
 
 
 class Draws(NamedTuple):
@@ -35,7 +36,8 @@ class Draws(NamedTuple):
 
 
 class PenaltyStart(NamedTuple):
-    """Resets a place in the table of penalty counts to these tokens: prompt and reply so far, int64 each."""
+    """Resets a place in the table of penalty counts to these tokens: prompt and reply so far, int64
+    each."""
 
     place: int
     prompt: np.ndarray
@@ -76,7 +78,8 @@ class Mask(NamedTuple):
 
 
 class ScoreRows(NamedTuple):
-    """The rows of logits whose log probabilities are reported: L of the sampled ones, then all K scored ones."""
+    """The rows of logits whose log probabilities are reported: L of the sampled ones, then all K
+    scored ones."""
 
     rows: np.ndarray
     """[L] int64, into the R sampled rows"""
@@ -113,23 +116,28 @@ class _Additions:
     @classmethod
     def of(cls, values: dict[int, float]) -> _Additions:
         count = len(values)
-        return cls(np.fromiter(values.keys(), np.int64, count), np.fromiter(values.values(), np.float32, count))
+        return cls(
+            np.fromiter(values.keys(), np.int64, count),
+            np.fromiter(values.values(), np.float32, count),
+        )
 
 
 class _SeatBiases(NamedTuple):
-    """`early`: for positions before `may_end`, including the stop ids that may not be drawn there."""
+    """`early`: for positions before `may_end`, including the stop ids that may not be drawn
+    there."""
 
     may_end: int
     early: _Additions
     late: _Additions
 
 
-NOTHING = -1  # as a number of log probabilities: none; as a place in the table of penalty counts: no place
+# as a number of log probabilities: none; as a place in the table of penalty counts: no place
+NOTHING = -1
 
 
 class SeatSampling:
-    """The sampling settings of each seat after the last `join`. An ended row's settings stay until its seat is taken
-    again."""
+    """The sampling settings of each seat after the last `join`. An ended row's settings stay until
+    its seat is taken again."""
 
     def __init__(self, seats: int):
         self._temperatures = np.zeros(seats)
@@ -144,7 +152,8 @@ class SeatSampling:
         self._logprobs = np.full(seats, NOTHING, np.int64)
         self._prompt_logprobs = np.full(seats, NOTHING, np.int64)
         self._biases: dict[int, _SeatBiases] = {}
-        self._added: list[tuple[int, _Additions]] = []  # of the last step with biases, each with its row
+        # of the last step with biases, each with its row
+        self._added: list[tuple[int, _Additions]] = []
         self._together: Biases | None = None  # the same as arrays
 
     def join(self, joins: Iterable[Join]) -> tuple[PenaltyStart, ...]:
@@ -158,7 +167,9 @@ class SeatSampling:
             self._min_ps[seat] = sampling.min_p
             self._seeds[seat] = sampling.seed
             self._logprobs[seat] = NOTHING if sampling.logprobs is None else sampling.logprobs
-            self._prompt_logprobs[seat] = NOTHING if join.prompt_logprobs is None else join.prompt_logprobs
+            self._prompt_logprobs[seat] = (
+                NOTHING if join.prompt_logprobs is None else join.prompt_logprobs
+            )
             self._take_biases(join)
             if self._places[seat] != NOTHING:
                 self._free_places.append(int(self._places[seat]))
@@ -172,12 +183,17 @@ class SeatSampling:
         return tuple(starts)
 
     def _take_biases(self, join: Join) -> None:
-        """Makes the arrays for all of the row's steps: Python takes 0.2 s for a thousand biases of each of 256 rows."""
+        """Makes the arrays for all of the row's steps: Python takes 0.2 s for a thousand biases of
+        each of 256 rows."""
         self._biases.pop(join.seat, None)
         if join.sampling.logit_bias or join.stop_ids:
             biases = dict(join.sampling.logit_bias)
             late = _Additions.of(biases)
-            early = _Additions.of(biases | dict.fromkeys(join.stop_ids, NOT_YET)) if join.stop_ids else late
+            early = (
+                _Additions.of(biases | dict.fromkeys(join.stop_ids, NOT_YET))
+                if join.stop_ids
+                else late
+            )
             self._biases[join.seat] = _SeatBiases(join.may_end, early, late)
 
     def pack(
@@ -189,7 +205,8 @@ class SeatSampling:
         targets: Sequence[int],
         mask: Mask | None,
     ) -> SamplingInputs:
-        """seats, positions [R]: of the tokens to be drawn; scored_seats, targets [K]: of the scored rows."""
+        """seats, positions [R]: of the tokens to be drawn; scored_seats, targets [K]: of the scored
+        rows."""
         return SamplingInputs(
             self._draws(seats, positions),
             starts,
@@ -224,14 +241,19 @@ class SeatSampling:
     def _step_biases(self, seats: np.ndarray, positions: np.ndarray) -> Biases | None:
         """Successive steps with the same biases for the same rows share their arrays."""
         added = []
-        for row, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True)):
+        for row, (seat, position) in enumerate(
+            zip(seats.tolist(), positions.tolist(), strict=True)
+        ):
             if (biases := self._biases.get(seat)) is not None:
                 added.append((row, biases.early if position < biases.may_end else biases.late))
         if added != self._added:
-            self._added, self._together = added, _put_together(added)
+            self._added = added
+            self._together = _put_together(added)
         return self._together
 
-    def _scores(self, seats: np.ndarray, scored_seats: Sequence[int], targets: Sequence[int]) -> ScoreRows | None:
+    def _scores(
+        self, seats: np.ndarray, scored_seats: Sequence[int], targets: Sequence[int]
+    ) -> ScoreRows | None:
         tops = self._logprobs[seats]
         rows = np.flatnonzero(tops != NOTHING)
         if not len(rows) and not len(targets):
@@ -242,7 +264,8 @@ class SeatSampling:
 
 def _put_together(added: Sequence[tuple[int, _Additions]]) -> Biases | None:
     """`added`: additions, each with its row."""
-    rows, lengths = [row for row, _ in added], [len(additions.tokens) for _, additions in added]
+    rows = [row for row, _ in added]
+    lengths = [len(additions.tokens) for _, additions in added]
     if not sum(lengths):
         return None
     return Biases(
@@ -257,10 +280,13 @@ def _ids(tokens: Sequence[int]) -> np.ndarray:
 
 
 def scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
-    """Rows of the batch [K] int32 whose next, known tokens are scored, and their seats. spans [., 6], q_ends [.]."""
+    """Rows of the batch [K] int32 whose next, known tokens are scored, and their seats. spans [.,
+    6], q_ends [.]."""
     rows: list[int] = []
     seats: list[int] = []
-    for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):
+    for (seat, start, end, _, samples, scores), q_end in zip(
+        spans.tolist(), q_ends.tolist(), strict=True
+    ):
         if scores:
             rows += range(q_end - (end - start), q_end - samples)
             seats += [seat] * (end - start - samples)

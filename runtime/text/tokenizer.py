@@ -25,7 +25,8 @@ REPLACEMENT = "\ufffd"  # the decoded text of an incomplete or invalid UTF-8 seq
 CONTEXT_TOKENS = 8  # tokens that can change how the following text decodes
 TOOLS = "tool_use"  # the name of the chat template for requests with tools
 TEMPLATES = ("default", TOOLS)
-LONGEST_WINDOW = 64  # tokens that may stay undecoded: only broken UTF-8 and ids without text need so many
+# tokens that may stay undecoded: only broken UTF-8 and ids without text need so many
+LONGEST_WINDOW = 64
 
 
 class GenerationTag(Extension):
@@ -35,11 +36,14 @@ class GenerationTag(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class ChatTemplate:
-    """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates expect."""
+    """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates
+    expect."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], setting: str = "--engine"):
         """Raises SettingError (of `setting`) if the template does not parse."""
@@ -48,14 +52,18 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-            self.renders_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            self.renders_tools = "tools" in meta.find_undeclared_variables(
+                environment.parse(source)
+            )
         except jinja2.TemplateSyntaxError as error:
             raise SettingError(setting, f"the chat template does not parse: {error}") from error
         self._special_tokens = special_tokens
@@ -67,8 +75,9 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Renders the dialogue, and the prompt for the assistant's next message. Raises RequestError if the template
-        refuses, or fails on messages that it did not expect (with no content, for example)."""
+        """Renders the dialogue, and the prompt for the assistant's next message. Raises
+        RequestError if the template refuses, or fails on messages that it did not expect (with no
+        content, for example)."""
         try:
             return self._template.render(
                 {
@@ -80,8 +89,17 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise RequestError(
+                400, f"the model's chat template refuses these messages: {error}", "messages"
+            ) from error
 
 
 def _to_json(
@@ -91,8 +109,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Does what transformers does. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Does what transformers does. Unlike jinja2's own filter this does not escape HTML: a prompt
+    is not a web page."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class Tokenizer:
@@ -104,16 +125,22 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         tools_template: ChatTemplate | None = None,
     ):
-        """`tools_template`: used instead of `template` for requests with tools; None: `template` is used."""
+        """`tools_template`: used instead of `template` for requests with tools; None: `template` is
+        used."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer, self._template, self._tools_template = tokenizer, template, tools_template
+        self._tokenizer = tokenizer
+        self._template = template
+        self._tools_template = tools_template
         self.token_bytes = TokenBytes(tokenizer)
-        self.special = frozenset(at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+        self.special = frozenset(
+            at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        )
 
     @classmethod
     def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
-        """Reads tokenizer.json and, where they exist, its settings and chat templates. Raises SettingError.
+        """Reads tokenizer.json and, where they exist, its settings and chat templates. Raises
+        SettingError.
 
         `template`: the source of a chat template to use instead.
         """
@@ -124,10 +151,18 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
             config = _settings(directory)
             special_tokens = _special_tokens(config)
-            sources = _template_sources(directory, config) if template is None else {"default": template}
+            sources = (
+                _template_sources(directory, config) if template is None else {"default": template}
+            )
         except Exception as error:  # the library raises this class for a file that it cannot parse
-            raise SettingError("--engine", f"the tokenizer in {directory} cannot be read: {error}") from error
-        templates = {name: ChatTemplate(sources[name], special_tokens) for name in TEMPLATES if name in sources}
+            raise SettingError(
+                "--engine", f"the tokenizer in {directory} cannot be read: {error}"
+            ) from error
+        templates = {
+            name: ChatTemplate(sources[name], special_tokens)
+            for name in TEMPLATES
+            if name in sources
+        }
         return cls(tokenizer, *(templates.get(name) for name in TEMPLATES))
 
     def digest(self) -> bytes:
@@ -135,7 +170,8 @@ class Tokenizer:
         return hashlib.sha256(self._tokenizer.to_str().encode()).digest()
 
     def encode(self, text: str) -> array[int]:
-        """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
+        """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor
+        adds."""
         return self._ids(text, add_special_tokens=True)
 
     def written(self, token: int) -> str:
@@ -143,12 +179,14 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token) or "" if token in self.special else ""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Returns the ids of `encode`, and the place in the text at which each token begins. A space in front of a token belongs to
-        it."""
+        """Returns the ids of `encode`, and the place in the text at which each token begins. A
+        space in front of a token belongs to it."""
         (encoded,) = self._tokenizer.encode_batch([text])
-        places, done = [], 0
+        places = []
+        done = 0
         for start, end in encoded.offsets:
-            places.append(min(start, done) if end > start else done)  # added special tokens have no place of their own
+            # added special tokens have no place of their own
+            places.append(min(start, done) if end > start else done)
             done = max(done, end)
         return encoded.ids, places
 
@@ -159,8 +197,8 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The dialogue as the model reads it, by default up to the beginning of its next message. `tools` in OpenAI's
-        form; `variables` are the template's own."""
+        """The dialogue as the model reads it, by default up to the beginning of its next message.
+        `tools` in OpenAI's form; `variables` are the template's own."""
         template = self._template_for_tools if tools else self._template
         if template is None:
             cure = "use /v1/completions, or start the server with --chat-template FILE"
@@ -182,28 +220,40 @@ class Tokenizer:
         return self._template if self._tools_template is None else self._tools_template
 
     def encode_rendered(self, text: str) -> array[int]:
-        """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""
+        """Token ids of a rendered dialogue. The template writes special tokens itself, so none are
+        added."""
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
-        """Encodes a batch of one, as `encode_behind` does: only for a batch does the library release the interpreter
-        lock. Without that, the longest possible body would stop every stream for half a minute."""
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        """Encodes a batch of one, as `encode_behind` does: only for a batch does the library
+        release the interpreter lock. Without that, the longest possible body would stop every
+        stream for half a minute."""
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
         return array("i", encoded.ids)
 
     def encode_behind(self, before: Sequence[int], text: str) -> array[int] | None:
-        """Token ids of `text` as the continuation of the tokens `before`; None if this tokenizer cannot continue there.
+        """Token ids of `text` as the continuation of the tokens `before`; None if this tokenizer
+        cannot continue there.
 
-        Some tokenizers add a space in front of every text. To remove it, the text is encoded after a newline, the ids
-        are cut behind the newline, and the result is decoded to check it.
+        Some tokenizers add a space in front of every text. To remove it, the text is encoded after
+        a newline, the ids are cut behind the newline, and the result is decoded to check it.
         """
         context = self.context(before)
         said = self._tokenizer.decode(context, skip_special_tokens=False)
         normalizer = self._tokenizer.normalizer
-        wanted = {said + text, said + (normalizer.normalize_str(text) if normalizer is not None else text)}
+        wanted = {
+            said + text,
+            said + (normalizer.normalize_str(text) if normalizer is not None else text),
+        }
         for anchor in ("", "\n"):
             (encoded,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
-            ids = [at for at, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if end > len(anchor)]
+            ids = [
+                at
+                for at, (_, end) in zip(encoded.ids, encoded.offsets, strict=True)
+                if end > len(anchor)
+            ]
             if self.decode_all(context + ids) in wanted:
                 return array("i", ids)
         return None
@@ -228,8 +278,8 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Decodes like `decode`, with the text forms of special tokens, and without the interpreter lock (as `_ids`): a client
-        may send millions of ids."""
+        """Decodes like `decode`, with the text forms of special tokens, and without the interpreter
+        lock (as `_ids`): a client may send millions of ids."""
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)
         return text
 
@@ -239,7 +289,8 @@ class Tokenizer:
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """Reads tokenizer_config.json. Older checkpoints have their special tokens in special_tokens_map.json."""
+    """Reads tokenizer_config.json. Older checkpoints have their special tokens in
+    special_tokens_map.json."""
     config: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (directory / name).is_file() and "added_tokens_decoder" not in config:
@@ -263,12 +314,15 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and the other special tokens, the model's own included. The file gives each as text or as the
-    description of an added token."""
+    """bos_token and the other special tokens, the model's own included. The file gives each as text
+    or as the description of an added token."""
     extra = config.get("extra_special_tokens")
     roles = {**config, **(extra if isinstance(extra, dict) else {})}
     found = {role: value for role, value in roles.items() if role.endswith("_token")}
-    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+    texts = {
+        role: value.get("content") if isinstance(value, dict) else value
+        for role, value in found.items()
+    }
     # skips add_bos_token, which is not a token
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
@@ -279,8 +333,9 @@ class Detokenizer:
     One exception: at a broken character, a byte-fallback decoder also replaces the characters in
     bytes before it, which are already returned.
 
-    A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space), and a character can
-    need several tokens. So a small window is decoded, and new text is returned once it is complete:
+    A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space),
+    and a character can need several tokens. So a small window is decoded, and new text is returned
+    once it is complete:
 
         window = | context: text already returned | held: not a whole character yet |
 
@@ -303,10 +358,10 @@ class Detokenizer:
             return self._say_all(new)
         if not new or len(self._window) - self._held < 4:
             return ""
-        # A character has at most 4 bytes, and each token has at least one: everything before the last 3 replacement
-        # characters is final, broken or not (one stands for a byte or for several; held tokens may have no text, for
-        # example a first space).
-        # No token boundary is known to be a character boundary here, so the window stays.
+        # A character has at most 4 bytes, and each token has at least one: everything before the
+        # last 3 replacement characters is final, broken or not (one stands for a byte or for
+        # several; held tokens may have no text, for example a first space). No token boundary is
+        # known to be a character boundary here, so the window stays.
         signs = len(new) - len(new.rstrip(REPLACEMENT))
         new = new[: len(new) - min(signs, 3)]
         self._said += new
@@ -320,7 +375,8 @@ class Detokenizer:
         text = self._decode(self._window)
         if text.startswith(self._said):
             return text[len(self._said) :]
-        # Byte-fallback decoders turn a whole run of bytes into replacement characters if a later byte is invalid.
+        # Byte-fallback decoders turn a whole run of bytes into replacement characters if a later
+        # byte is invalid.
         return self._decode(self._window[self._held :])
 
     def _say_all(self, new: str) -> str:
@@ -332,19 +388,23 @@ class Detokenizer:
 
 
 class _StopString:
-    """The part of one stop string that a growing text ends with. Reads each character once (Knuth, Morris, Pratt
-    1977)."""
+    """The part of one stop string that a growing text ends with. Reads each character once (Knuth,
+    Morris, Pratt 1977)."""
 
     def __init__(self, text: str):
         self.text = text
-        self.matched = 0  # count of the stop string's leading characters that the text read so far ends with
-        # Entry n: how many of the stop string's leading characters (fewer than n) its first n characters end with.
-        # Computed only as far as the text has matched: a stop string may be much longer than the reply.
+        # count of the stop string's leading characters that the text read so far ends with
+        self.matched = 0
+        # Entry n: how many of the stop string's leading characters (fewer than n) its first n
+        # characters end with. Computed only as far as the text has matched: a stop string may be
+        # much longer than the reply.
         self._borders = array("i", (0, 0))
 
     def read(self, piece: str) -> int | None:
-        """Reads the next piece. Returns the place in the piece at which the first match ends, or None."""
-        stop, at = self.text, 0
+        """Reads the next piece. Returns the place in the piece at which the first match ends, or
+        None."""
+        stop = self.text
+        at = 0
         while at < len(piece):
             if not self.matched and (at := piece.find(stop[0], at)) < 0:
                 return None
@@ -357,7 +417,8 @@ class _StopString:
         return None
 
     def _longer(self, matched: int, sign: str) -> int:
-        """The new count of matched characters after `sign` follows a text that matched `matched`."""
+        """The new count of matched characters after `sign` follows a text that matched
+        `matched`."""
         stop = self.text
         while matched and stop[matched] != sign:
             matched = self._borders[matched]
@@ -365,16 +426,19 @@ class _StopString:
 
 
 class StopMatcher:
-    """Finds the first stop string in a growing text. Holds back text that may be the beginning of one.
+    """Finds the first stop string in a growing text. Holds back text that may be the beginning of
+    one.
 
-    Of several matches, the one that ends first counts (of these the longest). So the outcome does not depend on how
-    tokens divide the text. A match may begin only in the text after the first `min_tokens` tokens. The time is
-    proportional to the text's length.
+    Of several matches, the one that ends first counts (of these the longest). So the outcome does
+    not depend on how tokens divide the text. A match may begin only in the text after the first
+    `min_tokens` tokens. The time is proportional to the text's length.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0):
         """`stops`: at least one, none empty. `include`: the match itself stays in the text."""
-        self._stops, self._include, self._min_tokens = [_StopString(stop) for stop in stops], include, min_tokens
+        self._stops = [_StopString(stop) for stop in stops]
+        self._include = include
+        self._min_tokens = min_tokens
         # Held text: these pieces, without the first `_begin` characters of the first one.
         self._pieces: deque[str] = deque()
         self._begin = 0
@@ -389,22 +453,26 @@ class StopMatcher:
     def push(self, piece: str) -> str:
         """Takes the text of one more token. Returns the text that may be sent.
 
-        After a match, `found` is the stop string, the text before it has been returned, and `tokens` is the count of
-        tokens needed. No further call is allowed.
+        After a match, `found` is the stop string, the text before it has been returned, and
+        `tokens` is the count of tokens needed. No further call is allowed.
         """
         self.tokens += 1
         return piece if self.tokens <= self._min_tokens else self._scan(piece)
 
     def end(self, rest: str) -> str:
-        """The reply is over: takes the rest of the detokenizer's text. Returns all held text, or the part before a stop
-        string."""
+        """The reply is over: takes the rest of the detokenizer's text. Returns all held text, or
+        the part before a stop string."""
         text = self._scan(rest) if self.tokens > self._min_tokens else rest
         return text if self.matched else text + self._say(self._held)
 
     def _scan(self, piece: str) -> str:
         if not piece:
             return ""
-        ends = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.read(piece)) is not None]
+        ends = [
+            (end, -len(stop.text), stop.text)
+            for stop in self._stops
+            if (end := stop.read(piece)) is not None
+        ]
         if ends:
             end, _, self.found = min(ends)
             text = self._say(self._held) + piece[:end]
@@ -418,7 +486,8 @@ class StopMatcher:
         said = []
         self._held -= count
         while count:
-            piece, begin = self._pieces[0], self._begin
+            piece = self._pieces[0]
+            begin = self._begin
             said.append(piece[begin : begin + count])
             count -= len(said[-1])
             self._begin += len(said[-1])

@@ -1,11 +1,12 @@
-"""The model that Triton Inference Server's python backend runs. For Triton's clients it takes the HTTP process's place.
+"""The model that Triton Inference Server's python backend runs. For Triton's clients it takes the
+HTTP process's place.
 
-    execute -> read_inputs -> RequestBuilder -> EngineClient -> engine's process -> Reply -> one response for each
-    wake-up
+    execute -> read_inputs -> RequestBuilder -> EngineClient -> engine's process -> Reply -> one
+    response for each wake-up
 
-The engine's loop runs in a child process and gets the HTTP process's messages. Triton calls from its own thread; all
-other code here runs on an event loop in a separate thread. Bodies, prompts, histories, stop strings and texts use the
-HTTP process's classes, so both have the same rules.
+The engine's loop runs in a child process and gets the HTTP process's messages. Triton calls from
+its own thread; all other code here runs on an event loop in a separate thread. Bodies, prompts,
+histories, stop strings and texts use the HTTP process's classes, so both have the same rules.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from .tensors import Tensors, TritonInputs, end_tensors, piece_tensors, read_inp
 
 log = logging.getLogger(__name__)
 
-COMMAND = "engine_command"  # a parameter in config.pbtxt: JSON, the words of the engine's command line
+# a parameter in config.pbtxt: JSON, the words of the engine's command line
+COMMAND = "engine_command"
 ENDED = "the engine's process has ended with status {}; the log says why"
 CANCEL_CHECK_S = 0.1
 METRICS_INTERVAL_S = 1.0
@@ -55,16 +57,20 @@ class TritonPythonModel:
     """The class that the backend looks up. One instance serves any number of requests at a time."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Starts the engine and waits until it serves. Raises TritonModelException with the fault."""
+        """Starts the engine and waits until it serves. Raises TritonModelException with the
+        fault."""
         parameters = json.loads(args["model_config"])["parameters"]
-        self._name, self._finalizing = args["model_name"], False
+        self._name = args["model_name"]
+        self._finalizing = False
         self._process, connection = start_engine(json.loads(parameters[COMMAND]["string_value"]))
         settings, ready = self._greeting(connection), self._greeting(connection)
         assert isinstance(settings, TritonSettings) and isinstance(ready, Ready)
         configure_logging(settings.log_format, settings.log_level)
         self._settings = settings
         self._event_loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._event_loop.run_forever, name="triton-model", daemon=True)
+        self._thread = threading.Thread(
+            target=self._event_loop.run_forever, name="triton-model", daemon=True
+        )
         self._thread.start()
         try:
             self._desk = self._run(open_desk(connection, settings, ready)).result()
@@ -72,7 +78,8 @@ class TritonPythonModel:
             self._process.kill()
             self._stop()
             raise triton.TritonModelException(str(error)) from error
-        self._run(self._unload_without_engine()).add_done_callback(Future.result)  # a fault is logged
+        # a fault is logged
+        self._run(self._unload_without_engine()).add_done_callback(Future.result)
 
     def is_ready(self) -> bool:
         """Answers Triton's readiness check; only some versions make it."""
@@ -81,7 +88,8 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Responses are sent later, through each request's sender."""
         for request in requests:
-            self._run(self._desk.answer(request)).add_done_callback(Future.result)  # a fault is logged
+            # a fault is logged
+            self._run(self._desk.answer(request)).add_done_callback(Future.result)
 
     def finalize(self) -> None:
         """Lets the engine finish its requests within its time limit, then ends it."""
@@ -91,13 +99,16 @@ class TritonPythonModel:
         try:
             self._process.wait(self._settings.end_seconds)
         except subprocess.TimeoutExpired:
-            log.error("the engine has not ended after %g s: it is killed", self._settings.end_seconds)
+            log.error(
+                "the engine has not ended after %g s: it is killed", self._settings.end_seconds
+            )
             self._process.kill()
         closing.result()
         self._stop()
 
     async def _unload_without_engine(self) -> None:
-        """Makes the model unready if the engine ends by itself, where Triton's mode allows the model to be unloaded."""
+        """Makes the model unready if the engine ends by itself, where Triton's mode allows the
+        model to be unloaded."""
         await self._desk.engine_ended()
         if self._finalizing:
             return
@@ -127,11 +138,15 @@ class TritonPythonModel:
 
 
 def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts the engine's process and waits until it, or its rank 0, connects to a socket in a directory of this user.
+    """Starts the engine's process and waits until it, or its rank 0, connects to a socket in a
+    directory of this user.
 
     The process logs to this process's log. Raises TritonModelException if it ends first.
     """
-    with tempfile.TemporaryDirectory(prefix="pensieve-") as directory, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        tempfile.TemporaryDirectory(prefix="pensieve-") as directory,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         path = str(Path(directory, "engine"))
         listener.bind(path)
         listener.listen()
@@ -145,8 +160,11 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
         return process, Connection(accepted.detach())
 
 
-async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> TritonFrontend:
-    """Called on the event loop that runs everything below. SettingError if the histories cannot be used."""
+async def open_desk(
+    connection: Connection, settings: TritonSettings, ready: Ready
+) -> TritonFrontend:
+    """Called on the event loop that runs everything below. SettingError if the histories cannot be
+    used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
     quota = settings.max_conversations_per_owner
     store = HistoryStore(settings.histories, settings.history_ttl, quota, settings.server)
@@ -156,14 +174,20 @@ async def open_desk(connection: Connection, settings: TritonSettings, ready: Rea
 class TritonFrontend:
     """Takes requests, answers them, and ends those whose clients leave. Runs on the event loop."""
 
-    def __init__(self, client: EngineClient, ready: Ready, tokenizer: Tokenizer | None, store: HistoryStore):
-        self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, ready.chunk_tokens
+    def __init__(
+        self, client: EngineClient, ready: Ready, tokenizer: Tokenizer | None, store: HistoryStore
+    ):
+        self._client = client
+        self._tokenizer = tokenizer
+        self._chunk_tokens = ready.chunk_tokens
         self._histories = TurnManager(store, client.tell, client.forget, tokenizer)
         self._histories.expire_in_background()
         self._calls = RequestBuilder(ready, tokenizer, self._histories, client.new_id)
         self._visits: dict[TritonRequest, asyncio.Task[None] | None] = {}
         self._metrics = TritonMetrics()
-        self._watches = [asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)]
+        self._watches = [
+            asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)
+        ]
         for watch in self._watches:
             watch.add_done_callback(_log_fault)
 
@@ -193,7 +217,8 @@ class TritonFrontend:
         try:
             if visit.asks_to_stop:
                 self._cancel(visit.id)
-                raise ClientGone  # TensorRT-LLM's model answers this request like the ones that it ends
+                # TensorRT-LLM's model answers this request like the ones that it ends
+                raise ClientGone
             await self._serve(visit)
         except RequestError as error:
             visit.refuse(error.message, ERRORS.get(error.status, "INTERNAL"))
@@ -216,7 +241,8 @@ class TritonFrontend:
     async def _reply(
         self, visit: TritonRequest, asked: TritonInputs, call: GenerationCall, replies: list[Reply]
     ) -> None:
-        """Fills `replies` with the reply. With `streaming` each wake-up sends one response; otherwise there is one."""
+        """Fills `replies` with the reply. With `streaming` each wake-up sends one response;
+        otherwise there is one."""
         if visit.stopped:  # stopped while its prompt was checked
             raise ClientGone
         (request,) = call.requests
@@ -235,7 +261,8 @@ class TritonFrontend:
                     break
                 if call.stream and (text or tokens):
                     visit.send(piece_tensors(text, tokens))
-                    text, tokens = "", []
+                    text = ""
+                    tokens = []
             now = time.perf_counter()
             await call.commit(replies)
             end = end_tensors(asked, call, reply, self._chunk_tokens, now)
@@ -281,7 +308,8 @@ ERRORS = {
 
 
 class TritonRequest:
-    """A request from Triton, with the sender of its responses. `arrived`: time.perf_counter's seconds."""
+    """A request from Triton, with the sender of its responses. `arrived`: time.perf_counter's
+    seconds."""
 
     def __init__(self, request: Any):
         self.arrived = time.perf_counter()
@@ -329,7 +357,8 @@ class TritonRequest:
 class TritonMetrics:
     """Our metrics among Triton's own, under the names in the HTTP process's /metrics.
 
-    A histogram's samples are counters here: Triton cannot use its buckets, and queries ask for them by name.
+    A histogram's samples are counters here: Triton cannot use its buckets, and queries ask for them
+    by name.
     """
 
     def __init__(self) -> None:
@@ -349,10 +378,14 @@ class TritonMetrics:
                     metric.set(sample.value) if gauge else metric.increment(sample.value - before)
                     self._told[key] = sample.value
 
-    def _add(self, key: tuple[str, tuple[tuple[str, str], ...]], description: str, gauge: bool) -> Any:
+    def _add(
+        self, key: tuple[str, tuple[tuple[str, str], ...]], description: str, gauge: bool
+    ) -> Any:
         name, labels = key
         if name not in self._families:
             kind = triton.MetricFamily.GAUGE if gauge else triton.MetricFamily.COUNTER
-            self._families[name] = triton.MetricFamily(name=name, description=description, kind=kind)
+            self._families[name] = triton.MetricFamily(
+                name=name, description=description, kind=kind
+            )
         self._metrics[key] = self._families[name].Metric(labels=dict(labels))
         return self._metrics[key]

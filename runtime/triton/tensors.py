@@ -1,7 +1,8 @@
-"""The tensors of Triton's clients: reads inputs into a completion's body, and writes a reply as output tensors.
+"""The tensors of Triton's clients: reads inputs into a completion's body, and writes a reply as
+output tensors.
 
-Names, types and meanings are those of TensorRT-LLM's llmapi model if it has them. `input_ids`, `output_ids`,
-`conversation_id`, `history` and a few sampling parameters are ours.
+Names, types and meanings are those of TensorRT-LLM's llmapi model if it has them. `input_ids`,
+`output_ids`, `conversation_id`, `history` and a few sampling parameters are ours.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np
 
 
 class Input(NamedTuple):
-    """`field`: the field of `CompletionBody` that gets its value; None: none. `several`: any number of values, not
-    one."""
+    """`field`: the field of `CompletionBody` that gets its value; None: none. `several`: any number
+    of values, not one."""
 
     type: str
     field: str | None = None
@@ -58,7 +59,8 @@ INPUTS = {
     "return_stop_reason": Input("BOOL"),
     "return_cumulative_logprob": Input("BOOL"),
 }
-"""All are optional for Triton. A missing one gets the completion body's default, or is refused by name."""
+"""All are optional for Triton. A missing one gets the completion body's default, or is refused by
+name."""
 
 OUTPUTS = {
     "text_output": "STRING",
@@ -92,16 +94,23 @@ class TritonInputs:
 
 
 def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonInputs:
-    """`sequence`: Triton's sequence id, "" for none; it names the conversation unless `conversation_id` does.
+    """`sequence`: Triton's sequence id, "" for none; it names the conversation unless
+    `conversation_id` does.
 
     Raises RequestError (400) for requests that HTTP would refuse too.
     """
     if "text_input" in tensors and "input_ids" in tensors:
-        raise RequestError(400, "text_input and input_ids are two prompts: send one of them", "input_ids")
+        raise RequestError(
+            400, "text_input and input_ids are two prompts: send one of them", "input_ids"
+        )
     if "text_input" not in tensors and "input_ids" not in tensors:
         raise RequestError(400, "there is no prompt: send text_input or input_ids", "text_input")
     values = {name: read_value(name, tensor) for name, tensor in tensors.items()}
-    fields = {INPUTS[name].field: value for name, value in values.items() if INPUTS[name].field is not None}
+    fields = {
+        INPUTS[name].field: value
+        for name, value in values.items()
+        if INPUTS[name].field is not None
+    }
     if sequence:
         fields.setdefault("conversation", sequence)
     with_logprob = values.get("return_cumulative_logprob", False)
@@ -118,8 +127,8 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonInput
 
 
 def read_value(name: str, tensor: np.ndarray) -> Any:
-    """Returns the one value of an input (Triton ensures that there is one), or the list of all values if there may be
-    several.
+    """Returns the one value of an input (Triton ensures that there is one), or the list of all
+    values if there may be several.
 
     Raises RequestError (400) for bytes that are not text.
     """
@@ -138,11 +147,14 @@ def piece_tensors(text: str, tokens: list[int]) -> Tensors:
     return _tensors(text_output=text.encode(), output_ids=tokens)
 
 
-def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
-    """The requested tensors about the whole reply. `now`: time of its last token, time.perf_counter's seconds.
+def end_tensors(
+    asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float
+) -> Tensors:
+    """The requested tensors about the whole reply. `now`: time of its last token,
+    time.perf_counter's seconds.
 
-    Blocks are chunks. A chunk of the prompt was reused if it had KV for all of its tokens in some tier. Reused and new
-    chunks together hold the KV of prompt and reply; the last token has none.
+    Blocks are chunks. A chunk of the prompt was reused if it had KV for all of its tokens in some
+    tier. Reused and new chunks together hold the KV of prompt and reply; the last token has none.
     """
     tensors: Tensors = {}
     if asked.finish_reason:
@@ -152,8 +164,10 @@ def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_t
     if asked.cumulative_logprob:
         tensors |= _tensors(cumulative_logprob=sum(entry.logprob for entry in reply.logprobs))
     if asked.perf_metrics:
-        prompt, cached = len(reply.request.prompt), reply.sources.cached
-        blocks, reused = -(-prompt // chunk_tokens), cached // chunk_tokens
+        prompt = len(reply.request.prompt)
+        cached = reply.sources.cached
+        blocks = -(-prompt // chunk_tokens)
+        reused = cached // chunk_tokens
         held = -(-(prompt + len(reply.tokens) - 1) // chunk_tokens)
         tensors |= _tensors(
             kv_cache_reused_block=reused,
@@ -170,7 +184,10 @@ def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_t
 
 
 def _tensors(**values: Any) -> Tensors:
-    return {name: np.array(value, dtype=DTYPES[OUTPUTS[name]], ndmin=1) for name, value in values.items()}
+    return {
+        name: np.array(value, dtype=DTYPES[OUTPUTS[name]], ndmin=1)
+        for name, value in values.items()
+    }
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -16,8 +16,8 @@ NEVER = -inf
 
 
 class OrderedSet(OrderedDict["Chunk", None]):
-    """A set in insertion order. Its first element is found and removed in constant time (with a plain dict it is
-    not)."""
+    """A set in insertion order. Its first element is found and removed in constant time (with a
+    plain dict it is not)."""
 
     def add(self, chunk: Chunk) -> None:
         self[chunk] = None
@@ -35,23 +35,28 @@ class ChunkSet(Protocol):
 
 
 class Move:
-    """A spill or promotion in progress. `chunk` is None after the chunk was dropped: then the move owns both slots."""
+    """A spill or promotion in progress. `chunk` is None after the chunk was dropped: then the move
+    owns both slots."""
 
     __slots__ = ("chunk", "disk", "host", "key", "spills")
 
     def __init__(self, chunk: Chunk, key: ChunkKey, host: int, disk: int, spills: bool):
         self.chunk: Chunk | None = chunk
         self.key = key
-        self.host, self.disk, self.spills = host, disk, spills
+        self.host = host
+        self.disk = disk
+        self.spills = spills
 
 
 class Group:
-    """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at any time."""
+    """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at
+    any time."""
 
     __slots__ = ("_last", "_sorted", "chunks", "number", "stamp")
 
     def __init__(self, number: int, stamp: float):
-        self.number, self.stamp = number, stamp
+        self.number = number
+        self.stamp = stamp
         self.chunks: dict[Chunk, None] = {}
         self._sorted, self._last = True, 0
 
@@ -72,12 +77,14 @@ class Group:
         """The first `most` chunks by position."""
         if not self._sorted:
             self.chunks = dict.fromkeys(sorted(self.chunks, key=attrgetter("end")))
-            self._sorted, self._last = True, next(reversed(self.chunks)).end
+            self._sorted = True
+            self._last = next(reversed(self.chunks)).end
         return list(islice(self.chunks, most))
 
 
 class Claims(NamedTuple):
-    """Counts of the conversations that claim one chunk: all, the pinned ones, and those over their owners' quotas."""
+    """Counts of the conversations that claim one chunk: all, the pinned ones, and those over their
+    owners' quotas."""
 
     claims: int
     pins: int = 0
@@ -89,20 +96,25 @@ class Chunk:
     tokens          leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
     gpu, host, disk
                     its slot in the tier, or NO_SLOT; several may be valid at once
-    moving          disk work in progress for the chunk, not reported yet; it has slots of its own (see `Move`)
+    moving          disk work in progress for the chunk, not reported yet; it has slots of its own
+                    (see `Move`)
     users, claims   rows that hold the chunk; conversations that claim it
-    pins            pinned conversations among the claims: the chunk is evicted last, unless all of the claims are over
-                    quota
+    pins            pinned conversations among the claims: the chunk is evicted last, unless all of
+                    the claims are over quota
     over_quota      conversations over their owners' quotas among the claims
-    past_window     the chunk's context has outgrown its window: if this chunk is lost, the whole context is recomputed
-    queue_places    places of the requests in the queue that wait for the chunk, ascending. It is evicted after unpinned
-                    chunks that no request waits for; among such chunks, those of the last request go first
-    copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: chunks of
+    past_window     the chunk's context has outgrown its window: if this chunk is lost, the whole
+                    context is recomputed
+    queue_places    places of the requests in the queue that wait for the chunk, ascending. It is
+                    evicted after unpinned chunks that no request waits for; among such chunks,
+                    those of the last request go first
+    copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for
+    that copy: chunks of
                     turns that have just ended are the most valuable
-    loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the slot holds no data
-                    yet
+    loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the
+                    slot holds no data yet
     victim_set      the set of victims that contains it; victim_group: its group in that set
-    refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the chunk is not copied
+    refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the
+    chunk is not copied
                     when its GPU slot is needed
     created, dropped_at
                     times at which it was made and last dropped

@@ -11,15 +11,18 @@ from ..context_window import ContextWindow
 from ..types import ChunkKey, Tokens
 
 NO_KEY = ChunkKey(b"")
-"""Stands for chunks before a context's start, which do not exist, and for keys that do not count. No chunk has this
-key."""
+"""Stands for chunks before a context's start, which do not exist, and for keys that do not count.
+No chunk has this key."""
 
 
 @lru_cache(maxsize=256)
 def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
-    """The key before the first chunk: a digest of the salt and of everything except the tokens that changes KV."""
+    """The key before the first chunk: a digest of the salt and of everything except the tokens that
+    changes KV."""
     parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)
-    return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
+    return ChunkKey(
+        hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+    )
 
 
 def chunk_key(previous: ChunkKey, tokens: Tokens, start: int, end: int) -> ChunkKey:
@@ -27,21 +30,28 @@ def chunk_key(previous: ChunkKey, tokens: Tokens, start: int, end: int) -> Chunk
 
 
 class ChunkKeys:
-    """Makes the keys of a context, listed by the index of their chunks. Before the context's start the list holds
-    NO_KEY.
+    """Makes the keys of a context, listed by the index of their chunks. Before the context's start
+    the list holds NO_KEY.
 
-    `windows`: None, or the rules of context overflow. They enter a key chain at the first chunk whose KV they change.
+    `windows`: None, or the rules of context overflow. They enter a key chain at the first chunk
+    whose KV they change.
     """
 
     def __init__(self, seed: bytes, chunk_tokens: int, windows: ContextWindow | None):
-        self._seed, self._size, self._windows = seed, chunk_tokens, windows
+        self._seed = seed
+        self._size = chunk_tokens
+        self._windows = windows
 
-    def extend(self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: Tokens, end: int) -> None:
-        """Extends `keys`, the keys of a context (perhaps empty), to its full chunks up to position `end`."""
+    def extend(
+        self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: Tokens, end: int
+    ) -> None:
+        """Extends `keys`, the keys of a context (perhaps empty), to its full chunks up to position
+        `end`."""
         size, windows = self._size, self._windows
         begin = context_start // size
         keys += [NO_KEY] * (begin - len(keys))
-        moved = -1 if windows is None else windows.end(context_start) // size  # the first chunk that sees less
+        # the first chunk that sees less
+        moved = -1 if windows is None else windows.end(context_start) // size
         for index in range(len(keys), end // size):
             previous = keys[-1] if index > begin else self._root(salt, context_start)
             if index == moved:
@@ -49,14 +59,20 @@ class ChunkKeys:
             keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
 
     def first(self, context_start: int, salt: bytes, tokens: Tokens) -> ChunkKey:
-        """The key of the first chunk of a context that begins at `context_start`; `tokens` fill at least that chunk."""
-        return chunk_key(self._root(salt, context_start), tokens, context_start, context_start + self._size)
+        """The key of the first chunk of a context that begins at `context_start`; `tokens` fill at
+        least that chunk."""
+        return chunk_key(
+            self._root(salt, context_start), tokens, context_start, context_start + self._size
+        )
 
     def all(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """Makes the keys of a log's full chunks for every possible context start, one by one: their number grows with
-        the square of the log's length. Yields NO_KEY for those in its first `shared` tokens."""
+        """Makes the keys of a log's full chunks for every possible context start, one by one: their
+        number grows with the square of the log's length. Yields NO_KEY for those in its first
+        `shared` tokens."""
         size = self._size
-        for context_start in range(0, self.first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
+        for context_start in range(
+            0, self.first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1
+        ):
             keys: list[ChunkKey] = []
             done = max(context_start, shared) // size
             for end in range(context_start + size, len(tokens) // size * size + 1, size):

@@ -1,8 +1,9 @@
 """The chunk store: flat and content-addressed (docs/design/chunk-store.md).
 
-The key of a full chunk hashes its whole prefix, so chunks looked up one by one are found even when leading ones are
-gone, and contexts with the same prefix share them. A keyed chunk is never written again. A chunk without a key is
-private: it is being computed, it is an unfilled tail, or it was computed twice side by side.
+The key of a full chunk hashes its whole prefix, so chunks looked up one by one are found even when
+leading ones are gone, and contexts with the same prefix share them. A keyed chunk is never written
+again. A chunk without a key is private: it is being computed, it is an unfilled tail, or it was
+computed twice side by side.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ from .victim_sets import VictimSet
 class ChunkStore:
     """Every chunk that is resident or claimed, its slots, and the sets of victims.
 
-    reclaimable     idle on the GPU, and the slot is free to take: a HOST copy exists, or cannot be made
-    uncopied        idle on the GPU without a copy on HOST, or with one that is only on its way to DISK
+    reclaimable     idle on the GPU, and the slot is free to take: a HOST copy exists, or cannot be
+                    made
+    uncopied        idle on the GPU without a copy on HOST, or with one that is only on its way to
+                    DISK
     host_only       idle and only on HOST
-    host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to take
+    host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to
+                    take
     disk_only       idle and only on DISK
-    busy_copied     in use on the GPU, with a copy on HOST: its loss costs only another copy; the oldest first
-    disk_copies     on DISK and on the GPU, the latest last; such a chunk is also in its set of victims
+    busy_copied     in use on the GPU, with a copy on HOST: its loss costs only another copy; the
+                    oldest first
+    disk_copies     on DISK and on the GPU, the latest last; such a chunk is also in its set of
+                    victims
     pending         keys that a row is computing, with the row's epoch
     completed       copies known to be complete on the device, and the last applied step
     now             time of the latest plan, seconds; drops are stamped with it
@@ -58,15 +64,19 @@ class ChunkStore:
         self.now = 0.0
         self.bad_copies = self.dropped = self.regret_tokens = 0
         self._copies_may_fail = config.copies_may_fail
-        self._copied_out: dict[int, Chunk] = {}  # by HOST slot, if copies may fail: the last chunk copied there
+        # by HOST slot, if copies may fail: the last chunk copied there
+        self._copied_out: dict[int, Chunk] = {}
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
-        """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be dropped), else None."""
+        """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
+        dropped), else None."""
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
-        self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
+        self._most_forgotten = (
+            4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
+        )
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
         self._last_stamp = 0.0
@@ -88,17 +98,24 @@ class ChunkStore:
 
     @property
     def obtainable(self) -> int:
-        """GPU slots that can be taken at all, including those whose only copy must be moved or dropped first."""
+        """GPU slots that can be taken at all, including those whose only copy must be moved or
+        dropped first."""
         return self.available + len(self.uncopied)
 
     def slot_counts(self) -> dict[str, dict[str, int]]:
-        """Slots by tier and content. `copy`: the chunk is in a higher tier too. `moving`: being written or read (HOST),
-        or written (DISK)."""
-        gpu, host, host_only = self.gpu, self.host, len(self.host_only) + len(self.host_spare)
+        """Slots by tier and content. `copy`: the chunk is in a higher tier too. `moving`: being
+        written or read (HOST), or written (DISK)."""
+        gpu = self.gpu
+        host = self.host
+        host_only = len(self.host_only) + len(self.host_spare)
         idle = {"free": gpu.free, "reclaimable": len(self.reclaimable), "idle": len(self.uncopied)}
         counts = {
             "gpu": {**idle, "in_use": gpu.count - sum(idle.values())},
-            "host": {"free": host.free, "copy": host.count - host.free - host_only, "idle": host_only},
+            "host": {
+                "free": host.free,
+                "copy": host.count - host.free - host_only,
+                "idle": host_only,
+            },
         }
         if self._has_disk:
             host_moving = self.disk.host_slots_moving()
@@ -128,10 +145,11 @@ class ChunkStore:
         return chunk
 
     def publish(self, chunk: Chunk, key: ChunkKey) -> Chunk:
-        """Gives the private, now full chunk its key. Returns the chunk that its row holds from now on.
+        """Gives the private, now full chunk its key. Returns the chunk that its row holds from now
+        on.
 
-        The first owner of a key keeps it. If that owner has lost its GPU slot, it takes over this chunk's slot;
-        otherwise this chunk stays private until its row leaves.
+        The first owner of a key keeps it. If that owner has lost its GPU slot, it takes over this
+        chunk's slot; otherwise this chunk stays private until its row leaves.
         """
         chunk.tokens = self._chunk_tokens
         owner = self._by_key.get(key)
@@ -145,7 +163,8 @@ class ChunkStore:
             return chunk
         if not owner.resident:
             self._regret(owner.dropped_at)
-        owner.gpu, chunk.gpu = chunk.gpu, NO_SLOT
+        owner.gpu = chunk.gpu
+        chunk.gpu = NO_SLOT
         owner.users += 1
         owner.last_active = max(owner.last_active, chunk.last_active)
         del self._private[chunk]
@@ -160,8 +179,8 @@ class ChunkStore:
             self.file(chunk)
 
     def unpin(self, chunks: Iterable[Chunk], step: int, now: float) -> None:
-        """One row fewer holds the chunks. `step`: the last launched step with that row; it may still use their GPU
-        slots."""
+        """One row fewer holds the chunks. `step`: the last launched step with that row; it may
+        still use their GPU slots."""
         computed = self.gpu.last[Lane.COMPUTE]
         for chunk in chunks:
             if chunk.users <= 0:
@@ -199,22 +218,24 @@ class ChunkStore:
             self.file(chunk)
 
     def change_over_quota(self, chunk: Chunk, by: int) -> None:
-        """`by`: 1 if a conversation that claims the chunk goes over its owner's quota, -1 if it is within the quota
-        again."""
+        """`by`: 1 if a conversation that claims the chunk goes over its owner's quota, -1 if it is
+        within the quota again."""
         chunk.over_quota += by
         chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
     def mark_past_window(self, chunk: Chunk) -> None:
-        """The context has outgrown its window: the chunk now weighs as much as its others, to be evicted with them."""
+        """The context has outgrown its window: the chunk now weighs as much as its others, to be
+        evicted with them."""
         if not chunk.past_window:
             chunk.past_window = True
             if not chunk.users:
                 self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float, place: QueuePlace | None = None) -> None:
-        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on."""
+        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from
+        now on."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
         if place is not None:
@@ -230,8 +251,8 @@ class ChunkStore:
             self.file(chunk)
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Makes chunks of the records that an earlier process left on DISK. Called before anything is stored. Of two
-        records with one key the first counts.
+        """Makes chunks of the records that an earlier process left on DISK. Called before anything
+        is stored. Of two records with one key the first counts.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
@@ -242,25 +263,30 @@ class ChunkStore:
                 self.disk.release(record.slot, record.key)
                 continue
             chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
-            chunk.key, chunk.tokens, chunk.disk = record.key, self._chunk_tokens, record.slot
+            chunk.key = record.key
+            chunk.tokens = self._chunk_tokens
+            chunk.disk = record.slot
             self._by_key[record.key] = chunk
             self.file(chunk)
 
     def stamp(self, now: float) -> float:
-        """Returns `now`, moved up slightly if it is not later than the last stamp: each turn has its own stamp."""
+        """Returns `now`, moved up slightly if it is not later than the last stamp: each turn has
+        its own stamp."""
         self._last_stamp = max(now, self._last_stamp + 1e-6)
         return self._last_stamp
 
     # -- loading from HOST
 
     def begin_loads(self, chunks: Iterable[Chunk]) -> None:
-        """Reserves a free GPU slot for each of the chunks, which are on HOST. The caller has made room."""
+        """Reserves a free GPU slot for each of the chunks, which are on HOST. The caller has made
+        room."""
         for chunk in chunks:
-            chunk.gpu, chunk.loading = self.gpu.take(), True
+            chunk.gpu = self.gpu.take()
+            chunk.loading = True
 
     def loads_issued(self, chunks: Iterable[Chunk]) -> None:
-        """This plan copies the chunks to their GPU slots. A tail gives up its HOST copy, because its row will append to
-        it."""
+        """This plan copies the chunks to their GPU slots. A tail gives up its HOST copy, because
+        its row will append to it."""
         for chunk in chunks:
             chunk.loading = False
             if chunk.key is None:
@@ -268,7 +294,8 @@ class ChunkStore:
             self.file(chunk)
 
     def cancel_loads(self, chunks: Iterable[Chunk]) -> None:
-        """Returns the reserved GPU slots. The chunks enter a set of victims when their row releases them."""
+        """Returns the reserved GPU slots. The chunks enter a set of victims when their row releases
+        them."""
         for chunk in chunks:
             chunk.loading = False
             self.gpu.give(chunk.gpu)
@@ -286,7 +313,8 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
-        """Does what `release_gpu` does, for idle chunks of one group. Returns how many of them are dropped."""
+        """Does what `release_gpu` does, for idle chunks of one group. Returns how many of them are
+        dropped."""
         for chunk in victims:
             self.gpu.give(chunk.gpu)
             chunk.gpu = NO_SLOT
@@ -314,10 +342,11 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
-        """Makes the GPU slots of the chunks, which are of one group of `uncopied`, free to take: the chunks have been
-        copied, or HOST has refused them."""
+        """Makes the GPU slots of the chunks, which are of one group of `uncopied`, free to take:
+        the chunks have been copied, or HOST has refused them."""
         for chunk in chunks:
-            chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
+            chunk.refused_by_host = chunk.host == NO_SLOT
+            chunk.copied_for_disk = False
         self.uncopied.move(chunks, self.reclaimable)
 
     def release_host(self, chunk: Chunk) -> None:
@@ -341,8 +370,9 @@ class ChunkStore:
         self.file(chunk)
 
     def drop_bad_copies(self, host_slots: Iterable[int]) -> None:
-        """Drops the failed copies in these HOST slots. If a later chunk's copy to a slot has just begun, it is dropped
-        as well. A chunk that was copied to make room on the GPU is not copied again before its next use."""
+        """Drops the failed copies in these HOST slots. If a later chunk's copy to a slot has just
+        begun, it is dropped as well. A chunk that was copied to make room on the GPU is not copied
+        again before its next use."""
         for slot in host_slots:
             chunk = self._copied_out[slot]
             if chunk.host == slot:
@@ -362,8 +392,8 @@ class ChunkStore:
         chunk.disk = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
-        """Does what `release_host` does, for a copy that this plan's swap-in still reads. Nothing else in this plan may take the
-        slot."""
+        """Does what `release_host` does, for a copy that this plan's swap-in still reads. Nothing
+        else in this plan may take the slot."""
         self._late_host_slots.append(chunk.host)
         chunk.host = NO_SLOT
         self.file(chunk)
@@ -377,7 +407,8 @@ class ChunkStore:
     def drop(self, chunk: Chunk) -> None:
         """Removes an idle chunk from every tier."""
         chunk.copied_for_disk = False
-        move, chunk.moving = chunk.moving, None
+        move = chunk.moving
+        chunk.moving = None
         if move is not None:  # the move keeps both slots until it ends
             self.disk.abandon(move)
             if move.spills:
@@ -396,8 +427,8 @@ class ChunkStore:
         self._count_if_dropped(chunk)
 
     def delete(self, key: ChunkKey) -> None:
-        """Drops the key's chunk, unless a conversation claims it. If a row holds it, it stays on the GPU and HOST; its
-        records are deleted at once."""
+        """Drops the key's chunk, unless a conversation claims it. If a row holds it, it stays on
+        the GPU and HOST; its records are deleted at once."""
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
@@ -410,7 +441,12 @@ class ChunkStore:
             self.release_disk(chunk)
 
     def _count_if_dropped(self, chunk: Chunk) -> None:
-        if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.disk == NO_SLOT and chunk.users == 0:
+        if (
+            chunk.gpu == NO_SLOT
+            and chunk.host == NO_SLOT
+            and chunk.disk == NO_SLOT
+            and chunk.users == 0
+        ):
             self.dropped += bool(chunk.tokens)
             chunk.dropped_at = self.now
             if not chunk.claims:
@@ -446,7 +482,8 @@ class ChunkStore:
         self.file(chunk)
 
     def report_disk(self, result: StepResult, now: float) -> None:
-        """Applies the result's reports of disk work: chunks get the slots that were written or read for them."""
+        """Applies the result's reports of disk work: chunks get the slots that were written or read
+        for them."""
         for move, succeeded in self.disk.report(result, now):
             chunk = move.chunk
             if chunk is None:
@@ -467,7 +504,8 @@ class ChunkStore:
         self.file(chunk)
 
     def _promoted(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
-        """Ends a read. If it failed, the record is given up, and a chunk that is in no other tier is dropped."""
+        """Ends a read. If it failed, the record is given up, and a chunk that is in no other tier
+        is dropped."""
         if succeeded and chunk.host == NO_SLOT:
             chunk.host = move.host
         else:  # the read failed, or the chunk was recomputed and copied out meanwhile
@@ -480,7 +518,8 @@ class ChunkStore:
     # -- sets of victims
 
     def file(self, chunk: Chunk) -> None:
-        """Puts the chunk into the set that fits its state. Called after every change of the state."""
+        """Puts the chunk into the set that fits its state. Called after every change of the
+        state."""
         victim_set: ChunkSet | None = None
         if chunk.gpu == NO_SLOT:
             if not chunk.users and chunk.moving is None:
@@ -489,9 +528,17 @@ class ChunkStore:
                 elif chunk.disk != NO_SLOT:
                     victim_set = self.disk_only
         elif chunk.users:
-            if chunk.host != NO_SLOT and not (chunk.loading or chunk.copied_for_disk) and chunk.moving is None:
+            if (
+                chunk.host != NO_SLOT
+                and not (chunk.loading or chunk.copied_for_disk)
+                and chunk.moving is None
+            ):
                 victim_set = self.busy_copied
-        elif (chunk.host != NO_SLOT and not chunk.copied_for_disk) or chunk.refused_by_host or not self.host.count:
+        elif (
+            (chunk.host != NO_SLOT and not chunk.copied_for_disk)
+            or chunk.refused_by_host
+            or not self.host.count
+        ):
             victim_set = self.reclaimable
         else:
             victim_set = self.uncopied

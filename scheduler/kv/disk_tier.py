@@ -1,13 +1,15 @@
 """The third tier: slots on DISK, and the work that fills and reads them (docs/design/disk.md).
 
-Disk work is on no lane: it begins with the plan that contains it and may take many steps. Until a result reports its
-end, its target slot belongs to the work and not to the chunk:
+Disk work is on no lane: it begins with the plan that contains it and may take many steps. Until a
+result reports its end, its target slot belongs to the work and not to the chunk:
 
-    spill       HOST slot (the chunk's own; may be read) -> DISK slot (the work's; the chunk's own once it is written)
-    promotion   DISK slot (the chunk's own) -> HOST slot (the work's; the chunk's own once it is read and verified)
+    spill       HOST slot (the chunk's own; may be read) -> DISK slot (the work's; the chunk's own
+                once it is written)
+    promotion   DISK slot (the chunk's own) -> HOST slot (the work's; the chunk's own once it is
+                read and verified)
 
-So all slots of a chunk are valid, and the device never waits for the disk. A chunk that is dropped meanwhile leaves all
-its slots to the work, which frees them at its end.
+So all slots of a chunk are valid, and the device never waits for the disk. A chunk that is dropped
+meanwhile leaves all its slots to the work, which frees them at its end.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .chunk import NO_SLOT, Chunk, Move
 from .slots import SlotPool
 
 BACKOFF_S = 5.0
-"""Seconds without new spills after a failed write: a full or broken disk is not tried in every step."""
+"""Seconds without new spills after a failed write: a full or broken disk is not tried in every
+step."""
 
 
 class SlotState(Enum):
@@ -48,15 +51,17 @@ class SlotState(Enum):
 
 
 class DiskTier:
-    """The state of every DISK slot, the moves in progress, and the disk work of the plan being built.
+    """The state of every DISK slot, the moves in progress, and the disk work of the plan being
+    built.
 
-    The slot of a deleted chunk must be erased: after a power failure only an erased record is certainly gone. Until a
-    slot is erased or overwritten it may hold records of former chunks. These chunks may be deleted later, so their keys
-    are kept.
+    The slot of a deleted chunk must be erased: after a power failure only an erased record is
+    certainly gone. Until a slot is erased or overwritten it may hold records of former chunks.
+    These chunks may be deleted later, so their keys are kept.
 
     spilled, promoted, failed_writes, failed_reads, erased
                 chunks since the start
-    deleted     erasures since the start that a deleted chunk needs: one for each slot that may hold its record
+    deleted     erasures since the start that a deleted chunk needs: one for each slot that may hold
+                its record
     paused_until
                 time before which nothing is spilled, seconds
     """
@@ -73,7 +78,8 @@ class DiskTier:
         self._released: dict[int, None] = {}  # the slots RELEASED, the latest last
         self._delete: list[int] = []  # the slots DELETE
         self._erasing: deque[tuple[int, tuple[int, ...]]] = deque()  # the slots ERASING, by step
-        self._must_erase: dict[int, list[int]] = {}  # slots in any state, with the numbers of their erasures
+        # slots in any state, with the numbers of their erasures
+        self._must_erase: dict[int, list[int]] = {}
         self._erasures: OrderedDict[int, int] = OrderedDict()  # the same by number, ascending
         self._refused: list[int] = []  # a heap: numbers of the erasures that the disk refused
         self._overwritten: set[int] = set()  # slots WRITING over the record of a deleted chunk
@@ -92,13 +98,15 @@ class DiskTier:
         return self.pool.free + len(self._released)
 
     def take(self) -> int:
-        """Returns a slot, first one that was just given up. The caller makes sure that there is room."""
+        """Returns a slot, first one that was just given up. The caller makes sure that there is
+        room."""
         slot = self._released.popitem()[0] if self._released else self.pool.take()
         self._states[slot] = SlotState.VALID
         return slot
 
     def release(self, slot: int, key: ChunkKey) -> None:
-        """The key's chunk gives the slot up. The slot may still hold its record until it is erased or overwritten."""
+        """The key's chunk gives the slot up. The slot may still hold its record until it is erased
+        or overwritten."""
         self._remember(slot, key)
         if slot in self._must_erase:
             self._states[slot] = SlotState.DELETE
@@ -119,10 +127,12 @@ class DiskTier:
                 del self._former_slots[key]
 
     def delete(self, key: ChunkKey, chunk: Chunk | None) -> None:
-        """Deletes the key's chunk, if there is one: every slot that holds, receives or may hold its record must be
-        erased."""
+        """Deletes the key's chunk, if there is one: every slot that holds, receives or may hold its
+        record must be erased."""
         former = self._former_slots.get(key, [])
-        own = NO_SLOT if chunk is None else chunk.disk if chunk.moving is None else chunk.moving.disk
+        own = (
+            NO_SLOT if chunk is None else chunk.disk if chunk.moving is None else chunk.moving.disk
+        )
         for slot in dict.fromkeys((*former, own)):
             if slot == NO_SLOT:
                 continue
@@ -141,19 +151,23 @@ class DiskTier:
 
     @property
     def erased_up_to(self) -> int:
-        """Erasures are numbered by `deleted`. All up to this number have ended: done, or refused."""
+        """Erasures are numbered by `deleted`. All up to this number have ended: done, or
+        refused."""
         return next(iter(self._erasures), self.deleted + 1) - 1
 
     def refused(self, after: int, up_to: int) -> bool:
-        """True if the disk refused one of the erasures above number `after` and up to `up_to`. No caller asks for
-        `after` and earlier ones again."""
+        """True if the disk refused one of the erasures above number `after` and up to `up_to`. No
+        caller asks for `after` and earlier ones again."""
         while self._refused and self._refused[0] <= after:
             heappop(self._refused)
         return bool(self._refused) and self._refused[0] <= up_to
 
     def host_slots_moving(self) -> int:
-        """HOST slots in use by moves alone: read into, or spilled from a chunk that is not on the GPU."""
-        return sum(not m.spills or m.chunk is None or m.chunk.gpu == NO_SLOT for m in self._moves.values())
+        """HOST slots in use by moves alone: read into, or spilled from a chunk that is not on the
+        GPU."""
+        return sum(
+            not m.spills or m.chunk is None or m.chunk.gpu == NO_SLOT for m in self._moves.values()
+        )
 
     # -- work
 
@@ -187,8 +201,11 @@ class DiskTier:
         move.chunk = None
         self._remember(move.disk, move.key)
 
-    def hand_over(self, step: int) -> tuple[tuple[Spill, ...], tuple[Promotion, ...], tuple[int, ...]]:
-        """Returns the disk work for the plan of this step: spills, promotions and slots to erase."""
+    def hand_over(
+        self, step: int
+    ) -> tuple[tuple[Spill, ...], tuple[Promotion, ...], tuple[int, ...]]:
+        """Returns the disk work for the plan of this step: spills, promotions and slots to
+        erase."""
         erased = (*self._delete, *self._released)
         if erased:
             self._erasing.append((step, erased))
@@ -205,8 +222,8 @@ class DiskTier:
     # -- reports
 
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
-        """Frees the slots that the result's plan erased. Yields each move that has ended, and whether it succeeded. The
-        caller files its chunk before it takes the next."""
+        """Frees the slots that the result's plan erased. Yields each move that has ended, and
+        whether it succeeded. The caller files its chunk before it takes the next."""
         self._erase_failed.update(result.erase_failed)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
@@ -262,7 +279,8 @@ class DiskTier:
         return move
 
     def wanted(self, slot: int, chunk: Chunk) -> bool:
-        """Returns whether the record of a move that has ended may stay. It must be erased in two cases:
+        """Returns whether the record of a move that has ended may stay. It must be erased in two
+        cases:
 
         * Its chunk was deleted during the move, and no conversation has claimed the chunk since.
         * It overwrote the record of a chunk that was deleted during the move. Only erasing makes
@@ -275,12 +293,15 @@ class DiskTier:
     # -- records of an earlier process
 
     def take_slots(self, slots: Iterable[int]) -> None:
-        """Takes slots that hold records of an earlier process. Raises InvariantError for a slot that does not exist or
-        comes twice."""
+        """Takes slots that hold records of an earlier process. Raises InvariantError for a slot
+        that does not exist or comes twice."""
         taken: dict[int, None] = {}
         for slot in slots:
             if not 0 <= slot < self.count or slot in taken:
-                raise InvariantError(f"a record is in DISK slot {slot}, as another is, or there are only {self.count}")
+                raise InvariantError(
+                    f"a record is in DISK slot {slot}, as another is, or there are only "
+                    f"{self.count}"
+                )
             taken[slot] = None
             self._states[slot] = SlotState.VALID
         self.pool.take_all(taken)
@@ -288,8 +309,8 @@ class DiskTier:
     # -- checks
 
     def check(self, chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
-        """Returns the HOST and DISK slots that are taken but belong to no chunk. Raises InvariantError if chunks, moves
-        and states disagree."""
+        """Returns the HOST and DISK slots that are taken but belong to no chunk. Raises
+        InvariantError if chunks, moves and states disagree."""
         chunks = list(chunks)
         moving = {chunk.moving: chunk for chunk in chunks if chunk.moving is not None}
         host: list[int] = []
@@ -305,25 +326,49 @@ class DiskTier:
                 host.append(move.host)
             if move.spills or chunk is None:
                 own.append(move.disk)
-        counts = sum(move.spills for move in self._moves.values()), sum(not m.spills for m in self._moves.values())
+        counts = (
+            sum(move.spills for move in self._moves.values()),
+            sum(not m.spills for m in self._moves.values()),
+        )
         if moving or counts != (self.writing, self.reading):
-            raise InvariantError("a chunk is moving without work for the disk, or the work is counted wrongly")
-        listed = {slot: SlotState.WRITING if move.spills else SlotState.READING for slot, move in self._moves.items()}
-        listed |= dict.fromkeys(self._released, SlotState.RELEASED) | dict.fromkeys(self._delete, SlotState.DELETE)
+            raise InvariantError(
+                "a chunk is moving without work for the disk, or the work is counted wrongly"
+            )
+        listed = {
+            slot: SlotState.WRITING if move.spills else SlotState.READING
+            for slot, move in self._moves.items()
+        }
+        listed |= dict.fromkeys(self._released, SlotState.RELEASED) | dict.fromkeys(
+            self._delete, SlotState.DELETE
+        )
         for _, slots in self._erasing:
             listed |= dict.fromkeys(slots, SlotState.ERASING)
-        if {n: slot for slot, numbers in self._must_erase.items() for n in numbers} != dict(self._erasures):
-            raise InvariantError("the slots that must be erased and the numbers of their erasures disagree")
+        if {n: slot for slot, numbers in self._must_erase.items() for n in numbers} != dict(
+            self._erasures
+        ):
+            raise InvariantError(
+                "the slots that must be erased and the numbers of their erasures disagree"
+            )
         if not self._overwritten <= self._must_erase.keys():
-            raise InvariantError("a spill overwrites the record of a deleted chunk, and its slot need not be erased")
+            raise InvariantError(
+                "a spill overwrites the record of a deleted chunk, and its slot need not be erased"
+            )
         bad = [slot for slot, state in enumerate(self._states) if state is SlotState.BAD]
         idle = (SlotState.FREE, SlotState.VALID, SlotState.BAD)
         if listed != {slot: state for slot, state in enumerate(self._states) if state not in idle}:
             raise InvariantError("the state of a DISK slot is not that of its list")
         valid = {chunk.disk for chunk in chunks if chunk.disk != NO_SLOT and chunk.moving is None}
         if valid != {slot for slot, state in enumerate(self._states) if state is SlotState.VALID}:
-            raise InvariantError("a chunk has a DISK slot that is not VALID, or a VALID slot has no chunk")
+            raise InvariantError(
+                "a chunk has a DISK slot that is not VALID, or a VALID slot has no chunk"
+            )
         if not self._former_keys.keys() <= {*listed, *bad}:
-            raise InvariantError("a DISK slot that is free, or a chunk's, may hold the record of another chunk")
-        taken = [slot for slot, state in listed.items() if state not in (SlotState.WRITING, SlotState.READING)]
+            raise InvariantError(
+                "a DISK slot that is free, or a chunk's, may hold the record of another chunk"
+            )
+        taken = [
+            slot
+            for slot, state in listed.items()
+            if state not in (SlotState.WRITING, SlotState.READING)
+        ]
         return host, [*own, *taken, *bad]

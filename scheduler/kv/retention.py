@@ -1,10 +1,11 @@
 """The order in which idle chunks are evicted: LRU, by retention value, or FIFO for comparison.
 
-Value V = weight / T: T is the time since the conversation was last active. With LRU all weights are equal. In retention
-value (Pensieve, section 4.3.1) the weight is Cost(l) times the conversations that claim the chunk. The order of values
-changes as time passes, so a heap of values becomes wrong. But among chunks of one weight the order is that of last
-activity, at any time. So chunks are in classes of (nearly) equal weight, an eighth of an octave wide, and in each class
-in groups of one stamp, mostly one turn's. Victims are found by groups: the oldest ones of all classes are compared.
+Value V = weight / T: T is the time since the conversation was last active. With LRU all weights are
+equal. In retention value (Pensieve, section 4.3.1) the weight is Cost(l) times the conversations
+that claim the chunk. The order of values changes as time passes, so a heap of values becomes wrong.
+But among chunks of one weight the order is that of last activity, at any time. So chunks are in
+classes of (nearly) equal weight, an eighth of an octave wide, and in each class in groups of one
+stamp, mostly one turn's. Victims are found by groups: the oldest ones of all classes are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .chunk import Chunk
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
-AWAITED_CLASS = 96 * CLASSES_PER_OCTAVE  # 2**96: outweighs any cost, any idle time and any place in the queue
+# 2**96: outweighs any cost, any idle time and any place in the queue
+AWAITED_CLASS = 96 * CLASSES_PER_OCTAVE
 PINNED_CLASS = 2 * AWAITED_CLASS
 MOST_PRIORITY = 2**10  # priorities beyond +-1,024 count as these for the order of victims
 ARRIVALS = 2**32  # places in the queue of one priority
@@ -27,17 +29,19 @@ ARRIVALS = 2**32  # places in the queue of one priority
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """weigh        chunks weigh Cost(l) x claims; otherwise all weigh the same and only their stamps decide
+    """weigh        chunks weigh Cost(l) x claims; otherwise all weigh the same and only their
+    stamps decide
     by_age          stamps are the first computation (FIFO) instead of the last activity
-    whole           a victim takes its whole turn's chunks along, as in systems that evict by conversation
+    whole           a victim takes its whole turn's chunks along, as in systems that evict by
+                    conversation
     sees_queue      chunks that requests in the queue wait for are evicted last
 
-    Order of eviction: with `quotas`, chunks that only conversations over quota claim, pinned or not;
-    then chunks that no request waits for; then those that requests in the queue wait for, the last
-    request's first; then those of pinned conversations. A chunk over quota that a request waits for
-    counts as waited for. (CachedAttention, section 3.3.2, exempts awaited chunks.)
-    A context that has outgrown its window is evicted whole before the next one is touched: all of
-    its chunks weigh as much as its last ones, so one turn's are one group (docs/design/overflow.md).
+    Order of eviction: with `quotas`, chunks that only conversations over quota claim, pinned or
+    not; then chunks that no request waits for; then those that requests in the queue wait for, the
+    last request's first; then those of pinned conversations. A chunk over quota that a request
+    waits for counts as waited for. (CachedAttention, section 3.3.2, exempts awaited chunks.) A
+    context that has outgrown its window is evicted whole before the next one is touched: all of its
+    chunks weigh as much as its last ones, so one turn's are one group (docs/design/overflow.md).
     """
 
     cost: CostProfile
@@ -50,7 +54,8 @@ class EvictionPolicy:
     """Weight classes of chunks with one claim and no pin, by the chunks' ends; filled on demand."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        if chunk.queue_places and self.sees_queue:  # before any cost: the place in the queue decides
+        # before any cost: the place in the queue decides
+        if chunk.queue_places and self.sees_queue:
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.past_window else chunk.end
         number = self.cost_classes.get(end)
@@ -58,13 +63,15 @@ class EvictionPolicy:
             number = self.cost_classes[end] = eighths(self.cost.recompute(end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
-        if self.quotas and chunk.over_quota == chunk.claims and chunk.key is not None:  # a tail is never claimed
+        # a tail is never claimed
+        if self.quotas and chunk.over_quota == chunk.claims and chunk.key is not None:
             return number - AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
         if chunk.queue_places and self.sees_queue:
-            priority, arrival = chunk.queue_places[0]  # a later place in the queue counts as longer idle
+            # a later place in the queue counts as longer idle
+            priority, arrival = chunk.queue_places[0]
             rank = MOST_PRIORITY + max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
             return -float(rank * ARRIVALS + arrival)
         return chunk.created if self.by_age else chunk.last_active
@@ -75,7 +82,9 @@ class EvictionPolicy:
 
     def value(self, chunk: Chunk, now: float) -> float:
         """V, in seconds of recomputation per second idle."""
-        return class_weight(self.weight_class(chunk)) / max(now - self.stamp(chunk), SHORTEST_IDLE_S)
+        return class_weight(self.weight_class(chunk)) / max(
+            now - self.stamp(chunk), SHORTEST_IDLE_S
+        )
 
 
 @cache

@@ -1,8 +1,8 @@
 """One tier's slots: a free list, and for every slot the last work that reads or writes it.
 
-Nothing here waits. A slot may be given away while a step or a copy still uses it; its next user waits *on the device*
-for the tickets recorded here (docs/design/chunk-store.md). The free list is first in, first out, so those tickets are
-mostly complete when a slot is taken again.
+Nothing here waits. A slot may be given away while a step or a copy still uses it; its next user
+waits *on the device* for the tickets recorded here (docs/design/chunk-store.md). The free list is
+first in, first out, so those tickets are mostly complete when a slot is taken again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int:
-        """Returns the slot that has been free for longest. The caller makes sure that there is one."""
+        """Returns the slot that has been free for longest. The caller makes sure that there is
+        one."""
         return self._free.popleft()
 
     def give(self, slot: int) -> None:
@@ -41,10 +42,15 @@ class SlotPool:
     def next_is_quiet(self, completed: Tickets) -> bool:
         """True if no unconfirmed copy uses the slot that `take` would return."""
         slot = self._free[0]
-        return self.last[Lane.IN][slot] <= completed.swap_in and self.last[Lane.OUT][slot] <= completed.swap_out
+        return (
+            self.last[Lane.IN][slot] <= completed.swap_in
+            and self.last[Lane.OUT][slot] <= completed.swap_out
+        )
 
     def check(self, owned: Iterable[int]) -> None:
         """Checks that every slot is free or owned, once. Raises InvariantError."""
         everything = [*self._free, *owned]
         if len(everything) != self.count or len(set(everything)) != self.count:
-            raise InvariantError(f"{self.count} slots, but free and owned together are {sorted(everything)}")
+            raise InvariantError(
+                f"{self.count} slots, but free and owned together are {sorted(everything)}"
+            )

@@ -1,4 +1,5 @@
-"""Counts for metrics: evictions by tier and reason, load-or-recompute decisions, and all of them together."""
+"""Counts for metrics: evictions by tier and reason, load-or-recompute decisions, and all of them
+together."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ class EvictionStats:
     host_dropped    left HOST and were in no other tier
     disk_copies     left DISK, but not the tiers above
     disk_dropped    left DISK and were in no other tier
-    value, of_value the value V of the latest chunk that left the GPU or was dropped, and the number of such
-                    chunks in a row with this value that `by_value` does not count yet: victims come in groups of one
-                    value
+    value, of_value the value V of the latest chunk that left the GPU or was dropped, and the number
+    of such
+                    chunks in a row with this value that `by_value` does not count yet: victims come
+                    in groups of one value
     value_sum       sum of all their values
     """
 
@@ -74,8 +76,16 @@ class EvictionStats:
 
     def by_tier_and_reason(self) -> dict[str, dict[str, int]]:
         return {
-            "gpu": {"reclaimed": self.gpu_reclaimed, "moved": self.gpu_moved, "dropped": self.gpu_dropped},
-            "host": {"copy": self.host_copies, "reclaimed": self.host_reclaimed, "dropped": self.host_dropped},
+            "gpu": {
+                "reclaimed": self.gpu_reclaimed,
+                "moved": self.gpu_moved,
+                "dropped": self.gpu_dropped,
+            },
+            "host": {
+                "copy": self.host_copies,
+                "reclaimed": self.host_reclaimed,
+                "dropped": self.host_dropped,
+            },
             "disk": {"copy": self.disk_copies, "dropped": self.disk_dropped},
         }
 
@@ -98,7 +108,8 @@ class Choice:
 
 
 class LoadOrRecomputeStats:
-    """Counts chunks on HOST that were loaded, or recomputed instead, with the predicted seconds of both ways.
+    """Counts chunks on HOST that were loaded, or recomputed instead, with the predicted seconds of
+    both ways.
 
     Metrics show the link's real times (`pensieve:kv_link_seconds`) next to the predictions.
     """
@@ -114,7 +125,10 @@ class LoadOrRecomputeStats:
     def by_choice(self) -> dict[str, dict[str, float]]:
         """{"load" or "recompute": {"chunks", "load", "recompute"}}."""
         made = {"load": self._loaded, "recompute": self._recomputed}
-        return {name: {part: getattr(choice, part) for part in Choice.__slots__} for name, choice in made.items()}
+        return {
+            name: {part: getattr(choice, part) for part in Choice.__slots__}
+            for name, choice in made.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Sets of idle chunks that find their least and most valuable members at any time (see `retention`)."""
+"""Sets of idle chunks that find their least and most valuable members at any time (see
+`retention`)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .retention import SHORTEST_IDLE_S, EvictionPolicy, class_weight
 
 
 class _WeightClass:
-    """The groups of one weight by their stamps. `stamps` lists these in ascending order. No group is empty."""
+    """The groups of one weight by their stamps. `stamps` lists these in ascending order. No group
+    is empty."""
 
     __slots__ = ("groups", "stamps", "weight")
 
@@ -24,8 +26,8 @@ class _WeightClass:
 class VictimSet:
     """A set of chunks that finds its least or most valuable members at any time.
 
-    Members keep the class and stamp that they were filed with: a chunk is filed again when its claims or activity
-    change. A chunk is in at most one such set.
+    Members keep the class and stamp that they were filed with: a chunk is filed again when its
+    claims or activity change. A chunk is in at most one such set.
     """
 
     def __init__(self, policy: EvictionPolicy):
@@ -50,7 +52,9 @@ class VictimSet:
 
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, or files it again if its class or stamp has changed."""
-        number, stamp, group = self._policy.weight_class(chunk), self._policy.stamp(chunk), chunk.victim_group
+        number = self._policy.weight_class(chunk)
+        stamp = self._policy.stamp(chunk)
+        group = chunk.victim_group
         if group is not None:
             if group.stamp == stamp and group.number == number:
                 return
@@ -63,11 +67,12 @@ class VictimSet:
         self._count += 1
 
     def move(self, chunks: Sequence[Chunk], target: VictimSet | None) -> None:
-        """Moves members of one group, in order of position, to another set, or removes them (None). Faster than one by
-        one."""
+        """Moves members of one group, in order of position, to another set, or removes them (None).
+        Faster than one by one."""
         if not chunks:
             return
-        group, new = chunks[0].victim_group, None
+        group = chunks[0].victim_group
+        new = None
         assert group is not None
         if target is not None:
             new = target._open(group.number, group.stamp)
@@ -75,7 +80,8 @@ class VictimSet:
             target._count += len(chunks)
         for chunk in chunks:
             del group.chunks[chunk]
-            chunk.victim_set, chunk.victim_group = target, new
+            chunk.victim_set = target
+            chunk.victim_group = new
         self._count -= len(chunks)
         if not group.chunks:
             self._close(group)
@@ -92,7 +98,8 @@ class VictimSet:
 
     def discard(self, chunk: Chunk) -> None:
         """Removes the chunk, which must be a member."""
-        group, chunk.victim_group = chunk.victim_group, None
+        group = chunk.victim_group
+        chunk.victim_group = None
         assert group is not None
         del group.chunks[chunk]
         self._count -= 1
@@ -107,33 +114,39 @@ class VictimSet:
             del self._classes[group.number]
 
     def extreme(self, now: float, most: bool) -> tuple[float, Group]:
-        """Returns the lowest (or highest) V at `now` and the group that has it. The set must not be empty.
+        """Returns the lowest (or highest) V at `now` and the group that has it. The set must not be
+        empty.
 
-        In a class that is the group with the oldest (or latest) stamp, so one group of each class is compared.
+        In a class that is the group with the oldest (or latest) stamp, so one group of each class
+        is compared.
         """
         end, sign = (-1, -1.0) if most else (0, 1.0)
-        best, found = inf, None
+        best = inf
+        found = None
         for weight_class in self._classes.values():
             stamp = weight_class.stamps[end]
             value = sign * weight_class.weight / max(now - stamp, SHORTEST_IDLE_S)
             if value < best:
-                best, found = value, weight_class.groups[stamp]
+                best = value
+                found = weight_class.groups[stamp]
         assert found is not None
         return sign * best, found
 
 
 class Head:
-    """The next victims of a set at one time. The caller looks repeatedly and takes them out of the set."""
+    """The next victims of a set at one time. The caller looks repeatedly and takes them out of the
+    set."""
 
     def __init__(self, members: VictimSet, now: float, descending: bool = False):
         self._members = members
-        self._now, self._descending = now, descending
+        self._now = now
+        self._descending = descending
         self._group: Group | None = None
         self.value = 0.0
 
     def peek(self, most: int) -> list[Chunk]:
-        """Returns at most `most` members of the lowest (or highest) V, the leading ones of one group; none if the set
-        is empty.
+        """Returns at most `most` members of the lowest (or highest) V, the leading ones of one
+        group; none if the set is empty.
 
         Afterwards `value` is their V. Calls return members of the same group until it is empty.
         """

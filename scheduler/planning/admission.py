@@ -21,12 +21,14 @@ from .queue_order import QueueOrder
 from .queues import RequestQueues
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
-MOST_TRIED = 64  # requests tried in one step: the history of each is looked up, and it is compared with the queue
+# requests tried in one step: the history of each is looked up, and it is compared with the queue
+MOST_TRIED = 64
 NEVER_FULL = 2**62  # the end of a window that never overflows
 
 
 class Admission:
-    """Lets requests join. `choices` counts loaded chunks and chunks that were recomputed instead."""
+    """Lets requests join. `choices` counts loaded chunks and chunks that were recomputed
+    instead."""
 
     def __init__(
         self,
@@ -40,18 +42,25 @@ class Admission:
         batcher: Batcher,
         windows: ContextWindow | None,
     ):
-        self._config, self._cost, self._windows = config, cost, windows
-        self._store, self._conversations, self._lookup = store, conversations, lookup
-        self._queues, self._order, self._batcher = queues, order, batcher
+        self._config = config
+        self._cost = cost
+        self._windows = windows
+        self._store = store
+        self._conversations = conversations
+        self._lookup = lookup
+        self._queues = queues
+        self._order = order
+        self._batcher = batcher
         self.choices = LoadOrRecomputeStats(cost)
         self._epochs = 0
-        self._too_large: tuple[Turn, int] | None = None  # the last request that did not fit, and `_epochs` then
+        # the last request that did not fit, and `_epochs` then
+        self._too_large: tuple[Turn, int] | None = None
 
     def admit(self, builder: PlanBuilder) -> None:
         """Seats rows whose history has nearly arrived, then lets requests join, in their order.
 
-        The swap-ins that this step waits for take no longer than the step itself; further chunks are loaded before
-        their row gets a seat.
+        The swap-ins that this step waits for take no longer than the step itself; further chunks
+        are loaded before their row gets a seat.
         """
         if not (self._queues.loading or self._queues.waiting):
             return
@@ -83,23 +92,29 @@ class Admission:
                 return
             self._order.joins(turn, work)
             link = self._load(self._reserve(turn, needs, builder), builder, link)
-            if builder.budget <= 0 or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs:
+            if (
+                builder.budget <= 0
+                or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs
+            ):
                 return
 
     def _needs_or_key(self, turn: Turn, builder: PlanBuilder) -> RequestNeeds | ChunkKey:
-        """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its chunks on DISK;
-        chunks that do not fit on HOST are computed instead."""
+        """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its
+        chunks on DISK; chunks that do not fit on HOST are computed instead."""
         conversation = self._conversations.of(turn.request)
         if turn.from_disk is None:
-            turn.from_disk = self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
+            turn.from_disk = (
+                self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
+            )
         needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
         if isinstance(needs, NeedsDisk):
-            # The turn's hits get its place in the queue too; otherwise they are evicted before its chunks on DISK are
-            # read.
+            # The turn's hits get its place in the queue too; otherwise they are evicted before its
+            # chunks on DISK are read.
             self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], builder.now)
             latest = None
             for chunk in needs.chunks:
-                # A chunk that was read and evicted is not read twice: HOST cannot keep it until the others are there.
+                # A chunk that was read and evicted is not read twice: HOST cannot keep it until the
+                # others are there.
                 begun = chunk.key not in turn.read and builder.evictor.promote(chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
@@ -116,12 +131,16 @@ class Admission:
         return needs
 
     def link_chunks(self, builder: PlanBuilder) -> int:
-        """Returns the number of chunks that the link copies in one direction while the step runs."""
-        step = self._cost.step(len(builder.token_ids), rows=len(builder.generate), rows_context=builder.rows_context())
+        """Returns the number of chunks that the link copies in one direction while the step
+        runs."""
+        step = self._cost.step(
+            len(builder.token_ids), rows=len(builder.generate), rows_context=builder.rows_context()
+        )
         return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
 
     def _surely_too_large(self, turn: Turn) -> bool:
-        """True if it did not fit at its last lookup, and there is still less room than it needed then.
+        """True if it did not fit at its last lookup, and there is still less room than it needed
+        then.
 
         If another request has joined since, the need is looked up again: the two may share chunks.
         """
@@ -130,7 +149,8 @@ class Admission:
         return self._store.available + self._queues.coming_free() < turn.wanted
 
     def _keep_for_later(self, turn: Turn, needs: RequestNeeds, builder: PlanBuilder) -> None:
-        """The first request of the queue must wait. Its conversation is active, so its hits are evicted last."""
+        """The first request of the queue must wait. Its conversation is active, so its hits are
+        evicted last."""
         if not turn.wanted:
             self._queues.await_chunks(turn, needs.chunks, builder.now)
         builder.wanted = turn.wanted = self._wanted(needs)
@@ -140,8 +160,10 @@ class Admission:
         return needs.new_slots + needs.idle_safe + self._config.reserved_chunks
 
     def _fits(self, needs: RequestNeeds) -> bool:
-        """True if there is room for all its slots and the reserve. With an empty batch the reserve may be used."""
-        store, needed = self._store, needs.new_slots
+        """True if there is room for all its slots and the reserve. With an empty batch the reserve
+        may be used."""
+        store = self._store
+        needed = needs.new_slots
         if self._queues.empty:
             return store.obtainable - needs.idle_safe - needs.idle_only >= needed
         if store.available + self._queues.coming_free() < self._wanted(needs):
@@ -150,7 +172,8 @@ class Admission:
 
     def _reserve(self, turn: Turn, needs: RequestNeeds, builder: PlanBuilder) -> RunningTurn:
         """Pins every hit, then takes a slot for every chunk that is loaded or computed."""
-        store, tail = self._store, needs.tail
+        store = self._store
+        tail = needs.tail
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # another row has computed the whole chunk
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
@@ -163,27 +186,36 @@ class Admission:
             for index, chunk in enumerate(needs.chunks, needs.first)
         ]
         self._epochs += 1
-        turn.context_start, turn.keys = needs.context_start, needs.keys[:]  # its own from now on
+        # its own from now on
+        turn.context_start = needs.context_start
+        turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
-        row = RunningTurn(turn, self._epochs, needs.first, chunks, needs.spans, needs.loads, window_end)
+        row = RunningTurn(
+            turn, self._epochs, needs.first, chunks, needs.spans, needs.loads, window_end
+        )
         if tail is not None:
             tail.tokens = needs.tail_tokens
             self._take_tail(turn, tail)
-        turn.tail, turn.waiting_for, turn.wanted = None, None, 0
+        turn.tail = None
+        turn.waiting_for = None
+        turn.wanted = 0
         if turn.usage is None:
             turn.usage = needs.usage
         if self._config.reuse:
             keyed = [*zip(turn.keys[needs.first :], needs.chunks, strict=False)]
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
-            self.choices.note(needs.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
+            self.choices.note(
+                needs.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT)
+            )
             store.pending.update(dict.fromkeys(row.pending, row.id.epoch))
         insort(self._queues.loading, row, key=lambda row: row.order)
         return row
 
     def _take_tail(self, turn: Turn, tail: Chunk) -> None:
-        """The tail now belongs to the row. The row will append to it, so the tail gives up its copy on HOST."""
+        """The tail now belongs to the row. The row will append to it, so the tail gives up its copy
+        on HOST."""
         if tail is not turn.tail:
             conversation = self._conversations.of(turn.request)
             assert conversation is not None and conversation.tail is tail
@@ -198,10 +230,11 @@ class Admission:
             self._store.release_gpu(tail)
 
     def _load(self, row: RunningTurn, builder: PlanBuilder, link: int) -> int:
-        """Issues the row's swap-ins, `link` chunks at most, and seats the row if these are all. Returns the rest of
-        `link`.
+        """Issues the row's swap-ins, `link` chunks at most, and seats the row if these are all.
+        Returns the rest of `link`.
 
-        If the batch is empty otherwise, all chunks of the row load at once: no other row is delayed.
+        If the batch is empty otherwise, all chunks of the row load at once: no other row is
+        delayed.
         """
         gated = len(row.loads) <= link or not (self._queues.rows or builder.tokens)
         lane = builder.copies.gated if gated else builder.copies.early
@@ -228,7 +261,8 @@ class Admission:
 def _join(row: RunningTurn) -> Join:
     """Includes the tokens so far if the next token depends on them."""
     request, tokens = row.turn.request, row.turn.tokens
-    sampling, may_end = request.sampling, len(request.prompt) + request.min_tokens
+    sampling = request.sampling
+    may_end = len(request.prompt) + request.min_tokens
     return Join(
         row.seat,
         row.id,

@@ -1,4 +1,5 @@
-"""The tokens of a step: rows that generate, spans of prompts, and suspensions (docs/design/scheduling.md)."""
+"""The tokens of a step: rows that generate, spans of prompts, and suspensions
+(docs/design/scheduling.md)."""
 
 from __future__ import annotations
 
@@ -28,20 +29,32 @@ class Batcher:
         queues: RequestQueues,
         windows: ContextWindow | None,
     ):
-        self._config, self._cost, self._store, self._queues, self._windows = config, cost, store, queues, windows
+        self._config = config
+        self._cost = cost
+        self._store = store
+        self._queues = queues
+        self._windows = windows
         self.drafting = Drafting(config, store, queues)
 
     # -- generation
 
     def plan_generation(self, builder: PlanBuilder) -> None:
-        """Plans one token, and drafts, for each row that is past its prompt, in row order. Takes slots when a row needs
-        them. A row whose drafts are worth it skips a step: until its newest token is known."""
-        step, generate, positions, samples = builder.step, builder.generate, builder.positions, builder.samples
-        generating, checked = False, list[RowId]()
+        """Plans one token, and drafts, for each row that is past its prompt, in row order. Takes
+        slots when a row needs them. A row whose drafts are worth it skips a step: until its newest
+        token is known."""
+        step, generate, positions, samples = (
+            builder.step,
+            builder.generate,
+            builder.positions,
+            builder.samples,
+        )
+        generating = False
+        checked = list[RowId]()
         for row in tuple(self._queues.rows):
             if row.spans or row.leaving or row.position > row.last_position:
                 continue
-            generating, drafts = True, row.drafts
+            generating = True
+            drafts = row.drafts
             if (row.constrained or drafts is not None) and row.awaits_token:
                 if self.drafting.waits(row, builder):
                     continue
@@ -65,35 +78,46 @@ class Batcher:
             self._limit(builder, self._config.target_ms_per_token / 1e3)
 
     def _limit(self, builder: PlanBuilder, seconds: float) -> None:
-        """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds` seconds, and to no
-        less than a chunk.
+        """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds`
+        seconds, and to no less than a chunk.
 
-        The budget is the tokens without context that fit. A token with context takes longer. It counts as more than
-        one if it takes longer than `seconds` divided by the budget. If a step's time grows at least in proportion to
-        its tokens, as measured steps' times do, no mixture is predicted to take longer than `seconds`.
+        The budget is the tokens without context that fit. A token with context takes longer. It
+        counts as more than one if it takes longer than `seconds` divided by the budget. If a step's
+        time grows at least in proportion to its tokens, as measured steps' times do, no mixture is
+        predicted to take longer than `seconds`.
         """
         if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
             return
-        cost, rows, least = self._cost, max(1, len(builder.samples)), self._config.chunk_tokens
+        cost = self._cost
+        rows = max(1, len(builder.samples))
+        least = self._config.chunk_tokens
         context = builder.rows_context() + 1
         fit = cost.most_tokens(seconds, builder.budget, rows, context)
-        builder.least, builder.budget = least + len(builder.token_ids), min(builder.budget, max(fit, least))
+        builder.least, builder.budget = (
+            least + len(builder.token_ids),
+            min(builder.budget, max(fit, least)),
+        )
         base = cost.step(0, 0, rows, context)
         if fit > least and seconds > base:
-            filled, free = cost.step(fit, 0, rows, context) - base, seconds - base
-            builder.weigh = lambda context: max(1.0, (filled + fit * cost.token_attention(context)) / free)
+            filled = cost.step(fit, 0, rows, context) - base
+            free = seconds - base
+            builder.weigh = lambda context: max(
+                1.0, (filled + fit * cost.token_attention(context)) / free
+            )
 
     def _extend(self, row: RunningTurn, builder: PlanBuilder, end: int) -> bool:
-        """Takes slots for the row's positions below `end`, or fewer if its window or the pool ends first. Returns False
-        if it took none.
+        """Takes slots for the row's positions below `end`, or fewer if its window or the pool ends
+        first. Returns False if it took none.
 
-        If the pool is short, a row is suspended, perhaps this one. The device learns of new chunks only when the row is
-        planned, because another row may lose its seat before this plan is complete.
+        If the pool is short, a row is suspended, perhaps this one. The device learns of new chunks
+        only when the row is planned, because another row may lose its seat before this plan is
+        complete.
         """
         position = row.first_without_slot
         if position == row.window_end and not self._move_on(row, builder):
             return False
-        first, end = len(row.chunks), min(end, row.window_end)
+        first = len(row.chunks)
+        end = min(end, row.window_end)
         while row.chunks[-1].end < end:
             if not self._store.obtainable:
                 self._suspend_for(builder)
@@ -112,18 +136,19 @@ class Batcher:
         return True
 
     def _move_on(self, row: RunningTurn, builder: PlanBuilder) -> bool:
-        """The row has filled its window. It now begins at the next window's start, and the chunks before that are
-        released.
+        """The row has filled its window. It now begins at the next window's start, and the chunks
+        before that are released.
 
             | released |   kept    |<- first_without_slot
             first      start       window_end        window_end after the move
 
-        Every launched step of the row must be applied before the move. Then its chunks have their keys, and no step in
-        flight begins at `first`.
+        Every launched step of the row must be applied before the move. Then its chunks have their
+        keys, and no step in flight begins at `first`.
         """
         if row.launched > builder.applied:
             return False
-        turn, windows = row.turn, self._windows
+        turn = row.turn
+        windows = self._windows
         assert windows is not None
         if windows.mode == RECOMPUTE:
             self._queues.unseat(row)
@@ -134,13 +159,16 @@ class Batcher:
         first = start // self._config.chunk_tokens
         gone = row.chunks[: first - row.first]
         self._queues.release(row, gone, None, builder.now)
-        row.first, row.chunks, row.moved = first, row.chunks[len(gone) :], True
+        row.first = first
+        row.chunks = row.chunks[len(gone) :]
+        row.moved = True
         row.window_end = windows.end(start)
         row.first_without_slot = min(row.chunks[-1].end, row.window_end)
         return True
 
     def send_chunks(self, row: RunningTurn, builder: PlanBuilder, first: int) -> None:
-        """Tells the device the row's chunks from number `first` on, or all of them if the row's start has moved."""
+        """Tells the device the row's chunks from number `first` on, or all of them if the row's
+        start has moved."""
         if row.moved:
             start = row.first * self._config.chunk_tokens
             assert self._windows is not None
@@ -151,8 +179,8 @@ class Batcher:
             builder.blocks.append(BlockUpdate(row.seat, first, slots))
 
     def _suspend_for(self, builder: PlanBuilder) -> None:
-        """Called for each missing slot. Suspends a row, unless enough slots are about to become free: the last row, in
-        order, of the owner with the most seats."""
+        """Called for each missing slot. Suspends a row, unless enough slots are about to become
+        free: the last row, in order, of the owner with the most seats."""
         builder.short += 1
         if builder.short <= self._queues.coming_free():
             return
@@ -166,29 +194,33 @@ class Batcher:
         elif len(staying) > 1:
             self._queues.suspend(last)
             self._queues.release_suspended(builder.applied, builder.now)
-        # no candidate: the others are leaving already, or wait for the confirmation of their reply's length
+        # no candidate: the others are leaving already, or wait for the confirmation of their
+        # reply's length
 
     # -- known tokens
 
     def plan_fair_spans(self, builder: PlanBuilder) -> None:
-        """Plans like `plan_spans`, but if several owners have prompts to compute, each gets an equal share of the budget.
+        """Plans like `plan_spans`, but if several owners have prompts to compute, each gets an
+        equal share of the budget.
 
         The rest of the budget is for requests that join, then for any row.
         """
-        rows, waiting = self._rows_with_spans(), self._queues.waiting
+        rows = self._rows_with_spans()
+        waiting = self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
         if len(owners) < 2:
             self.plan_spans(builder)
             return
         shares = dict.fromkeys(owners, -(-builder.budget // len(owners)))
         for row in rows:
-            owner, budget = row.turn.request.owner, builder.budget
+            owner = row.turn.request.owner
+            budget = builder.budget
             self.take_spans(row, builder, shares[owner])
             shares[owner] -= budget - builder.budget
 
     def plan_spans(self, builder: PlanBuilder) -> None:
-        """Plans pieces of prompts (and of dropped history), row by row in their order, until the token budget is used
-        up."""
+        """Plans pieces of prompts (and of dropped history), row by row in their order, until the
+        token budget is used up."""
         for row in self._rows_with_spans():
             self.take_spans(row, builder, builder.budget)
 
@@ -198,9 +230,15 @@ class Batcher:
     def take_spans(self, row: RunningTurn, builder: PlanBuilder, most: int) -> None:
         """Plans tokens of the row's spans for at most `most` of the budget."""
         least = max(0, builder.budget - most)
-        while row.spans and not row.leaving and (room := builder.room_for(row.spans[0], builder.budget - least)) > 0:
+        while (
+            row.spans
+            and not row.leaving
+            and (room := builder.room_for(row.spans[0], builder.budget - least)) > 0
+        ):
             start, end = row.spans[0].start, row.spans[0].end
-            if start >= row.first_without_slot and not self._extend(row, builder, min(end, start + room)):
+            if start >= row.first_without_slot and not self._extend(
+                row, builder, min(end, start + room)
+            ):
                 return
             row.launched = builder.step
             span = row.spans.popleft()._replace(seat=row.seat)

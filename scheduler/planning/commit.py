@@ -1,4 +1,5 @@
-"""Commits computed work: gives keys to full chunks and logs to conversations whose turns have ended."""
+"""Commits computed work: gives keys to full chunks and logs to conversations whose turns have
+ended."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Committer:
         prefetcher: Prefetcher,
     ):
         self._size, self._reuse = config.chunk_tokens, config.reuse
-        self._chunk_keys, self._store, self._conversations = chunk_keys, store, conversations
+        self._chunk_keys = chunk_keys
+        self._store = store
+        self._conversations = conversations
         self._prefetcher = prefetcher
 
     def on_computed(self, row: RunningTurn, start: int, end: int) -> None:
@@ -42,13 +45,18 @@ class Committer:
                 chunk.tokens = max(chunk.tokens, end - index * size)
 
     def publish_full(self, row: RunningTurn, index: int) -> None:
-        """Gives the row's full chunk of that index its key. For generated tokens the key is made here."""
+        """Gives the row's full chunk of that index its key. For generated tokens the key is made
+        here."""
         if not self._reuse:
             return
-        turn, size = row.turn, self._size
+        turn = row.turn
+        size = self._size
         if index == len(turn.keys):
-            self._chunk_keys.extend(turn.keys, turn.context_start, turn.request.salt, turn.tokens, (index + 1) * size)
-        key, place = turn.keys[index], index - row.first
+            self._chunk_keys.extend(
+                turn.keys, turn.context_start, turn.request.salt, turn.tokens, (index + 1) * size
+            )
+        key = turn.keys[index]
+        place = index - row.first
         if row.chunks[place].key is None:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
         if key in row.pending:
@@ -56,11 +64,16 @@ class Committer:
             del self._store.pending[key]
 
     def tail(self, row: RunningTurn, reply: int) -> Chunk | None:
-        """Returns the partly filled last chunk of a log of the prompt and `reply` tokens, or None if the row has not
-        computed it."""
+        """Returns the partly filled last chunk of a log of the prompt and `reply` tokens, or None
+        if the row has not computed it."""
         full, rest = divmod(len(row.turn.request.prompt) + reply - 1, self._size)
         place = full - row.first
-        if row.turn.request.conversation is None or not self._reuse or not rest or not 0 <= place < len(row.chunks):
+        if (
+            row.turn.request.conversation is None
+            or not self._reuse
+            or not rest
+            or not 0 <= place < len(row.chunks)
+        ):
             return None
         tail = row.chunks[place]
         if tail.key is not None:
@@ -69,12 +82,15 @@ class Committer:
         tail.tokens = min(tail.tokens, rest) if row.spans else rest
         return tail if tail.tokens else None
 
-    def commit(self, turn: Turn, row: RunningTurn | None, reply: int, tail: Chunk | None, now: float) -> None:
-        """The conversation's log becomes the prompt and the reply's tokens. The last token has no KV yet, unless the
-        reply was cut."""
+    def commit(
+        self, turn: Turn, row: RunningTurn | None, reply: int, tail: Chunk | None, now: float
+    ) -> None:
+        """The conversation's log becomes the prompt and the reply's tokens. The last token has no
+        KV yet, unless the reply was cut."""
         if turn.request.conversation is None:
             return
-        size, count = self._size, len(turn.request.prompt) + reply
+        size = self._size
+        count = len(turn.request.prompt) + reply
         keys = turn.keys[: (count if tail is None else count - 1) // size] if self._reuse else []
         first = self._chunk_keys.first_seen(count, turn.context_start) // size
         chunks = []
@@ -90,4 +106,6 @@ class Committer:
         log = Log(turn.tokens[:count], turn.context_start, keys, first, chunks, tail)
         self._conversations.commit(turn.request, log, now)
         hint = turn.request.expect_next_s
-        self._prefetcher.expect(turn.request.conversation, len(chunks), inf if hint is None else now + hint)
+        self._prefetcher.expect(
+            turn.request.conversation, len(chunks), inf if hint is None else now + hint
+        )

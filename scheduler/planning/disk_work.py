@@ -15,7 +15,8 @@ from .write_behind import WriteBehind
 
 
 class DiskWork:
-    """The scheduler's side of the disk: records of an earlier process, writes, deletions and each plan's work."""
+    """The scheduler's side of the disk: records of an earlier process, writes, deletions and each
+    plan's work."""
 
     def __init__(
         self,
@@ -25,35 +26,43 @@ class DiskWork:
         prefetcher: Prefetcher,
         write_behind: WriteBehind,
     ):
-        self._store, self._chunk_keys, self._deletions = store, chunk_keys, deletions
-        self._prefetcher, self._write_behind = prefetcher, write_behind
+        self._store = store
+        self._chunk_keys = chunk_keys
+        self._deletions = deletions
+        self._prefetcher = prefetcher
+        self._write_behind = write_behind
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Makes chunks of an earlier process's records, so that lookups find them. Called before the first request.
+        """Makes chunks of an earlier process's records, so that lookups find them. Called before
+        the first request.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
         self._store.adopt(records, now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """Yields the keys of a log's full chunks for every possible context start, and NO_KEY for those in its first
-        `shared` tokens. Their number grows with the square of the log's length, so they are made one by one."""
+        """Yields the keys of a log's full chunks for every possible context start, and NO_KEY for
+        those in its first `shared` tokens. Their number grows with the square of the log's length,
+        so they are made one by one."""
         return self._chunk_keys.all(tokens, salt, shared)
 
     def erase(self, keys: Iterable[ChunkKey]) -> None:
-        """Deletes like `Conversations.delete`, for a conversation that has not been active since the start: drops the chunks of
-        these keys, which are made one by one. A long log takes several plans."""
+        """Deletes like `Conversations.delete`, for a conversation that has not been active since
+        the start: drops the chunks of these keys, which are made one by one. A long log takes
+        several plans."""
         self._deletions.begin(self._deletions.drop(keys, units=2))
 
     def take_erased(self) -> list[bool]:
-        """Returns, for each `Conversations.delete` and `erase` that has ended since the last call, in their order,
-        whether all of the conversation's own records are erased on all ranks. False: the disk refused to erase one."""
+        """Returns, for each `Conversations.delete` and `erase` that has ended since the last call,
+        in their order, whether all of the conversation's own records are erased on all ranks.
+        False: the disk refused to erase one."""
         return self._deletions.take_ended()
 
     @property
     def saving(self) -> bool:
-        """True while chunks are on their way to DISK or records are to be erased. A process that must not lose KV, or
-        must not leave deleted KV on DISK, continues with plans and results until this is False."""
+        """True while chunks are on their way to DISK or records are to be erased. A process that
+        must not lose KV, or must not leave deleted KV on DISK, continues with plans and results
+        until this is False."""
         return self._write_behind.saving or self._deletions.busy
 
     @property
@@ -65,4 +74,6 @@ class DiskWork:
         """Adds the disk work that begins with this plan and runs beside its step."""
         self._prefetcher.plan(builder.evictor, builder.now)
         self._write_behind.plan(builder.evictor, builder.now)
-        builder.spills, builder.promotions, builder.erased = self._store.disk.hand_over(builder.step)
+        builder.spills, builder.promotions, builder.erased = self._store.disk.hand_over(
+            builder.step
+        )

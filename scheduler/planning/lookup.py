@@ -1,4 +1,5 @@
-"""The needs of one request: the tiers of its chunks, the chunks to load or compute, and the number of GPU slots.
+"""The needs of one request: the tiers of its chunks, the chunks to load or compute, and the number
+of GPU slots.
 
 A lookup changes no state. If the request fits, it later gets all its slots at once.
 """
@@ -30,14 +31,14 @@ class RequestNeeds:
     """context_start, keys
                   the context's start, and its keys from there on
     first         index of the chunk at which the row begins
-    chunks        from there to the end of the row's window: a resident chunk, or None for one to be computed into a new
-                  slot (later chunks get their slots later)
+    chunks        from there to the end of the row's window: a resident chunk, or None for one to be
+                  computed into a new slot (later chunks get their slots later)
     spans         the tokens to compute, ascending; the last one ends with the prompt and samples
     loads         those of `chunks` that are on HOST only
     tail          the tail among `chunks`, valid for `tail_tokens` tokens
     idle_safe, idle_only
-                  hits on the GPU that no row holds, with and without a copy: once pinned, their slots are not
-                  obtainable
+                  hits on the GPU that no row holds, with and without a copy: once pinned, their
+                  slots are not obtainable
     new_slots     GPU slots for the chunks that are loaded or computed
     usage         sources of the prompt's tokens that its last position sees
     """
@@ -63,8 +64,8 @@ class RequestNeeds:
 
 @dataclass(slots=True)
 class _View:
-    """A turn as seen from one context start. Its last position sees the positions from `seen` on; the row begins at
-    chunk `first` and has slots for `held` chunks."""
+    """A turn as seen from one context start. Its last position sees the positions from `seen` on;
+    the row begins at chunk `first` and has slots for `held` chunks."""
 
     turn: Turn
     conversation: Conversation | None
@@ -100,11 +101,12 @@ class CacheLookup:
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._reuse = reuse
-        self._chunk_keys, self._windows = chunk_keys, windows
+        self._chunk_keys = chunk_keys
+        self._windows = windows
 
     def must_wait(self, key: ChunkKey) -> bool:
-        """True while a row computes or loads that chunk, while it is read from DISK, and until its only copy, on HOST,
-        is confirmed. Waiting for it is better than computing it twice."""
+        """True while a row computes or loads that chunk, while it is read from DISK, and until its
+        only copy, on HOST, is confirmed. Waiting for it is better than computing it twice."""
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
@@ -114,53 +116,75 @@ class CacheLookup:
         return chunk.loading or _being_read(chunk) or self._store.unconfirmed(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
-        """Returns the keys of the chunks that the turn's last position sees, as far as its context start is known."""
-        first = self._chunk_keys.first_seen(len(turn.tokens), turn.context_start) // self._chunk_tokens
-        return turn.keys[first:] if first else turn.keys  # not copied: a step may ask for thousands of turns
+        """Returns the keys of the chunks that the turn's last position sees, as far as its context
+        start is known."""
+        first = (
+            self._chunk_keys.first_seen(len(turn.tokens), turn.context_start) // self._chunk_tokens
+        )
+        # not copied: a step may ask for thousands of turns
+        return turn.keys[first:] if first else turn.keys
 
     def work(self, turn: Turn, there: int) -> float:
-        """Predicted seconds, above 0, that the turn's missing tokens add to a step. A token is missing
-        if the turn's last position sees it and no tier has its KV. `there` of the seen chunks are in
-        some tier. The step's fixed part does not count: rows that generate need it anyway."""
-        tokens = len(turn.tokens) - (len(turn.keys) - len(self.seen_keys(turn)) + there) * self._chunk_tokens
+        """Predicted seconds, above 0, that the turn's missing tokens add to a step. A token is
+        missing if the turn's last position sees it and no tier has its KV. `there` of the seen
+        chunks are in some tier. The step's fixed part does not count: rows that generate need it
+        anyway."""
+        tokens = (
+            len(turn.tokens)
+            - (len(turn.keys) - len(self.seen_keys(turn)) + there) * self._chunk_tokens
+        )
         return self._step_growth(tokens, len(turn.tokens))
 
     def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
-        """Predicts like `work`, for the tokens that the turn computes if it joins with these needs."""
+        """Predicts like `work`, for the tokens that the turn computes if it joins with these
+        needs."""
         return self._step_growth(needs.computed, len(turn.tokens))
 
     def _step_growth(self, tokens: int, context: int) -> float:
         cost = self._cost
-        return max(LEAST_WORK_S, cost.step(max(1, tokens), context=context) - cost.step_base_seconds)
+        return max(
+            LEAST_WORK_S, cost.step(max(1, tokens), context=context) - cost.step_base_seconds
+        )
 
     def readable(self, chunk: Chunk) -> bool:
-        """True if the chunk is on DISK only, not being read yet, and costs more to compute than to load from HOST."""
+        """True if the chunk is on DISK only, not being read yet, and costs more to compute than to
+        load from HOST."""
         return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
 
     def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
-        """Returns the keys of the turn's chunks that are only on DISK, those being read included."""
+        """Returns the keys of the turn's chunks that are only on DISK, those being read
+        included."""
         chunks = (self._store.find(key) for key in self.seen_keys(turn))
         return frozenset(
             chunk.key
             for chunk in chunks
-            if chunk and chunk.key and chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+            if chunk
+            and chunk.key
+            and chunk.disk != NO_SLOT
+            and chunk.gpu == NO_SLOT
+            and chunk.host == NO_SLOT
         )
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
-        """Reading delays one request, and queues behind other reads; recomputing delays the whole batch."""
+        """Reading delays one request, and queues behind other reads; recomputing delays the whole
+        batch."""
         cost = self._cost
         reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
-    def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> RequestNeeds | NeedsDisk | ChunkKey:
-        """Returns the turn's needs in a batch with `rows` other rows, or the chunks to read from DISK first, or the key
-        of the last chunk to wait for (so it is not looked up again for each).
+    def look_up(
+        self, turn: Turn, conversation: Conversation | None, rows: int
+    ) -> RequestNeeds | NeedsDisk | ChunkKey:
+        """Returns the turn's needs in a batch with `rows` other rows, or the chunks to read from
+        DISK first, or the key of the last chunk to wait for (so it is not looked up again for
+        each).
 
-        A context that overflows keeps the first start from which fewer tokens must be computed than its last position
-        sees; else it begins a new context. After the turn's first seat its start is fixed, because the reply depends on
-        it.
+        A context that overflows keeps the first start from which fewer tokens must be computed than
+        its last position sees; else it begins a new context. After the turn's first seat its start
+        is fixed, because the reply depends on it.
         """
-        windows, last = self._windows, len(turn.tokens) - 1
+        windows = self._windows
+        last = len(turn.tokens) - 1
         others: Sequence[int] = ()
         if windows is None or last < windows.length:
             anew = 0
@@ -170,7 +194,9 @@ class CacheLookup:
             *others, anew = windows.context_starts(last, turn.context_start)
         for context_start in self._known_starts(turn, others):
             found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
-            if found is not None and not (isinstance(found, RequestNeeds) and found.computed > last - anew):
+            if found is not None and not (
+                isinstance(found, RequestNeeds) and found.computed > last - anew
+            ):
                 return found
         needs = self._needs_from(turn, conversation, rows, anew)
         assert needs is not None
@@ -185,9 +211,11 @@ class CacheLookup:
         return keys
 
     def _known_starts(self, turn: Turn, starts: Sequence[int]) -> Iterator[int]:
-        """Yields the turn's context start, and those where any context began. This looks at one chunk of each, before
-        keys are made for all chunks."""
-        first_keys, pending, known = turn.first_keys, self._store.pending, self._store.known
+        """Yields the turn's context start, and those where any context began. This looks at one
+        chunk of each, before keys are made for all chunks."""
+        first_keys = turn.first_keys
+        pending = self._store.pending
+        known = self._store.known
         for start in starts:
             if start == turn.context_start:
                 yield start
@@ -196,19 +224,35 @@ class CacheLookup:
                 continue
             key = first_keys.get(start)
             if key is None:
-                key = first_keys[start] = self._chunk_keys.first(start, turn.request.salt, turn.tokens)
+                key = first_keys[start] = self._chunk_keys.first(
+                    start, turn.request.salt, turn.tokens
+                )
             if key in pending or known(key):
                 yield start
 
     def _needs_from(
-        self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int, most: float = inf
+        self,
+        turn: Turn,
+        conversation: Conversation | None,
+        rows: int,
+        context_start: int,
+        most: float = inf,
     ) -> RequestNeeds | NeedsDisk | ChunkKey | None:
-        """None if surely more than `most` tokens must be computed: a prompt of a million tokens is not read to its end
-        to count them."""
-        size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
+        """None if surely more than `most` tokens must be computed: a prompt of a million tokens is
+        not read to its end to count them."""
+        size = self._chunk_tokens
+        count = len(turn.tokens)
+        windows = self._windows
         keys = self._keys(turn, context_start, count)
-        view = _View(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
-        end, overflows = count, False
+        view = _View(
+            turn,
+            conversation,
+            context_start,
+            keys,
+            *self._usable_tail(turn, conversation, context_start),
+        )
+        end = count
+        overflows = False
         if windows is not None and count > windows.length:
             if (
                 most < inf
@@ -217,15 +261,19 @@ class CacheLookup:
             ):
                 return None
             start = windows.reach(count - 1, context_start, partial(self._first_missing, view))
-            end, overflows = min(count, windows.end(start)), True
-            view.seen, view.first = windows.start(count - 1, context_start), start // size
+            end = min(count, windows.end(start))
+            overflows = True
+            view.seen = windows.start(count - 1, context_start)
+            view.first = start // size
         view.held = -(-end // size) - view.first
 
         hits: list[Chunk | None] = []
         known: list[bool] = []
         on_disk: list[Chunk] = []
         unknown = 0
-        find, load, reads = self._store.find, self._cost.load(), _to_read if overflows else self.readable
+        find = self._store.find
+        load = self._cost.load()
+        reads = _to_read if overflows else self.readable
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
             chunk = find(key)
@@ -235,14 +283,20 @@ class CacheLookup:
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return next(last for last in reversed(seen) if self.must_wait(last))
-            # Older positions cannot be recomputed alone, so the rest of their KV is read and loaded at any cost.
+            # Older positions cannot be recomputed alone, so the rest of their KV is read and loaded
+            # at any cost.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and reads(chunk):
                 on_disk.append(chunk)
-            hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
+            hit = (
+                chunk is not None
+                and chunk.host >= 0
+                and (overflows or self._cost.recompute(chunk.end) >= load)
+            )
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
             unknown += chunk is None
-            if (unknown - 2) * size > most:  # of one chunk a tail may have a part, and of another there may be no more
+            # of one chunk a tail may have a part, and of another there may be no more
+            if (unknown - 2) * size > most:
                 return None
         if on_disk and (overflows or self._worth_reading(on_disk, rows)):
             return NeedsDisk(on_disk, hits)
@@ -254,17 +308,22 @@ class CacheLookup:
             if 0 <= index < view.held and hits[index] is None:
                 hits[index] = view.tail
             else:
-                view.tail, view.tail_tokens = None, 0
+                view.tail = None
+                view.tail_tokens = 0
         return self._needs(view, hits, known)
 
     def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
         """True if any chunk from position `start` on is available without computing it."""
-        return any(self._there(turn, keys[index]) for index in range(start // self._chunk_tokens, len(keys)))
+        return any(
+            self._there(turn, keys[index])
+            for index in range(start // self._chunk_tokens, len(keys))
+        )
 
     def _first_missing(self, view: _View, position: int) -> int:
-        """Returns the first position, from `position` (a chunk's first) on, whose KV must be computed (see
-        `ContextWindow.reach`)."""
-        size, count = self._chunk_tokens, len(view.turn.tokens)
+        """Returns the first position, from `position` (a chunk's first) on, whose KV must be
+        computed (see `ContextWindow.reach`)."""
+        size = self._chunk_tokens
+        count = len(view.turn.tokens)
         for index in range(position // size, -(-count // size)):
             if not (index < len(view.keys) and self._there(view.turn, view.keys[index])):
                 ours = view.tail is not None and view.tail.end == (index + 1) * size
@@ -281,20 +340,33 @@ class CacheLookup:
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, context_start: int
     ) -> tuple[Chunk | None, int]:
-        """Returns the private chunk that the turn may append to, and how many of its tokens belong to the turn."""
+        """Returns the private chunk that the turn may append to, and how many of its tokens belong
+        to the turn."""
         if not self._reuse:
             return None, 0
-        tail, common, begun = turn.tail, len(turn.tokens), turn.context_start
+        tail = turn.tail
+        common = len(turn.tokens)
+        begun = turn.context_start
         if tail is None and conversation is not None and conversation.tail is not None:
-            tail, common = conversation.tail, _common(conversation, turn)
+            tail = conversation.tail
+            common = _common(conversation, turn)
             begun = conversation.context_start
-        if tail is None or not tail.resident or self._store.unconfirmed(tail) or begun != context_start:
+        if (
+            tail is None
+            or not tail.resident
+            or self._store.unconfirmed(tail)
+            or begun != context_start
+        ):
             return None, 0
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
         return (tail, tokens) if tokens > 0 else (None, 0)
 
     def _needs(self, view: _View, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
-        size, count, turn, tail, seen = self._chunk_tokens, len(view.turn.tokens), view.turn, view.tail, view.seen
+        size = self._chunk_tokens
+        count = len(view.turn.tokens)
+        turn = view.turn
+        tail = view.tail
+        seen = view.seen
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
         loads: deque[Chunk] = deque()
@@ -306,7 +378,8 @@ class CacheLookup:
             valid = size
             if chunk is None or chunk is tail:
                 valid = view.tail_tokens if chunk else 0
-                start, end = index * size + valid, min((index + 1) * size, count)
+                start = index * size + valid
+                end = min((index + 1) * size, count)
                 if start < end:
                     if reached != start:
                         if first < reached:
@@ -328,7 +401,8 @@ class CacheLookup:
         if first < reached:
             spans.append(Span(-1, first, reached, first, 0))
         if tail is not None and tail.gpu < 0:
-            loads.remove(tail)  # last, so it is gated: a plan that loads a tail early might evict it
+            # last, so it is gated: a plan that loads a tail early might evict it
+            loads.remove(tail)
             loads.append(tail)
         self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         if turn.unscored:
@@ -360,7 +434,8 @@ class CacheLookup:
         count: int,
         sources: dict[str, int],
     ) -> None:
-        """Makes the last token part of a span, because it is always computed; in a keyed chunk it is not written."""
+        """Makes the last token part of a span, because it is always computed; in a keyed chunk it
+        is not written."""
         if spans and spans[-1].end == count:
             spans[-1] = spans[-1]._replace(samples=1)
             return
@@ -371,8 +446,8 @@ class CacheLookup:
         sources["recomputed"] += 1
 
     def _had_kv(self, view: _View) -> int:
-        """Returns how many leading tokens have had KV in the turn's conversation or before a restart, in any
-        context."""
+        """Returns how many leading tokens have had KV in the turn's conversation or before a
+        restart, in any context."""
         conversation, turn = view.conversation, view.turn
         if not self._reuse:
             return 0
@@ -390,23 +465,34 @@ def _common(conversation: Conversation, turn: Turn) -> int:
 
 def _to_read(chunk: Chunk) -> bool:
     """On DISK only, and not being read yet."""
-    return chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
+    return (
+        chunk.disk != NO_SLOT
+        and chunk.gpu == NO_SLOT
+        and chunk.host == NO_SLOT
+        and chunk.moving is None
+    )
 
 
 def _being_read(chunk: Chunk) -> bool:
-    return chunk.moving is not None and not chunk.moving.spills and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+    return (
+        chunk.moving is not None
+        and not chunk.moving.spills
+        and chunk.gpu == NO_SLOT
+        and chunk.host == NO_SLOT
+    )
 
 
 def _source(turn: Turn, chunk: Chunk) -> str:
-    """The tier that counts as the chunk's source: DISK if it was only there at the turn's first lookup, else its tier
-    now."""
+    """The tier that counts as the chunk's source: DISK if it was only there at the turn's first
+    lookup, else its tier now."""
     if turn.from_disk and chunk.key in turn.from_disk:
         return "disk"
     return "gpu" if chunk.gpu >= 0 else "host"
 
 
 def _scoring(spans: deque[Span], position: int) -> deque[Span]:
-    """Adds every position from `position` on that `spans` leaves out: it is computed for its logits and not written.
+    """Adds every position from `position` on that `spans` leaves out: it is computed for its logits
+    and not written.
 
     KV exists     |########|        |####|
     spans                  |--------|    |---|

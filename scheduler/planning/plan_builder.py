@@ -12,17 +12,25 @@ from ..types import RequestId, RowId
 from .eviction import Evictor
 from .plan_copies import StepCopies
 
-MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
+# prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
+MOST_SCORED = 256
 
 
 class PlanBuilder:
     """The planning parts add their work in turn; `freeze` makes the plan."""
 
-    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, evictor: Evictor, budget: int):
-        self.step, self.applied, self.now = step, applied, now
-        self.copies, self.evictor = copies, evictor
-        self.budget = budget  # the tokens that the step can still take, each counted as `weigh` says
-        self.weigh: Callable[[int], float] | None = None  # context -> tokens of the budget for a prompt token; None: 1
+    def __init__(
+        self, step: int, applied: int, now: float, copies: StepCopies, evictor: Evictor, budget: int
+    ):
+        self.step = step
+        self.applied = applied
+        self.now = now
+        self.copies = copies
+        self.evictor = evictor
+        # the tokens that the step can still take, each counted as `weigh` says
+        self.budget = budget
+        # context -> tokens of the budget for a prompt token; None: 1
+        self.weigh: Callable[[int], float] | None = None
         self.least = 0  # known tokens that the step takes with any context, within the budget
         self.joins: list[Join] = []
         self.origins: list[RowStart] = []
@@ -34,7 +42,8 @@ class PlanBuilder:
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")
-        self.polls = False  # an empty plan is needed: a copy must be confirmed, or more requests are to be tried
+        # an empty plan is needed: a copy must be confirmed, or more requests are to be tried
+        self.polls = False
         self.drafting = 0  # rows that this step leaves out because of their drafts
         self.short = 0  # GPU slots that running rows lacked
         self.wanted = 0  # GPU slots that the first waiting request needed and did not get
@@ -57,7 +66,8 @@ class PlanBuilder:
         return min(room, MOST_SCORED - len(self.scored)) if span.scores else room
 
     def spend(self, span: Span, tokens: int, share: int) -> None:
-        """Takes the span's first `tokens` tokens off the budget: all of `share` if it affords no more."""
+        """Takes the span's first `tokens` tokens off the budget: all of `share` if it affords no
+        more."""
         enough = tokens < self._affords(span, share)
         self.budget -= ceil(tokens * self._weight(span, share)) if enough else share
 

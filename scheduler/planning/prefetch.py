@@ -19,10 +19,11 @@ LEAD_S = 1.0  # seconds by which an expected user may come early
 
 
 class Prefetcher:
-    """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window C_mem / S_kv), and for
-    conversations whose clients announced their next turn.
+    """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window
+    C_mem / S_kv), and for conversations whose clients announced their next turn.
 
-    A prefetch takes HOST slots only from chunks of lower value that are also on DISK, so it drops nothing.
+    A prefetch takes HOST slots only from chunks of lower value that are also on DISK, so it drops
+    nothing.
     """
 
     def __init__(
@@ -34,13 +35,17 @@ class Prefetcher:
         lookup: CacheLookup,
         order: QueueOrder,
     ):
-        self._store, self._conversations, self._lookup, self._order = store, conversations, lookup, order
+        self._store = store
+        self._conversations = conversations
+        self._lookup = lookup
+        self._order = order
         self._cost = cost
         self._active = config.prefetch and config.disk_kv_chunks > 0
         self._window = config.host_kv_chunks
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
         self._expected: deque[Chunk] = deque()
-        self._no_room = False  # HOST has no slot for the last prefetch, and no spill will free one soon
+        # HOST has no slot for the last prefetch, and no spill will free one soon
+        self._no_room = False
 
     @property
     def busy(self) -> bool:
@@ -53,10 +58,12 @@ class Prefetcher:
         return self._conversations.expected.next
 
     def expect(self, conversation_id: str, chunks: int, at: float = inf) -> None:
-        """The conversation's next turn is expected at time `at` and will need `chunks` chunks; infinity: no longer
-        expected."""
+        """The conversation's next turn is expected at time `at` and will need `chunks` chunks;
+        infinity: no longer expected."""
         if self._active:
-            self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
+            self._conversations.expected.set(
+                conversation_id, at - LEAD_S - chunks * self._cost.read()
+            )
 
     def plan(self, evictor: Evictor, now: float) -> None:
         """Does one step's share."""

@@ -1,5 +1,5 @@
-"""Requests that have arrived and are not in the queue yet: their keys are made and their chunks looked for, in pieces,
-because a prompt may have a million tokens."""
+"""Requests that have arrived and are not in the queue yet: their keys are made and their chunks
+looked for, in pieces, because a prompt may have a million tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .queues import RequestQueues
 
 
 class Preparation:
-    """LARGEST_PIECE units for each prompt in turn, so a short one does not wait for a long one. Choices of one prompt
-    come one after the other."""
+    """LARGEST_PIECE units for each prompt in turn, so a short one does not wait for a long one.
+    Choices of one prompt come one after the other."""
 
     def __init__(
         self,
@@ -34,12 +34,19 @@ class Preparation:
         order: QueueOrder,
         budget: WorkBudget,
     ):
-        self._size, self._reuse, self._chunk_keys = config.chunk_tokens, config.reuse, chunk_keys
-        self._store, self._conversations, self._lookup = store, conversations, lookup
-        self._queues, self._order, self._budget = queues, order, budget
+        self._size = config.chunk_tokens
+        self._reuse = config.reuse
+        self._chunk_keys = chunk_keys
+        self._store = store
+        self._conversations = conversations
+        self._lookup = lookup
+        self._queues = queues
+        self._order = order
+        self._budget = budget
         self._prompts: OrderedDict[PromptKeys, OrderedDict[Turn, Pieces]] = OrderedDict()
         self._turns: dict[Turn, PromptKeys] = {}
-        self._latest: PromptKeys | None = None  # of the latest request: the next may be of the same prompt
+        # of the latest request: the next may be of the same prompt
+        self._latest: PromptKeys | None = None
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -75,7 +82,8 @@ class Preparation:
             self.prepare(next(iter(turns)), reserve)
 
     def prepare(self, turn: Turn, reserve: int = 0) -> None:
-        """Works for this turn alone, until LARGEST_PIECE units are spent or only `reserve` are left in the budget."""
+        """Works for this turn alone, until LARGEST_PIECE units are spent or only `reserve` are left
+        in the budget."""
         work = self._prompts[self._turns[turn]][turn]
         reserve = max(reserve, self._budget.left - LARGEST_PIECE)
         while self._budget.left > reserve:
@@ -97,23 +105,30 @@ class Preparation:
         return self._latest
 
     def _prepare(self, turn: Turn, prompt: PromptKeys, now: float) -> Pieces:
-        """Makes the keys, predicts the turn's work and queues it. If requests wait or no seat is free, its chunks
-        become the last victims: the user has just written.
+        """Makes the keys, predicts the turn's work and queues it. If requests wait or no seat is
+        free, its chunks become the last victims: the user has just written.
 
-        Otherwise the next plan takes the chunks into use, or makes them the last victims if the request does not fit.
+        Otherwise the next plan takes the chunks into use, or makes them the last victims if the
+        request does not fit.
         """
         if self._reuse:
             while (units := prompt.go_on()) is not None:
                 yield units
             turn.take_keys(prompt)
-        queues, find = self._queues, self._store.find
+        queues = self._queues
+        find = self._store.find
         waits = bool(queues.waiting) or len(queues.free_seats) <= len(queues.loading)
         stamp = self._store.stamp(now) if waits else now
-        keys, there = self._lookup.seen_keys(turn), 0
+        keys = self._lookup.seen_keys(turn)
+        there = 0
         for first in range(0, len(keys), LARGEST_PIECE):
             chunks = [find(key) for key in keys[first : first + LARGEST_PIECE]]
             there += sum(chunk is not None and chunk.resident for chunk in chunks)
-            yield 1 + len(chunks) // LOOKED_AT + (queues.await_chunks(turn, chunks, stamp) if waits else 0)
+            yield (
+                1
+                + len(chunks) // LOOKED_AT
+                + (queues.await_chunks(turn, chunks, stamp) if waits else 0)
+            )
         conversation = self._conversations.of(turn.request)
         if waits and conversation is not None and conversation.tail is not None:
             queues.await_chunks(turn, [conversation.tail], stamp)

@@ -1,21 +1,25 @@
-"""The order in which waiting requests join: owners with fewer seats first, then by response ratio, with a bound on
-overtaking.
+"""The order in which waiting requests join: owners with fewer seats first, then by response ratio,
+with a bound on overtaking.
 
-By response ratio (wait / predicted work of the prompt; Brinch Hansen 1971) a turn whose history is cached joins before
-one that must be recomputed. If it waited behind that turn, the computed chunks would evict its own, and it would need
-recomputing itself: once the conversations exceed the tiers, arrival order ends with everything recomputed.
+By response ratio (wait / predicted work of the prompt; Brinch Hansen 1971) a turn whose history is
+cached joins before one that must be recomputed. If it waited behind that turn, the computed chunks
+would evict its own, and it would need recomputing itself: once the conversations exceed the tiers,
+arrival order ends with everything recomputed.
 
-The ratio alone starves long prompts: cached turns pass them as long as such turns arrive. So each request has an
-allowance. Let B be the predicted work of the requests that wait before request r when r arrives, and w(r) its own:
+The ratio alone starves long prompts: cached turns pass them as long as such turns arrive. So each
+request has an allowance. Let B be the predicted work of the requests that wait before request r
+when r arrives, and w(r) its own:
 
     allowance(r) = k * (B + w(r))                                  k = OVERTAKING[queue_order]
 
-A later arrival c that joins before r takes w(c) off it, and may join before r only if allowance(r) >= w(c). So later
-arrivals with at most k * (B + w(r)) seconds of predicted work join before r; then r joins before all others. Work is
-that of the prompt (the part in no tier) and of the reply, predicted by the mean length of replies.
+A later arrival c that joins before r takes w(c) off it, and may join before r only if allowance(r)
+>= w(c). So later arrivals with at most k * (B + w(r)) seconds of predicted work join before r; then
+r joins before all others. Work is that of the prompt (the part in no tier) and of the reply,
+predicted by the mean length of replies.
 
-These do not count: arrivals of a more urgent priority, arrivals of an owner with fewer seats than r's, suspended
-requests, and requests that join while r waits for the disk or for a chunk that another request computes.
+These do not count: arrivals of a more urgent priority, arrivals of an owner with fewer seats than
+r's, suspended requests, and requests that join while r waits for the disk or for a chunk that
+another request computes.
 """
 
 from __future__ import annotations
@@ -40,29 +44,43 @@ REPLY_WEIGHT = 1 / 64  # weight of the latest reply in the mean length
 class QueueOrder:
     """`waiting`: the queue by `Turn.order`. The creator of this object changes it."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, lookup: CacheLookup, waiting: Sequence[Turn]):
-        self._cost, self._lookup, self._waiting = cost, lookup, waiting
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        lookup: CacheLookup,
+        waiting: Sequence[Turn],
+    ):
+        self._cost = cost
+        self._lookup = lookup
+        self._waiting = waiting
         self._overtaking = OVERTAKING[config.queue_order]
         self._seats = config.max_num_seqs
         self._reply_tokens = float(FIRST_REPLY_TOKENS)
         self._held: Counter[str] = Counter()
 
     def arrived(self, turn: Turn, there: int) -> None:
-        """Predicts the turn's work and sets its allowance. Called before the turn is queued. `there`: how many of the
-        chunks that its last position sees are in some tier."""
+        """Predicts the turn's work and sets its allowance. Called before the turn is queued.
+        `there`: how many of the chunks that its last position sees are in some tier."""
         turn.work = self._lookup.work(turn, there)
         reply_tokens = min(turn.request.max_tokens, self._reply_tokens)
-        row_seconds = self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
+        row_seconds = (
+            self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
+        )
         turn.reply_work = reply_tokens * row_seconds
-        before = sum(it.work + it.reply_work for it in self._waiting if it.order < turn.order and it.usage is None)
+        before = sum(
+            it.work + it.reply_work
+            for it in self._waiting
+            if it.order < turn.order and it.usage is None
+        )
         turn.allowance = self._overtaking * (before + turn.total_work)
 
     def reply_ended(self, tokens: int) -> None:
         self._reply_tokens += REPLY_WEIGHT * (tokens - self._reply_tokens)
 
     def preferred(self, now: float) -> list[Turn]:
-        """Returns the queue by priority, then suspended requests first, then response ratio; owners and the bound are
-        left out."""
+        """Returns the queue by priority, then suspended requests first, then response ratio; owners
+        and the bound are left out."""
         if not self._overtaking or len(self._waiting) < 2:
             return list(self._waiting)
         # without calls and by single numbers, because a step sorts hundreds of turns
@@ -70,10 +88,12 @@ class QueueOrder:
         return sorted(by_ratio, key=lambda turn: 2 * turn.order[0] + (turn.usage is None))
 
     def candidates(self, rows: Sequence[RunningTurn], now: float) -> Iterator[Turn]:
-        """Yields each request that may join once, in the order in which they should. `rows`: the rows in seats.
+        """Yields each request that may join once, in the order in which they should. `rows`: the
+        rows in seats.
 
-        The caller lets each one join (it calls `joins` and removes it from the queue), or leaves it waiting. The
-        iteration ends at a suspended request that is not ready: no request behind it may join.
+        The caller lets each one join (it calls `joins` and removes it from the queue), or leaves it
+        waiting. The iteration ends at a suspended request that is not ready: no request behind it
+        may join.
         """
         self._held = Counter(row.turn.request.owner for row in rows)
         tried: set[Turn] = set()
@@ -92,16 +112,19 @@ class QueueOrder:
         return self._overdue(turn, work + turn.reply_work) is None
 
     def joins(self, turn: Turn, work: float) -> None:
-        """Subtracts the work of the turn, which leaves the queue, from the allowances of the requests that it
-        passes."""
+        """Subtracts the work of the turn, which leaves the queue, from the allowances of the
+        requests that it passes."""
         self._held[turn.request.owner] += 1
         if not turn.resumes:
             for other in self._passed(turn, inf):
                 other.allowance -= work + turn.reply_work
 
     def _by_owner(self, now: float) -> Iterator[Turn]:
-        """Orders like `preferred`, but requests of owners with fewer seats first. The number of seats may grow meanwhile."""
-        held, preferred, places = self._held, self.preferred(now), defaultdict[str, deque[int]](deque)
+        """Orders like `preferred`, but requests of owners with fewer seats first. The number of
+        seats may grow meanwhile."""
+        held = self._held
+        preferred = self.preferred(now)
+        places = defaultdict[str, deque[int]](deque)
         for place, turn in enumerate(preferred):
             places[turn.request.owner].append(place)
         heap = [(held[owner], own[0], owner) for owner, own in places.items()]
@@ -113,12 +136,16 @@ class QueueOrder:
             if own := places[owner]:
                 heappush(heap, (held[owner], own[0], owner))
 
-    def _overdue(self, turn: Turn, work: float, tried: set[Turn] | frozenset[Turn] = frozenset()) -> Turn | None:
-        """Returns the earliest request that must join before `turn`, whose work is `work` seconds; None if there is
-        none."""
+    def _overdue(
+        self, turn: Turn, work: float, tried: set[Turn] | frozenset[Turn] = frozenset()
+    ) -> Turn | None:
+        """Returns the earliest request that must join before `turn`, whose work is `work` seconds;
+        None if there is none."""
         overdue = None
         while not turn.resumes:
-            earlier = next((other for other in self._passed(turn, work) if other not in tried), None)
+            earlier = next(
+                (other for other in self._passed(turn, work) if other not in tried), None
+            )
             if earlier is None:
                 break
             overdue = turn = earlier
@@ -126,8 +153,11 @@ class QueueOrder:
         return overdue
 
     def _passed(self, turn: Turn, below: float) -> Iterator[Turn]:
-        """Yields the requests that `turn` would pass and whose allowances are below `below` seconds."""
-        held, priority, owner_seats = self._held, turn.order[0], self._held[turn.request.owner]
+        """Yields the requests that `turn` would pass and whose allowances are below `below`
+        seconds."""
+        held = self._held
+        priority = turn.order[0]
+        owner_seats = self._held[turn.request.owner]
         for other in self._waiting:
             if other.order >= turn.order:
                 return

@@ -19,7 +19,8 @@ class RequestQueues:
     """`waiting`, `loading` and `rows` (the rows in seats) are sorted by their `order`."""
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore):
-        self._config, self._store = config, store
+        self._config = config
+        self._store = store
         self.waiting: list[Turn] = []
         self.loading: list[RunningTurn] = []
         self.rows: list[RunningTurn] = []
@@ -27,8 +28,10 @@ class RequestQueues:
         self.seats = config.max_num_seqs
         self.free_seats = deque(range(self.seats))
         self.suspensions = 0
-        self.releasing: dict[RunningTurn, list[Chunk]] = {}  # rows that have left, with the chunks left to release
-        self.ending: dict[Turn, None] = {}  # turns that have left the queue, and whose waits end in pieces
+        # rows that have left, with the chunks left to release
+        self.releasing: dict[RunningTurn, list[Chunk]] = {}
+        # turns that have left the queue, and whose waits end in pieces
+        self.ending: dict[Turn, None] = {}
         self._leaving: list[RunningTurn] = []
 
     def joined(self) -> Iterator[RunningTurn]:
@@ -46,11 +49,13 @@ class RequestQueues:
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
     def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> int:
-        """The turn waits in the queue, so the idle chunks among its hits are evicted last. Returns their number.
+        """The turn waits in the queue, so the idle chunks among its hits are evicted last. Returns
+        their number.
 
         This does not hold for the chunks of a suspended request.
         """
-        place, idle = None if turn.resumes else turn.order, 0
+        place = None if turn.resumes else turn.order
+        idle = 0
         for chunk in chunks:
             if chunk is not None and chunk.resident and not chunk.users:
                 idle += 1
@@ -71,7 +76,9 @@ class RequestQueues:
 
     def _end_waits(self, turn: Turn) -> Pieces:
         while turn.awaited:
-            piece = [turn.awaited.popitem()[0] for _ in range(min(LARGEST_PIECE, len(turn.awaited)))]
+            piece = [
+                turn.awaited.popitem()[0] for _ in range(min(LARGEST_PIECE, len(turn.awaited)))
+            ]
             self._store.end_wait(piece, turn.order)
             yield len(piece)
         del self.ending[turn]
@@ -94,9 +101,11 @@ class RequestQueues:
         row.seat = -1
 
     def release_row(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
-        """Releases the row's chunks. Keyed ones and `tail` stay as cache, other private ones are dropped.
+        """Releases the row's chunks. Keyed ones and `tail` stay as cache, other private ones are
+        dropped.
 
-        The row's launched steps may still use the slots; the next users of the slots wait for that on the device.
+        The row's launched steps may still use the slots; the next users of the slots wait for that
+        on the device.
         """
         self._store.cancel_loads(row.loads)
         row.loads.clear()
@@ -107,8 +116,8 @@ class RequestQueues:
         row.chunks = []
 
     def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
-        """Releases the chunks of a row that keeps no tail (see `release_row`). The row has none from now on, so the
-        results of its launched steps publish no key."""
+        """Releases the chunks of a row that keeps no tail (see `release_row`). The row has none
+        from now on, so the results of its launched steps publish no key."""
         self.releasing[row] = row.chunks
         row.chunks = []
         return self._release_pieces(row, self.releasing[row], now)
@@ -125,7 +134,9 @@ class RequestQueues:
         row.loads.clear()
         del self.releasing[row]
 
-    def release(self, row: RunningTurn, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
+    def release(
+        self, row: RunningTurn, chunks: list[Chunk], tail: Chunk | None, now: float
+    ) -> None:
         for chunk in chunks:
             if chunk.key is None and chunk is not tail:
                 chunk.tokens = 0
@@ -143,8 +154,8 @@ class RequestQueues:
         return sum(chunk.users == 1 for row in self._leaving for chunk in row.chunks)
 
     def release_suspended(self, applied: int, now: float) -> None:
-        """Returns suspended rows to the queue once all their launched steps are applied; their seats and chunks become
-        free."""
+        """Returns suspended rows to the queue once all their launched steps are applied; their
+        seats and chunks become free."""
         for row in [row for row in self._leaving if row.launched <= applied]:
             self.unseat(row)
             self.requeue(row, now)
@@ -154,7 +165,8 @@ class RequestQueues:
 
     def queue_again(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
         turn = row.turn
-        turn.tail, turn.promotes = tail, True
+        turn.tail = tail
+        turn.promotes = True
         turn.read.clear()
         self.release_row(row, tail, now)
         self.enqueue(turn)

@@ -1,6 +1,7 @@
 """Writes chunks to DISK: soon after their turn has ended, or when HOST needs the room.
 
-CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes the chunks that HOST evicts to DISK (3.3.2).
+CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes the chunks that HOST
+evicts to DISK (3.3.2).
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from .eviction import Evictor
 
 LINK_PIECE_S = 2e-3  # link time in a step for copies on their way to DISK, seconds
 WRITES_AHEAD_S = 0.1  # seconds of writing in progress at most; a read may wait this long
-HOST_BUFFER = 1 / 16  # share of HOST that is kept free to take, so promotions need not wait for spills
+# share of HOST that is kept free to take, so promotions need not wait for spills
+HOST_BUFFER = 1 / 16
 
 
 class WriteBehind:
-    """Writes behind other work, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
+    """Writes behind other work, in the order in which turns end: GPU -> HOST beside the step, then
+    HOST -> DISK.
 
-    A chunk is refused (it stays where it is) if DISK or HOST holds nothing of lower value, and while DISK is paused
-    after a failed write. It is then spilled when HOST needs its slot. A chunk whose copy failed is not saved.
+    A chunk is refused (it stays where it is) if DISK or HOST holds nothing of lower value, and
+    while DISK is paused after a failed write. It is then spilled when HOST needs its slot. A chunk
+    whose copy failed is not saved.
     """
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile, store: ChunkStore):
@@ -39,7 +43,8 @@ class WriteBehind:
         self._copied: deque[Chunk] = deque()  # to HOST, perhaps not completely
         self._pending: dict[Chunk, None] = {}  # chunks of both queues
         self._staged: deque[Chunk] = deque()  # chunks copied to HOST only for DISK
-        self._short = False  # HOST slots are short, and a copy must be confirmed before the next spill
+        # HOST slots are short, and a copy must be confirmed before the next spill
+        self._short = False
         self._endings: deque[tuple[Request, RowResult, list[Chunk]]] = deque()
 
     @property
@@ -67,13 +72,18 @@ class WriteBehind:
         if not self._eager or now < self._store.disk.paused_until:
             return
         for chunk in chunks:
-            if chunk is not None and chunk.key is not None and _unsaved(chunk) and chunk not in self._pending:
+            if (
+                chunk is not None
+                and chunk.key is not None
+                and _unsaved(chunk)
+                and chunk not in self._pending
+            ):
                 self._pending[chunk] = None
                 self._queue.append(chunk)
 
     def withhold(self, request: Request, ending: RowResult, chunks: Iterable[Chunk]) -> bool:
-        """With `--save sync`: keeps the turn's last output back until its chunks are on DISK or are refused. Returns
-        whether it does."""
+        """With `--save sync`: keeps the turn's last output back until its chunks are on DISK or are
+        refused. Returns whether it does."""
         unsettled = [chunk for chunk in chunks if not self._settled(chunk)] if self._in_time else []
         if unsettled:
             self._endings.append((request, ending, unsettled))
@@ -83,7 +93,8 @@ class WriteBehind:
         """Removes and returns the last outputs that need not be kept back any longer."""
         if not self._endings:
             return []
-        waiting, ended = deque[tuple[Request, RowResult, list[Chunk]]](), []
+        waiting = deque[tuple[Request, RowResult, list[Chunk]]]()
+        ended = []
         for request, ending, chunks in self._endings:
             unsettled = [chunk for chunk in chunks if not self._settled(chunk)]
             if unsettled:
@@ -103,7 +114,9 @@ class WriteBehind:
         else:
             self._spill_copied(evictor)
             self._copy_out(evictor)
-            self._short = not evictor.spill_ahead(self._host_buffer, self._most_writes - self._store.disk.writing)
+            self._short = not evictor.spill_ahead(
+                self._host_buffer, self._most_writes - self._store.disk.writing
+            )
         self._end_staging()
 
     def _decline_all(self) -> None:
@@ -140,8 +153,8 @@ class WriteBehind:
                 evictor.spill(chunk)
 
     def _end_staging(self) -> None:
-        """Releases HOST copies that were made only for DISK, unless their chunks have left the GPU meanwhile or are
-        about to."""
+        """Releases HOST copies that were made only for DISK, unless their chunks have left the GPU
+        meanwhile or are about to."""
         while self._staged and self._settled(self._staged[0]):
             chunk = self._staged.popleft()
             if chunk.copied_for_disk:

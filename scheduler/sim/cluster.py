@@ -1,10 +1,12 @@
 """Several replicas of a server behind a router, each with its own scheduler and virtual device.
 
-Replicas share only the clock. The router picks a replica for each request; a conversation that moves is recomputed
-there. Replicas fail, drain and return with empty caches. One replica gives the same report as `Simulator`.
+Replicas share only the clock. The router picks a replica for each request; a conversation that
+moves is recomputed there. Replicas fail, drain and return with empty caches. One replica gives the
+same report as `Simulator`.
 
-With more replicas than can be simulated in reasonable time, some of them stand for all (`Cluster.simulated`). A reply
-on another one begins together with that to the next request of a simulated one. It leaves nothing in any cache.
+With more replicas than can be simulated in reasonable time, some of them stand for all
+(`Cluster.simulated`). A reply on another one begins together with that to the next request of a
+simulated one. It leaves nothing in any cache.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Routing = Literal["random", "least-loaded", "session", "session-then-load"]
 ROUTINGS: tuple[Routing, ...] = ("random", "least-loaded", "session", "session-then-load")
 
 CROWDED, FEW = 1.5, 4
-"""`session-then-load` leaves a replica with more open requests than CROWDED times the mean and FEW."""
+"""`session-then-load` leaves a replica with more open requests than CROWDED times the mean and
+FEW."""
 DETECTION_S = 6.0
 """Seconds from a failure until requests go elsewhere: three health checks, two seconds apart."""
 
@@ -53,7 +56,8 @@ class ClusterReport:
     usage           sources of the prompts' tokens, over all measured requests
     moved           measured requests that another replica served than the previous turn
     retried         requests that a failure cut off and that were sent again
-    ttft_*          seconds from a request to its first token; for a request sent again, from its first sending
+    ttft_*          seconds from a request to its first token; for a request sent again, from its
+                    first sending
     seconds_per_token
                     mean over requests of (end of the reply - request) / tokens of the reply
     busiest         seconds of steps on the busiest replica, divided by the mean of all
@@ -72,11 +76,16 @@ class ClusterReport:
     @property
     def hit_rate(self) -> float:
         """The share of previously computed prompt tokens that was not computed again."""
-        return self.usage.cached / known if (known := self.usage.cached + self.usage.recomputed) else 0.0
+        return (
+            self.usage.cached / known
+            if (known := self.usage.cached + self.usage.recomputed)
+            else 0.0
+        )
 
 
 class Replica(Simulator):
-    """One server: it takes requests one by one, and reports first tokens and ends to the cluster."""
+    """One server: it takes requests one by one, and reports first tokens and ends to the
+    cluster."""
 
     def __init__(
         self,
@@ -86,7 +95,8 @@ class Replica(Simulator):
         ended: Callable[[Replica, Open, float], None],
     ):
         super().__init__(config, cost, ())
-        self._began, self._ended = began, ended
+        self._began = began
+        self._ended = ended
 
     @property
     def working(self) -> bool:
@@ -131,10 +141,12 @@ class _Life:
     """A session in progress.
 
     replica     the replica that served its last turn, None before the first
-    log         tokens of the conversation as its client knows them; None: no simulated replica has seen it
+    log         tokens of the conversation as its client knows them; None: no simulated replica has
+                seen it
     prompt      of the turn that is being served
     began       when its first token came
-    followers   turns on replicas that are not simulated; their replies begin together with this one's
+    followers   turns on replicas that are not simulated; their replies begin together with this
+                one's
     """
 
     session: Session
@@ -148,8 +160,9 @@ class _Life:
 class Cluster:
     """One run over `sessions` with `replicas` servers of the same `config` and `cost`; used once.
 
-    `simulated`: number of replicas that are simulated, the first ones; None: all. `warm_up_s`: requests that arrive
-    earlier are served, but not reported. The same arguments give the same report.
+    `simulated`: number of replicas that are simulated, the first ones; None: all. `warm_up_s`:
+    requests that arrive earlier are served, but not reported. The same arguments give the same
+    report.
     """
 
     def __init__(
@@ -165,18 +178,27 @@ class Cluster:
         warm_up_s: float = 0.0,
         seed: int = 0,
     ):
-        self._config, self._cost, self._routing = config, cost, routing
-        self._total, self._simulated = replicas, min(simulated or replicas, replicas)
-        self._warm_up_s, self._draw = warm_up_s, random.Random(seed)
+        self._config = config
+        self._cost = cost
+        self._routing = routing
+        self._total = replicas
+        self._simulated = min(simulated or replicas, replicas)
+        self._warm_up_s = warm_up_s
+        self._draw = random.Random(seed)
         self._lives = {session.name: _Life(session) for session in sessions}
-        # Events of one time are sorted by kind: a replica is back before a request of that time is routed.
-        self._due: list[tuple[float, int, int]] = [(event.at, 0, at) for at, event in enumerate(events)]
+        # Events of one time are sorted by kind: a replica is back before a request of that time is
+        # routed.
+        self._due: list[tuple[float, int, int]] = [
+            (event.at, 0, at) for at, event in enumerate(events)
+        ]
         self._events = list(events)
         self._turns: list[Open] = []
         for session in sessions:
             self._arrive(session.start_s, Open(session, 0, session.start_s))
         heapq.heapify(self._due)
-        self._think_s = min((turn.think_s for session in sessions for turn in session.turns[1:]), default=math.inf)
+        self._think_s = min(
+            (turn.think_s for session in sessions for turn in session.turns[1:]), default=math.inf
+        )
         self._content = Content()
         self._generation = [0 for _ in range(replicas)]
         self._out: set[int] = set()  # replicas that get no requests
@@ -187,18 +209,24 @@ class Cluster:
         self._usage: list[Usage] = []
         self._ttft: list[float] = []
         self._per_token: list[float] = []
-        self._elsewhere: list[Open] = []  # turns on other replicas, before they follow a simulated one
+        # turns on other replicas, before they follow a simulated one
+        self._elsewhere: list[Open] = []
         self._generating_s, self._generated = 0.0, 0  # of all replies that have ended
         self._moved = self._retried = 0
 
     def run(self, until: float = math.inf) -> ClusterReport:
-        """Runs until every turn of every session has its reply, or the clock has reached `until`, seconds.
+        """Runs until every turn of every session has its reply, or the clock has reached `until`,
+        seconds.
 
         Raises RequestError if no replica can serve a request.
         """
         while True:
             due = min(self._due[0][0] if self._due else math.inf, until)
-            late = [replica for replica in self._replicas.values() if replica.working and replica.now < due]
+            late = [
+                replica
+                for replica in self._replicas.values()
+                if replica.working and replica.now < due
+            ]
             if late:
                 first, *others = sorted(replica.now for replica in late)
                 replica = next(replica for replica in late if replica.now == first)
@@ -227,7 +255,11 @@ class Cluster:
             self._arrive(now + DETECTION_S, turn)
             return
         place = (number, self._generation[number])
-        if number < self._simulated and turn.arrival >= self._warm_up_s and life.replica not in (None, place):
+        if (
+            number < self._simulated
+            and turn.arrival >= self._warm_up_s
+            and life.replica not in (None, place)
+        ):
             self._moved += 1
         life.replica = place
         if number >= self._simulated:
@@ -239,7 +271,8 @@ class Cluster:
             self._retried += 1
             self._arrive(self._failed[number] + DETECTION_S, turn)
         else:
-            life.followers, self._elsewhere = life.followers + self._elsewhere, []
+            life.followers = life.followers + self._elsewhere
+            self._elsewhere = []
             self._replicas[number].receive(turn, life.prompt, now)
 
     def _prompt(self, turn: Open, life: _Life) -> array[int]:
@@ -250,13 +283,14 @@ class Cluster:
         return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
 
     def _serve_elsewhere(self, turn: Open, life: _Life) -> None:
-        """Serves the turn on a replica that is not simulated. Its reply begins together with that to the next
-        request that a simulated one receives."""
+        """Serves the turn on a replica that is not simulated. Its reply begins together with that
+        to the next request that a simulated one receives."""
         life.prompt = None
         self._elsewhere.append(turn)
 
     def _next_turn(self, turn: Open, now: float) -> None:
-        turns, following = turn.session.turns, turn.turn + 1
+        turns = turn.session.turns
+        following = turn.turn + 1
         if following < len(turns):
             at = now + turns[following].think_s
             self._arrive(at, Open(turn.session, following, at))
@@ -264,23 +298,32 @@ class Cluster:
             del self._lives[turn.session.name]
 
     def _began(self, turn: Open, usage: Usage, now: float) -> None:
-        """Corrects the usage: a replica knows only what it has computed itself, so tokens computed elsewhere are
-        counted as recomputed."""
+        """Corrects the usage: a replica knows only what it has computed itself, so tokens computed
+        elsewhere are counted as recomputed."""
         life = self._lives[turn.session.name]
         life.began = now
-        per_token = self._generating_s / self._generated if self._generated else self._cost.step(0, 1, 0)
+        per_token = (
+            self._generating_s / self._generated if self._generated else self._cost.step(0, 1, 0)
+        )
         for other in life.followers:
             self._next_turn(other, now + per_token * other.session.turns[other.turn].output_tokens)
         life.followers = []
         if turn.arrival >= self._warm_up_s:
-            known = turn.session.turns[turn.turn].history_tokens - 1  # a reply's last token has no KV yet
-            again = max(usage.recomputed, min(known - usage.cached, usage.recomputed + usage.new), 0)
-            self._usage.append(replace(usage, recomputed=again, new=usage.recomputed + usage.new - again))
+            # a reply's last token has no KV yet
+            known = turn.session.turns[turn.turn].history_tokens - 1
+            again = max(
+                usage.recomputed, min(known - usage.cached, usage.recomputed + usage.new), 0
+            )
+            self._usage.append(
+                replace(usage, recomputed=again, new=usage.recomputed + usage.new - again)
+            )
             self._ttft.append(now - turn.arrival)
 
     def _ended(self, replica: Replica, turn: Open, now: float) -> None:
-        life, tokens = self._lives[turn.session.name], turn.session.turns[turn.turn].output_tokens
-        self._generating_s, self._generated = self._generating_s + now - life.began, self._generated + tokens
+        life = self._lives[turn.session.name]
+        tokens = turn.session.turns[turn.turn].output_tokens
+        self._generating_s = self._generating_s + now - life.began
+        self._generated = self._generated + tokens
         if turn.arrival >= self._warm_up_s:
             self._per_token.append((now - turn.arrival) / tokens)
         life.prompt = None
@@ -302,7 +345,9 @@ class Cluster:
         home = self._home(life)
         if self._routing == "session" or home >= self._simulated:
             return home
-        loads = [self._replicas[number].open for number in self._replicas if number not in self._out]
+        loads = [
+            self._replicas[number].open for number in self._replicas if number not in self._out
+        ]
         if self._replicas[home].open > CROWDED * sum(loads) / len(loads) + FEW:
             return self._least_loaded()
         return home
@@ -312,7 +357,8 @@ class Cluster:
         return self._ring[bisect.bisect(self._ring, (place(name), 0)) % len(self._ring)][1]
 
     def _home(self, life: _Life) -> int:
-        """With `session-then-load` the replica that served the session last, as long as it is there."""
+        """With `session-then-load` the replica that served the session last, as long as it is
+        there."""
         if self._routing == "session-then-load" and life.replica is not None:
             number, generation = life.replica
             if number not in self._out and generation == self._generation[number]:
@@ -320,15 +366,17 @@ class Cluster:
         return self.home(life.session.name)
 
     def _places(self) -> list[tuple[int, int]]:
-        """The consistent-hash ring: many sorted places for each live replica. When one fails, only its sessions
-        move."""
+        """The consistent-hash ring: many sorted places for each live replica. When one fails, only
+        its sessions move."""
         self._live = [number for number in range(self._total) if number not in self._out]
         return ring((number, self._generation[number]) for number in self._live)
 
     def _least_loaded(self) -> int:
         live = [number for number in self._replicas if number not in self._out]
         least = min(self._replicas[number].open for number in live)
-        return self._draw.choice([number for number in live if self._replicas[number].open == least])
+        return self._draw.choice(
+            [number for number in live if self._replicas[number].open == least]
+        )
 
     # -- replicas
 
@@ -369,7 +417,9 @@ class Cluster:
         busy = [spent + self._replicas[number].busy_s for number, spent in enumerate(self._busy_s)]
         return ClusterReport(
             requests=len(self._per_token),
-            usage=Usage(*(sum(getattr(usage, each.name) for usage in self._usage) for each in fields(Usage))),
+            usage=Usage(
+                *(sum(getattr(usage, each.name) for usage in self._usage) for each in fields(Usage))
+            ),
             moved=self._moved,
             retried=self._retried,
             ttft_p50=percentile(self._ttft, 0.50),

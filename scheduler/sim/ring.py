@@ -1,4 +1,5 @@
-"""The consistent-hash ring of a router: each replica has many places, and a name belongs to the next place."""
+"""The consistent-hash ring of a router: each replica has many places, and a name belongs to the
+next place."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ VIRTUAL_NODES = 100  # places of a replica
 
 
 def ring(replicas: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of each (number, generation) many (place, number), sorted. A name belongs to the next place."""
+    """Of each (number, generation) many (place, number), sorted. A name belongs to the next
+    place."""
     return sorted(
         (place(f"{number} {generation} {node}"), number)
         for number, generation in replicas
@@ -19,7 +21,8 @@ def ring(replicas: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def fullest_share(replicas: int) -> float:
-    """Of all names, the share that belongs to the replica with the most; even shares would be 1 / `replicas`."""
+    """Of all names, the share that belongs to the replica with the most; even shares would be 1 /
+    `replicas`."""
     places = ring((number, 0) for number in range(replicas))
     shares = [0 for _ in range(replicas)]
     before = places[-1][0] - HASHES

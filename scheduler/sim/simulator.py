@@ -1,8 +1,10 @@
-"""Replays conversations against the scheduler on a virtual clock: hit rates and latencies without a device.
+"""Replays conversations against the scheduler on a virtual clock: hit rates and latencies without a
+device.
 
-The scheduler is the real one, and steps are planned as in the serving loop: plan n+1 is made while step n runs. Only
-the device is simulated: each lane does its work in order, at the speed of the cost profile, and a step waits where its
-plan requires it. The same sessions and settings always give the same report.
+The scheduler is the real one, and steps are planned as in the serving loop: plan n+1 is made while
+step n runs. Only the device is simulated: each lane does its work in order, at the speed of the
+cost profile, and a step waits where its plan requires it. The same sessions and settings always
+give the same report.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class SessionTurn(NamedTuple):
 class Session(NamedTuple):
     """One conversation: it starts at a time, and each turn follows the previous reply.
 
-    system_tokens   leading tokens of the first input that all sessions with the same number share; 0: none
+    system_tokens   leading tokens of the first input that all sessions with the same number share;
+                    0: none
     owner           the owner whose share of seats and steps its requests use
     """
 
@@ -51,7 +54,8 @@ class Session(NamedTuple):
 
 
 def longest_context(sessions: Sequence[Session]) -> int:
-    """Tokens of the longest context, reply included: the least `max_model_len` that serves the sessions."""
+    """Tokens of the longest context, reply included: the least `max_model_len` that serves the
+    sessions."""
     return max(sum(turn[:3]) for session in sessions for turn in session.turns)
 
 
@@ -95,26 +99,31 @@ class Report:
 class VirtualDevice:
     """Takes the time that a device would take, and computes nothing.
 
-    Layers are pipelined: the swap-in that gates a step overlaps the step's compute, and only the excess adds time. The
-    disk reads and writes at the same time, each in order; its finished work is reported with the next result. A plan
-    without work waits for all work in progress, `poll_s` at most, or else for the first piece of it.
+    Layers are pipelined: the swap-in that gates a step overlaps the step's compute, and only the
+    excess adds time. The disk reads and writes at the same time, each in order; its finished work
+    is reported with the next result. A plan without work waits for all work in progress, `poll_s`
+    at most, or else for the first piece of it.
     """
 
     def __init__(self, cost: CostProfile, poll_s: float = POLL_S):
-        self._cost, self._poll_s = cost, poll_s
+        self._cost = cost
+        self._poll_s = poll_s
         self._free_at = [0.0 for _ in Lane]
-        self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which each ticket is complete
+        # by lane: seconds at which each ticket is complete
+        self._ends: list[dict[int, float]] = [{} for _ in Lane]
         self._written: deque[tuple[float, int]] = deque()  # (time, DISK slot)
         self._read: deque[tuple[float, int]] = deque()
         self._disk_free_at = [0.0, 0.0]
-        self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # (time, ticket)
+        # (time, ticket)
+        self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)
         self._completed = [0 for _ in Lane]
-        self._begins: dict[int, int] = {}  # by seat: the first position that its row sees, if it is not 0
+        # by seat: the first position that its row sees, if it is not 0
+        self._begins: dict[int, int] = {}
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Issues the plan's work at `now`. Returns the time at which the step is complete; without tokens, its
-        copies."""
+        """Issues the plan's work at `now`. Returns the time at which the step is complete; without
+        tokens, its copies."""
         self._use_disk(plan, now)
         self._move_windows(plan)
         copied = gate = now
@@ -168,10 +177,15 @@ class VirtualDevice:
         return max(now, first, min(last, now + self._poll_s))
 
     def reports(self, now: float) -> tuple[Tickets, tuple[int, ...], tuple[int, ...]]:
-        """Returns the copies complete by now, and the DISK slots written and read since the last call."""
+        """Returns the copies complete by now, and the DISK slots written and read since the last
+        call."""
         for lane, copies in zip(Lane, self._copies, strict=True):
             self._completed[lane] = max([self._completed[lane], *_done(copies, now)])
-        return Tickets(*self._completed), tuple(_done(self._written, now)), tuple(_done(self._read, now))
+        return (
+            Tickets(*self._completed),
+            tuple(_done(self._written, now)),
+            tuple(_done(self._read, now)),
+        )
 
     def _copy(self, batch: CopyBatch, now: float) -> float:
         seconds = self._cost.load() if batch.lane is Lane.IN else self._cost.save()
@@ -198,7 +212,8 @@ def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
 
 
 class Open(NamedTuple):
-    """A request in progress: turn number `turn` of its session, which arrived at `arrival` (seconds)."""
+    """A request in progress: turn number `turn` of its session, which arrived at `arrival`
+    (seconds)."""
 
     session: Session
     turn: int
@@ -213,16 +228,20 @@ class Content:
         self._systems: dict[int, array[int]] = {}
 
     def fresh(self, count: int) -> array[int]:
-        """Returns `count` tokens that no other prompt has: one new id, repeated. Generated tokens have ids above 0."""
+        """Returns `count` tokens that no other prompt has: one new id, repeated. Generated tokens
+        have ids above 0."""
         self._id -= 1
         return array("i", [self._id]) * count
 
     def first_input(self, session: Session) -> array[int]:
         """The prompt of the session's first turn."""
-        return self.system(session) + self.fresh(session.turns[0].input_tokens - session.system_tokens)
+        return self.system(session) + self.fresh(
+            session.turns[0].input_tokens - session.system_tokens
+        )
 
     def system(self, session: Session) -> array[int]:
-        """The system prompt that it shares with other sessions, and that its contexts begin with."""
+        """The system prompt that it shares with other sessions, and that its contexts begin
+        with."""
         shared = session.system_tokens
         if shared not in self._systems:
             self._systems[shared] = self.fresh(shared)
@@ -232,13 +251,14 @@ class Content:
 class Simulator:
     """One run over `sessions`; used once.
 
-    Without `skips`, every step is planned and applied on its own. The same holds with `watch`, which gets the clock,
-    each step's results, and the requests in progress. `content` makes the prompts.
+    Without `skips`, every step is planned and applied on its own. The same holds with `watch`,
+    which gets the clock, each step's results, and the requests in progress. `content` makes the
+    prompts.
 
-    The first `warm_up` requests are served but not reported, nor is the time in which they arrive. The scheduler
-    decides with `cost`; a `device` with other costs takes other times. With `truncate` contexts may outgrow
-    `max_model_len`.
-    Raises RequestError if the configuration cannot serve a request (too long, queue full).
+    The first `warm_up` requests are served but not reported, nor is the time in which they arrive.
+    The scheduler decides with `cost`; a `device` with other costs takes other times. With
+    `truncate` contexts may outgrow `max_model_len`. Raises RequestError if the configuration cannot
+    serve a request (too long, queue full).
     """
 
     def __init__(
@@ -252,7 +272,8 @@ class Simulator:
         watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
         content: Content | None = None,
     ):
-        from .fast_forward import FastForwardScheduler  # loads the scheduler, which `simulate --help` need not wait for
+        # loads the scheduler, which `simulate --help` need not wait for
+        from .fast_forward import FastForwardScheduler
 
         self.scheduler = FastForwardScheduler(config, cost)
         self.now = min((session.start_s for session in sessions), default=0.0)
@@ -268,7 +289,9 @@ class Simulator:
         # of sessions with thinking users: the scheduler's logs may expire meanwhile
         self._logs: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
-        self._warm_up, self._busy_before, self._full_hits = warm_up, 0.0, 0
+        self._warm_up = warm_up
+        self._busy_before = 0.0
+        self._full_hits = 0
         self._truncate = truncate
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
@@ -298,7 +321,10 @@ class Simulator:
                 self._finish_step()
             elif plan is None:
                 if not self._arrivals:
-                    raise InvariantError(f"requests wait, but nothing runs and nothing is planned: {scheduler.stats()}")
+                    raise InvariantError(
+                        "requests wait, but nothing runs and nothing is planned: "
+                        f"{scheduler.stats()}"
+                    )
                 self.now = self._arrivals[0][0]
 
     # -- requests
@@ -307,7 +333,9 @@ class Simulator:
         session = self._sessions[order]
         turn = session.turns[index]
         if index:
-            prompt = self._logs.pop(order)[: turn.history_tokens] + self._content.fresh(turn.input_tokens)
+            prompt = self._logs.pop(order)[: turn.history_tokens] + self._content.fresh(
+                turn.input_tokens
+            )
         else:
             prompt = self._content.first_input(session)
         self.send(Open(session, index, arrival), prompt)
@@ -316,7 +344,8 @@ class Simulator:
         """Adds one request to the scheduler's queue now."""
         session = turn.session
         if self._requests == self._warm_up:
-            self._started, self._busy_before = self.now, self._device.busy_s
+            self._started = self.now
+            self._busy_before = self._device.busy_s
             self._steps = self._generated = 0
         self._requests += 1
         request = RequestId(self._requests)
@@ -324,25 +353,29 @@ class Simulator:
         conversation = session.name if len(session.turns) > 1 else None
         self._open[request] = turn
         tokens = session.turns[turn.turn].output_tokens
-        asked = Request(request, prompt, tokens, conversation, truncate=self._truncate, owner=session.owner)
+        asked = Request(
+            request, prompt, tokens, conversation, truncate=self._truncate, owner=session.owner
+        )
         self.scheduler.add(asked, self.now)
 
     # -- results
 
     def _fast_forward(self, steps: int, until: float) -> None:
-        """Makes at most `steps` passes of the loop, begun before `until`, in which only the clock and the tokens
-        change."""
+        """Makes at most `steps` passes of the loop, begun before `until`, in which only the clock
+        and the tokens change."""
         if not steps:
             return
         plan, end = self._launched.pop()
-        rows, seen = plan.tokens, sum(plan.positions) - self._device.unseen(plan.generate)
+        rows = plan.tokens
+        seen = sum(plan.positions) - self._device.unseen(plan.generate)
         arrival = min(self._arrivals[0][0], until) if self._arrivals else until
         done = 0
         while done < steps and arrival > self.now:
             done += 1
             seen += rows
             launched = self._device.generate(plan.step + done, rows, seen // rows + 1, self.now)
-            self.now, end = max(self.now, end), launched
+            self.now = max(self.now, end)
+            end = launched
         self._steps += done
         self._generated += done * rows
         self._launched.append((self.scheduler.skip(done) if done else plan, end))
@@ -374,7 +407,8 @@ class Simulator:
                 self._reply_ended(served, counts)
 
     def _reply_ended(self, served: Open, counts: bool) -> None:
-        turns, following = served.session.turns, served.turn + 1
+        turns = served.session.turns
+        following = served.turn + 1
         if counts:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
         if following < len(turns):
@@ -409,6 +443,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def simulate(config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0) -> Report:
+def simulate(
+    config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0
+) -> Report:
     """One run; see `Simulator`."""
     return Simulator(config, cost, sessions, warm_up).run()

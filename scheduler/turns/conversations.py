@@ -1,4 +1,5 @@
-"""Conversation logs: the tokens of each named dialogue, and its claims on the chunks that hold their KV."""
+"""Conversation logs: the tokens of each named dialogue, and its claims on the chunks that hold
+their KV."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class Conversation:
               it is over its owner's quota
     unsettled work that changes its claims and is not done yet, a count
 
-    Claims of many chunks change in pieces: those of the first `walked` chunks are `counted`, those of the others are
-    still `before`.
+    Claims of many chunks change in pieces: those of the first `walked` chunks are `counted`, those
+    of the others are still `before`.
     """
 
     __slots__ = (
@@ -79,14 +80,18 @@ class Conversation:
     )
 
     def __init__(self, owner: str, salt: bytes, ttl: float, now: float):
-        self.owner, self.salt = owner, salt
+        self.owner = owner
+        self.salt = salt
         self.tokens: array[int] = array("i")
         self.context_start = self.first = 0
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
-        self.active, self.ttl = now, ttl
-        self.pinned, self.pinned_until, self.over_quota = False, -inf, False
+        self.active = now
+        self.ttl = ttl
+        self.pinned = False
+        self.pinned_until = -inf
+        self.over_quota = False
         self.before = self.counted = Claims(0)
         self.walked = self.unsettled = 0
 
@@ -99,8 +104,8 @@ class Conversation:
 class Conversations:
     """All conversations, by id.
 
-    expected    times at which the next turns' chunks should be on HOST, for conversations whose clients announced a
-                turn
+    expected    times at which the next turns' chunks should be on HOST, for conversations whose
+                clients announced a turn
     """
 
     def __init__(
@@ -112,16 +117,22 @@ class Conversations:
         claim_work: Backlog,
         budget: WorkBudget,
     ):
-        self._store, self._chunk_keys, self._deletions = store, chunk_keys, deletions
-        self._claim_work, self._budget = claim_work, budget
+        self._store = store
+        self._chunk_keys = chunk_keys
+        self._deletions = deletions
+        self._claim_work = claim_work
+        self._budget = budget
         self._chunk_tokens, self._ttl = config.chunk_tokens, config.conversation_ttl
         self._quotas = None if config.owner_kv_chunks is None else Quotas(config.owner_kv_chunks)
-        self._most_logged, self._logged = config.log_chunks, 0
+        self._most_logged = config.log_chunks
+        self._logged = 0
         self._by_id: dict[str, Conversation] = {}
-        self._leaving: dict[Conversation, None] = {}  # without a name; their claims are given up in pieces
+        # without a name; their claims are given up in pieces
+        self._leaving: dict[Conversation, None] = {}
         self._by_activity: OrderedDict[str, None] = OrderedDict()  # ids, the longest idle first
         self.expected = Timers()
-        self._due = Timers()  # at or before the time at which a conversation expires or its pin ends
+        # at or before the time at which a conversation expires or its pin ends
+        self._due = Timers()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -144,11 +155,16 @@ class Conversations:
 
     def of(self, request: Request) -> Conversation | None:
         """Returns the conversation whose KV the request may use, or None."""
-        conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
-        return conversation if conversation is not None and conversation.salt == request.salt else None
+        conversation = (
+            self._by_id.get(request.conversation) if request.conversation is not None else None
+        )
+        return (
+            conversation if conversation is not None and conversation.salt == request.salt else None
+        )
 
     def tokens(self, conversation_id: str) -> array[int]:
-        """Returns the log: every token of the last committed branch. Raises RequestError (404) for an unknown id."""
+        """Returns the log: every token of the last committed branch. Raises RequestError (404) for
+        an unknown id."""
         return self._known(conversation_id).tokens
 
     def _known(self, conversation_id: str) -> Conversation:
@@ -187,22 +203,35 @@ class Conversations:
         conversation.chunks = log.chunks
         self._take_log(conversation_id, conversation, salt, log, now)
 
-    def _take_log(self, conversation_id: str, conversation: Conversation, salt: bytes, log: Log, now: float) -> None:
+    def _take_log(
+        self, conversation_id: str, conversation: Conversation, salt: bytes, log: Log, now: float
+    ) -> None:
         conversation.salt = salt
         self._be_active(conversation_id, now)
         self._logged += self._log_size(log.tokens) - self._log_size(conversation.tokens)
-        conversation.tokens, conversation.context_start, conversation.keys, conversation.first = log[:4]
+        conversation.tokens, conversation.context_start, conversation.keys, conversation.first = (
+            log[:4]
+        )
         conversation.tail = log.tail
         self._schedule(conversation_id, conversation)
         if self._quotas is not None:
-            for other, over_quota in self._quotas.put(conversation.owner, conversation_id, len(log.chunks)):
+            for other, over_quota in self._quotas.put(
+                conversation.owner, conversation_id, len(log.chunks)
+            ):
                 self._mark(self._by_id[other], over_quota)
 
     def _replaced(self, conversation: Conversation) -> Conversation:
-        """Work on its chunks is left, which needs them as they are: returns another conversation with the same log
-        and times, and without chunks. The claims of this one are given up behind that work."""
-        new = Conversation(conversation.owner, conversation.salt, conversation.ttl, conversation.active)
-        new.tokens, new.pinned, new.pinned_until = conversation.tokens, conversation.pinned, conversation.pinned_until
+        """Work on its chunks is left, which needs them as they are: returns another conversation
+        with the same log and times, and without chunks. The claims of this one are given up behind
+        that work."""
+        new = Conversation(
+            conversation.owner, conversation.salt, conversation.ttl, conversation.active
+        )
+        new.tokens, new.pinned, new.pinned_until = (
+            conversation.tokens,
+            conversation.pinned,
+            conversation.pinned_until,
+        )
         self._drop_tail(conversation)
         self._leaving[conversation] = None
         self._claim_work.begin(self._leave(conversation))
@@ -219,37 +248,50 @@ class Conversations:
         self._by_activity.move_to_end(conversation_id)
 
     def _log_size(self, tokens: array[int]) -> int:
-        """Chunks of the log, and one more: each conversation takes memory, however short its log is."""
+        """Chunks of the log, and one more: each conversation takes memory, however short its log
+        is."""
         return len(tokens) // self._chunk_tokens + 1 if tokens else 0
 
     def fork(self, conversation_id: str, new_id: str, now: float) -> None:
-        """Makes a second conversation with the same history. Full chunks are shared; the tail stays with the original.
+        """Makes a second conversation with the same history. Full chunks are shared; the tail stays
+        with the original.
 
         Raises RequestError: 404 for an unknown id, 409 if `new_id` exists.
         """
         source = self._known(conversation_id)
         if new_id in self._by_id:
             raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
-        log = Log(source.tokens, source.context_start, source.keys, source.first, source.chunks, None)
+        log = Log(
+            source.tokens, source.context_start, source.keys, source.first, source.chunks, None
+        )
         fork = self._by_id[new_id] = Conversation(source.owner, source.salt, self._ttl, now)
         fork.chunks = source.chunks
         self._take_log(new_id, fork, source.salt, log, now)
         self._change_claims(fork)
 
     def delete(
-        self, conversation_id: str, shared: int = 0, others: array[int] | None = None, salt: bytes = b""
+        self,
+        conversation_id: str,
+        shared: int = 0,
+        others: array[int] | None = None,
+        salt: bytes = b"",
     ) -> None:
-        """Deletes the log and drops its chunks. A chunk stays if another conversation claims it, if a request uses it,
-        or if it belongs to the first `shared` tokens. `others`: another log of the conversation, with this salt. If it
-        differs, its chunks are dropped too, and `shared` counts for the log as far as both are equal.
+        """Deletes the log and drops its chunks. A chunk stays if another conversation claims it, if
+        a request uses it, or if it belongs to the first `shared` tokens. `others`: another log of
+        the conversation, with this salt. If it differs, its chunks are dropped too, and `shared`
+        counts for the log as far as both are equal.
 
-        `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError (404) for an unknown id.
+        `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError
+        (404) for an unknown id.
         """
         self._known(conversation_id)
         self._deletions.begin(self._delete(self._detach(conversation_id), shared, others, salt))
 
-    def _delete(self, gone: Conversation, shared: int, others: array[int] | None, salt: bytes) -> Pieces:
-        log, own = gone.tokens, shared
+    def _delete(
+        self, gone: Conversation, shared: int, others: array[int] | None, salt: bytes
+    ) -> Pieces:
+        log = gone.tokens
+        own = shared
         if others is not None:
             common = yield from equal_tokens(log, others)
             own = min(shared, common)
@@ -262,13 +304,15 @@ class Conversations:
             yield from self._deletions.drop(self._chunk_keys.all(others, salt, shared), units=2)
 
     def _end(self, gone: Conversation, shared: int = 0) -> Pieces:
-        """Gives up its claims, and drops the chunks that no other conversation claims, except those of the first
-        `shared` tokens. Its claims ended at the first chunk that was gone at the last commit; its keys did not."""
+        """Gives up its claims, and drops the chunks that no other conversation claims, except those
+        of the first `shared` tokens. Its claims ended at the first chunk that was gone at the last
+        commit; its keys did not."""
         yield from self._leave(gone)
         yield from self._deletions.drop(islice(gone.keys, shared // self._chunk_tokens, None))
 
     def _detach(self, conversation_id: str) -> Conversation:
-        """The id names no conversation any more. The caller gives up its claims. Its full chunks stay as cache."""
+        """The id names no conversation any more. The caller gives up its claims. Its full chunks
+        stay as cache."""
         conversation = self._by_id.pop(conversation_id)
         self._leaving[conversation] = None
         del self._by_activity[conversation_id]
@@ -281,9 +325,12 @@ class Conversations:
                 self._mark(self._by_id[other], over_quota)
         return conversation
 
-    def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
-        """Sets when the conversation's claims end: `ttl` seconds after its last activity (None: `conversation_ttl`).
-        Until the time `pinned_until` its full chunks are evicted after all others, unless it is over its owner's quota.
+    def keep(
+        self, conversation_id: str, ttl: float | None, pinned_until: float, now: float
+    ) -> None:
+        """Sets when the conversation's claims end: `ttl` seconds after its last activity (None:
+        `conversation_ttl`). Until the time `pinned_until` its full chunks are evicted after all
+        others, unless it is over its owner's quota.
 
         Raises RequestError (404) for an unknown id.
         """
@@ -294,11 +341,12 @@ class Conversations:
         self._schedule(conversation_id, conversation)
 
     def expire(self, now: float, withheld: Iterable[Request], reserve: int = 0) -> None:
-        """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large, until
-        only `reserve` units are left in the budget of work. `overdue` says whether some are left.
+        """Ends pins and conversations whose time is over, and forgets the longest idle while logs
+        are too large, until only `reserve` units are left in the budget of work. `overdue` says
+        whether some are left.
 
-        `withheld`: requests whose last output is kept back. Their conversations count as active: a client can continue
-        one only after it gets that output.
+        `withheld`: requests whose last output is kept back. Their conversations count as active: a
+        client can continue one only after it gets that output.
         """
         for request in withheld:
             self.touch(request, now)
@@ -319,7 +367,8 @@ class Conversations:
         return self._logged > self._most_logged and len(self._by_id) > 1
 
     def end_if_over(self, conversation_id: str, now: float, withheld: Iterable[Request]) -> None:
-        """Ends this one conversation if its time is over: a turn that arrives now must not revive it. See `expire`."""
+        """Ends this one conversation if its time is over: a turn that arrives now must not revive
+        it. See `expire`."""
         if self._due.time(conversation_id) <= now:
             for request in withheld:
                 self.touch(request, now)
@@ -337,8 +386,8 @@ class Conversations:
         self._schedule(conversation_id, conversation)
 
     def _schedule(self, conversation_id: str, conversation: Conversation) -> None:
-        """Keeps one timer for each conversation, at or before its due time: later activity only moves that time
-        back."""
+        """Keeps one timer for each conversation, at or before its due time: later activity only
+        moves that time back."""
         due = conversation.active + conversation.ttl
         if conversation.pinned:
             due = min(due, conversation.pinned_until)
@@ -389,7 +438,8 @@ class Conversations:
             self._count(chunk, before, claims)
             conversation.walked += 1
             yield units
-        conversation.before, conversation.walked = claims, 0
+        conversation.before = claims
+        conversation.walked = 0
 
     def _count(self, chunk: Chunk, before: Claims, after: Claims) -> None:
         """The conversation counted as `before` for the chunk; from now on it counts as `after`."""
@@ -415,8 +465,8 @@ class Conversations:
         return counted
 
     def residency(self, start: int, most: int) -> Residency:
-        """Returns the tiers of conversations' chunks, from conversation number `start` on. Cost: about `most`
-        chunks."""
+        """Returns the tiers of conversations' chunks, from conversation number `start` on. Cost:
+        about `most` chunks."""
         found: list[ConversationKV] = []
         self._budget.spend(start // PASSED)
         for conversation_id, conversation in islice(self._by_id.items(), start, None):
@@ -451,11 +501,13 @@ def _whereabouts(conversation_id: str, conversation: Conversation) -> Conversati
 def common_prefix(left: Run, right: Run) -> int:
     """Returns how many leading tokens, characters or messages are equal."""
     size = min(len(left), len(right))
-    low, high = 0, min(COMPARED, size)
+    low = 0
+    high = min(COMPARED, size)
     while left[low:high] == right[low:high]:
         if high == size:
             return size
-        low, high = high, min(high + COMPARED, size)
+        low = high
+        high = min(high + COMPARED, size)
     # left[:low] == right[:low], left[:high] != right[:high]
     while high - low > 1:
         middle = (low + high) // 2

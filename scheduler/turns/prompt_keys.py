@@ -1,5 +1,5 @@
-"""The keys of a prompt. They are made in pieces, because a prompt may have a million tokens, and once for all choices
-of a call."""
+"""The keys of a prompt. They are made in pieces, because a prompt may have a million tokens, and
+once for all choices of a call."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class PromptKeys:
     Turns of the same prompt share these until their replies begin.
     """
 
-    def __init__(self, chunk_keys: ChunkKeys, chunk_tokens: int, request: Request, log: Conversation | None):
+    def __init__(
+        self, chunk_keys: ChunkKeys, chunk_tokens: int, request: Request, log: Conversation | None
+    ):
         """`log`: the conversation whose KV the request may use."""
-        self._chunk_keys, self._size = chunk_keys, chunk_tokens
+        self._chunk_keys = chunk_keys
+        self._size = chunk_tokens
         self._prompt, self._salt = request.prompt, request.salt
         self._log_start = 0 if log is None else log.context_start
         self.context_start = 0
@@ -37,7 +40,10 @@ class PromptKeys:
     def serves(self, request: Request, log: Conversation | None) -> bool:
         """True if these are that request's keys too."""
         start = 0 if log is None else log.context_start
-        return self._prompt is request.prompt and (self._salt, self._log_start) == (request.salt, start)
+        return self._prompt is request.prompt and (self._salt, self._log_start) == (
+            request.salt,
+            start,
+        )
 
     def go_on(self) -> int | None:
         """Does one piece of the work. Returns its units, or None if all keys are made."""
@@ -48,7 +54,8 @@ class PromptKeys:
         prompt, start, size = self._prompt, self._log_start, self._size
         common = yield from equal_tokens(log, prompt)
         if start == 0 or (common > start and self._chunk_keys.first_seen(len(prompt)) >= start):
-            self.context_start, self.keys = start, log_keys[: common // size]
+            self.context_start = start
+            self.keys = log_keys[: common // size]
             yield len(self.keys) * POINTER // COPIED
         chunks = len(prompt) // size
         for first in range(len(self.keys), chunks, LARGEST_PIECE):

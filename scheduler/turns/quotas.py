@@ -1,4 +1,5 @@
-"""Quotas of owners: chunks of conversations over quota are evicted first, so no owner pushes out another's KV.
+"""Quotas of owners: chunks of conversations over quota are evicted first, so no owner pushes out
+another's KV.
 
 An owner's conversations, in the order of their last turns:
 
@@ -33,8 +34,8 @@ class Quotas:
     def put(self, owner: str, conversation: str, chunks: int) -> Iterator[tuple[str, bool]]:
         """A turn of the conversation has just ended: it is now the owner's latest.
 
-        Yields (conversation, True if it is over quota from now on) for the other conversations for which that changes,
-        and for this one if it is over quota.
+        Yields (conversation, True if it is over quota from now on) for the other conversations for
+        which that changes, and for this one if it is over quota.
         """
         share = self._shares.setdefault(owner, _Share())
         share.over_quota.pop(conversation, None)

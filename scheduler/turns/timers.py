@@ -12,8 +12,9 @@ SPARE = 64  # outdated entries that are not worth a cleanup
 class Timers:
     """At most one time for each name.
 
-    A heap. A name whose time is changed or removed leaves its old entry behind. When most entries are outdated they are
-    removed. So clients that set many far times and never return do not fill the heap.
+    A heap. A name whose time is changed or removed leaves its old entry behind. When most entries
+    are outdated they are removed. So clients that set many far times and never return do not fill
+    the heap.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,8 @@ class Timers:
             heapify(self._heap)
 
     def take(self, now: float) -> Iterator[str]:
-        """Removes and yields the names whose time has come, in order of time. `set` may be called meanwhile."""
+        """Removes and yields the names whose time has come, in order of time. `set` may be called
+        meanwhile."""
         while self._heap and self._heap[0][0] <= now:
             time, name = heappop(self._heap)
             if self._times.get(name) == time:

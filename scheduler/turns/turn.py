@@ -14,25 +14,31 @@ from .turn_tokens import TurnTokens
 
 class Turn:
     """tokens     the prompt and every applied token of the reply
-    context_start the position at which its context begins: nothing before it exists (see `ContextWindow`)
+    context_start the position at which its context begins: nothing before it exists (see
+    `ContextWindow`)
     keys          one for each full chunk of `tokens`, as in `ChunkKeys`
     key_chains, first_keys
-                  as in `PromptKeys`; until its first seat it shares these and `keys` with other choices
+                  as in `PromptKeys`; until its first seat it shares these and `keys` with other
+                  choices
     order         its permanent place in the queue
     arrived       time of its arrival, seconds
     work          predicted seconds that computing the part of its prompt in no tier adds to a step
     reply_work    predicted seconds that its reply adds to all steps together
-    allowance     predicted seconds of later arrivals' work that may still join before it (see `queue_order`)
+    allowance     predicted seconds of later arrivals' work that may still join before it (see
+                  `queue_order`)
     queued        seconds that it waited for its first seat
-    tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
+    tail          while suspended: a private, partly filled chunk left by its last stay, perhaps
+                  dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
-    waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or loads it, it is being
-                  read from DISK, or its copy on HOST is not confirmed
+    waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or
+                  loads it, it is being read from DISK, or its copy on HOST is not confirmed
     awaited       chunks that are evicted late because it waits for them
     from_disk     keys of its chunks that were only on DISK at its first lookup; None before
-    promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False: they are computed
-    read          keys of chunks whose reading from DISK has begun since it joined the queue: none is read twice
+    promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False:
+                  they are computed
+    read          keys of chunks whose reading from DISK has begun since it joined the queue: none
+                  is read twice
     prefetched    its chunks on DISK have been looked for ahead of its turn
     drafts        of its reply; None if it has none
     """
@@ -101,9 +107,11 @@ class Turn:
 
     @property
     def unscored(self) -> bool:
-        """True if log probabilities of the prompt are still to be reported (the last position has no next prompt
-        token)."""
-        return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
+        """True if log probabilities of the prompt are still to be reported (the last position has
+        no next prompt token)."""
+        return (
+            self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
+        )
 
 
 class RunningTurn:
@@ -116,13 +124,15 @@ class RunningTurn:
     begin, end    token counts with the first token of the reply, and with the last one allowed
     window_end    the first position that does not see the whole row
     first_without_slot
-                  the first position that cannot be computed yet: it has no slot, or is at `window_end`
+                  the first position that cannot be computed yet: it has no slot, or is at
+                  `window_end`
     moved         the row begins at another chunk than the device knows
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
     leaving       suspended: not planned any more; released when its last launched step is applied
     pending       keys that this row is the first to compute
-    constrained   a grammar limits the next token, so each token must be applied before the next one is planned
+    constrained   a grammar limits the next token, so each token must be applied before the next one
+                  is planned
     """
 
     __slots__ = (
@@ -171,7 +181,8 @@ class RunningTurn:
         self.end = len(turn.request.prompt) + turn.request.max_tokens
         self.last_position = self.end - 2
         self.stop_ids = turn.request.stop_ids
-        self.tokens, self.reply = turn.tokens, turn.tokens.reply
+        self.tokens = turn.tokens
+        self.reply = turn.tokens.reply
         self.window_end = window_end
         self.first_without_slot = min(chunks[-1].end, window_end)
         self.moved = first > 0

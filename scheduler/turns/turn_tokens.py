@@ -1,4 +1,5 @@
-"""The tokens of a turn. Choices of one call share their prompt: a million ids are four megabytes."""
+"""The tokens of a turn. Choices of one call share their prompt: a million ids are four
+megabytes."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from array import array
 
 
 class TurnTokens:
-    """The prompt, which is never changed, and the reply so far. Indices and slices are as of one array, but not
-    negative."""
+    """The prompt, which is never changed, and the reply so far. Indices and slices are as of one
+    array, but not negative."""
 
     __slots__ = ("_begin", "_prompt", "reply")
 
     def __init__(self, prompt: array[int]):
-        self._prompt, self._begin = prompt, len(prompt)
+        self._prompt = prompt
+        self._begin = len(prompt)
         self.reply: array[int] = array("i")
 
     def __len__(self) -> int:

@@ -50,21 +50,26 @@ def plan_arrivals(
 ) -> list[Arrival]:
     """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations per second.
 
-    A trace with its own clock is replayed from its start, and whole conversations are dropped to lower its rate.
-    Otherwise conversations start as a Poisson process that has been running for ever: conversations that are still open
-    at the run's start are joined in the middle, with `seconds_per_token` as the assumed time of replies. Each of these
-    sends its whole history at once, so the server starts with many prompts that it would normally have in its cache.
-    With `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are then: the load
-    grows evenly to `rate`, and stays there. With `send_histories` those whose user thinks at that time do not wait for
-    the next turn: they send their history for one token, and think for the time that is left. So the server soon has
-    the histories that it would normally have, also where users think for long. With `from_empty` no conversation is
-    open at the start: the load grows during a conversation's lifetime.
+    A trace with its own clock is replayed from its start, and whole conversations are dropped to
+    lower its rate. Otherwise conversations start as a Poisson process that has been running for
+    ever: conversations that are still open at the run's start are joined in the middle, with
+    `seconds_per_token` as the assumed time of replies. Each of these sends its whole history at
+    once, so the server starts with many prompts that it would normally have in its cache. With
+    `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are
+    then: the load grows evenly to `rate`, and stays there. With `send_histories` those whose user
+    thinks at that time do not wait for the next turn: they send their history for one token, and
+    think for the time that is left. So the server soon has the histories that it would normally
+    have, also where users think for long. With `from_empty` no conversation is open at the start:
+    the load grows during a conversation's lifetime.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)
     if native is not None:
         if send_histories:
-            raise SettingError("--send-histories", "the trace has its own clock: no conversation is open at its start")
+            raise SettingError(
+                "--send-histories",
+                "the trace has its own clock: no conversation is open at its start",
+            )
         return _replay(dialogues, rate / native, seconds, draw)
     horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
     arrivals = []
@@ -79,15 +84,25 @@ def plan_arrivals(
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
-def _replay(dialogues: Sequence[Dialogue], share: float, seconds: float, draw: random.Random) -> list[Arrival]:
+def _replay(
+    dialogues: Sequence[Dialogue], share: float, seconds: float, draw: random.Random
+) -> list[Arrival]:
     if share > 1 + 1e-9:
-        raise SettingError("--rate", f"at most {clock_rate(dialogues):.4g}, which is all that the trace has")
+        raise SettingError(
+            "--rate", f"at most {clock_rate(dialogues):.4g}, which is all that the trace has"
+        )
     zero = min(dialogue.start_s or 0.0 for dialogue in dialogues)
     starts = [((dialogue.start_s or 0.0) - zero, dialogue) for dialogue in dialogues]
     last = max(start for start, _ in starts)
     if last < seconds:
-        raise SettingError("--measure-s", f"the run takes {seconds:g} s with its warm-up, the trace {last:g}")
-    kept = [Arrival(start, dialogue) for start, dialogue in starts if draw.random() < share and start < seconds]
+        raise SettingError(
+            "--measure-s", f"the run takes {seconds:g} s with its warm-up, the trace {last:g}"
+        )
+    kept = [
+        Arrival(start, dialogue)
+        for start, dialogue in starts
+        if draw.random() < share and start < seconds
+    ]
     return sorted(kept, key=lambda arrival: arrival.at)
 
 
@@ -107,11 +122,16 @@ def lifetime(dialogue: Dialogue, seconds_per_token: float) -> float:
 
 
 def join(
-    dialogue: Dialogue, number: int, start: float, seconds_per_token: float, send_history: bool = False
+    dialogue: Dialogue,
+    number: int,
+    start: float,
+    seconds_per_token: float,
+    send_history: bool = False,
 ) -> Arrival | None:
-    """The state at time 0 of a conversation that began at `start`; None if it is over. A later start means its
-    beginning. `send_history`: if its user thinks at time 0, the first request is the turn before with all of its reply
-    but the last token, and `think_s` is the think time that is left."""
+    """The state at time 0 of a conversation that began at `start`; None if it is over. A later
+    start means its beginning. `send_history`: if its user thinks at time 0, the first request is
+    the turn before with all of its reply but the last token, and `think_s` is the think time that
+    is left."""
     now = start
     for index, turn in enumerate(dialogue.turns):
         now += turn.think_s if index else 0.0
@@ -122,6 +142,12 @@ def join(
             return Arrival(now, dialogue, number, index)
         reply = seconds_per_token * turn.output_tokens
         if now + reply > 0:
-            return Arrival(0.0, dialogue, number, index, min(int(-now / seconds_per_token), turn.output_tokens - 1))
+            return Arrival(
+                0.0,
+                dialogue,
+                number,
+                index,
+                min(int(-now / seconds_per_token), turn.output_tokens - 1),
+            )
         now += reply
     return None

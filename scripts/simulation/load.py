@@ -1,9 +1,10 @@
 """`simulate --preset load`: simulates the load of docs/measured/serving.md.
 
-The times of steps and copies were measured on one H200 (docs/measured/steps.md), with Llama-2-13B with 10 KV heads,
-bf16, 40 GB of KV on the GPU; or a profile of another model gives them. Conversations start as a Poisson process on an
-empty server, or as in `benchmarks.serving`: in the middle of their lives, each sending its whole history first. The
-report covers the run's last seconds.
+The times of steps and copies were measured on one H200 (docs/measured/steps.md), with Llama-2-13B
+with 10 KV heads, bf16, 40 GB of KV on the GPU; or a profile of another model gives them.
+Conversations start as a Poisson process on an empty server, or as in `benchmarks.serving`: in the
+middle of their lives, each sending its whole history first. The report covers the run's last
+seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
 from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ...scheduler.cost import CostProfile
-from ...scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
+from ...scheduler.sim.simulator import (
+    Open,
+    Session,
+    SessionTurn,
+    Simulator,
+    longest_context,
+    percentile,
+)
 from ...scheduler.types import Applied, RequestId, SettingError, Usage
 from ..command import numbers
 from .arrivals import Arrival, plan_arrivals
@@ -31,14 +39,16 @@ from .traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
-SECONDS_PER_TOKEN = 0.02  # of replies, to find where conversations are at a start in the middle of their lives
+# of replies, to find where conversations are at a start in the middle of their lives
+SECONDS_PER_TOKEN = 0.02
 LOWER_TIER = {"same": 1.0, "packed": 0.782, "fp8": 0.5}  # of a chunk's bytes, on HOST
 FP8_POOL = 129 / 256  # of a 16-bit chunk's bytes: 128 codes and their exponent
 POOL = 4096  # conversations to draw from then
 
 
 def measured(chunk_tokens: int) -> CostProfile:
-    """One H200: steps at the shortest context by their tokens, attention at 1,024, the link busy in both directions."""
+    """One H200: steps at the shortest context by their tokens, attention at 1,024, the link busy in
+    both directions."""
     chunk = 32  # tokens, of the measured one
     return CostProfile(
         chunk_tokens=chunk_tokens,
@@ -54,12 +64,42 @@ def measured(chunk_tokens: int) -> CostProfile:
 
 def add_load_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
-    option("--rate", default="2.5,4,5,5.75,7", metavar="RATES", help="conversations/s, comma between (%(default)s)")
-    option("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths, with `--start middle`")
-    option("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (default %(default)s)")
-    option("--config", type=Path, metavar="FILE", help="of another model: its config.json, with --profile")
-    option("--profile", type=Path, metavar="FILE", help="its profile.json (default: Llama-2-13B, GQA, on one H200)")
-    option("--start", choices=("empty", "middle"), default="empty", help="of conversations (default %(default)s)")
+    option(
+        "--rate",
+        default="2.5,4,5,5.75,7",
+        metavar="RATES",
+        help="conversations/s, comma between (%(default)s)",
+    )
+    option(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines of request lengths, with `--start middle`",
+    )
+    option(
+        "--synthetic",
+        choices=CHATS,
+        default="sharegpt",
+        help="means of a data set (default %(default)s)",
+    )
+    option(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="of another model: its config.json, with --profile",
+    )
+    option(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="its profile.json (default: Llama-2-13B, GQA, on one H200)",
+    )
+    option(
+        "--start",
+        choices=("empty", "middle"),
+        default="empty",
+        help="of conversations (default %(default)s)",
+    )
     add_run_options(made)
     made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB", max_num_batched_tokens=1024)
 
@@ -69,22 +109,59 @@ def add_run_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
     option("--turn-counts", choices=TURN_COUNTS, default="geometric",
            help="of synthetic conversations (default %(default)s)")  # fmt: skip
-    option("--ramp-s", type=float, default=100.0, metavar="S", help="in which those in the middle come (%(default)s)")
-    option("--seconds", type=float, default=300.0, metavar="S", help="of a run (default %(default)s)")
-    option("--measure-s", type=float, default=100.0, metavar="S", help="its last ones (default %(default)s)")
-    option("--seeds", default="0", metavar="SEEDS", help="of arrivals and lengths, comma between (default %(default)s)")
-    option("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
-           help="of chunks on every tier; steps take their time in 16 bits (default %(default)s)")  # fmt: skip
+    option(
+        "--ramp-s",
+        type=float,
+        default=100.0,
+        metavar="S",
+        help="in which those in the middle come (%(default)s)",
+    )
+    option(
+        "--seconds", type=float, default=300.0, metavar="S", help="of a run (default %(default)s)"
+    )
+    option(
+        "--measure-s",
+        type=float,
+        default=100.0,
+        metavar="S",
+        help="its last ones (default %(default)s)",
+    )
+    option(
+        "--seeds",
+        default="0",
+        metavar="SEEDS",
+        help="of arrivals and lengths, comma between (default %(default)s)",
+    )
+    option(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="of chunks on every tier; steps take their time in 16 bits (default %(default)s)",
+    )
     option("--lower-tier-kv", choices=tuple(LOWER_TIER), default="same",
            help="how chunks are on HOST (default %(default)s)")  # fmt: skip
     option("--eviction", choices=EVICTION_POLICIES, default="lru", help="(default %(default)s)")
-    option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
-    option("--generation-reserve", type=float, default=0.1, metavar="SHARE", help="(default %(default)s)")
+    option(
+        "--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)"
+    )
+    option(
+        "--generation-reserve",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="(default %(default)s)",
+    )
 
 
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
     if args.start == "empty":
-        draw = partial(synthetic, CHATS[args.synthetic], think_s=args.think_s, seed=seed, turn_counts=args.turn_counts)
+        draw = partial(
+            synthetic,
+            CHATS[args.synthetic],
+            think_s=args.think_s,
+            seed=seed,
+            turn_counts=args.turn_counts,
+        )
         most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
         sessions = draw(conversations=most, sessions_per_s=rate)
         return [session for session in sessions if session.start_s < args.seconds]
@@ -92,7 +169,8 @@ def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Sessio
 
 
 def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
-    """So many a second. They are under way at the start, and come evenly during `--ramp-s`. Raises SettingError."""
+    """So many a second. They are under way at the start, and come evenly during `--ramp-s`. Raises
+    SettingError."""
     if args.trace is not None:
         known = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
     else:
@@ -114,7 +192,10 @@ def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Sess
         ramp_s=args.ramp_s,
     )
     if not arrivals:
-        raise SettingError("--seconds", f"none comes in {args.seconds:g} s at {rate:.3g} conversations/s: take more")
+        raise SettingError(
+            "--seconds",
+            f"none comes in {args.seconds:g} s at {rate:.3g} conversations/s: take more",
+        )
     return [
         joined(arrival, f"{number}")._replace(system_tokens=system[arrival.dialogue.name])
         for number, arrival in enumerate(arrivals)
@@ -125,19 +206,27 @@ def joined(arrival: Arrival, name: str) -> Session:
     """What is left of the conversation: its history is the first prompt's."""
     first, *later = arrival.dialogue.turns[arrival.turn :]
     known = first.history_tokens + first.input_tokens + arrival.done
-    return Session(name, arrival.at, (SessionTurn(0, known, first.output_tokens - arrival.done), *later))
+    return Session(
+        name, arrival.at, (SessionTurn(0, known, first.output_tokens - arrival.done), *later)
+    )
 
 
 def add_workload(made: argparse.ArgumentParser) -> None:
     """Of the simulators that replay a trace as well."""
     workload = made.add_mutually_exclusive_group(required=True)
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
-    workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
+    workload.add_argument(
+        "--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)"
+    )
+    workload.add_argument(
+        "--synthetic", choices=CHATS, help="conversations with the means of a data set"
+    )
 
 
-def config_of(args: argparse.Namespace, sessions: Sequence[Session], cost: CostProfile, **how: Any) -> SchedulerConfig:
-    """From the options that all simulators have, and `how`, as `SchedulerConfig` has it: without `conversation_ttl`
-    conversations last for ever. SettingError."""
+def config_of(
+    args: argparse.Namespace, sessions: Sequence[Session], cost: CostProfile, **how: Any
+) -> SchedulerConfig:
+    """From the options that all simulators have, and `how`, as `SchedulerConfig` has it: without
+    `conversation_ttl` conversations last for ever. SettingError."""
     return SchedulerConfig(
         gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
         max_model_len=longest_context(sessions),
@@ -152,7 +241,8 @@ def config_of(args: argparse.Namespace, sessions: Sequence[Session], cost: CostP
 
 
 class LoadRun(NamedTuple):
-    """One line of the table. `cost`: of chunks as they are on HOST; `token_bytes`: KV of a token on the GPU."""
+    """One line of the table. `cost`: of chunks as they are on HOST; `token_bytes`: KV of a token on
+    the GPU."""
 
     rate: float
     seed: int
@@ -169,21 +259,27 @@ def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
     """Raises SettingError."""
     sessions = sessions_of(args, rate, seed)
     if not sessions:
-        raise SettingError("--rate", f"at {rate:g} conversations/s none comes in {args.seconds:g} s")
+        raise SettingError(
+            "--rate", f"at {rate:g} conversations/s none comes in {args.seconds:g} s"
+        )
     cost = measured(args.chunk_tokens)
     if args.profile is not None:
         cost, _ = read_costs(args.profile, read_shape(args.config, ranks=1), args.chunk_tokens)
     return load_run(args, cost, sessions, rate, seed)
 
 
-def load_run(args: argparse.Namespace, cost: CostProfile, sessions: list[Session], rate: float, seed: int) -> LoadRun:
+def load_run(
+    args: argparse.Namespace, cost: CostProfile, sessions: list[Session], rate: float, seed: int
+) -> LoadRun:
     """A run of one server with these costs. Raises SettingError."""
     if args.kv_cache_dtype != "auto":
         if args.lower_tier_kv != "same":
             raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
         cost = replace(cost, chunk_bytes=int(cost.chunk_bytes * FP8_POOL))
     lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
-    how = {name: getattr(args, name) for name in ("eviction", "swap_out_below", "generation_reserve")}
+    how = {
+        name: getattr(args, name) for name in ("eviction", "swap_out_below", "generation_reserve")
+    }
     host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes
     config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks, **how)
     token_bytes = cost.chunk_bytes / cost.chunk_tokens
@@ -197,7 +293,8 @@ class Tally:
 
     ttft, usage      of the requests whose first token came
     latency, tokens  of the replies that ended: from request to end, and their tokens
-    logs, returning  tokens of these conversations behind their replies; how many of their users come back
+    logs, returning  tokens of these conversations behind their replies; how many of their users
+                     come back
     gaps             between two tokens of a reply
     """
 
@@ -212,7 +309,8 @@ class Tally:
     _latest: dict[RequestId, float] = field(default_factory=dict)
 
     def watch(self, now: float, applied: Applied, served: Mapping[RequestId, Open]) -> None:
-        latest, measured = self._latest, now >= self.start
+        latest = self._latest
+        measured = now >= self.start
         for row in applied.results():
             request = row.request
             if row.tokens:
@@ -247,10 +345,16 @@ def simulate_load(run: LoadRun) -> dict[str, float] | None:
 
 
 def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float]:
-    """`needs_gb`: the KV of running requests and of users who will return, if none of it were lost, GB."""
-    ended, stats = len(tally.latency), simulator.scheduler.stats()
-    prompts = {item.name: sum(getattr(usage, item.name) for usage in tally.usage) for item in fields(Usage)}
-    per_token = [seconds / tokens for seconds, tokens in zip(tally.latency, tally.tokens, strict=True)]
+    """`needs_gb`: the KV of running requests and of users who will return, if none of it were lost,
+    GB."""
+    ended = len(tally.latency)
+    stats = simulator.scheduler.stats()
+    prompts = {
+        item.name: sum(getattr(usage, item.name) for usage in tally.usage) for item in fields(Usage)
+    }
+    per_token = [
+        seconds / tokens for seconds, tokens in zip(tally.latency, tally.tokens, strict=True)
+    ]
     held_s = (sum(tally.latency) + run.think_s * tally.returning) / ended
     return {
         "rate": run.rate,
@@ -264,7 +368,10 @@ def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float
         "ttft_ms_p99": 1e3 * percentile(tally.ttft, 0.99),
         "inter_token_ms_p50": 1e3 * percentile(tally.gaps, 0.5),
         "inter_token_ms_p99": 1e3 * percentile(tally.gaps, 0.99),
-        **{f"{name}_percent": 100 * tokens / sum(prompts.values()) for name, tokens in prompts.items()},
+        **{
+            f"{name}_percent": 100 * tokens / sum(prompts.values())
+            for name, tokens in prompts.items()
+        },
         "prompt_tokens": sum(prompts.values()) / len(tally.usage),
         "needs_gb": held_s * tally.logs / run.measure_s * run.token_bytes / 1e9,
         "running": stats.running,
@@ -296,7 +403,9 @@ COLUMNS = {
 def plan_load(args: argparse.Namespace) -> list[LoadRun]:
     """Raises SettingError."""
     if args.measure_s > args.seconds:
-        raise SettingError("--measure-s", f"is part of --seconds ({args.seconds:g}), not {args.measure_s:g}")
+        raise SettingError(
+            "--measure-s", f"is part of --seconds ({args.seconds:g}), not {args.measure_s:g}"
+        )
     rates, seeds = numbers(args.rate, "--rate", float), numbers(args.seeds, "--seeds", int)
     if args.trace is not None and args.start == "empty":
         raise SettingError("--trace", "needs `--start middle`")

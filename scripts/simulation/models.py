@@ -1,4 +1,5 @@
-"""Shapes of the simulated models, and the costs of their steps and KV: estimated, or from a profile."""
+"""Shapes of the simulated models, and the costs of their steps and KV: estimated, or from a
+profile."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ELEMENT_BYTES = 2  # bf16 weights and KV
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """active_parameters: the parameters that one token uses; None: all of them. windows: as in `DecoderConfig`."""
+    """active_parameters: the parameters that one token uses; None: all of them. windows: as in
+    `DecoderConfig`."""
 
     parameters: int
     layers: int
@@ -39,8 +41,8 @@ class ModelShape:
         memory_bytes_per_s: float,
         link_bytes_per_s: float,
     ) -> CostProfile:
-        """Every step reads the weights once, those of all experts too, as some dozens of tokens use nearly all of
-        them. Arithmetic comes on top."""
+        """Every step reads the weights once, those of all experts too, as some dozens of tokens use
+        nearly all of them. Arithmetic comes on top."""
         return analytic_profile(
             chunk_tokens=chunk_tokens,
             parameters=self.active_parameters or self.parameters,
@@ -64,21 +66,28 @@ MODELS = {
 
 
 def read_shape(config: Path, ranks: int) -> ModelShape:
-    """Returns one rank's part of the model with this config.json, of `ranks` equal parts. Raises SettingError."""
-    from ...builder.checkpoints.hugging_face import active_parameters, parameter_shapes, read_json  # and torch
+    """Returns one rank's part of the model with this config.json, of `ranks` equal parts. Raises
+    SettingError."""
+    # and torch
+    from ...builder.checkpoints.hugging_face import active_parameters, parameter_shapes, read_json
 
     shard = Shard(decoder_config(read_json(config, "--config")), ranks)
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
-    active, decoder = active_parameters(shard.config, ranks), shard.config
+    active = active_parameters(shard.config, ranks)
+    decoder = shard.config
     heads = shard.heads, shard.kv_heads, decoder.head_dim
     return ModelShape(parameters, decoder.layers, *heads, active, decoder.windows)
 
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:
-    """The costs in a profile.json, for chunks of so many tokens; the hardware and date. Raises SettingError."""
+    """The costs in a profile.json, for chunks of so many tokens; the hardware and date. Raises
+    SettingError."""
     cost, source = read_profile(profile)
     if cost.chunk_bytes != shape.token_bytes * cost.chunk_tokens:
-        message = f"{profile} is of another model than --config, or of another number of GPUs; run `pensieve profile`"
+        message = (
+            f"{profile} is of another model than --config, or of another number of GPUs; run "
+            "`pensieve profile`"
+        )
         raise SettingError("--profile", f"{message} with this model's engine in 16 bits")
     return scaled(cost, chunk_tokens), source
 
@@ -89,11 +98,17 @@ def read_profile(profile: Path) -> tuple[CostProfile, str]:
 
     value = read_json(profile, "--profile")
     try:
-        points = {name: tuple(map(tuple, entry)) for name, entry in value["cost"].items() if isinstance(entry, list)}
+        points = {
+            name: tuple(map(tuple, entry))
+            for name, entry in value["cost"].items()
+            if isinstance(entry, list)
+        }
         cost = CostProfile(**{**value["cost"], **points})
         source = f"{value['hardware']}, {value['date']}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingError("--profile", f"{profile} is damaged ({error!r}); run `pensieve profile` again") from None
+        raise SettingError(
+            "--profile", f"{profile} is damaged ({error!r}); run `pensieve profile` again"
+        ) from None
     return cost, source
 
 

@@ -1,4 +1,5 @@
-"""The lines of traces, checked: their fields, and which of them is wrong. Loaded only when a trace is read."""
+"""The lines of traces, checked: their fields, and which of them is wrong. Loaded only when a trace
+is read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Line(BaseModel, strict=True):
     think_s: Seconds | None = None
 
     def session_turn(self) -> SessionTurn:
-        return SessionTurn(self.history_tokens or 0, self.input_tokens, self.output_tokens, self.think_s or 0.0)
+        return SessionTurn(
+            self.history_tokens or 0, self.input_tokens, self.output_tokens, self.think_s or 0.0
+        )
 
 
 Model = TypeVar("Model", bound=BaseModel)

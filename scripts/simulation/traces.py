@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatStatistics:
-    """Means over a data set of chats; lengths in tokens. `document`: before the first prompt, between these lengths,
-    their logarithms evenly."""
+    """Means over a data set of chats; lengths in tokens. `document`: before the first prompt,
+    between these lengths, their logarithms evenly."""
 
     turns: float
     input_tokens: float
@@ -42,13 +42,15 @@ class ChatStatistics:
 CHATS = {
     "sharegpt": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58),
     "ultrachat": ChatStatistics(turns=3.86, input_tokens=51.78, output_tokens=257.81),
-    "documents": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58, document=(4096, 114_688)),
+    "documents": ChatStatistics(
+        turns=5.56, input_tokens=37.77, output_tokens=204.58, document=(4096, 114_688)
+    ),
 }
 
 TURN_COUNTS = ("geometric", "uniform")
-"""Distributions of the number of turns of synthetic conversations around its mean. Geometric is memoryless, and with
-ShareGPT's mean one turn in seven follows ten or more others; uniform is from 1 to twice the mean, and prompts are a
-third shorter."""
+"""Distributions of the number of turns of synthetic conversations around its mean. Geometric is
+memoryless, and with ShareGPT's mean one turn in seven follows ten or more others; uniform is from 1
+to twice the mean, and prompts are a third shorter."""
 
 
 def synthetic(
@@ -60,10 +62,11 @@ def synthetic(
     seed: int,
     turn_counts: str = "geometric",
 ) -> list[Session]:
-    """Conversations of these means that start as a Poisson process; the same seed makes the same ones.
+    """Conversations of these means that start as a Poisson process; the same seed makes the same
+    ones.
 
-    Numbers of turns are one of TURN_COUNTS, lengths exponential (at least 1 token), think times exponential of mean
-    `think_s`.
+    Numbers of turns are one of TURN_COUNTS, lengths exponential (at least 1 token), think times
+    exponential of mean `think_s`.
     """
     draw = random.Random(seed)
     starts = poisson(sessions_per_s, draw)
@@ -77,7 +80,8 @@ def synthetic(
 def _synthetic_turns(
     chats: ChatStatistics, think_s: float, uniform: bool, draw: random.Random
 ) -> Iterator[SessionTurn]:
-    history, left = 0, round(draw.uniform(0.5, 2 * chats.turns - 0.5)) if uniform else 0
+    history = 0
+    left = round(draw.uniform(0.5, 2 * chats.turns - 0.5)) if uniform else 0
     while True:
         given, reply = (_length(mean, draw) for mean in (chats.input_tokens, chats.output_tokens))
         if chats.document and not history:
@@ -103,18 +107,22 @@ def poisson(per_s: float, draw: random.Random) -> Iterator[float]:
 
 
 def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]:
-    """The sessions of a trace of lengths or text, in the order of its lines. Text counts as a token for every four
-    characters, with think times of a minute on average. SettingError names the file and line that cannot be read."""
+    """The sessions of a trace of lengths or text, in the order of its lines. Text counts as a token
+    for every four characters, with think times of a minute on average. SettingError names the file
+    and line that cannot be read."""
     starts = poisson(sessions_per_s, random.Random(seed))
     if "messages" in next(read_lines(path), ("", ""))[1]:
         objects = [(parse_json(line, where), where) for where, line in read_lines(path)]
         draw = random.Random(seed)
-        texts = text_dialogues(objects, "conversation", lambda text: range(-(-len(text) // 4)), 60.0, draw)
+        texts = text_dialogues(
+            objects, "conversation", lambda text: range(-(-len(text) // 4)), 60.0, draw
+        )
         if not texts:
             raise SettingError("--trace", f"{path} holds no conversations")
         return [Session(text.name, next(starts), text.turns) for text in texts]
     return [
-        session._replace(start_s=next(starts) if arrival is None else arrival) for session, arrival in read_rows(path)
+        session._replace(start_s=next(starts) if arrival is None else arrival)
+        for session, arrival in read_rows(path)
     ]
 
 
@@ -132,7 +140,9 @@ def read_rows(path: Path) -> list[tuple[Session, float | None]]:
         raise SettingError("--trace", f"{path} holds no requests")
     return [
         (
-            Session(name, 0.0, tuple(line.session_turn() for line in lines), lines[0].system_tokens or 0),
+            Session(
+                name, 0.0, tuple(line.session_turn() for line in lines), lines[0].system_tokens or 0
+            ),
             lines[0].arrival_s,
         )
         for name, lines in by_name.items()
@@ -142,7 +152,11 @@ def read_rows(path: Path) -> list[tuple[Session, float | None]]:
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """(where it stands, line) for each line that is not empty."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as lines
+        ):
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{path}, line {number}", line
@@ -161,14 +175,20 @@ def _check_turn(line: Line, before: Sequence[Line], where: str) -> None:
     """The line continues its conversation."""
     name = line.conversation
     if line.turn != len(before):
-        raise SettingError("--trace", f"{where}: turn {line.turn} of {name} where turn {len(before)} was due")
+        raise SettingError(
+            "--trace", f"{where}: turn {line.turn} of {name} where turn {len(before)} was due"
+        )
     log = sum(before[-1].session_turn()[:3]) if before else 0
     if (line.history_tokens or 0) > log:
-        raise SettingError("--trace", f"{where}: keeps {line.history_tokens} tokens of {name}, which has {log}")
+        raise SettingError(
+            "--trace", f"{where}: keeps {line.history_tokens} tokens of {name}, which has {log}"
+        )
     if before and line.think_s is None:
         raise SettingError("--trace", f"{where}: turn {line.turn} of {name} needs think_s")
     if (line.system_tokens or 0) > (0 if before else line.input_tokens):
-        raise SettingError("--trace", f"{where}: system_tokens are part of a first turn's input_tokens")
+        raise SettingError(
+            "--trace", f"{where}: system_tokens are part of a first turn's input_tokens"
+        )
 
 
 HEAD_TOKENS = 4  # made up, before text: without them a second pass would reuse the first one's KV
@@ -207,20 +227,32 @@ class Dialogue(NamedTuple):
 def made_up(session: Session, start_s: float | None = None) -> Dialogue:
     """A conversation with given lengths and made-up tokens."""
     first = session.turns[0].input_tokens
-    opening = (MadeUp(session.system_tokens, f"system {session.system_tokens}"),) if session.system_tokens else ()
+    opening = (
+        (MadeUp(session.system_tokens, f"system {session.system_tokens}"),)
+        if session.system_tokens
+        else ()
+    )
     rest = (MadeUp(first - session.system_tokens),) if first > session.system_tokens else ()
     later = ((MadeUp(turn.input_tokens),) for turn in session.turns[1:])
     return Dialogue(session.name, start_s, session.turns, ((*opening, *rest), *later))
 
 
 def text_dialogues(
-    objects: Sequence[tuple[Any, str]], name: str, encode: Encode | None, think_s: float, draw: random.Random
+    objects: Sequence[tuple[Any, str]],
+    name: str,
+    encode: Encode | None,
+    think_s: float,
+    draw: random.Random,
 ) -> list[Dialogue]:
     if encode is None:
         raise SettingError("--tokenizer", "this trace is text: name the model's tokenizer.json")
     dialogues = []
     for value, where in objects:
-        if not isinstance(value, dict) or name not in value or not isinstance(value.get("messages"), list):
+        if (
+            not isinstance(value, dict)
+            or name not in value
+            or not isinstance(value.get("messages"), list)
+        ):
             raise SettingError("--trace", f"{where}: needs an object with {name} and messages")
         turns, inputs = _spoken(value["messages"], where, encode, think_s, draw)
         if turns:  # there is a reply to generate
@@ -231,32 +263,42 @@ def text_dialogues(
 def _spoken(
     messages: Sequence[Any], where: str, encode: Encode, think_s: float, draw: random.Random
 ) -> tuple[list[SessionTurn], list[tuple[Piece, ...]]]:
-    """A turn is the text before an assistant's message, with that message's length. The rest is left out.
+    """A turn is the text before an assistant's message, with that message's length. The rest is
+    left out.
 
     A user's text follows a think time; the answer of a tool alone comes at once.
     """
     turns: list[SessionTurn] = []
     inputs: list[tuple[Piece, ...]] = []
-    history, said, person = 0, array("i"), False
+    history = 0
+    said = array("i")
+    person = False
     for message in messages:
         ids = array("i", encode(message_text(message, where)))
         if message["role"] != "assistant":
             said += ids
             person = person or message["role"] != "tool"
         elif said and ids:
-            pieces: tuple[Piece, ...] = (said,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), said)
+            pieces: tuple[Piece, ...] = (
+                (said,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), said)
+            )
             given = len(said) + (0 if turns else HEAD_TOKENS)
             thought = draw.expovariate(1 / think_s) if turns and person else 0.0
             turns.append(SessionTurn(history, given, len(ids), thought))
             inputs.append(pieces)
-            history, said, person = history + given + len(ids), array("i"), False
+            history = history + given + len(ids)
+            said = array("i")
+            person = False
     return turns, inputs
 
 
 def message_text(message: Any, where: str) -> str:
-    """The text of a message; a tool call's JSON. An empty message becomes a line: its turn was a request too."""
+    """The text of a message; a tool call's JSON. An empty message becomes a line: its turn was a
+    request too."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, str) or (content is None and calls):
             return (content or "") + (json.dumps(calls) if calls else "") or "\n"
-    raise SettingError("--trace", f"{where}: a message needs a role, and a content of text or tool calls")
+    raise SettingError(
+        "--trace", f"{where}: a message needs a role, and a content of text or tool calls"
+    )

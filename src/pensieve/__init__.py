@@ -1,4 +1,5 @@
-"""Pensieve, a stateful serving engine. `LLM` and `SamplingParams` are loaded when they are first used."""
+"""Pensieve, a stateful serving engine. `LLM` and `SamplingParams` are loaded when they are first
+used."""
 
 from __future__ import annotations
 

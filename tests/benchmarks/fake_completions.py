@@ -12,10 +12,11 @@ SOURCES = ("gpu", "host", "disk", "recomputed", "new")
 
 
 class CompletionsServer(FakeServer):
-    """A context manager. A reply is the ids 900, 901, ...: the first after `first_s`, each next after `gap_s`.
+    """A context manager. A reply is the ids 900, 901, ...: the first after `first_s`, each next
+    after `gap_s`.
 
-    fail   the failure, from request `fail_after` on: a status, "drop" (hangs up after two tokens), "error" (sent in an
-           event), "silent" (no answer), "short" (a token too few)
+    fail   the failure, from request `fail_after` on: a status, "drop" (hangs up after two tokens),
+           "error" (sent in an event), "silent" (no answer), "short" (a token too few)
     ids    False: like a server that does not know `return_token_ids`
     """
 
@@ -23,7 +24,11 @@ class CompletionsServer(FakeServer):
 
     def __init__(self, first_s=0.0, gap_s=0.0, *, fail=None, fail_after=1, ids=True, port=0):
         super().__init__(CompletionsHandler, port)
-        self.first_s, self.gap_s, self.fail, self.fail_after, self.ids = first_s, gap_s, fail, fail_after, ids
+        self.first_s = first_s
+        self.gap_s = gap_s
+        self.fail = fail
+        self.fail_after = fail_after
+        self.ids = ids
         self.prompt_tokens = 0
         self._lock = threading.Lock()
 
@@ -44,8 +49,13 @@ class CompletionsHandler(Handler):
     def do_GET(self):
         if self.path == "/metrics":
             counts = dict.fromkeys(SOURCES, 0) | {"new": self.server.prompt_tokens}
-            lines = [f'pensieve:prompt_tokens_total{{source="{name}"}} {count}.0' for name, count in counts.items()]
-            self._send(200, "\n".join(["# HELP x", *lines, "pensieve:gpu_seconds_total 1.5", ""]).encode())
+            lines = [
+                f'pensieve:prompt_tokens_total{{source="{name}"}} {count}.0'
+                for name, count in counts.items()
+            ]
+            self._send(
+                200, "\n".join(["# HELP x", *lines, "pensieve:gpu_seconds_total 1.5", ""]).encode()
+            )
         else:
             self._answer({"data": [{"id": "fake", "max_model_len": 500}]})
 
@@ -69,10 +79,14 @@ class CompletionsHandler(Handler):
             time.sleep(self.server.gap_s if index else self.server.first_s)
             if fail == "drop" and index == 2:
                 return  # without usage and [DONE]: HTTP/1.0 ends a body by closing the connection
-            choice = {"index": 0, "text": "é"} | ({"token_ids": [900 + index]} if self.server.ids else {})
+            choice = {"index": 0, "text": "é"} | (
+                {"token_ids": [900 + index]} if self.server.ids else {}
+            )
             self._write({"choices": [choice], "usage": None})
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": wanted}
-        self._write({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 3}}})
+        self._write(
+            {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 3}}}
+        )
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _write(self, event):

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_site(site):
-    """A folder of packages with it. Each server that starts writes its words and its process's number to `started`."""
+    """A folder of packages with it. Each server that starts writes its words and its process's
+    number to `started`."""
     module = site / "vllm" / "entrypoints" / "openai" / "api_server.py"
     module.parent.mkdir(parents=True)
     module.write_text(
@@ -23,9 +24,13 @@ def make_site(site):
     )
     loader = site / "vllm" / "model_executor" / "model_loader" / "dummy_loader.py"
     loader.parent.mkdir(parents=True)
-    loader.write_text("def initialize_dummy_weights(module, model_config):\n    module.filled = True\n")
+    loader.write_text(
+        "def initialize_dummy_weights(module, model_config):\n    module.filled = True\n"
+    )
     (site / "vllm-0.23.0.dist-info").mkdir()
-    (site / "vllm-0.23.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.0\n")
+    (site / "vllm-0.23.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.0\n"
+    )
     return site
 
 

@@ -1,4 +1,5 @@
-"""Batches of the engine benchmarks, and on a GPU that neither weights nor pool are ever there twice."""
+"""Batches of the engine benchmarks, and on a GPU that neither weights nor pool are ever there
+twice."""
 
 import json
 from types import SimpleNamespace
@@ -32,7 +33,10 @@ def test_each_request_computes_the_end_of_its_context(requests, new, context):
     ids, slots, segments, table = batch.token_ids, batch.slots, batch.segments, batch.block_table
     assert len(ids) == len(batch.positions) == len(slots) == requests * new and ids.max() < 50
     assert segments[:, 1].eq(new).all() and segments[:, 3].eq(max(context, new)).all()
-    assert table.numel() == table.unique().numel() and table.shape == (requests, -(-max(context, new) // CHUNK))
+    assert table.numel() == table.unique().numel() and table.shape == (
+        requests,
+        -(-max(context, new) // CHUNK),
+    )
     assert slots.unique().numel() == requests * new
     assert batch.sample_rows.tolist() == [new * (i + 1) - 1 for i in range(requests)]
 
@@ -43,8 +47,16 @@ def test_requests_of_different_lengths():
     assert len(batch.token_ids) == 9 and batch.sample_rows.tolist() == [0, 8]
     assert batch.positions.tolist() == [39, *range(65, 70), *range(3)]
     assert batch.segments.tolist() == [[0, 1, 0, 40, 0], [1, 5, 0, 70, 1], [6, 3, 0, 3, 2]]
-    assert slots_of(parts) == 2 + 3 + 1 and batch.block_table.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
-    assert batch.slots.tolist() == [CHUNK + 7, *range(4 * CHUNK + 1, 4 * CHUNK + 6), *range(5 * CHUNK, 5 * CHUNK + 3)]
+    assert slots_of(parts) == 2 + 3 + 1 and batch.block_table.tolist() == [
+        [0, 1, 0],
+        [2, 3, 4],
+        [5, 0, 0],
+    ]
+    assert batch.slots.tolist() == [
+        CHUNK + 7,
+        *range(4 * CHUNK + 1, 4 * CHUNK + 6),
+        *range(5 * CHUNK, 5 * CHUNK + 3),
+    ]
 
 
 def test_steps_of_chats():
@@ -52,9 +64,12 @@ def test_steps_of_chats():
     assert steps == chat_steps(users=3, turns=2) != chat_steps(users=3, turns=2, seed=1)
     prompts = [part for step in steps for part in step if part.new > 1]
     assert len(prompts) >= 5 and 1 < max(map(len, steps)) <= 3
-    # Each user's text is computed once: a first turn is computed whole, the next one computes its input and one token.
+    # Each user's text is computed once: a first turn is computed whole, the next one computes its
+    # input and one token.
     assert sum(part.new == part.context for part in prompts) == 3
-    assert all(part.new < 500 for part in prompts) and any(part.context > part.new + 100 for part in prompts)
+    assert all(part.new < 500 for part in prompts) and any(
+        part.context > part.new + 100 for part in prompts
+    )
 
 
 def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsys):
@@ -75,12 +90,17 @@ def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsy
     rows = json.loads(last)["rows"]
     assert [row["batch"] for row in rows] == ["3 rows", "20 steps of chats"]
     for row in rows:
-        assert 0 < row["reference"] < row["reference_total"] and 0 < row["inductor"] < row["inductor_total"]
+        assert (
+            0 < row["reference"] < row["reference_total"]
+            and 0 < row["inductor"] < row["inductor_total"]
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("backend, weights", [("reference", "same"), ("inductor", "same"), ("inductor", "fp8")])
+@pytest.mark.parametrize(
+    "backend, weights", [("reference", "same"), ("inductor", "same"), ("inductor", "fp8")]
+)
 def test_weights_and_pool_are_there_once(backend, weights, tmp_path, monkeypatch):
     config = tmp_path / "small.json"
     config.write_text(json.dumps(SHAPE))
@@ -98,37 +118,55 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_engine, "SHAPES", tmp_path)
     assert bench_engine.main(["gpu", "--shapes", "small", "--backends", "reference"]) == 0
     *_, row, last = capsys.readouterr().out.splitlines()
-    assert row.startswith("| small | reference, bfloat16, same |") and json.loads(last)["rows"][0]["shape"] == "small"
+    assert (
+        row.startswith("| small | reference, bfloat16, same |")
+        and json.loads(last)["rows"][0]["shape"] == "small"
+    )
 
 
 def test_a_generation_beyond_the_pool_is_refused():
     engine = SimpleNamespace(chunk_bytes=lambda tokens: 2**20 * tokens)  # 640 chunks in the pool
-    with pytest.raises(SettingError, match=r"^--generation: 640x33 has more KV than the pool of 20 GiB holds"):
+    with pytest.raises(
+        SettingError, match=r"^--generation: 640x33 has more KV than the pool of 20 GiB holds"
+    ):
         bench_engine.run(engine, [(640, 32), (640, 33)], 0)
 
 
 def test_the_floor_has_the_experts_that_rows_choose(tmp_path):
     """Of 8 experts a row reads 3, and two rows 3 + 3 * 5 / 8."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]} | QWEN3_MOE_SHAPE))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3MoeForCausalLM"]} | QWEN3_MOE_SHAPE)
+    )
     build_random_engine(tmp_path / "config.json", tmp_path / "engine")
     engine = open_engine(tmp_path / "engine")
     experts = engine.manifest.layers * 8 * 3 * 64 * 32
     for rows, read in ((1, 3), (2, 3 + 3 * 5 / 8), (1000, 8)):
-        size = 4 * (engine.parameters - experts + experts * read / 8) + rows * 10 * engine.chunk_bytes(32) // 32
-        assert bench_engine.floor_ms(engine, rows, 10) == pytest.approx(1e3 * size / bench_engine.FLOOR_BYTES_S)
+        size = (
+            4 * (engine.parameters - experts + experts * read / 8)
+            + rows * 10 * engine.chunk_bytes(32) // 32
+        )
+        assert bench_engine.floor_ms(engine, rows, 10) == pytest.approx(
+            1e3 * size / bench_engine.FLOOR_BYTES_S
+        )
 
 
 def test_the_floor_has_the_kv_that_windows_reach(tmp_path):
     """One of two layers has a window of 13 tokens."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]} | GEMMA3_SHAPE))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Gemma3ForCausalLM"]} | GEMMA3_SHAPE)
+    )
     build_random_engine(tmp_path / "config.json", tmp_path / "engine")
     engine = open_engine(tmp_path / "engine")
     for context, keys in ((10, 20), (100, 113)):
         size = engine.weight_bytes + 3 * keys * engine.chunk_bytes(32) // 32 // 2
-        assert bench_engine.floor_ms(engine, 3, context) == pytest.approx(1e3 * size / bench_engine.FLOOR_BYTES_S)
+        assert bench_engine.floor_ms(engine, 3, context) == pytest.approx(
+            1e3 * size / bench_engine.FLOOR_BYTES_S
+        )
 
 
 @pytest.mark.parametrize("text", ["64", "x32", "0x32", "64x", "axb"])
 def test_a_generation_that_is_no_pair_of_numbers_is_refused(text):
-    with pytest.raises(SettingError, match=r"^--generation: .* is not ROWSxCONTEXT, such as 64x1024"):
+    with pytest.raises(
+        SettingError, match=r"^--generation: .* is not ROWSxCONTEXT, such as 64x1024"
+    ):
         bench_engine.batch(text)

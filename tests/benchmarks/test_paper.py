@@ -1,4 +1,5 @@
-"""The papers' evaluations in small: runs, values of each figure, verdicts, and a GPU's result lines."""
+"""The papers' evaluations in small: runs, values of each figure, verdicts, and a GPU's result
+lines."""
 
 from __future__ import annotations
 
@@ -15,24 +16,46 @@ from benchmarks.paper import cachedattention, device, pensieve
 from benchmarks.paper.__main__ import main
 from benchmarks.paper.cachedattention import MODELS, Case, _in_units, chats, policy_label, profile
 from benchmarks.paper.overlap import A100, copy_s, pipelined_s, prefill_s
-from benchmarks.paper.report import HOWS, Claim, Figure, Value, append, gathered, read_figures, table
+from benchmarks.paper.report import (
+    HOWS,
+    Claim,
+    Figure,
+    Value,
+    append,
+    gathered,
+    read_figures,
+    table,
+)
 from benchmarks.paper.sessions import play
 from pensieve.scheduler.sim.simulator import Report, Session, SessionTurn
 from pensieve.scheduler.types import SettingError, Usage
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 POINT = {"done_per_s": 2.0, "host_percent": 50.0, "recomputed_percent": 5.0}
-SMALL = ["cachedattention", "--sessions", "40", "--warm-up", "20", "--models", "falcon-40b", "--jobs", "1"]
+SMALL = [
+    "cachedattention",
+    "--sessions",
+    "40",
+    "--warm-up",
+    "20",
+    "--models",
+    "falcon-40b",
+    "--jobs",
+    "1",
+]
 
 
 def test_lengths_are_rounded_without_a_drift_and_replies_end_at_half_a_window():
-    model, turns, history = MODELS["llama-13b"], [], 0
+    model = MODELS["llama-13b"]
+    turns = []
+    history = 0
     for _ in range(30):
         turns.append(SessionTurn(history, 38, 305, 1.0))
         history += 343
     units = list(_in_units(turns, model))
     assert [turn.history_tokens for turn in units] == [
-        sum(turn.input_tokens + turn.output_tokens for turn in units[:index]) for index in range(len(units))
+        sum(turn.input_tokens + turn.output_tokens for turn in units[:index])
+        for index in range(len(units))
     ]
     total = units[-1].history_tokens + units[-1].input_tokens + units[-1].output_tokens
     assert len(units) == 30 and abs(total - 30 * 343 / model.unit) < 2
@@ -41,7 +64,8 @@ def test_lengths_are_rounded_without_a_drift_and_replies_end_at_half_a_window():
 
 
 def test_sessions_are_as_long_as_the_paper_says():
-    """Figure 2: 47% of them have more than 2,048 tokens and 30% more than 4,096; there are 52,000 turns."""
+    """Figure 2: 47% of them have more than 2,048 tokens and 30% more than 4,096; there are 52,000
+    turns."""
     sessions = chats(9000, 1.0, MODELS["llama-13b"])
     lengths = [sum(session.turns[-1][:3]) * MODELS["llama-13b"].unit for session in sessions]
     assert sum(len(session.turns) for session in sessions) == pytest.approx(52_000, rel=0.02)
@@ -50,15 +74,23 @@ def test_sessions_are_as_long_as_the_paper_says():
 
 
 def test_sessions_of_a_trace_are_drawn_again(tmp_path):
-    trace, line = tmp_path / "trace.jsonl", {"conversation": "a", "think_s": 0.0, "arrival_s": None}
+    trace = tmp_path / "trace.jsonl"
+    line = {"conversation": "a", "think_s": 0.0, "arrival_s": None}
     turns = (
         {"turn": 0, "input_tokens": 256, "history_tokens": 0},
         {"turn": 1, "input_tokens": 9000, "history_tokens": 384},
     )
-    trace.write_text("".join(json.dumps({**line, **turn, "output_tokens": 128}) + "\n" for turn in turns))
+    trace.write_text(
+        "".join(json.dumps({**line, **turn, "output_tokens": 128}) + "\n" for turn in turns)
+    )
     drawn = chats(5, 1.0, MODELS["llama-13b"], str(trace))
-    assert [session.turns for session in drawn] == [(SessionTurn(0, 2, 1), SessionTurn(3, 16, 1))] * 5
-    assert len({session.name for session in drawn}) == 5 and len({session.start_s for session in drawn}) == 5
+    assert [session.turns for session in drawn] == [
+        (SessionTurn(0, 2, 1), SessionTurn(3, 16, 1))
+    ] * 5
+    assert (
+        len({session.name for session in drawn}) == 5
+        and len({session.start_s for session in drawn}) == 5
+    )
 
 
 def test_a_unit_takes_as_long_as_its_tokens():
@@ -66,14 +98,17 @@ def test_a_unit_takes_as_long_as_its_tokens():
     cost = profile(model)
     prefill = 2 * model.shape.parameters * model.unit / (2 * 156e12)
     assert cost.chunk_seconds == pytest.approx(prefill)
-    weights, context = 2 * model.shape.parameters, 10 * model.unit * model.shape.token_bytes
+    weights = 2 * model.shape.parameters
+    context = 10 * model.unit * model.shape.token_bytes
     steps = model.unit * (weights + context) / (2 * 1.6e12)
     assert cost.step(0, rows=1, rows_context=10) == pytest.approx(steps + prefill, rel=1e-6)
 
 
 def test_a_label_tells_what_is_not_as_usual():
     assert policy_label(Case("llama-13b")) == "lru"
-    assert policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "lru sync recompute"
+    assert (
+        policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "lru sync recompute"
+    )
     assert policy_label(Case("llama-13b", reuse=False)) == "recompute all"
 
 
@@ -87,9 +122,13 @@ def in_turns(conversations: int, turns: int) -> list[Session]:
 
 
 def test_a_queue_in_rounds_defeats_lru_and_not_a_cache_that_knows_it():
-    """LRU evicts the session that is needed next. So if a round does not fit as a whole, no session of it is found."""
+    """LRU evicts the session that is needed next. So if a round does not fit as a whole, no session
+    of it is found."""
     setting = {"token_bytes": 1, "window": 10_000, "warm_up": 10}
-    hits = {policy: play(in_turns(10, 4), policy, 1500, **setting).hit_of_later for policy in ("ca", "lru", "fifo")}
+    hits = {
+        policy: play(in_turns(10, 4), policy, 1500, **setting).hit_of_later
+        for policy in ("ca", "lru", "fifo")
+    }
     assert hits["lru"] <= 0.2 and hits["fifo"] < 0.4 and hits["ca"] >= 0.5
     roomy = play(in_turns(10, 4), "lru", 10_000, **setting)
     assert roomy.hit_of_later == 1 and roomy.first == 0
@@ -97,10 +136,18 @@ def test_a_queue_in_rounds_defeats_lru_and_not_a_cache_that_knows_it():
 
 
 def test_the_papers_hit_rates_come_from_its_queue():
-    """A tenth of the paper's sessions at ten times its rate, on a tenth of the bytes: figure 21's order, in small."""
+    """A tenth of the paper's sessions at ten times its rate, on a tenth of the bytes: figure 21's
+    order, in small."""
     sessions = chats(900, 10.0, MODELS["llama-13b"])
-    unit = {"token_bytes": MODELS["llama-13b"].shape.token_bytes * 128, "window": 32, "warm_up": 1000}
-    hits = {policy: play(sessions, policy, 0.2128e12, slower=4, **unit).hit for policy in ("ca", "lru", "fifo")}
+    unit = {
+        "token_bytes": MODELS["llama-13b"].shape.token_bytes * 128,
+        "window": 32,
+        "warm_up": 1000,
+    }
+    hits = {
+        policy: play(sessions, policy, 0.2128e12, slower=4, **unit).hit
+        for policy in ("ca", "lru", "fifo")
+    }
     assert hits["ca"] > hits["lru"] + 0.25 and hits["ca"] > hits["fifo"] + 0.25
 
 
@@ -115,9 +162,12 @@ def test_preloading_takes_the_longer_of_copy_and_compute_and_a_layer():
 
 def test_the_papers_preloading_follows_from_its_hardware():
     """Figure 19: 35% less without a read buffer, 61% with one of 15 layers."""
-    load, compute = copy_s(A100, 1000), prefill_s(A100, 100)
+    load = copy_s(A100, 1000)
+    compute = prefill_s(A100, 100)
     for buffer, saved in ((0, 0.35), (15, 0.61)):
-        assert 1 - pipelined_s(load, compute, buffer) / (load + compute) == pytest.approx(saved, abs=0.04)
+        assert 1 - pipelined_s(load, compute, buffer) / (load + compute) == pytest.approx(
+            saved, abs=0.04
+        )
 
 
 # -- claims and verdicts
@@ -139,7 +189,9 @@ def test_only_what_ran_on_the_hardware_is_reproduced(how):
 def test_a_difference_has_its_reason_and_a_missing_run_is_told():
     claims = figure(a=Claim("1", 0.9, 1.1), b=Claim("2", 1.8, 2.2))
     assert claims.verdict({}) == "not run"
-    assert claims.verdict({"a": Value(2.0, "simulated")}) == "simulated: differs; a reason (1 not run)"
+    assert (
+        claims.verdict({"a": Value(2.0, "simulated")}) == "simulated: differs; a reason (1 not run)"
+    )
     measured = {"a": Value(1.0, "hardware"), "b": Value(1.0, "hardware")}
     assert claims.verdict(measured) == "measured on hardware: 1 of 2 agree; a reason"
 
@@ -147,14 +199,19 @@ def test_a_difference_has_its_reason_and_a_missing_run_is_told():
 def test_a_lower_bound_or_the_value_itself_is_enough():
     claims = figure(**{"a": Claim("1", 0.9, 1.1), "a, at least": Claim("1", 0.9, 1.1)})
     assert claims.verdict({"a": Value(1.0, "hardware")}) == "reproduced on hardware"
-    assert claims.verdict({"a, at least": Value(1.0, "other settings")}) == "on hardware with other settings: agrees"
+    assert (
+        claims.verdict({"a, at least": Value(1.0, "other settings")})
+        == "on hardware with other settings: agrees"
+    )
 
 
 def test_a_claim_without_bounds_is_shown_and_not_judged():
     claims = figure(a=Claim.read(["above 1", None, None], 0.1), b=Claim("1", 0.9, 1.1))
     values = {"a": Value(0.5, "simulated"), "b": Value(1.0, "hardware")}
     assert claims.verdict(values) == "reproduced on hardware"
-    assert figure(a=Claim.read(["above 1", None, None], 0.1)).verdict(values).startswith("no verdict")
+    assert (
+        figure(a=Claim.read(["above 1", None, None], 0.1)).verdict(values).startswith("no verdict")
+    )
     assert "a: above 1, 0.5" in table([claims], {"1": values})
 
 
@@ -162,7 +219,8 @@ def test_the_values_of_several_seeds_are_shown_as_their_mean_and_range():
     found = gathered({"1": {"b": [0.8, 1.2, 1.0]}}, [])
     assert found["1"]["b"] == Value(1.0, "simulated", (0.8, 1.2, 1.0))
     assert "b: 1, 1 (3 seeds: 0.8 to 1.2)" in table([figure(b=Claim("1", 0.9, 1.1))], found)
-    opt, point = pensieve.Case(pensieve.OPT, "sharegpt", "pensieve", 0.65), {**POINT, "ms_per_token": 50.0}
+    opt = pensieve.Case(pensieve.OPT, "sharegpt", "pensieve", 0.65)
+    point = {**POINT, "ms_per_token": 50.0}
     hosts = {("pensieve", 0): 52, ("lru", 0): 50, ("pensieve", 3): 51, ("lru", 3): 50}
     runs = {
         replace(opt, server=server, seed=seed): {**point, "host_percent": host}
@@ -183,26 +241,50 @@ def test_a_better_way_counts_and_then_the_later_record():
 
 
 def a_report(known: int = 60) -> Report:
-    usage = Usage(**dict.fromkeys(Usage.__dataclass_fields__, 0) | {"host": known, "new": 100 - known})
+    usage = Usage(
+        **dict.fromkeys(Usage.__dataclass_fields__, 0) | {"host": known, "new": 100 - known}
+    )
     return Report(100, usage, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 0, 0, 0, 0, 0, full_hits=50)
 
 
 def test_every_claim_has_a_value_or_a_command():
-    """So a claim's name is not misspelt: simulated, from a GPU's lines, or recorded in docs/measured."""
-    cases = {case for make in cachedattention.FIGURES.values() for model in MODELS for case in make(model)}
+    """So a claim's name is not misspelt: simulated, from a GPU's lines, or recorded in
+    docs/measured."""
+    cases = {
+        case
+        for make in cachedattention.FIGURES.values()
+        for model in MODELS
+        for case in make(model)
+    }
     points = {case for some in pensieve.FIGURES.values() for case in some}
     made = {
-        "cachedattention": cachedattention.values({case: a_report(60 if case.reuse else 0) for case in cases}),
-        "pensieve": pensieve.values({case: {**POINT, "ms_per_token": 1000 * case.rate} for case in points}),
+        "cachedattention": cachedattention.values(
+            {case: a_report(60 if case.reuse else 0) for case in cases}
+        ),
+        "pensieve": pensieve.values(
+            {case: {**POINT, "ms_per_token": 1000 * case.rate} for case in points}
+        ),
     }
-    lines = [json.loads(line) for path in MEASURED.glob("paper-*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in MEASURED.glob("paper-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     for paper, found in made.items():
         known = {(number, name) for number, some in found.items() for name in some}
-        known |= {(line["figure"], name) for line in lines if line["paper"] == paper for name in line.get("values", ())}
+        known |= {
+            (line["figure"], name)
+            for line in lines
+            if line["paper"] == paper
+            for name in line.get("values", ())
+        }
         known |= {(number, device.OVER_VLLM) for number in pensieve.LIMITS_MS}
         known |= {(number, "requests/s over a stateless server's") for number in pensieve.LIMITS_MS}
-        known |= {(number, "requests/s over TensorRT-LLM's") for number in pensieve.LIMITS_MS}  # not run: no command
-        known.add(("15", "requests/s over a stateless server's at 180 ms a token, think time 600 s"))
+        # not run: no command
+        known |= {(number, "requests/s over TensorRT-LLM's") for number in pensieve.LIMITS_MS}
+        known.add(
+            ("15", "requests/s over a stateless server's at 180 ms a token, think time 600 s")
+        )
         for claims in read_figures(paper):
             unknown = [name for name in claims.claims if (claims.number, name) not in known]
             assert claims.not_run or not unknown, f"{paper} {claims.number}: {unknown}"
@@ -220,7 +302,9 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
     monkeypatch.setattr(pensieve, "MEASURE_S", 30.0)
     monkeypatch.setattr(pensieve, "RAMP_S", 10.0)
     found = pensieve.run(pensieve.Case(pensieve.OPT, "sharegpt", server, 0.3, think_s=5.0))
-    assert found["done_per_s"] > 0 and (found["host_percent"] + found["gpu_percent"] > 0) == (server == "pensieve")
+    assert found["done_per_s"] > 0 and (found["host_percent"] + found["gpu_percent"] > 0) == (
+        server == "pensieve"
+    )
 
 
 def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
@@ -243,7 +327,10 @@ def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
             ms = 100 * (case.rate - 1) * (1 if case.server == "pensieve" else 1.1)
             assert case.seed in (0, 4)
             known = {"paper": "pensieve", "how": "simulated", "case": asdict(case)}
-            append(files[-1], {**known, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}})
+            append(
+                files[-1],
+                {**known, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}},
+            )
 
     monkeypatch.setattr(paper_main, "missing_runs", record)
     assert main(options) == 0
@@ -259,35 +346,61 @@ def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
 def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
     line = {
         "bench": "profile",
-        "turns": [{"history": 4096, "prefill_recomputed": 5.282, "prefill_cached": 0.064, "generation": 2.845}],
+        "turns": [
+            {
+                "history": 4096,
+                "prefill_recomputed": 5.282,
+                "prefill_cached": 0.064,
+                "generation": 2.845,
+            }
+        ],
         "cost": {"chunk_seconds": 1.19e-3, "attention": [[1024, 0.05e-3], [16384, 0.93e-3]]},
         "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]},
     }
     found = device.profile_values([line])
-    assert found["3"] == {"prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)}
-    assert found["4"] == {"a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)}
+    assert found["3"] == {
+        "prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)
+    }
+    assert found["4"] == {
+        "a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)
+    }
     assert list(found["section 5"].values()) == pytest.approx([9.6, 0.904, 1.807], rel=0.01)
     line["cost"]["attention"] = [[1024, 1e-3], [8192, 8e-3], [16384, 16e-3]]
     assert device.profile_values([line])["4"][device.LINEAR] == pytest.approx(15 / 7)
 
 
 def test_what_only_follows_from_measured_speeds_is_called_computed(monkeypatch, tmp_path):
-    line = {"bench": "profile", "turns": [], "cost": {"chunk_seconds": 1e-3, "attention": [[1024, 1e-4]]},
-            "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]}}  # fmt: skip
+    line = {
+        "bench": "profile",
+        "turns": [],
+        "cost": {"chunk_seconds": 1e-3, "attention": [[1024, 1e-4]]},
+        "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]},
+    }
     done = SimpleNamespace(returncode=0, stdout=json.dumps(line))
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
     monkeypatch.setitem(device.MEASUREMENTS, "pensieve", (device.PROFILE,))
     records = list(device.measure("pensieve", ["section 5"], tmp_path, None, tmp_path))
-    assert [(record["how"], len(record["values"])) for record in records] == [("hardware", 1), ("computed", 2)]
+    assert [(record["how"], len(record["values"])) for record in records] == [
+        ("hardware", 1),
+        ("computed", 2),
+    ]
 
 
 def test_a_kernel_benchs_line_gives_figure_12():
-    row = {"heads": "40/40", "ours": 1252.4, "contiguous": 2100.0, "copy out": 17318.0, "rounds": 9486.0}
+    row = {
+        "heads": "40/40",
+        "ours": 1252.4,
+        "contiguous": 2100.0,
+        "copy out": 17318.0,
+        "rounds": 9486.0,
+    }
     shapes = ("append 32 x 8 at 8192", "queries 32 x 4 at 8192", "mixed 96 decode + 16 append")
     line = {"gpu": "NVIDIA H200", "results": [{"shape": shape, **row} for shape in shapes]}
     found = device.kernel_values([line])["12"]
     assert found["copied out over ours, 8,192 tokens"] == pytest.approx(13.83, rel=1e-3)
-    assert found["one token a round over ours, 4 query tokens at 8,192"] == pytest.approx(7.574, rel=1e-3)
+    assert found["one token a round over ours, 4 query tokens at 8,192"] == pytest.approx(
+        7.574, rel=1e-3
+    )
     assert device.machine([line]) == "NVIDIA H200" and len(found) == 6
 
 
@@ -299,11 +412,15 @@ def test_a_tier_benchs_line_gives_cachedattentions_figures_14_and_15():
 
 
 def test_a_batchs_lines_give_the_figures_of_overlapped_access():
-    """A save that stops the GPU takes the turn's time and the copy's; loading first, the copy's and the step's."""
+    """A save that stops the GPU takes the turn's time and the copy's; loading first, the copy's and
+    the step's."""
     times = {"recomputed_s": 0.6, "host_s": 0.2, "gpu_s": 0.1, "copy_in_s": 0.2}
     splits = [{"split": split, **times} for split in ("500/500", "1000/100")]
     turns = [{"prompt": 1000, "dropped_s": 0.1, "copied_beside_s": 0.11, "copy_out_s": 0.025}]
-    lines = [{"bench": "tiers_batch", "splits": splits}, {"bench": "tiers_saved_batch", "turns": turns}]
+    lines = [
+        {"bench": "tiers_batch", "splits": splits},
+        {"bench": "tiers_saved_batch", "turns": turns},
+    ]
     found = device.batch_values(lines)
     assert list(found["18"].values()) == pytest.approx([3, 2, 6])
     assert list(found["19"].values()) == pytest.approx([100 / 3, 200 / 3])
@@ -313,7 +430,9 @@ def test_a_batchs_lines_give_the_figures_of_overlapped_access():
 
 
 def test_lines_of_versus_give_serving_figures():
-    lines = [json.loads(line) for line in (MEASURED / "versus-2026-11-24.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (MEASURED / "versus-2026-11-24.jsonl").read_text().splitlines()
+    ]
     chats_lines = [line for line in lines if line["workload"] == "chats"]
     claims = [
         device.Claim("13", "vllm-simple-offload", "time a token"),
@@ -321,7 +440,9 @@ def test_lines_of_versus_give_serving_figures():
     ]
     found = device.versus_values(claims)(chats_lines)
     assert found["13"] and all(ratio > 1 for ratio in found["13"].values())
-    assert list(found["10b"]) == list(found["15"]) == ["more, at least"], "no rate of ours takes 68 ms a token"
+    assert list(found["10b"]) == list(found["15"]) == ["more, at least"], (
+        "no rate of ours takes 68 ms a token"
+    )
 
 
 def test_a_policys_sources_are_compared_too():
@@ -338,7 +459,9 @@ def test_a_policys_sources_are_compared_too():
 def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
     limit = 180 / device.memory_speedup("NVIDIA H200")
     assert 60 < limit < 75
-    with pytest.raises(SettingError, match="speed of an L4's memory is not known: only A100, H200's"):
+    with pytest.raises(
+        SettingError, match="speed of an L4's memory is not known: only A100, H200's"
+    ):
         device.memory_speedup("an L4")
 
     def line(server, rate, ms, done):
@@ -355,9 +478,13 @@ def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
     }
 
 
-@pytest.mark.parametrize("measurement", [one for some in device.MEASUREMENTS.values() for one in some])
+@pytest.mark.parametrize(
+    "measurement", [one for some in device.MEASUREMENTS.values() for one in some]
+)
 def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
-    name, *words = (word.format(engine="engine", output="output", vllm="site") for word in measurement.words)
+    name, *words = (
+        word.format(engine="engine", output="output", vllm="site") for word in measurement.words
+    )
     command = importlib.import_module(name)
     if name != "benchmarks.kernels":  # it parses in its main
         assert command.parser().parse_args(words)
@@ -366,12 +493,19 @@ def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
 
 
 def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
-    row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1.0, "contiguous": 2.0, "copy out": 3.0}
+    row = {
+        "shape": "append 32 x 8 at 8192",
+        "heads": "40/40",
+        "ours": 1.0,
+        "contiguous": 2.0,
+        "copy out": 3.0,
+    }
     line = json.dumps({"gpu": "NVIDIA H200", "results": [{**row, "rounds": 4.0}]})
     done = SimpleNamespace(returncode=0, stdout=f"some words\n{line}\n")
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
     results = tmp_path / "runs.jsonl"
-    options = ["pensieve", "--device", "cuda", "--figures", "12", "--results", str(results)]  # needs no engine
+    # needs no engine
+    options = ["pensieve", "--device", "cuda", "--figures", "12", "--results", str(results)]
     assert main(options) == 0
     (record,) = [json.loads(line) for line in results.read_text().splitlines()]
     assert (record["how"], record["figure"], record["machine"]) == ("hardware", "12", "NVIDIA H200")
@@ -393,11 +527,18 @@ def test_a_gpu_run_with_other_settings_reproduces_nothing(monkeypatch, tmp_path,
     done = SimpleNamespace(returncode=0, stdout="\n".join(map(json.dumps, printed)))
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
     results = tmp_path / "runs.jsonl"
-    assert main(["pensieve", "--device", "cuda", "--figures", "10a,15", "--results", str(results)]) == 0
-    assert {json.loads(line)["how"] for line in results.read_text().splitlines()} == {"other settings"}
+    assert (
+        main(["pensieve", "--device", "cuda", "--figures", "10a,15", "--results", str(results)])
+        == 0
+    )
+    assert {json.loads(line)["how"] for line in results.read_text().splitlines()} == {
+        "other settings"
+    }
     told = capsys.readouterr().out
     assert "on hardware with other settings: agrees" in told and "reproduced" not in told
-    paper_settings = {one for some in device.MEASUREMENTS.values() for one in some if one.how == "hardware"}
+    paper_settings = {
+        one for some in device.MEASUREMENTS.values() for one in some if one.how == "hardware"
+    }
     assert paper_settings == {device.PROFILE, device.KERNELS, device.BATCH}
 
 
@@ -405,7 +546,8 @@ def test_a_gpu_run_with_other_settings_reproduces_nothing(monkeypatch, tmp_path,
 
 
 def test_a_record_and_a_verdict_for_each_figure_and_no_run_twice(capsys, tmp_path):
-    results, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    results = tmp_path / "runs.jsonl"
+    page = tmp_path / "page.md"
     page.write_text("before\n<!-- the table of `paper` -->\n<!-- its end -->\nafter\n")
     options = [*SMALL, "--results", str(results), "--figures", "13,24", "--page", str(page)]
     assert main(options) == 0
@@ -418,7 +560,9 @@ def test_a_record_and_a_verdict_for_each_figure_and_no_run_twice(capsys, tmp_pat
     assert main([*options, "--report"]) == main(options) == 0
     assert len(results.read_text().splitlines()) == 4
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "reproduced" not in printed
+    assert (
+        text.startswith("before\n") and text.endswith("\nafter\n") and "reproduced" not in printed
+    )
     assert text.count("\n| ") == 1 + len(read_figures("cachedattention"))
 
 
@@ -426,7 +570,18 @@ def test_a_record_and_a_verdict_for_each_figure_and_no_run_twice(capsys, tmp_pat
 def test_the_values_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert (
-        main([*SMALL, "--figures", "18", "--results", str(tmp_path / "none"), "--plot", str(tmp_path / "a.png")]) == 0
+        main(
+            [
+                *SMALL,
+                "--figures",
+                "18",
+                "--results",
+                str(tmp_path / "none"),
+                "--plot",
+                str(tmp_path / "a.png"),
+            ]
+        )
+        == 0
     )
     assert (tmp_path / "a.png").stat().st_size > 0
 
@@ -443,7 +598,10 @@ def test_the_values_are_drawn(tmp_path):
         (["--rates", "1"], "--rates: only for pensieve, simulated"),
         (["--seeds", "0,1"], "--seeds: only for pensieve, simulated"),
         (["--engine", "engine"], "--engine: only with --device"),
-        (["--device", "cuda", "--engine", "engine", "--trace", "file"], "--trace: not with --device"),
+        (
+            ["--device", "cuda", "--engine", "engine", "--trace", "file"],
+            "--trace: not with --device",
+        ),
         (["--device", "cuda", "--engine", "engine", "--report"], "--report: not with --device"),
     ],
 )
@@ -452,14 +610,17 @@ def test_a_wrong_setting_is_named(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--models=llama-13b", "--sessions=40", "--warm-up=20", "--sample=2"])
+@pytest.mark.parametrize(
+    "option", ["--models=llama-13b", "--sessions=40", "--warm-up=20", "--sample=2"]
+)
 def test_pensieve_refuses_the_options_of_cachedattention(capsys, option):
     assert main(["pensieve", "--report", option]) == 2
     assert f"{option.partition('=')[0]}: only for cachedattention" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "line", ['{"paper": "pensieve", "how": "guessed", "values": {}}', '{"how": "cpu", "values": {}}', "[]"]
+    "line",
+    ['{"paper": "pensieve", "how": "guessed", "values": {}}', '{"how": "cpu", "values": {}}', "[]"],
 )
 def test_a_damaged_record_is_named(capsys, tmp_path, line):
     (tmp_path / "bad.jsonl").write_text(line + "\n")

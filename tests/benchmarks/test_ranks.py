@@ -91,19 +91,37 @@ def test_two_gpus_add_up_and_say_what_one_says(tmp_path):
     assert all(line["us"].keys() == {"nccl", "one_shot", "auto"} for line in lines[:2])
     tiny_checkpoint("llama", tmp_path / "checkpoint")
     for dtype in ("float32", "bfloat16"):
-        build_engine(tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2, device="cuda")
+        build_engine(
+            tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2, device="cuda"
+        )
     engines = [tmp_path / "float32", tmp_path / "bfloat16"]
-    found = said("benchmarks.check.ranks", "--device", "cuda", "--engine", *engines, "--prompts", 6, "--tokens", 100)
+    found = said(
+        "benchmarks.check.ranks",
+        "--device",
+        "cuda",
+        "--engine",
+        *engines,
+        "--prompts",
+        6,
+        "--tokens",
+        100,
+    )
     assert [line["passed"] for line in found] == [True, True]
 
 
 @pytest.mark.slow
 def test_plans_and_sums_are_timed():
-    lines = said("benchmarks.ranks", "plans", "--ranks", 3, "--rows", 16, "--steps", 20, "--step-ms", 1)
+    lines = said(
+        "benchmarks.ranks", "plans", "--ranks", 3, "--rows", 16, "--steps", 20, "--step-ms", 1
+    )
     assert [line["plans"] for line in lines] == ["generating", "mixed"]
     for line in lines:
         assert line["until_all_have_it_us"]["p50"] > line["unpacking_wall_us"]["p50"]
         parts = ("sending", "unpacking", "reporting", "merging")
-        assert all(line[f"{part}_{clock}_us"]["p50"] > 0 for part in parts for clock in ("wall", "cpu"))
+        assert all(
+            line[f"{part}_{clock}_us"]["p50"] > 0 for part in parts for clock in ("wall", "cpu")
+        )
     lines = said("benchmarks.ranks", "sums", "--device", "cpu", "--tokens", 1, 4, "--width", 64)
-    assert [line["tokens"] for line in lines] == [1, 4] and all(line["us"]["mpi"] > 0 for line in lines)
+    assert [line["tokens"] for line in lines] == [1, 4] and all(
+        line["us"]["mpi"] > 0 for line in lines
+    )

@@ -8,8 +8,28 @@ import pytest
 from benchmarks.routing import COLUMNS, main
 
 SMALL = [
-    *("--jobs", "1", "--synthetic", "sharegpt", "--sessions-per-s", "0.5", "--seconds", "12", "--warm-up-s", "4"),
-    *("--ramp-s", "4", "--chunk-tokens", "128", "--gpu-kv-bytes", "5GiB", "--host-kv-bytes", "3GiB"),
+    *(
+        "--jobs",
+        "1",
+        "--synthetic",
+        "sharegpt",
+        "--sessions-per-s",
+        "0.5",
+        "--seconds",
+        "12",
+        "--warm-up-s",
+        "4",
+    ),
+    *(
+        "--ramp-s",
+        "4",
+        "--chunk-tokens",
+        "128",
+        "--gpu-kv-bytes",
+        "5GiB",
+        "--host-kv-bytes",
+        "3GiB",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""The scheduler's benchmark at a hundredth of its size: its steps are of the kinds that it names."""
+"""The scheduler's benchmark at a hundredth of its size: its steps are of the kinds that it
+names."""
 
 import json
 
@@ -19,7 +20,10 @@ def test_steps_are_of_the_kinds_that_are_measured():
         assert step.swap_ins >= 40 and step.victims >= 80 and step.generate >= 12
     bench.scheduler.check()
     found = summary(plain)
-    assert found["steps"] == 20 and found["plan_ms_p50"] + found["apply_ms_p50"] <= 2 * found["total_ms_p50"]
+    assert (
+        found["steps"] == 20
+        and found["plan_ms_p50"] + found["apply_ms_p50"] <= 2 * found["total_ms_p50"]
+    )
 
 
 def test_the_command_ends_in_one_json_line(capsys, monkeypatch):

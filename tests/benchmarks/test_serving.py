@@ -11,7 +11,15 @@ import pytest
 
 from benchmarks import clients as bench_clients
 from benchmarks.clients import Client, Failed, Load, Reply, Tally, Target, Window
-from benchmarks.report import json_line, milliseconds, read_records, read_reports, report, report_line, titles
+from benchmarks.report import (
+    json_line,
+    milliseconds,
+    read_records,
+    read_reports,
+    report,
+    report_line,
+    titles,
+)
 from benchmarks.serving import GPU_SECONDS, largest_rate, main, probe
 from benchmarks.workload import Words
 from pensieve.scheduler.sim.simulator import SessionTurn
@@ -22,8 +30,15 @@ from tests.benchmarks.fake_completions import CompletionsServer
 from tests.end_to_end.server import Server
 
 VLLM_FIELDS = {
-    "model", "prompt", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options", "return_token_ids",
-}  # fmt: skip
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "ignore_eos",
+    "stream",
+    "stream_options",
+    "return_token_ids",
+}
 FIRST, NEXT = 5, 4  # new tokens of the first and the second turn
 REPLY = 11
 TWO_TURNS = Dialogue(
@@ -35,7 +50,8 @@ TWO_TURNS = Dialogue(
 
 
 def play(monkeypatch, arrivals, requests, *clients):
-    """The clients' tallies, measured from the first moment until `requests` requests of each have ended or failed."""
+    """The clients' tallies, measured from the first moment until `requests` requests of each have
+    ended or failed."""
 
     def ended(tally):
         return tally.completed + tally.errors.total() >= requests
@@ -52,20 +68,46 @@ def play(monkeypatch, arrivals, requests, *clients):
 
 
 def client(server, **target):
-    return Client(Target(server.url, "fake", **target), Words(100, "salt"), Window(0.0, 60.0), bench_clients.clock())
+    return Client(
+        Target(server.url, "fake", **target),
+        Words(100, "salt"),
+        Window(0.0, 60.0),
+        bench_clients.clock(),
+    )
 
 
 @pytest.fixture
 def bench(tmp_path, capsys):
     """Runs the command against a server; returns its JSON lines and its output."""
-    rows = [{"conversation": "a", "turn": index, **turn._asdict()} for index, turn in enumerate(TWO_TURNS.turns)]
+    rows = [
+        {"conversation": "a", "turn": index, **turn._asdict()}
+        for index, turn in enumerate(TWO_TURNS.turns)
+    ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)))
 
     def run(server, *options, rate, measure_s):
         file = tmp_path / "out.json"
-        fixed = ["--url", server.url, "--trace", str(trace), "--rate", rate, "--json", str(file), "--processes", "2"]
-        times = ["--warm-up-s", "0.3", "--measure-s", str(measure_s), "--expected-ms-per-token", "10"]
+        fixed = [
+            "--url",
+            server.url,
+            "--trace",
+            str(trace),
+            "--rate",
+            rate,
+            "--json",
+            str(file),
+            "--processes",
+            "2",
+        ]
+        times = [
+            "--warm-up-s",
+            "0.3",
+            "--measure-s",
+            str(measure_s),
+            "--expected-ms-per-token",
+            "10",
+        ]
         assert main([*fixed, *times, *options]) == 0
         return [json.loads(line) for line in file.read_text().splitlines()], capsys.readouterr()
 
@@ -78,13 +120,19 @@ LONGER = (1, 8, 40)  # multiples of a short time: on a busy machine no request m
 def everything_seen(made):
     """All that is looked at happened in the window, and the server was read on both sides of it."""
     times = made["ttft_ms_p50"], made["inter_token_ms_p50"]
-    return made["completed_per_s"] > 0 and None not in times and sum((made["sources"] or {}).values()) > 0
+    return (
+        made["completed_per_s"] > 0
+        and None not in times
+        and sum((made["sources"] or {}).values()) > 0
+    )
 
 
 def test_known_delays_are_what_is_measured(bench):
     with CompletionsServer(first_s=0.1, gap_s=0.02) as server:
         for seconds in (1.5 * times for times in LONGER):
-            (made,), said = bench(server, "--gpu-dollars-per-hour", "3600", rate="8", measure_s=seconds)
+            (made,), said = bench(
+                server, "--gpu-dollars-per-hour", "3600", rate="8", measure_s=seconds
+            )
             if everything_seen(made):
                 break
     assert made["errors"] == {} and made["completed_per_s"] > 0
@@ -92,8 +140,11 @@ def test_known_delays_are_what_is_measured(bench):
     assert 19 <= made["inter_token_ms_p50"] < 1000
     assert (100 + 10 * 20) / REPLY <= made["ms_per_token_mean"] < 2000
     assert made["offered_per_s"] == pytest.approx(8 * 2)
-    assert made["sources"]["new"] > 0 and made["cached_tokens"] == 3 * round(seconds * made["completed_per_s"])
-    assert made["gpu_seconds"] == 0.0 and made["dollars"] == 0.0  # the server's counter does not change
+    assert made["sources"]["new"] > 0 and made["cached_tokens"] == 3 * round(
+        seconds * made["completed_per_s"]
+    )
+    # the server's counter does not change
+    assert made["gpu_seconds"] == 0.0 and made["dollars"] == 0.0
     assert "new 100.0%" in said.out and "fake at http" in said.out
     assert all(set(body) == VLLM_FIELDS for body in server.bodies)
 
@@ -103,7 +154,9 @@ def test_a_turn_repeats_what_really_came(monkeypatch):
         arrivals = [Arrival(index / 50, TWO_TURNS, index) for index in range(10)]
         (tally,) = play(monkeypatch, arrivals, 20, client(server, conversations=True))
     assert (tally.sent, tally.completed, tally.cached_tokens, tally.open_at_end) == (20, 20, 60, 0)
-    assert tally.prompt_tokens == 10 * (2 * FIRST + REPLY + NEXT) and tally.output_tokens == 20 * REPLY
+    assert (
+        tally.prompt_tokens == 10 * (2 * FIRST + REPLY + NEXT) and tally.output_tokens == 20 * REPLY
+    )
     turns = {}
     for body in server.bodies:
         assert set(body) == VLLM_FIELDS | {"conversation"}
@@ -116,7 +169,9 @@ def test_a_turn_repeats_what_really_came(monkeypatch):
 
 def test_a_history_that_is_sent_is_not_measured(monkeypatch):
     with CompletionsServer() as server:
-        arrivals = [Arrival(0.0, TWO_TURNS, index, 0, REPLY - 1, think_s=0.01) for index in range(4)]
+        arrivals = [
+            Arrival(0.0, TWO_TURNS, index, 0, REPLY - 1, think_s=0.01) for index in range(4)
+        ]
         (tally,) = play(monkeypatch, arrivals, 4, client(server))
     assert (tally.sent, tally.completed, tally.output_tokens) == (4, 4, 4 * REPLY)
     assert len(server.bodies) == 8
@@ -126,7 +181,9 @@ def test_a_history_that_is_sent_is_not_measured(monkeypatch):
 
 def test_a_history_that_fails_is_counted(monkeypatch):
     with CompletionsServer(fail=429, fail_after=0) as server:
-        arrivals = [Arrival(0.0, TWO_TURNS, index, 0, REPLY - 1, think_s=0.01) for index in range(4)]
+        arrivals = [
+            Arrival(0.0, TWO_TURNS, index, 0, REPLY - 1, think_s=0.01) for index in range(4)
+        ]
         (tally,) = play(monkeypatch, arrivals, 4, client(server))
     assert tally.errors == {"HTTP 429": 4} and tally.sent == 0
 
@@ -141,14 +198,22 @@ def test_failures_are_counted_by_kind_and_end_their_conversation(monkeypatch):
         "short": "short reply",
     }
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(CompletionsServer(fail=fail, fail_after=0)) for fail in kinds]
+        servers = [
+            stack.enter_context(CompletionsServer(fail=fail, fail_after=0)) for fail in kinds
+        ]
         arrivals = [Arrival(0.0, TWO_TURNS, index) for index in range(4)]
-        clients = [client(server, timeout_s=0.3 if server.fail == "silent" else 60.0) for server in servers]
+        clients = [
+            client(server, timeout_s=0.3 if server.fail == "silent" else 60.0) for server in servers
+        ]
         tallies = play(monkeypatch, arrivals, 4, *clients)
         for server in servers:
             server.stopped.set()
     for kind, tally in zip(kinds.values(), tallies, strict=True):
-        assert tally.errors == {kind: 4} and (tally.sent, tally.completed, tally.open_at_end) == (4, 0, 0)
+        assert tally.errors == {kind: 4} and (tally.sent, tally.completed, tally.open_at_end) == (
+            4,
+            0,
+            0,
+        )
 
 
 def test_a_server_that_dies_is_counted_and_ends_nothing():
@@ -167,13 +232,17 @@ def test_a_server_that_dies_is_counted_and_ends_nothing():
         if tally.sent == 20 and min(tally.errors["cannot connect"], tally.open_at_end) > 3:
             break
     assert tally.errors["cannot connect"] > 3
-    assert set(tally.errors) <= {"cannot connect", "connection lost"}  # the latter: it was about to be accepted
+    # the latter: it was about to be accepted
+    assert set(tally.errors) <= {"cannot connect", "connection lost"}
     assert tally.sent == 20 and tally.open_at_end > 3
     assert 0 < tally.busy < 2
 
 
 def test_a_lost_client_process_is_told():
-    with CompletionsServer() as server, Load(Target(server.url, "fake"), [], Words(9, "x"), Window(0, 9), 2) as load:
+    with (
+        CompletionsServer() as server,
+        Load(Target(server.url, "fake"), [], Words(9, "x"), Window(0, 9), 2) as load,
+    ):
         load._workers[1].kill()
         load._workers[1].join()
         with pytest.raises(ChildProcessError, match="has died"):
@@ -188,17 +257,33 @@ def test_servers_without_token_ids_need_a_tokenizer():
     events = [{"choices": [{"text": text}]} for text in ("a", "", "bc")] + [
         {"choices": [], "usage": {"completion_tokens": 4}}
     ]
-    assert reply.read("".join(f"data: {json.dumps(event)}\r\n\r\n" for event in events).encode()) == [1, 1]
-    assert reply.length == 4 and reply.token_ids(lambda text: [ord(letter) for letter in text]) == [97, 98, 99]
+    assert reply.read(
+        "".join(f"data: {json.dumps(event)}\r\n\r\n" for event in events).encode()
+    ) == [1, 1]
+    assert reply.length == 4 and reply.token_ids(lambda text: [ord(letter) for letter in text]) == [
+        97,
+        98,
+        99,
+    ]
 
 
 def test_events_are_read_however_they_are_cut():
     ids = [[1], [2, 3], []]
-    stream = "".join(f'data: {{"choices":[{{"text":"","token_ids":{each}}}],"usage":null}}\n\n' for each in ids)
-    stream += 'data: {"choices":[],"usage":{"completion_tokens":3,"prompt_tokens_details":null}}\n\ndata: [DONE]\n\n'
+    stream = "".join(
+        f'data: {{"choices":[{{"text":"","token_ids":{each}}}],"usage":null}}\n\n' for each in ids
+    )
+    stream += (
+        "data: "
+        '{"choices":[],"usage":{"completion_tokens":3,"prompt_tokens_details":null}}\n\ndata: '
+        "[DONE]\n\n"
+    )
     for size in (1, 7, 1000):
         reply = Reply()
-        brought = [count for at in range(0, len(stream), size) for count in reply.read(stream[at : at + size].encode())]
+        brought = [
+            count
+            for at in range(0, len(stream), size)
+            for count in reply.read(stream[at : at + size].encode())
+        ]
         assert (brought, reply.ids, reply.length, reply.cached) == ([1, 2], [1, 2, 3], 3, None)
     with pytest.raises(Failed, match="malformed"):
         Reply().read(b"data: {oops\n")
@@ -208,12 +293,16 @@ def test_percentiles_are_values_that_were_measured():
     assert milliseconds([0.004, 0.001, 0.003, 0.002], 0.5) == 2.0
     assert milliseconds([index / 1e3 for index in range(1, 101)], 0.99) == 99.0
     assert milliseconds([], 0.5) is None
-    ramp = report(tally(first_token=array("d", (i / 1e3 for i in range(1, 101)))), rate=1, turns=1, seconds=1)
+    ramp = report(
+        tally(first_token=array("d", (i / 1e3 for i in range(1, 101)))), rate=1, turns=1, seconds=1
+    )
     assert (ramp.ttft_ms_p90, ramp.ttft_ms_p95, ramp.ttft_ms_p99) == (90.0, 95.0, 99.0)
 
 
 def tally(**changed):
-    made = Tally(sent=30, completed=20, prompt_tokens=5000, output_tokens=400, open_at_start=2, open_at_end=9)
+    made = Tally(
+        sent=30, completed=20, prompt_tokens=5000, output_tokens=400, open_at_start=2, open_at_end=9
+    )
     made.first_token.extend([0.05, 0.15])
     made.per_token.extend([0.01, 0.03])
     made.gaps.extend([0.008, 0.012])
@@ -231,22 +320,29 @@ def test_a_report_adds_up():
     assert made.ms_per_token_mean == pytest.approx(20.0) and made.ms_per_token_p90 == 30.0
     assert (made.ttft_ms_p50, made.ttft_ms_p99, made.inter_token_ms_p50) == (50.0, 150.0, 8.0)
     assert (made.open_at_start, made.open_at_end, made.client_busy) == (4, 18, 0.5)
-    assert (made.gpu_seconds, made.dollars) == (10.0, pytest.approx(0.02))  # all the time: the server does not tell
+    # all the time: the server does not tell
+    assert (made.gpu_seconds, made.dollars) == (10.0, pytest.approx(0.02))
     assert made.dollars_per_million_output_tokens == pytest.approx(25.0)
-    assert report(whole, rate=1, turns=1, seconds=1, gpu_seconds=4.0, dollars_per_hour=3600).dollars == 4.0
+    assert (
+        report(whole, rate=1, turns=1, seconds=1, gpu_seconds=4.0, dollars_per_hour=3600).dollars
+        == 4.0
+    )
 
 
 def test_lines_are_aligned_and_say_what_is_missing():
     rich = report(tally(cached_known=20, cached_tokens=4000), rate=1.5, turns=4.0, seconds=10.0)
     assert "cached 80.0%" in report_line(rich)
     sources = {"gpu": 75, "host": 25, "disk": 0, "recomputed": 0, "new": 0}
-    assert "gpu 75.0%, host 25.0%" in report_line(report(tally(), rate=2, turns=4, seconds=10, sources=sources))
+    assert "gpu 75.0%, host 25.0%" in report_line(
+        report(tally(), rate=2, turns=4, seconds=10, sources=sources)
+    )
     empty = Tally()
     empty.errors["HTTP 429"] = 7
     poor = report(empty, rate=12.25, turns=4.0, seconds=10.0)
     assert report_line(poor).endswith("sources unknown; HTTP 429: 7") and poor.failed_share == 1.0
     places = [
-        [found.end() for found in re.finditer(r"\S+", line)][12] for line in (report_line(rich), report_line(poor))
+        [found.end() for found in re.finditer(r"\S+", line)][12]
+        for line in (report_line(rich), report_line(poor))
     ]
     assert len(set(places)) == 1 and titles().index("open") > places[0]
 
@@ -266,7 +362,9 @@ def test_reports_are_written_read_compared_and_drawn(tmp_path, capsys):
     assert capsys.readouterr().out.count("\n") == 2 * 4
 
 
-@pytest.mark.parametrize(("limit", "said"), [(3.3, "3.3"), (0.5, "below 1"), (9.0, "8 conversations/s or more")])
+@pytest.mark.parametrize(
+    ("limit", "said"), [(3.3, "3.3"), (0.5, "below 1"), (9.0, "8 conversations/s or more")]
+)
 def test_the_largest_rate_is_found_by_halving(limit, said):
     asked = []
     found = largest_rate(lambda rate: asked.append(rate) or rate <= limit, 1.0, 8.0)
@@ -284,7 +382,10 @@ def test_a_search_stops_at_what_is_asked(bench):
             made, said = bench(server, "--find-rate", "1000", rate="9,20", measure_s=0.5 * times)
             if all(each["completed_per_s"] > 0 for each in made):
                 break
-        assert [each["rate"] for each in made] == [9.0, 20.0] and "20 conversations/s or more" in said.out
+        assert [each["rate"] for each in made] == [
+            9.0,
+            20.0,
+        ] and "20 conversations/s or more" in said.out
 
 
 @pytest.mark.parametrize(
@@ -297,7 +398,10 @@ def test_a_search_stops_at_what_is_asked(bench):
         (["--measure-s", "nan"], "--measure-s: must be above 0"),
         (["--warm-up-s", "-1"], "--warm-up-s: must be at least 0, not -1.0"),
         (["--trace", "nowhere.jsonl"], "--trace: nowhere.jsonl cannot be read"),
-        (["--trace", "x", "--turn-counts", "uniform"], "--turn-counts: is of synthetic conversations"),
+        (
+            ["--trace", "x", "--turn-counts", "uniform"],
+            "--turn-counts: is of synthetic conversations",
+        ),
         (["--tokenizer", "nowhere.json"], "--tokenizer: there is no file"),
         (["--model", "other"], "--model: 'other' is not one of the server's: fake"),
         (["--json", "/nowhere/out.json"], "--json: there is no directory /nowhere"),
@@ -327,7 +431,10 @@ def test_a_real_server_tells_its_sources(bench, tmp_path):
             if everything_seen(made):
                 break
     assert made["errors"] == {} and made["completed_per_s"] > 0 and made["model"] == "demo"
-    assert set(made["sources"]) == {"gpu", "host", "disk", "recomputed", "new"} and sum(made["sources"].values()) > 0
+    assert (
+        set(made["sources"]) == {"gpu", "host", "disk", "recomputed", "new"}
+        and sum(made["sources"].values()) > 0
+    )
     assert made["ttft_ms_p50"] > 0 and made["cached_tokens"] is not None
     assert GPU_SECONDS not in said.out
 
@@ -337,7 +444,9 @@ def test_records_are_read_and_a_wrong_line_is_named(tmp_path):
     file.write_text('{"rate": 2}\n{"rate": 3}\n')
     assert read_records(file, "--compare", "bench", lambda row: row["rate"]) == [2, 3]
     file.write_text('{"rate": 2}\n{}\n')
-    with pytest.raises(SettingError, match=r"--compare: .*found\.jsonl, line 2: not a line of bench: KeyError"):
+    with pytest.raises(
+        SettingError, match=r"--compare: .*found\.jsonl, line 2: not a line of bench: KeyError"
+    ):
         read_records(file, "--compare", "bench", lambda row: row["rate"])
     file.write_text("")
     with pytest.raises(SettingError, match="holds no results"):

@@ -1,4 +1,5 @@
-"""benchmarks.steps on the CPU device with a tiny engine: its reports of turns and steps are right."""
+"""benchmarks.steps on the CPU device with a tiny engine: its reports of turns and steps are
+right."""
 
 import json
 from array import array
@@ -33,8 +34,28 @@ SHAPE = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-SMALL = ["--history", "160", "--new-tokens", "8", "--rows", "2", "--row-context", "40", "--repeats", "1"]
-SMALL += ["--gap-rows", "5", "--gap-context", "40", "--steps", "12", "--max-num-batched-tokens", "64"]
+SMALL = [
+    "--history",
+    "160",
+    "--new-tokens",
+    "8",
+    "--rows",
+    "2",
+    "--row-context",
+    "40",
+    "--repeats",
+    "1",
+]
+SMALL += [
+    "--gap-rows",
+    "5",
+    "--gap-context",
+    "40",
+    "--steps",
+    "12",
+    "--max-num-batched-tokens",
+    "64",
+]
 
 
 def build(directory, **how):
@@ -67,13 +88,22 @@ def check_results(found):
     for way in ("pipelined", "first"):
         for name in ("alone", "beside_rows"):
             turn = turns[f"{way}_{name}"]
-            assert 0 < turn["compute_s"] < turn["gpu_hit_ttft_s"] and 0 < turn["ttft_s"] <= turn["ttft_max_s"]
-            assert turn["ratio"] == pytest.approx(turn["ttft_s"] / max(turns["copy_s"], turn["compute_s"]))
+            assert (
+                0 < turn["compute_s"] < turn["gpu_hit_ttft_s"]
+                and 0 < turn["ttft_s"] <= turn["ttft_max_s"]
+            )
+            assert turn["ratio"] == pytest.approx(
+                turn["ttft_s"] / max(turns["copy_s"], turn["compute_s"])
+            )
             assert turn["swap_in_gb_per_s"] > 0
         assert turns[f"{way}_beside_rows"]["itl_p99_rise"] > 0
     gaps = found["steps_gaps"]
     assert (gaps["rows"], gaps["steps"]) == (5, 12)
-    assert 0 <= gaps["idle_share"] < 1 and gaps["device_step_s"] > 0 and 0 < gaps["host_wait_s"] < gaps["step_s"] * 10
+    assert (
+        0 <= gaps["idle_share"] < 1
+        and gaps["device_step_s"] > 0
+        and 0 < gaps["host_wait_s"] < gaps["step_s"] * 10
+    )
     assert gaps["tokens_per_s"] > 0 and 0 <= gaps["late_launches"] <= 14
 
 
@@ -138,7 +168,9 @@ def test_one_device_serves_loops_of_both_ways(bench, group_layers, pieces):
     device, args, sizes, make_loop = bench
     pools = dict(device._pools)
     for _ in range(2):
-        turns = Returning(device, make_loop(group_layers, gpu_kv_chunks=sizes.returning[2]), sizes, args, rows=2)
+        turns = Returning(
+            device, make_loop(group_layers, gpu_kv_chunks=sizes.returning[2]), sizes, args, rows=2
+        )
         turn = turns._turn(turns.histories[0], Tier.HOST)
         assert len(device.copies_in) % pieces == 0 and len(device.copies_in) >= pieces
         assert turn.swap_in > 0 and turn.first_token > turn.step > 0
@@ -152,7 +184,10 @@ def test_one_device_serves_loops_of_both_ways(bench, group_layers, pieces):
 def test_a_history_that_is_elsewhere_is_told(bench):
     device, args, sizes, make_loop = bench
     turns = Returning(device, make_loop(4), sizes, args, rows=0)
-    with pytest.raises(InvariantError, match=r"160 tokens of KV were to be on HOST, but the prompt had Usage\(gpu=160"):
+    with pytest.raises(
+        InvariantError,
+        match=r"160 tokens of KV were to be on HOST, but the prompt had Usage\(gpu=160",
+    ):
         turns._turn(turns.histories[-1], Tier.HOST)
     turns.loop.drain()
 
@@ -161,7 +196,9 @@ def test_rows_that_end_are_told(bench):
     loop = bench[3](4)
     loop.add(loop.random_ids(10), 5)
     loop.add(loop.random_ids(10), 20)
-    with pytest.raises(InvariantError, match="2 rows were to generate throughout, and once only 1 did"):
+    with pytest.raises(
+        InvariantError, match="2 rows were to generate throughout, and once only 1 did"
+    ):
         loop.steady(2, 10)
     with pytest.raises(InvariantError, match="nothing is left to do"):
         loop.run_until(lambda: False)
@@ -189,9 +226,13 @@ def test_random_prompts_are_ids_of_the_model(bench):
 def test_the_gpu_cache_is_what_the_parts_need(directory, engine):
     sizes = {}
     for parts in ("copies", "returning", "gaps", "copies,returning,gaps"):
-        args = parser().parse_args(["--engine", str(directory), *SMALL, "--gap-rows", "40", "--parts", parts])
+        args = parser().parse_args(
+            ["--engine", str(directory), *SMALL, "--gap-rows", "40", "--parts", parts]
+        )
         sizes[parts] = StepPools(args, engine).gpu
-    assert sizes["copies,returning,gaps"] == max(sizes.values()) == sizes["gaps"] > sizes["returning"]
+    assert (
+        sizes["copies,returning,gaps"] == max(sizes.values()) == sizes["gaps"] > sizes["returning"]
+    )
 
 
 @pytest.mark.gpu
@@ -203,7 +244,9 @@ def test_all_parts_on_a_gpu(tmp_path, capsys):
 
 
 def test_a_table_has_a_column_for_each_name_of_any_row():
-    lines = table([{"way": "load", "seconds": 0.123456}, {"way": "recompute", "read": 3}]).splitlines()
+    lines = table(
+        [{"way": "load", "seconds": 0.123456}, {"way": "recompute", "read": 3}]
+    ).splitlines()
     assert lines[0].split() == ["|", "way", "|", "seconds", "|", "read", "|"]
     assert lines[2].split() == ["|", "load", "|", "0.1235", "|", "|"]
     assert len({len(line) for line in lines}) == 1

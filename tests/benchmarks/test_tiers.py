@@ -1,4 +1,5 @@
-"""benchmarks.tiers on the CPU device with a tiny engine: histories are in the named tiers, disks as fast as named."""
+"""benchmarks.tiers on the CPU device with a tiny engine: histories are in the named tiers, disks as
+fast as named."""
 
 import os
 import time
@@ -23,7 +24,16 @@ from pensieve.scheduler.types import InvariantError, Usage
 from .test_steps import COST, build, results
 
 COPY = CopyTime(layers=6, chunks=10, swap_in=0.02, swap_out=0.03, both=0.04)
-SMALL = ["--history", "448", "--new-tokens", "2", "--repeats", "1", "--max-num-batched-tokens", "64"]
+SMALL = [
+    "--history",
+    "448",
+    "--new-tokens",
+    "2",
+    "--repeats",
+    "1",
+    "--max-num-batched-tokens",
+    "64",
+]
 SMALL += ["--turns", "5", "--rows", "2", "--prompt", "40", "--reply", "4"]
 
 
@@ -38,10 +48,13 @@ def tiers(directory):
     args = parser().parse_args(["--engine", str(directory), *SMALL])
     engine = open_engine(directory)
     sizes = TierPools(args, engine)
-    config, device = sizes.config(), make_device("cpu")
+    config = sizes.config()
+    device = make_device("cpu")
     Executor(device, engine, config)
     dice = np.random.default_rng(2)
-    histories = [array("i", ids.tobytes()) for ids in dice.integers(0, 160, (sizes.histories, 448), np.int32)]
+    histories = [
+        array("i", ids.tobytes()) for ids in dice.integers(0, 160, (sizes.histories, 448), np.int32)
+    ]
     yield Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), COST, COPY, histories)
     device.end()
 
@@ -60,24 +73,34 @@ def test_a_history_is_where_it_is_to_be(tiers, tmp_path):
     seconds, read = tiers.from_disk(disk, COST, "recompute", 2)
     assert seconds > 0 and read == 0.0
     for speed, share in ((1e-3, 0.0), (1e12, 1.0)):
-        assert tiers.from_disk(disk, replace(COST, disk_read_bytes_per_s=speed), "chosen", 2)[1] == share
+        assert (
+            tiers.from_disk(disk, replace(COST, disk_read_bytes_per_s=speed), "chosen", 2)[1]
+            == share
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("times", "read"), [(0.4, 0.0), (4.0, 1.0)])
 def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times, read):
-    """The device and the disk mostly sleep, so other work on the machine matters little: the wrong way would take twice
-    as long."""
+    """The device and the disk mostly sleep, so other work on the machine matters little: the wrong
+    way would take twice as long."""
     tiers.device._disturb = lambda lane: 0.04 if lane is Lane.COMPUTE else 0.0
     memory = MemoryDisk()
     disk = Disk(tmp_path, memory.calls)
     tiers.write(disk)
     computed = tiers.recomputed(2)
     memory.bytes_per_s = times * 448 * 768 / computed
-    cost = replace(COST, chunk_seconds=computed / 14, disk_read_bytes_per_s=memory.bytes_per_s, chunk_bytes=32 * 768)
+    cost = replace(
+        COST,
+        chunk_seconds=computed / 14,
+        disk_read_bytes_per_s=memory.bytes_per_s,
+        chunk_bytes=32 * 768,
+    )
     loaded = chosen = inf
     for _ in range(6):  # other work on the machine only adds time
-        (once, _), (again, share) = (tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen"))
+        (once, _), (again, share) = (
+            tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen")
+        )
         loaded, chosen = min(loaded, once), min(chosen, again)
         assert share == read
         if chosen < 1.25 * min(loaded, computed) < max(loaded, computed):
@@ -90,28 +113,37 @@ def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     """One whole chunk a turn."""
     load = Load(turns=5, rows=2, prompt=40, reply=4)
     found = tiers.saving(load, Disk(tmp_path), gpu_kv_chunks=40, save=save)
-    assert found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
+    assert (
+        found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
+    )
 
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_turn_is_copied_to_host_or_dropped(tiers, reuse):
     tiers = replace(tiers, cost=replace(COST, chunk_bytes=32 * 768))
-    found = tiers.saving(Load(turns=8, rows=2, prompt=40, reply=4), gpu_kv_chunks=6, max_model_len=44, reuse=reuse)
+    found = tiers.saving(
+        Load(turns=8, rows=2, prompt=40, reply=4), gpu_kv_chunks=6, max_model_len=44, reuse=reuse
+    )
     assert (found["copied_out"] > 0) == reuse
 
 
 def check_all_parts(found, token):
     """token: bytes of a token's KV."""
-    assert list(found) == [f"tiers_{part}" for part in ("tiers", "sweep", "preload", "saving", "batch", "saved_batch")]
+    assert list(found) == [
+        f"tiers_{part}" for part in ("tiers", "sweep", "preload", "saving", "batch", "saved_batch")
+    ]
     tiers = found["tiers_tiers"]
     assert tiers["kv_bytes_per_token"] == token and tiers["history"] == 448
     assert all(tiers[f"{way}_s"] > 0 for way in ("gpu", "host", "disk", "recomputed", "chosen"))
     even = tiers["break_even_gb_per_s"]
     assert even == pytest.approx(448 * token / 1e9 / (tiers["recomputed_s"] - tiers["host_s"]))
     speeds = found["tiers_sweep"]["speeds"]
-    assert [speed["gb_per_s"] for speed in speeds] == pytest.approx([times * even for times in SPEEDS])
+    assert [speed["gb_per_s"] for speed in speeds] == pytest.approx(
+        [times * even for times in SPEEDS]
+    )
     for speed in speeds:
-        assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]  # no faster than the disk's given speed
+        # no faster than the disk's given speed
+        assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]
         assert speed["ratio"] == speed["chosen_s"] / min(speed["load_s"], speed["recompute_s"])
         assert 0 <= speed["read"] <= 1
     assert found["tiers_sweep"]["worst"] == max(speed["ratio"] for speed in speeds)
@@ -120,10 +152,23 @@ def check_all_parts(found, token):
     assert all([turn["new_tokens"] for turn in turns] == [2, 8, 32] for turns in preload.values())
     assert list(found["tiers_saving"]["modes"]) == ["off", "sync", "async"]
     splits = found["tiers_batch"]["splits"]
-    assert [split["split"] for split in splits] == ["20/20", "24/16", "28/12", "32/8", "36/4", "40/4"]
-    assert all(split[f"{way}_s"] > 0 for split in splits for way in ("recomputed", "host", "gpu", "copy_in"))
+    assert [split["split"] for split in splits] == [
+        "20/20",
+        "24/16",
+        "28/12",
+        "32/8",
+        "36/4",
+        "40/4",
+    ]
+    assert all(
+        split[f"{way}_s"] > 0
+        for split in splits
+        for way in ("recomputed", "host", "gpu", "copy_in")
+    )
     turns = found["tiers_saved_batch"]["turns"]
-    assert [turn["prompt"] for turn in turns] == [40, 64] and all(turn["copied_turns"] > 1 for turn in turns)
+    assert [turn["prompt"] for turn in turns] == [40, 64] and all(
+        turn["copied_turns"] > 1 for turn in turns
+    )
 
 
 ALL_PARTS = [*SMALL, "--max-num-batched-tokens", "32", "--repeats", "4"]
@@ -153,7 +198,10 @@ def test_all_parts_on_a_gpu(tmp_path, capsys):
     [
         (["--history", "2000"], "--history: contexts come to 2033 tokens, the model's to 512"),
         (["--history", "20"], "--history: must be at least 32, not 20"),
-        (["--max-num-batched-tokens", "20"], "--max-num-batched-tokens: must be at least 32, not 20"),
+        (
+            ["--max-num-batched-tokens", "20"],
+            "--max-num-batched-tokens: must be at least 32, not 20",
+        ),
         (["--disk-dir", "nowhere"], "--disk-dir: nowhere is no directory"),
     ],
 )
@@ -163,7 +211,11 @@ def test_a_wrong_setting_is_named(directory, capsys, options, message):
 
 
 def test_the_sweep_needs_the_tiers():
-    assert parser().parse_args(["--engine", "here", "--parts", "saving,sweep"]).parts == ("tiers", "sweep", "saving")
+    assert parser().parse_args(["--engine", "here", "--parts", "saving,sweep"]).parts == (
+        "tiers",
+        "sweep",
+        "saving",
+    )
 
 
 def test_a_disk_of_memory_keeps_records_and_takes_its_time(tmp_path):
@@ -177,7 +229,8 @@ def test_a_disk_of_memory_keeps_records_and_takes_its_time(tmp_path):
     assert os.stat(tmp_path / "000000.kv").st_blocks * 512 < 8 * PAGE
 
     disk.bytes_per_s = 8 * PAGE / 0.05
-    again, buffers = Segments(tmp_path, 8, PAGE, disk.calls), [aligned_buffer(PAGE) for _ in range(8)]
+    again = Segments(tmp_path, 8, PAGE, disk.calls)
+    buffers = [aligned_buffer(PAGE) for _ in range(8)]
     began = time.perf_counter()
     for slot, buffer in enumerate(buffers):
         again.read(slot, [buffer])

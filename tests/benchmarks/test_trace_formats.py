@@ -13,9 +13,17 @@ from pensieve.scheduler.sim.simulator import Session, SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulation.traces import Dialogue, MadeUp, made_up
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside the repository, not part of it
+# beside the repository, not part of it
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
-LENGTHS = {"conversation": "a", "turn": 0, "arrival_s": 3, "think_s": None, "input_tokens": 20, "output_tokens": 3}
+LENGTHS = {
+    "conversation": "a",
+    "turn": 0,
+    "arrival_s": 3,
+    "think_s": None,
+    "input_tokens": 20,
+    "output_tokens": 3,
+}
 MOONCAKE = {"timestamp": 2500, "input_length": 1030, "output_length": 7, "hash_ids": [0, 1, 9]}
 MESSAGES = [
     {"role": "system", "content": "be"},
@@ -65,20 +73,31 @@ def test_lengths_keep_their_clock_and_their_shared_system_prompt(tmp_path):
 
 
 def test_a_first_turn_may_be_all_system_prompt():
-    assert made_up(Session("a", 0.0, (SessionTurn(0, 9, 1),), 9)).inputs == ((MadeUp(9, "system 9"),),)
+    assert made_up(Session("a", 0.0, (SessionTurn(0, 9, 1),), 9)).inputs == (
+        (MadeUp(9, "system 9"),),
+    )
 
 
 def test_mooncake_blocks_are_shared_by_their_ids(tmp_path):
-    one, other = read(tmp_path / "t.jsonl", [MOONCAKE, MOONCAKE | {"timestamp": 4000, "hash_ids": [0, 2, 3]}], None)
+    one, other = read(
+        tmp_path / "t.jsonl",
+        [MOONCAKE, MOONCAKE | {"timestamp": 4000, "hash_ids": [0, 2, 3]}],
+        None,
+    )
     assert one == Dialogue(
-        "m0", 2.5, (SessionTurn(0, 1030, 7),), ((MadeUp(512, "block 0"), MadeUp(512, "block 1"), MadeUp(6, "block 9")),)
+        "m0",
+        2.5,
+        (SessionTurn(0, 1030, 7),),
+        ((MadeUp(512, "block 0"), MadeUp(512, "block 1"), MadeUp(6, "block 9")),),
     )
     assert other.start_s == 4.0 and other.inputs[0][0] == one.inputs[0][0]
 
 
 @pytest.mark.parametrize(("file", "name"), [("t.jsonl", "conversation"), ("t.json", "id")])
 def test_messages_become_turns_of_token_ids(tmp_path, file, name):
-    (dialogue,) = read(tmp_path / file, [{name: "c", "messages": MESSAGES}, {name: "d", "messages": MESSAGES[:2]}])
+    (dialogue,) = read(
+        tmp_path / file, [{name: "c", "messages": MESSAGES}, {name: "d", "messages": MESSAGES[:2]}]
+    )
     head = MadeUp(4, "text", per_pass=True)
     assert without_think_times(dialogue) == Dialogue(
         "c",
@@ -91,7 +110,9 @@ def test_messages_become_turns_of_token_ids(tmp_path, file, name):
 def test_a_tool_answers_a_call_at_once(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}
     tool = {"role": "tool", "content": ""}
-    (dialogue,) = read(tmp_path / "t.json", [{"id": "c", "messages": [*MESSAGES[:2], call, tool, *MESSAGES[2:5]]}])
+    (dialogue,) = read(
+        tmp_path / "t.json", [{"id": "c", "messages": [*MESSAGES[:2], call, tool, *MESSAGES[2:5]]}]
+    )
     called = len(json.dumps(call["tool_calls"]))
     assert dialogue.turns[:2] == (SessionTurn(0, 11, called), SessionTurn(11 + called, 1, 2))
     assert len(dialogue.turns) == 3 and dialogue.turns[2].think_s > 0
@@ -115,7 +136,10 @@ def test_conversations_are_made_up_as_vllms_settings_say(tmp_path):
         ({"distribution": "lognormal", "average": 1000}, 1000),
         ({"distribution": "lognormal", "mean": 3.0, "sigma": 0.5}, 22.76),
         ({"distribution": "poisson", "alpha": 12}, 12),
-        ({"distribution": "zipf", "alpha": 2.0, "max": 3}, (1 + 1 / 2 + 1 / 3) / (1 + 1 / 4 + 1 / 9)),
+        (
+            {"distribution": "zipf", "alpha": 2.0, "max": 3},
+            (1 + 1 / 2 + 1 / 3) / (1 + 1 / 4 + 1 / 9),
+        ),
         ({"distribution": "poisson", "alpha": 12, "max": 2}, 2),
     ],
 )
@@ -133,13 +157,33 @@ def test_distributions_have_their_means(distribution, mean):
         ("t.jsonl", [[]], "line 1: needs an object"),
         ("t.jsonl", [MOONCAKE | {"hash_ids": [0, 1]}], "line 1: 2 hash_ids for 1030 tokens"),
         ("t.jsonl", [MOONCAKE, LENGTHS], "line 2: timestamp: Field required"),
-        ("t.jsonl", [MOONCAKE | {"output_length": 0}], "output_length: Input should be greater than or equal to 1"),
-        ("t.jsonl", [{"conversation": "c", "messages": [{"role": "user"}]}], "a message needs a role, and a content"),
+        (
+            "t.jsonl",
+            [MOONCAKE | {"output_length": 0}],
+            "output_length: Input should be greater than or equal to 1",
+        ),
+        (
+            "t.jsonl",
+            [{"conversation": "c", "messages": [{"role": "user"}]}],
+            "a message needs a role, and a content",
+        ),
         ("t.jsonl", [{"id": "c", "messages": []}], "line 1: needs an object with conversation"),
-        ("t.jsonl", [LENGTHS, LENGTHS | {"conversation": "b", "arrival_s": None}], "some have none"),
+        (
+            "t.jsonl",
+            [LENGTHS, LENGTHS | {"conversation": "b", "arrival_s": None}],
+            "some have none",
+        ),
         ("t.json", {"filetype": "else"}, "filetype generate_conversations"),
-        ("t.json", GENERATED | {"num_conversations": 0}, "num_conversations must be a whole number"),
-        ("t.json", GENERATED | {"prompt_output": {}}, "prompt_output.num_tokens: not a distribution"),
+        (
+            "t.json",
+            GENERATED | {"num_conversations": 0},
+            "num_conversations must be a whole number",
+        ),
+        (
+            "t.json",
+            GENERATED | {"prompt_output": {}},
+            "prompt_output.num_tokens: not a distribution",
+        ),
         (
             "t.json",
             GENERATED | {"prompt_output": {"num_tokens": {"distribution": "flat"}}},
@@ -161,7 +205,11 @@ def test_text_needs_a_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "conversations", "turns"),
-    [("tau_airline_text", 200, 2454), ("azure_conv_2023", 19_366, 19_366), ("claude_code_32k", 197, 1369)],
+    [
+        ("tau_airline_text", 200, 2454),
+        ("azure_conv_2023", 19_366, 19_366),
+        ("claude_code_32k", 197, 1369),
+    ],
 )
 def test_recorded_traces_are_read_whole(name, conversations, turns):
     path = DATA / f"{name}.jsonl.gz"

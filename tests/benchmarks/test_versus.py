@@ -1,4 +1,5 @@
-"""Pensieve and vLLM in turns under one load, with a tiny engine and something that speaks as vLLM does."""
+"""Pensieve and vLLM in turns under one load, with a tiny engine and something that speaks as vLLM
+does."""
 
 from __future__ import annotations
 
@@ -28,7 +29,16 @@ def options(tmp_path):
     """Options of a run on the CPU, with short windows."""
     shape = tmp_path / "shape.json"
     shape.write_text(json.dumps(LLAMA_SHAPE | {"architectures": ["LlamaForCausalLM"]}))
-    words = ["--device", "cpu", "--shape", shape, "--vllm", make_site(tmp_path / "site"), "--work", tmp_path / "work"]
+    words = [
+        "--device",
+        "cpu",
+        "--shape",
+        shape,
+        "--vllm",
+        make_site(tmp_path / "site"),
+        "--work",
+        tmp_path / "work",
+    ]
     words += [
         "--gpu-kv-bytes",
         "3MiB",
@@ -78,7 +88,11 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     connectors = {}
     for name in CONNECTORS:
         server = Server.read(f"{name}@3,4.5:--max-num-batched-tokens 2048")
-        assert (server.kind, server.rates, server.shown) == (name, (3, 4.5), f"{name}:--max-num-batched-tokens 2048")
+        assert (server.kind, server.rates, server.shown) == (
+            name,
+            (3, 4.5),
+            f"{name}:--max-num-batched-tokens 2048",
+        )
         theirs = made.command(server, tmp_path)
         assert int(value(theirs, "--kv-cache-memory-bytes")) == GPU
         assert value(theirs, "--max-num-seqs") == value(ours, "--max-num-seqs") == "256"
@@ -104,7 +118,12 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
 
 def test_the_clients_options_override_the_workloads(options):
     made = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
-    assert made.load(Server.read("vllm"), 4, 0)[-4:] == ["--think-s", "60", "--synthetic", "ultrachat"]
+    assert made.load(Server.read("vllm"), 4, 0)[-4:] == [
+        "--think-s",
+        "60",
+        "--synthetic",
+        "ultrachat",
+    ]
 
 
 def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, capsys):
@@ -115,8 +134,14 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
         (["--workload", "agents"], "--trace: agents need one"),
         (["--workload", "agents", "--trace", "none.gz"], "--trace: there is no none.gz"),
         (["--shape", "none.json"], "--shape: none.json does not exist"),
-        (["--vllm", str(tmp_path / "empty")], "PackageNotFoundError: No package metadata was found for vllm: install"),
-        (["--vllm", str(tmp_path / "nowhere")], f"--vllm: there is no {tmp_path / 'nowhere'}: install"),
+        (
+            ["--vllm", str(tmp_path / "empty")],
+            "PackageNotFoundError: No package metadata was found for vllm: install",
+        ),
+        (
+            ["--vllm", str(tmp_path / "nowhere")],
+            f"--vllm: there is no {tmp_path / 'nowhere'}: install",
+        ),
     ):
         assert main([*options, *words]) == 2
         assert said in capsys.readouterr().err
@@ -140,8 +165,15 @@ def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeyp
     monkeypatch.setattr(versus, "run", lambda name, *words, **how: profiled.append(words))
     trace = tmp_path / "trace.gz"
     trace.touch()
-    servers = ["--servers", "pensieve", "pensieve@0.6:--kv-cache-dtype fp8", "pensieve:--queue-order arrival"]
-    run = Versus(parser().parse_args([*options, "--workload", "agents", "--trace", str(trace), *servers]))
+    servers = [
+        "--servers",
+        "pensieve",
+        "pensieve@0.6:--kv-cache-dtype fp8",
+        "pensieve:--queue-order arrival",
+    ]
+    run = Versus(
+        parser().parse_args([*options, "--workload", "agents", "--trace", str(trace), *servers])
+    )
     run._make_model()
     profiled = {words[1]: words[-1] for words in profiled if "--kv-cache-dtype" in words}
     for server, (name, kv_type) in zip(
@@ -155,13 +187,29 @@ def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_path):
-    servers = ["--servers", "vllm-offload:--no-memory", "vllm@5,9", "--rates", "7", "--measure-s", "1"]
+    servers = [
+        "--servers",
+        "vllm-offload:--no-memory",
+        "vllm@5,9",
+        "--rates",
+        "7",
+        "--measure-s",
+        "1",
+    ]
     ended = subprocess.run([*RUN, *options, *servers], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1, ended.stderr
-    assert "out of memory" in ended.stdout and "not all was measured of vllm-offload:--no-memory" in ended.stderr
+    assert (
+        "out of memory" in ended.stdout
+        and "not all was measured of vllm-offload:--no-memory" in ended.stderr
+    )
     records = read_runs([tmp_path / "out" / "versus.jsonl"])
-    assert [(record["server"], record["result"]["rate"]) for record in records] == [("vllm", 5), ("vllm", 9)]
-    assert all(record["result"]["errors"] == {} and record["result"]["seed"] == 7 for record in records)
+    assert [(record["server"], record["result"]["rate"]) for record in records] == [
+        ("vllm", 5),
+        ("vllm", 9),
+    ]
+    assert all(
+        record["result"]["errors"] == {} and record["result"]["seed"] == 7 for record in records
+    )
     assert "| `vllm` |" in (tmp_path / "out" / "versus.md").read_text()
     assert [alive(each["core"]) for each in started(tmp_path)] == [False, False]
 
@@ -187,10 +235,20 @@ def test_what_there_is_no_time_for_is_said(options, tmp_path):
 
 @pytest.mark.slow
 def test_pensieve_and_vllm_in_one_run(options, tmp_path):
-    servers = ["--servers", "pensieve:--queue-order arrival", "vllm-offload", "--rates", "2", "--measure-s", "3"]
+    servers = [
+        "--servers",
+        "pensieve:--queue-order arrival",
+        "vllm-offload",
+        "--rates",
+        "2",
+        "--measure-s",
+        "3",
+    ]
     servers += ["--seed", "7", "8"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    ended = subprocess.run([*RUN, *options, *servers], env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [*RUN, *options, *servers], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     ours, ours_again, theirs, theirs_again = read_runs([tmp_path / "out" / "versus.jsonl"])
     assert [again["result"]["seed"] for again in (ours_again, theirs_again)] == [8, 8]
@@ -209,16 +267,42 @@ def test_pensieve_and_vllm_in_one_run(options, tmp_path):
 
 
 def record(server, rate, run="a1", workload="chats", **result):
-    fields = dict.fromkeys(("ms_per_token_p90", "ttft_ms_p90", "inter_token_ms_p50", "inter_token_ms_p99"), 1.5)
-    fields |= dict(ms_per_token_mean=10.0 * rate, ttft_ms_p50=20.0, ttft_ms_p95=1234.5, ttft_ms_p99=4321.0 * rate)
-    fields |= dict(rate=rate, offered_per_s=22.25, completed_per_s=21.5, sources=None, cached_tokens=None, time=0)
+    fields = dict.fromkeys(
+        ("ms_per_token_p90", "ttft_ms_p90", "inter_token_ms_p50", "inter_token_ms_p99"), 1.5
+    )
+    fields |= dict(
+        ms_per_token_mean=10.0 * rate,
+        ttft_ms_p50=20.0,
+        ttft_ms_p95=1234.5,
+        ttft_ms_p99=4321.0 * rate,
+    )
+    fields |= dict(
+        rate=rate,
+        offered_per_s=22.25,
+        completed_per_s=21.5,
+        sources=None,
+        cached_tokens=None,
+        time=0,
+    )
     fields |= dict(prompt_tokens=200, open_at_start=3, open_at_end=4, errors={}, seed=0)
     fields |= dict(ramp_s=60.0, warm_up_s=90.0, seconds=35.0)
     machine = dict(
-        name="NVIDIA H200", cores=16, driver="580", link_in_gb_s=55.4, link_out_gb_s=54.2, product_tflop_s=790.0
+        name="NVIDIA H200",
+        cores=16,
+        driver="580",
+        link_in_gb_s=55.4,
+        link_out_gb_s=54.2,
+        product_tflop_s=790.0,
     )
     versions = {"pensieve": "v1", "torch": "2.11", "vllm": {"vllm": "0.23.0", "torch": "2.11"}}
-    return dict(run=run, workload=workload, server=server, machine=machine, versions=versions, result=fields | result)
+    return dict(
+        run=run,
+        workload=workload,
+        server=server,
+        machine=machine,
+        versions=versions,
+        result=fields | result,
+    )
 
 
 RECORDS = [
@@ -233,9 +317,16 @@ RECORDS = [
 
 def test_a_table_has_each_run_with_its_machine(tmp_path):
     text = write_report(RECORDS, None, None)
-    assert "run a1: 1970-01-01 00:00 UTC, NVIDIA H200, 16 cores, driver 580, link 55.4 GB/s in and 54.2 out" in text
+    assert (
+        "run a1: 1970-01-01 00:00 UTC, NVIDIA H200, 16 cores, driver 580, link 55.4 GB/s in and "
+        "54.2 out" in text
+    )
     assert "Pensieve v1, vLLM 0.23.0 with torch 2.11, ramp 60, warm-up 90, measured 35 s" in text
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| a1", "| b2"))]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.startswith(("| a1", "| b2"))
+    ]
     assert [row[:3] for row in rows] == [
         ["a1", "4", "`pensieve`"],
         ["a1", "4", "`vllm`"],
@@ -244,7 +335,13 @@ def test_a_table_has_each_run_with_its_machine(tmp_path):
         ["a1", "5", "`vllm`"],
         ["b2", "0.3", "`pensieve`"],
     ]
-    assert rows[0][3:8] == ["22.25, 21.50", "40.0, 1.5", "20, 2, 1,234, 17,284", "1.5, 1.5", "30, 50, 0, 15, 5"]
+    assert rows[0][3:8] == [
+        "22.25, 21.50",
+        "40.0, 1.5",
+        "20, 2, 1,234, 17,284",
+        "1.5, 1.5",
+        "30, 50, 0, 15, 5",
+    ]
     assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[4][4] == "-, 1.5"
 
 
@@ -258,7 +355,8 @@ def test_a_page_is_filled_between_its_marks(tmp_path):
 
 
 def test_files_that_cannot_be_told_of(tmp_path, capsys):
-    lines, page = tmp_path / "a.jsonl", tmp_path / "page.md"
+    lines = tmp_path / "a.jsonl"
+    page = tmp_path / "page.md"
     page.write_text("no marks\n")
     lines.write_text(json.dumps(RECORDS[0]) + "\n")
     assert main(["--report", str(lines), "--page", str(page)]) == 2

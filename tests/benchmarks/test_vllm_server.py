@@ -24,7 +24,8 @@ def initialize(tmp_path, monkeypatch):
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.router = torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)
+        self.norm = torch.nn.LayerNorm(64)
+        self.router = torch.nn.Linear(64, 8)
         self.w13_weight = torch.nn.Parameter(torch.zeros(8, 96, 64, dtype=torch.bfloat16))
         self.w13_bias = torch.nn.Parameter(torch.ones(8, 96))
         self.sinks = torch.nn.Parameter(torch.ones(4))
@@ -34,10 +35,13 @@ class Layer(torch.nn.Module):
 
 def test_weights_keep_the_size_of_their_input(initialize):
     layer = Layer()
-    for module in layer.modules():  # as vLLM does: children first as a part of their parent, then by themselves
+    # as vLLM does: children first as a part of their parent, then by themselves
+    for module in layer.modules():
         initialize(module, None)
     assert layer.filled and (layer.norm.weight == 1).all() and (layer.norm.bias == 0).all()
-    assert (layer.router.bias == 0).all() and (layer.w13_bias == 0).all() and (layer.sinks == 0).all()
+    assert (
+        (layer.router.bias == 0).all() and (layer.w13_bias == 0).all() and (layer.sinks == 0).all()
+    )
     assert layer.scale == 0.5 and (layer.packed == 1).all()
     for weight in (layer.router.weight, layer.w13_weight):
         assert weight.float().std().item() == pytest.approx(64**-0.5, rel=0.15)

@@ -13,7 +13,10 @@ from pensieve.scripts.simulation.arrivals import Arrival
 from pensieve.scripts.simulation.traces import Dialogue, MadeUp
 
 TWO_TURNS = Dialogue(
-    "d", None, (SessionTurn(0, 3, 100), SessionTurn(103, 2, 50, think_s=4.0)), ((MadeUp(3),), (MadeUp(2),))
+    "d",
+    None,
+    (SessionTurn(0, 3, 100), SessionTurn(103, 2, 50, think_s=4.0)),
+    ((MadeUp(3),), (MadeUp(2),)),
 )
 
 
@@ -27,7 +30,9 @@ def test_conversations_end_before_the_turn_that_does_not_fit():
 
 def test_histories_are_as_long_as_the_trace_says_and_go_on_where_a_turn_does():
     words = Words(50, "salt")
-    cut = TWO_TURNS._replace(turns=(TWO_TURNS.turns[0], TWO_TURNS.turns[1]._replace(history_tokens=40)))
+    cut = TWO_TURNS._replace(
+        turns=(TWO_TURNS.turns[0], TWO_TURNS.turns[1]._replace(history_tokens=40))
+    )
     for dialogue, kept in ((TWO_TURNS, 103), (cut, 40)):
         joined = words.history(Arrival(0.0, dialogue, 0, 1, 6))
         assert len(joined) == kept + 2 + 6
@@ -37,7 +42,12 @@ def test_histories_are_as_long_as_the_trace_says_and_go_on_where_a_turn_does():
 
 
 def test_made_up_words_are_shared_only_where_the_trace_says():
-    pieces = (MadeUp(8, "system 8"), MadeUp(4, "text", per_pass=True), array("i", [1, 2]), MadeUp(8))
+    pieces = (
+        MadeUp(8, "system 8"),
+        MadeUp(4, "text", per_pass=True),
+        array("i", [1, 2]),
+        MadeUp(8),
+    )
     one, other = (Dialogue(name, None, (SessionTurn(0, 22, 1),), (pieces,)) for name in "ab")
     words = Words(1000, "salt")
 
@@ -47,9 +57,21 @@ def test_made_up_words_are_shared_only_where_the_trace_says():
 
     system, head, text, own = parts(one)
     assert parts(one) == (system, head, text, own)
-    assert [mine == theirs for mine, theirs in zip(parts(one), parts(other), strict=True)] == [True, True, True, False]
-    assert [mine == later for mine, later in zip(parts(one), parts(one, 1), strict=True)] == [True, False, True, False]
-    assert [a == b for a, b in zip(parts(one), parts(one, 0, Words(1000, "pepper")), strict=True)] == [
+    assert [mine == theirs for mine, theirs in zip(parts(one), parts(other), strict=True)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert [mine == later for mine, later in zip(parts(one), parts(one, 1), strict=True)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [
+        a == b for a, b in zip(parts(one), parts(one, 0, Words(1000, "pepper")), strict=True)
+    ] == [
         False,
         False,
         True,

@@ -1,4 +1,5 @@
-"""Building an engine directory: its contents, when it is replaced, and that no unfinished engine is ever published."""
+"""Building an engine directory: its contents, when it is replaced, and that no unfinished engine is
+ever published."""
 
 import errno
 import json
@@ -61,7 +62,10 @@ def test_an_engine_that_is_there_needs_no_room(checkpoint, tmp_path, monkeypatch
     built = build_engine(checkpoint, tmp_path / "engine")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    assert built.outcome == "built" and build_engine(checkpoint, tmp_path / "engine").outcome == "reused"
+    assert (
+        built.outcome == "built"
+        and build_engine(checkpoint, tmp_path / "engine").outcome == "reused"
+    )
 
 
 def test_the_same_engine_is_reused_and_another_replaced(checkpoint, tmp_path):
@@ -88,7 +92,9 @@ def test_other_weights_or_another_tokenizer_make_another_engine(checkpoint, tmp_
 
 @pytest.mark.parametrize("step", ["copy_tokenizer", "save_weights", "_sync"])
 @pytest.mark.parametrize("existing", [False, True])
-def test_an_interrupted_build_leaves_nothing_or_the_old_engine(step, existing, checkpoint, tmp_path, monkeypatch):
+def test_an_interrupted_build_leaves_nothing_or_the_old_engine(
+    step, existing, checkpoint, tmp_path, monkeypatch
+):
     engine = tmp_path / "engine"
     if existing:
         build_engine(checkpoint, engine)
@@ -104,7 +110,9 @@ def test_an_interrupted_build_leaves_nothing_or_the_old_engine(step, existing, c
         assert open_engine(engine).dtype == torch.float32
 
 
-def test_the_old_engine_comes_back_if_the_new_one_cannot_take_its_place(checkpoint, tmp_path, monkeypatch):
+def test_the_old_engine_comes_back_if_the_new_one_cannot_take_its_place(
+    checkpoint, tmp_path, monkeypatch
+):
     engine = tmp_path / "engine"
     build_engine(checkpoint, engine)
     rename = build_module.os.rename
@@ -140,12 +148,16 @@ def test_a_directory_of_other_things_is_never_touched(checkpoint, tmp_path):
         ("--random-weights", []),
     ],
 )
-def test_an_engine_for_a_gpu_is_built_on_a_machine_with_one(source, options, checkpoint, tmp_path, monkeypatch, capsys):
+def test_an_engine_for_a_gpu_is_built_on_a_machine_with_one(
+    source, options, checkpoint, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = str(checkpoint / "config.json")
     model = [source, str(checkpoint)] if source == "--checkpoint" else [source, "--config", config]
     assert main([*model, *options, "--device", "cuda", "--output", str(tmp_path / "engine")]) == 2
-    assert capsys.readouterr().err.startswith("build_engine: --device: cuda needs an NVIDIA GPU in this machine")
+    assert capsys.readouterr().err.startswith(
+        "build_engine: --device: cuda needs an NVIDIA GPU in this machine"
+    )
     assert names(tmp_path) == []
 
 
@@ -167,7 +179,12 @@ def test_wrong_settings_are_named(setting, options, named, checkpoint, tmp_path)
 
 @pytest.mark.parametrize(
     "generation, config, expected",
-    [({"eos_token_id": [7, 9]}, 2, (7, 9)), ({}, 2, (2,)), (None, [3, 4], (3, 4)), (None, None, ())],
+    [
+        ({"eos_token_id": [7, 9]}, 2, (7, 9)),
+        ({}, 2, (2,)),
+        (None, [3, 4], (3, 4)),
+        (None, None, ()),
+    ],
 )
 def test_stop_ids(generation, config, expected, checkpoint, tmp_path):
     copy = tmp_path / "checkpoint"
@@ -184,13 +201,22 @@ def test_stop_ids(generation, config, expected, checkpoint, tmp_path):
 def test_stop_ids_that_no_token_equals_are_refused(ids, tmp_path):
     """A reply would never end."""
     tiny_checkpoint("llama", tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (tmp_path / "checkpoint" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ids})
+    )
     with pytest.raises(SettingError, match=r"--checkpoint: .*eos_token_id"):
         build_engine(tmp_path / "checkpoint", tmp_path / "engine")
 
 
 def test_the_command_says_what_it_did(checkpoint, tmp_path, capsys):
-    arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "engine"), "--dtype", "bfloat16"]
+    arguments = [
+        "--checkpoint",
+        str(checkpoint),
+        "--output",
+        str(tmp_path / "engine"),
+        "--dtype",
+        "bfloat16",
+    ]
     arguments += ["--backend", "reference"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
@@ -227,8 +253,11 @@ def test_the_digest_names_contents_and_places(monkeypatch):
     monkeypatch.setattr(weights_module, "AHEAD", 3)
     small = weights_digest(weights)
     assert small == weights_digest(weights)
-    swapped = torch.cat((weights["a"].view(-1)[16:32], weights["a"].view(-1)[:16], weights["a"].view(-1)[32:]))
-    assert weights_digest(weights | {"a": swapped.view(10, 30)}) != small  # two whole pieces have changed places
+    swapped = torch.cat(
+        (weights["a"].view(-1)[16:32], weights["a"].view(-1)[:16], weights["a"].view(-1)[32:])
+    )
+    # two whole pieces have changed places
+    assert weights_digest(weights | {"a": swapped.view(10, 30)}) != small
 
 
 def test_building_holds_one_tensor_at_a_time(checkpoint, tmp_path, monkeypatch):
@@ -237,7 +266,8 @@ def test_building_holds_one_tensor_at_a_time(checkpoint, tmp_path, monkeypatch):
     def watched(self, target, read=CheckpointWeights.__getitem__):
         tensor = read(self, target)
         alive.append(weakref.ref(tensor))
-        assert sum(reference() is not None for reference in alive) <= 2  # the last one, until it is replaced
+        # the last one, until it is replaced
+        assert sum(reference() is not None for reference in alive) <= 2
         return tensor
 
     monkeypatch.setattr(CheckpointWeights, "__getitem__", watched)
@@ -260,7 +290,9 @@ def test_the_demo_goes_the_ordinary_road(tmp_path):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in engine.manifest.stop_ids
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).eval()
-    runner = ScatteredRunner(engine.forward, engine.kv_shape(8, 32), [torch.tensor(ids)], engine.dtype)
+    runner = ScatteredRunner(
+        engine.forward, engine.kv_shape(8, 32), [torch.tensor(ids)], engine.dtype
+    )
     runner.step((0, 0, len(ids)))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]

@@ -1,4 +1,5 @@
-"""The trained demo models: small enough for a repository, complete, and they answer in words and come to an end."""
+"""The trained demo models: small enough for a repository, complete, and they answer in words and
+come to an end."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ MEGABYTE = 10**6
 
 
 def greedy_replies(engine: Engine, prompts: list[list[int]], limit: int) -> list[list[int]]:
-    """The most probable continuation of each prompt, at most `limit` tokens, computed side by side."""
+    """The most probable continuation of each prompt, at most `limit` tokens, computed side by
+    side."""
     texts = [torch.tensor(prompt + [0] * limit) for prompt in prompts]
     slots = len(texts) * -(-max(map(len, texts)) // 32)
     runner = ScatteredRunner(engine.forward, engine.kv_shape(slots, 32), texts, engine.dtype)
@@ -84,7 +86,9 @@ def test_replies_are_words_and_end(checkpoint, tmp_path):
     engine = open_engine(tmp_path / "engine")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "engine")
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True
+        )["input_ids"]
         for text in PROMPTS
     ]
     replies = greedy_replies(engine, prompts, LIMIT)

@@ -1,4 +1,5 @@
-"""The cache of engines: a checkpoint is built once, again when it changes, and by one process of several."""
+"""The cache of engines: a checkpoint is built once, again when it changes, and by one process of
+several."""
 
 import json
 import logging
@@ -65,7 +66,9 @@ class Heard:
     """Progress that remembers."""
 
     def __init__(self, on=None):
-        self.stages, self.done, self._on = [], {}, on or {}
+        self.stages = []
+        self.done = {}
+        self._on = on or {}
 
     def say(self, stage):
         self.stages.append(stage)
@@ -136,7 +139,11 @@ def test_settings_have_engines_of_their_own(checkpoint, builds):
     half = engine_for(checkpoint, dtype="half")
     rounded = engine_for(checkpoint, quantization="fp8", dtype="bfloat16")
     divided = engine_for(checkpoint, tensor_parallel=2)
-    assert [Manifest.read(one).dtype for one in (own, half, rounded)] == ["float32", "float16", "bfloat16"]
+    assert [Manifest.read(one).dtype for one in (own, half, rounded)] == [
+        "float32",
+        "float16",
+        "bfloat16",
+    ]
     assert Manifest.read(rounded).fp8 and Manifest.read(divided).tensor_parallel == 2
     assert builds == ["built"] * 4 and len(engines()) == 4
     assert engine_for(checkpoint, dtype="float") == own and len(builds) == 4
@@ -186,7 +193,9 @@ def test_two_starts_at_once_build_once(checkpoint, builds):
     first = threading.Thread(target=start, args=(Heard({"writing the weights": first_goes_on}),))
     first.start()
     assert building.wait(120) and not engines()
-    second = threading.Thread(target=start, args=(Heard({"waiting for another start to build it": waiting.set}),))
+    second = threading.Thread(
+        target=start, args=(Heard({"waiting for another start to build it": waiting.set}),)
+    )
     second.start()
     for thread in (first, second):
         thread.join(120)
@@ -217,7 +226,9 @@ def test_a_killed_build_leaves_no_engine_and_the_next_start_builds(changed, chec
     assert builds == ["built"] and len(engines()) == 1 and not left_over()
 
 
-@pytest.mark.parametrize("fault", [KeyboardInterrupt, SettingError("--output", "the disk became full")])
+@pytest.mark.parametrize(
+    "fault", [KeyboardInterrupt, SettingError("--output", "the disk became full")]
+)
 def test_an_interrupted_or_failed_build_leaves_nothing(fault, checkpoint, builds):
     def fail():
         raise fault
@@ -233,15 +244,21 @@ def test_an_interrupted_or_failed_build_leaves_nothing(fault, checkpoint, builds
 def test_a_checkpoint_that_changes_while_it_is_built_is_refused(checkpoint, builds):
     template = checkpoint / "chat_template.jinja"
     with pytest.raises(SettingError, match=r"PATH: .* changed while it was built"):
-        engine_for(checkpoint, progress=Heard({"writing the weights": lambda: template.write_text("new")}))
-    assert (engine_for(checkpoint) / "chat_template.jinja").read_text() == "new" and len(engines()) == 1
+        engine_for(
+            checkpoint, progress=Heard({"writing the weights": lambda: template.write_text("new")})
+        )
+    assert (engine_for(checkpoint) / "chat_template.jinja").read_text() == "new" and len(
+        engines()
+    ) == 1
 
 
 def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, builds):
     build_engine(checkpoint, tmp_path / "engine", dtype="bfloat16")
     monkeypatch.chdir(tmp_path)
     assert engine_for("engine") == Path("engine") and not builds
-    assert engine_for("engine", dtype="bfloat16", tensor_parallel=1, backend="reference") == Path("engine")
+    assert engine_for("engine", dtype="bfloat16", tensor_parallel=1, backend="reference") == Path(
+        "engine"
+    )
     wrong = dict(dtype="half", tensor_parallel=2, backend="inductor", quantization="fp8")
     settings = ("--dtype", "--tensor-parallel-size", "--backend", "--quantization")
     for setting, (name, value) in zip(settings, wrong.items(), strict=True):
@@ -253,7 +270,10 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
 @pytest.mark.parametrize(
     "path, said",
     [
-        ("meta-llama/Llama-3-8B", "run `hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B` first"),
+        (
+            "meta-llama/Llama-3-8B",
+            "run `hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B` first",
+        ),
         ("gpt2", "run `hf download gpt2 --local-dir gpt2` first"),
         ("/nowhere/at/all", "/nowhere/at/all does not exist"),
         ("./a/b", "./a/b does not exist"),
@@ -283,7 +303,9 @@ def test_a_path_that_is_no_model_says_what_to_do(path, said, tmp_path, monkeypat
         ({"backend": "onnx"}, "--backend"),
     ],
 )
-def test_wrong_settings_are_named_as_the_user_knows_them(options, setting, checkpoint, monkeypatch, builds):
+def test_wrong_settings_are_named_as_the_user_knows_them(
+    options, setting, checkpoint, monkeypatch, builds
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingError) as refused:
         engine_for(checkpoint, **options)
@@ -322,4 +344,6 @@ def test_progress_is_heard_and_goes_to_the_log_without_a_terminal(caplog):
     assert heard.stages == stages and heard.done == dict.fromkeys(stages, 1.0)
     with caplog.at_level(logging.INFO, "pensieve"):
         engine_for(DEMO_CHECKPOINT, dtype="float16")
-    assert [record.getMessage() for record in caplog.records][:3] == [f"llama: {stage}" for stage in stages]
+    assert [record.getMessage() for record in caplog.records][:3] == [
+        f"llama: {stage}" for stage in stages
+    ]

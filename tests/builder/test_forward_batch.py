@@ -47,7 +47,8 @@ def test_compiled_code_takes_the_tensors_in_the_order_of_the_export():
 
 def test_others_take_the_place_of_packed_inputs():
     ours = batch()
-    tokens, table = torch.ones(4), torch.zeros(1, 1)
+    tokens = torch.ones(4)
+    table = torch.zeros(1, 1)
     made = ForwardBatch.of(ours, token_ids=tokens, block_table=table)
     assert made.token_ids is tokens and made.block_table is table
     assert all(getattr(made, name) is getattr(ours, name) for name in PACKED if name != "token_ids")

@@ -1,4 +1,5 @@
-"""Weights rounded to FP8 when an engine is built: the stored tensors, the error, and that shards are one model."""
+"""Weights rounded to FP8 when an engine is built: the stored tensors, the error, and that shards
+are one model."""
 
 import json
 from functools import partial
@@ -16,9 +17,20 @@ from pensieve.builder.inductor.package import laid_out
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import FP8_BOUND, random_batches, whole_weights
-from pensieve.builder.quantised import QuantisedWeights, dequantised, names_in_fp8, projections, stored_as
+from pensieve.builder.quantised import (
+    QuantisedWeights,
+    dequantised,
+    names_in_fp8,
+    projections,
+    stored_as,
+)
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.plugins.linear.fp8_format import FP8
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
@@ -62,8 +74,12 @@ def test_projections_are_halved_and_nothing_else_changes(checkpoint, tmp_path):
     for name, tensor in before.items():
         projection = name.removesuffix(".weight")
         if projection in in_fp8:
-            assert after[name].dtype == FP8 and after[f"{projection}.scale"].shape == tensor.shape[:1]
-            wide = dequantised({name: after[name], f"{projection}.scale": after[f"{projection}.scale"]})[name]
+            assert (
+                after[name].dtype == FP8 and after[f"{projection}.scale"].shape == tensor.shape[:1]
+            )
+            wide = dequantised(
+                {name: after[name], f"{projection}.scale": after[f"{projection}.scale"]}
+            )[name]
             assert (wide - tensor.float()).norm() < 0.04 * tensor.float().norm()
         else:
             assert torch.equal(after[name], tensor)
@@ -78,10 +94,17 @@ def test_the_manifest_says_what_it_cost(checkpoint, tmp_path):
     built = build_engine(checkpoint, tmp_path / "engine", weights="fp8")
     manifest = Manifest.read(tmp_path / "engine")
     assert manifest == built.manifest and manifest.fp8
-    assert 0.005 < manifest.quantisation.logits < FP8_BOUND and 0.005 < manifest.quantisation.kv < FP8_BOUND
+    assert (
+        0.005 < manifest.quantisation.logits < FP8_BOUND
+        and 0.005 < manifest.quantisation.kv < FP8_BOUND
+    )
     assert build_engine(checkpoint, tmp_path / "engine", weights="fp8").outcome == "reused"
     plain = build_engine(checkpoint, tmp_path / "engine")
-    assert plain.outcome == "replaced" and not plain.manifest.fp8 and plain.manifest.quantisation is None
+    assert (
+        plain.outcome == "replaced"
+        and not plain.manifest.fp8
+        and plain.manifest.quantisation is None
+    )
 
 
 def test_an_engine_computes_with_its_rounded_weights(checkpoint, tmp_path):
@@ -89,12 +112,16 @@ def test_an_engine_computes_with_its_rounded_weights(checkpoint, tmp_path):
     wide = dequantised(load_file(tmp_path / "engine" / WEIGHTS))
     decoder = Decoder.from_weights(manifest.decoder, wide)
     shape = open_engine(tmp_path / "engine").kv_shape(16, 4)
-    torch.testing.assert_close(of_engine(tmp_path / "engine"), logits(decoder, shape), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        of_engine(tmp_path / "engine"), logits(decoder, shape), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_too_much_is_not_published(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(parity_module, "FP8_BOUND", 0.004)
-    with pytest.raises(SettingError, match=r"in fp8 this model's logits are off by .*0\.004 is allowed") as error:
+    with pytest.raises(
+        SettingError, match=r"in fp8 this model's logits are off by .*0\.004 is allowed"
+    ) as error:
         build_engine(checkpoint, tmp_path / "engine", weights="fp8")
     assert error.value.setting == "--weights" and list(tmp_path.iterdir()) == []
 
@@ -111,7 +138,8 @@ def test_a_wrong_scale_is_beyond_the_bound(checkpoint, tmp_path, monkeypatch):
 def test_experts_are_refused(tmp_path):
     tiny_checkpoint("mixtral", tmp_path / "hf")
     with pytest.raises(
-        SettingError, match=r"^--weights: fp8 weights of experts \(MixtralForCausalLM\) are not supported"
+        SettingError,
+        match=r"^--weights: fp8 weights of experts \(MixtralForCausalLM\) are not supported",
     ):
         build_engine(tmp_path / "hf", tmp_path / "engine", weights="fp8")
 
@@ -126,7 +154,9 @@ def test_ranks_together_hold_the_same_model(ranks, checkpoint, tmp_path):
         stored = stored_as(config, torch.float32, ranks, projections(config))
         assert {name: (tuple(x.shape), x.dtype) for name, x in shards[rank].items()} == stored
     joined = whole_weights(config, shards)
-    assert joined.keys() == whole.keys() and all(torch.equal(joined[name], whole[name]) for name in whole)
+    assert joined.keys() == whole.keys() and all(
+        torch.equal(joined[name], whole[name]) for name in whole
+    )
 
 
 def test_ranks_of_an_engine_give_one_rank_s_logits(tmp_path):
@@ -149,7 +179,9 @@ def test_ranks_of_an_engine_give_one_rank_s_logits(tmp_path):
 def test_random_weights_are_rounded_alike_on_any_number_of_ranks(name):
     config = decoder_config(CONFIGS[name])
     whole = dequantised(random_weights(config, torch.bfloat16, "cpu", 0, fp8=True))
-    shards = [random_weights(config, torch.bfloat16, "cpu", 0, rank, 2, fp8=True) for rank in range(2)]
+    shards = [
+        random_weights(config, torch.bfloat16, "cpu", 0, rank, 2, fp8=True) for rank in range(2)
+    ]
     assert names_in_fp8(shards[0].keys()) == projections(config)
     joined = whole_weights(config, shards)
     assert all(torch.equal(joined[name], whole[name]) for name in whole)
@@ -165,12 +197,24 @@ def test_a_random_engine(tmp_path):
 
 
 def test_the_command_says_what_it_cost(checkpoint, tmp_path, capsys):
-    arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "engine"), "--backend", "reference"]
+    arguments = [
+        "--checkpoint",
+        str(checkpoint),
+        "--output",
+        str(tmp_path / "engine"),
+        "--backend",
+        "reference",
+    ]
     assert main([*arguments, "--weights", "fp8"]) == 0
     said = capsys.readouterr().out
-    assert "projections in FP8" in said and "relative error of FP8 against the unquantised model" in said
+    assert (
+        "projections in FP8" in said
+        and "relative error of FP8 against the unquantised model" in said
+    )
     assert main([*arguments, "--weights", "int8"]) == 2
-    assert capsys.readouterr().err.startswith("build_engine: --weights: 'int8' does not exist; there is same, fp8")
+    assert capsys.readouterr().err.startswith(
+        "build_engine: --weights: 'int8' does not exist; there is same, fp8"
+    )
 
 
 @pytest.mark.slow
@@ -188,9 +232,13 @@ def test_the_compiler_gets_the_operation():
 def test_a_compiled_engine_is_as_near_as_the_reference(tmp_path):
     tiny_checkpoint("llama", tmp_path / "hf")
     for backend in ("reference", "inductor"):
-        built = build_engine(tmp_path / "hf", tmp_path / backend, backend, dtype="bfloat16", weights="fp8")
+        built = build_engine(
+            tmp_path / "hf", tmp_path / backend, backend, dtype="bfloat16", weights="fp8"
+        )
     parity = built.manifest.compiled.parity
-    assert parity.logits <= 2 * parity.logits_eager and built.manifest.quantisation.logits < FP8_BOUND
+    assert (
+        parity.logits <= 2 * parity.logits_eager and built.manifest.quantisation.logits < FP8_BOUND
+    )
     expected = of_engine(tmp_path / "reference")
     assert (of_engine(tmp_path / "inductor") - expected).norm() < 0.05 * expected.norm()
 
@@ -213,12 +261,16 @@ def test_on_a_gpu_captured_steps_compute_what_the_reference_does(kind, tmp_path)
     settings = dict(dtype="bfloat16", device="cuda", weights="fp8")
     said = {}
     for backend in ("reference", "inductor"):
-        built = build_random_engine(tmp_path / "config.json", tmp_path / backend, backend=backend, **settings)
+        built = build_random_engine(
+            tmp_path / "config.json", tmp_path / backend, backend=backend, **settings
+        )
         assert built.manifest.quantisation.logits < FP8_BOUND
         before = torch.cuda.memory_allocated()
         engine = open_engine(tmp_path / backend, "cuda")
         assert torch.cuda.memory_allocated() - before < 1.2 * engine.weight_bytes + 50_000
         config = built.manifest.decoder
-        said[backend] = logits_and_kv(engine.forward, config, random_batches(config, "cuda"), torch.bfloat16, captured)
+        said[backend] = logits_and_kv(
+            engine.forward, config, random_batches(config, "cuda"), torch.bfloat16, captured
+        )
     for ours, expected in zip(said["inductor"], said["reference"], strict=True):
         assert (ours - expected).norm() < 0.1 * expected.norm()

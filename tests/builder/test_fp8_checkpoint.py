@@ -1,4 +1,5 @@
-"""Checkpoints with FP8 projections: the layouts that are read, and the settings that are refused by name."""
+"""Checkpoints with FP8 projections: the layouts that are read, and the settings that are refused by
+name."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +27,13 @@ from .test_ranks import check_equal, logits_of, logits_of_ranks
 
 GROUP = {
     "targets": ["Linear"],
-    "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+    "weights": {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+    },
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
 }
 COMPRESSED = {
@@ -42,13 +49,18 @@ TENSOR = GROUP | {
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
 }
 WEIGHTS_ONLY = GROUP | {"input_activations": None, "format": "naive-quantized"}
-FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+FBGEMM = {
+    "quant_method": "fbgemm_fp8",
+    "activation_scale_ub": 1200.0,
+    "modules_to_not_convert": ["lm_head"],
+}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 TRANSFORMERS = STATIC | {"weight_block_size": None, "modules_to_not_convert": ["lm_head"]}
 
 
 class Layout(NamedTuple):
-    """quantization_config, the shape of a scale for so many rows, its dtype, further tensors, the scale's name."""
+    """quantization_config, the shape of a scale for so many rows, its dtype, further tensors, the
+    scale's name."""
 
     settings: dict
     shape: Callable[[int], tuple[int, ...]]
@@ -60,7 +72,10 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "a scale an output": Layout(COMPRESSED, lambda rows: (rows, 1), torch.bfloat16),
     "compressed-tensors, a scale a tensor": Layout(
-        COMPRESSED | {"config_groups": {"group_0": TENSOR}}, lambda rows: (1,), torch.bfloat16, ("input_scale",)
+        COMPRESSED | {"config_groups": {"group_0": TENSOR}},
+        lambda rows: (1,),
+        torch.bfloat16,
+        ("input_scale",),
     ),
     "compressed-tensors, weights only": Layout(
         COMPRESSED | {"format": "naive-quantized", "config_groups": {"group_0": WEIGHTS_ONLY}},
@@ -70,13 +85,16 @@ LAYOUTS = {
     "fbgemm": Layout(FBGEMM, lambda rows: (rows, 1), torch.float32, ("input_scale_ub",)),
     "a scale a tensor": Layout(STATIC, lambda rows: (), torch.float32, ("input_scale",)),
     "a scale a tensor, in one element": Layout(STATIC, lambda rows: (1,), torch.float32),
-    "transformers": Layout(TRANSFORMERS, lambda rows: (), torch.float32, ("activation_scale",), "weight_scale_inv"),
+    "transformers": Layout(
+        TRANSFORMERS, lambda rows: (), torch.float32, ("activation_scale",), "weight_scale_inv"
+    ),
 }
 LAYER = "model.layers.1.self_attn.q_proj"
 
 
 def quantised_checkpoint(directory, layout="a scale an output", keep=()):
-    """A tiny Llama in FP8 except the modules in `keep`; returns the values of its tensors, by name."""
+    """A tiny Llama in FP8 except the modules in `keep`; returns the values of its tensors, by
+    name."""
     tiny_checkpoint("llama", directory)
     settings, shape, dtype, more, scales = LAYOUTS[layout]
     tensors, meant = {}, {}
@@ -86,8 +104,10 @@ def quantised_checkpoint(directory, layout="a scale an output", keep=()):
         if "_proj" not in name or module.endswith(keep):
             continue
         stored = shape(len(tensor))
-        alike = tensor if len(stored) == 2 else tensor.view(1, -1)  # the tensors that share one scale
-        scale = (1.01 * row_scales(alike)).to(dtype)  # none is too small, though the dtype rounds it
+        # the tensors that share one scale
+        alike = tensor if len(stored) == 2 else tensor.view(1, -1)
+        # none is too small, though the dtype rounds it
+        scale = (1.01 * row_scales(alike)).to(dtype)
         each = scale.float().expand(len(tensor))
         tensors[name], tensors[f"{module}.{scales}"] = rounded(tensor, each), scale.reshape(stored)
         meant[name] = widened(tensors[name], each, torch.float32)
@@ -115,8 +135,12 @@ def test_a_layout_is_read_as_it_stands(layout, tmp_path):
     assert {weights[f"{name}.weight"].dtype for name in projections(config)} == {FP8}
     wide = dequantised(weights)
     attention = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
-    assert torch.equal(wide["layers.1.attention.qkv.weight"], torch.cat([meant[name] for name in attention]))
-    assert torch.equal(wide["layers.0.mlp.down.weight"], meant["model.layers.0.mlp.down_proj.weight"])
+    assert torch.equal(
+        wide["layers.1.attention.qkv.weight"], torch.cat([meant[name] for name in attention])
+    )
+    assert torch.equal(
+        wide["layers.0.mlp.down.weight"], meant["model.layers.0.mlp.down_proj.weight"]
+    )
     assert torch.equal(wide["head.weight"], meant["lm_head.weight"])
 
 
@@ -134,9 +158,16 @@ def test_ranks_read_their_scales(layout, ranks, tmp_path):
 def test_an_engine_of_it(layout, tmp_path):
     meant = quantised_checkpoint(tmp_path / "hf", layout)
     built = build_engine(tmp_path / "hf", tmp_path / "engine")
-    assert built.manifest.fp8 and built.manifest.quantisation is None and built.manifest.dtype == "float32"
+    assert (
+        built.manifest.fp8
+        and built.manifest.quantisation is None
+        and built.manifest.dtype == "float32"
+    )
     engine = open_engine(tmp_path / "engine")
-    assert sum(x.nbytes for x in load_file(tmp_path / "engine" / WEIGHTS).values()) == engine.weight_bytes
+    assert (
+        sum(x.nbytes for x in load_file(tmp_path / "engine" / WEIGHTS).values())
+        == engine.weight_bytes
+    )
     save_file(meant, tmp_path / "hf" / SINGLE)
     alter_config(tmp_path / "hf", None)
     config, wide = read(tmp_path / "hf")
@@ -145,7 +176,9 @@ def test_an_engine_of_it(layout, tmp_path):
     torch.testing.assert_close(logits(engine.forward, shape), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["a scale an output", "compressed-tensors, a scale a tensor", "transformers"])
+@pytest.mark.parametrize(
+    "layout", ["a scale an output", "compressed-tensors, a scale a tensor", "transformers"]
+)
 def test_an_engine_of_two_ranks_is_that_of_one(layout, tmp_path):
     quantised_checkpoint(tmp_path / "hf", layout)
     build_engine(tmp_path / "hf", tmp_path / "one")
@@ -180,14 +213,28 @@ def test_a_part_of_a_projection_that_was_left_out_is_refused(tmp_path):
     "alter, message",
     [
         (lambda t: t.pop(f"{LAYER}.weight_scale"), f"missing tensors.*{LAYER}.weight_scale"),
-        (lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(63, 1)}), r"weight_scale has the shape \[63, 1\]"),
-        (lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(64, 1).to(FP8)}), "weight_scale is F8_E4M3"),
-        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(FP8)}), "lm_head.weight is F8_E4M3"),
         (
-            lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].float().to(torch.float8_e5m2)}),
+            lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(63, 1)}),
+            r"weight_scale has the shape \[63, 1\]",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(64, 1).to(FP8)}),
+            "weight_scale is F8_E4M3",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(FP8)}),
+            "lm_head.weight is F8_E4M3",
+        ),
+        (
+            lambda t: t.update(
+                {f"{LAYER}.weight": t[f"{LAYER}.weight"].float().to(torch.float8_e5m2)}
+            ),
             "some are in FP8",
         ),
-        (lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}), "unexpected tensors.*k_scale"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}),
+            "unexpected tensors.*k_scale",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(alter, message, tmp_path):
@@ -200,7 +247,9 @@ def test_wrong_tensors_are_refused_by_name(alter, message, tmp_path):
 
 
 def group(**changes):
-    return COMPRESSED | {"config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | changes}}}
+    return COMPRESSED | {
+        "config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | changes}}
+    }
 
 
 @pytest.mark.parametrize(
@@ -218,14 +267,25 @@ def group(**changes):
         (COMPRESSED | {"transform_config": {"R1": {}}}, "transform_config"),
         (group(num_bits=4), "not symmetric floats of 8 bits"),
         (group(symmetric=False), "not symmetric floats of 8 bits"),
-        (group(strategy="block"), "strategy 'block' of group_0.*scales are for blocks.*--quantization fp8"),
-        (group(strategy="group", group_size=128), "strategy 'group' of group_0.*scales are for blocks"),
-        (group(strategy=None), "strategy None of group_0 is not supported; known are channel, tensor"),
+        (
+            group(strategy="block"),
+            "strategy 'block' of group_0.*scales are for blocks.*--quantization fp8",
+        ),
+        (
+            group(strategy="group", group_size=128),
+            "strategy 'group' of group_0.*scales are for blocks",
+        ),
+        (
+            group(strategy=None),
+            "strategy None of group_0 is not supported; known are channel, tensor",
+        ),
         (COMPRESSED | {"config_groups": {"FP8": ["Linear"]}}, "group FP8 is a preset"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(settings, named, tmp_path):
     tiny_checkpoint("llama", tmp_path)
     alter_config(tmp_path, settings)
-    with pytest.raises(SettingError, match=f"--checkpoint: config.json: quantization_config.*{named}"):
+    with pytest.raises(
+        SettingError, match=f"--checkpoint: config.json: quantization_config.*{named}"
+    ):
         read(tmp_path)

@@ -1,4 +1,5 @@
-"""Checkpoints with int4 projections: the formats that are read, the engines of them, and what is refused by name.
+"""Checkpoints with int4 projections: the formats that are read, the engines of them, and what is
+refused by name.
 
 The words are packed here from the published descriptions, number by number.
 """
@@ -32,14 +33,24 @@ from .test_fp8 import logits
 from .test_fp8_checkpoint import alter_config, read
 from .test_ranks import check_equal, logits_of, logits_of_ranks
 
-WIDE = LLAMA_SHAPE | {"hidden_size": 256, "intermediate_size": 512}  # two ranks have whole tiles and groups
+# two ranks have whole tiles and groups
+WIDE = LLAMA_SHAPE | {"hidden_size": 256, "intermediate_size": 512}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-INTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "actorder": None}
+INTS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 128,
+    "actorder": None,
+}
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INTS, "input_activations": None}},
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": INTS, "input_activations": None}
+    },
     "ignore": ["lm_head"],
 }
 
@@ -50,8 +61,8 @@ def packed_with(**changes):
 
 
 class Format(NamedTuple):
-    """A quantization_config, the size of its groups, whether zero points are all 8, the number missing in the stored
-    ones."""
+    """A quantization_config, the size of its groups, whether zero points are all 8, the number
+    missing in the stored ones."""
 
     settings: dict
     group: int = 128
@@ -68,14 +79,17 @@ FORMATS = {
     "gptq, not symmetric": Format(GPTQ | {"sym": False, "group_size": 32}, 32, missing=1),
     "gptq_v2": Format(GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}),
     "pack-quantized": Format(PACKED, symmetric=True),
-    "pack-quantized, not symmetric": Format(packed_with(symmetric=False, group_size=64, actorder="weight"), 64),
+    "pack-quantized, not symmetric": Format(
+        packed_with(symmetric=False, group_size=64, actorder="weight"), 64
+    ),
 }
 EACH = pytest.mark.parametrize("form", FORMATS)
 LAYER = "model.layers.1.self_attn.q_proj"
 
 
 def words(numbers, dim, order=range(8)):
-    """int32 words of eight neighbours along a dimension; bits 4i to 4i + 3 hold neighbour order[i]."""
+    """int32 words of eight neighbours along a dimension; bits 4i to 4i + 3 hold neighbour
+    order[i]."""
     numbers = numbers.long().movedim(dim, -1).unflatten(-1, (-1, 8))
     made = torch.zeros(numbers.shape[:-1], dtype=torch.int64)
     for i, neighbour in enumerate(order):
@@ -88,14 +102,20 @@ def tensors_of(method, numbers, scales, stored_zeros):
     if method == "compressed-tensors":
         shape = torch.tensor(numbers.shape)
         made = {"weight_packed": words(numbers, 1), "weight_scale": scales, "weight_shape": shape}
-        return made if stored_zeros is None else made | {"weight_zero_point": words(stored_zeros, 0)}
+        return (
+            made if stored_zeros is None else made | {"weight_zero_point": words(stored_zeros, 0)}
+        )
     made = {"scales": scales.t().contiguous()}
     if method == "awq":
         interleaved = (0, 2, 4, 6, 1, 3, 5, 7)
         zeros = words(stored_zeros.t(), 1, interleaved)
         return made | {"qweight": words(numbers.t(), 1, interleaved), "qzeros": zeros}
     order = torch.arange(numbers.shape[1]) // (numbers.shape[1] // scales.shape[1])
-    return made | {"qweight": words(numbers.t(), 0), "qzeros": words(stored_zeros.t(), 1), "g_idx": order.int()}
+    return made | {
+        "qweight": words(numbers.t(), 0),
+        "qzeros": words(stored_zeros.t(), 1),
+        "g_idx": order.int(),
+    }
 
 
 def rounded(weight, form):
@@ -105,7 +125,8 @@ def rounded(weight, form):
         scales = (values.abs().amax(-1) / 7).half()
         zeros = torch.full(scales.shape, 8)
     else:
-        least, most = values.amin(-1), values.amax(-1)
+        least = values.amin(-1)
+        most = values.amax(-1)
         scales = ((most - least) / 15).half()
         zeros = (-least / scales.float()).round().clamp(form.missing, 15 + form.missing)
     steps = scales.float().unsqueeze(-1)
@@ -114,7 +135,8 @@ def rounded(weight, form):
 
 
 def quantised_checkpoint(directory, form, keep=(), config=None):
-    """A small model in int4 except the modules in `keep`; returns the values of its tensors, by name."""
+    """A small model in int4 except the modules in `keep`; returns the values of its tensors, by
+    name."""
     save_random(config or LlamaConfig(**WIDE), directory)
     form = FORMATS[form]
     tensors, meant = {}, {}
@@ -134,7 +156,8 @@ def quantised_checkpoint(directory, form, keep=(), config=None):
 
 
 def meant_decoder(directory, meant):
-    """The decoder of the values themselves; from then on the checkpoint is the one of these values."""
+    """The decoder of the values themselves; from then on the checkpoint is the one of these
+    values."""
     save_file(meant, directory / SINGLE)
     alter_config(directory, None)
     return Decoder.from_weights(*read(directory))
@@ -148,7 +171,9 @@ def test_a_format_is_read_as_it_stands(form, tmp_path):
     wide = dequantised(weights)
     attention = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
     expected = torch.cat([meant[name] for name in attention])
-    torch.testing.assert_close(wide["layers.1.attention.qkv.weight"], expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        wide["layers.1.attention.qkv.weight"], expected, atol=1e-6, rtol=1e-5
+    )
     expected = meant["model.layers.0.mlp.down_proj.weight"]
     torch.testing.assert_close(wide["layers.0.mlp.down.weight"], expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(wide["head.weight"], meant["lm_head.weight"])
@@ -179,17 +204,24 @@ def test_an_engine_of_it(form, tmp_path):
 
 
 def check_greedy_replies(directory, engine):
-    """Each token of transformers' greedy replies, from the checkpoint's values, is the engine's own choice."""
+    """Each token of transformers' greedy replies, from the checkpoint's values, is the engine's own
+    choice."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = [torch.arange(3, 20), torch.arange(60, 69)]
-    ids = [model.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0] for prompt in prompts]
+    ids = [
+        model.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+        for prompt in prompts
+    ]
     runner = ScatteredRunner(engine.forward, engine.kv_shape(32, 4), ids, engine.dtype)
     runner.step(*((seat, 0, len(prompt)) for seat, prompt in enumerate(prompts)))
     for generated in range(11):
         spans = [(seat, len(prompt) + generated) for seat, prompt in enumerate(prompts)]
         runner.step(*((seat, start, start + 1) for seat, start in spans))
     for seat, prompt in enumerate(prompts):
-        said = [runner.logits[seat][position].argmax() for position in range(len(prompt) - 1, len(ids[seat]) - 1)]
+        said = [
+            runner.logits[seat][position].argmax()
+            for position in range(len(prompt) - 1, len(ids[seat]) - 1)
+        ]
         assert said == ids[seat][len(prompt) :].tolist()
 
 
@@ -237,16 +269,25 @@ def test_a_compiled_engine_is_the_reference(form, ranks, tmp_path):
     built = build_engine(tmp_path / "hf", tmp_path / "inductor", "inductor", tensor_parallel=ranks)
     assert built.manifest.compiled.parity.logits < 1e-5 and built.manifest.int4
     expected = logits_of(open_engine(tmp_path / "reference"))
-    said = logits_of_ranks(tmp_path / "inductor") if ranks > 1 else [logits_of(open_engine(tmp_path / "inductor"))]
+    said = (
+        logits_of_ranks(tmp_path / "inductor")
+        if ranks > 1
+        else [logits_of(open_engine(tmp_path / "inductor"))]
+    )
     check_equal(said, expected)
 
 
 def test_a_float16_checkpoint_becomes_a_bfloat16_engine(tmp_path):
     quantised_checkpoint(tmp_path / "hf", "awq")
     path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16", "torch_dtype": "float16"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"dtype": "float16", "torch_dtype": "float16"})
+    )
     assert build_engine(tmp_path / "hf", tmp_path / "own").manifest.dtype == "bfloat16"
-    assert build_engine(tmp_path / "hf", tmp_path / "half", dtype="float16").manifest.dtype == "float16"
+    assert (
+        build_engine(tmp_path / "hf", tmp_path / "half", dtype="float16").manifest.dtype
+        == "float16"
+    )
     ours, half = (logits_of(open_engine(tmp_path / name)).float() for name in ("own", "half"))
     assert (ours - half).norm() < 0.05 * half.norm()
 
@@ -257,16 +298,23 @@ def test_projections_that_were_left_out_stay_as_they_are(tmp_path):
     kept = {"layers.0.attention.out", "layers.1.attention.out", "layers.0.mlp.down"}
     assert names_in_int4(weights.keys()) == projections(config) - kept
     build_engine(tmp_path / "hf", tmp_path / "engine", dtype="bfloat16")
-    assert load_file(tmp_path / "engine" / WEIGHTS)["layers.1.attention.out.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "engine" / WEIGHTS)["layers.1.attention.out.weight"].dtype
+        == torch.bfloat16
+    )
     open_engine(tmp_path / "engine")
 
 
 def test_random_weights_in_int4(tmp_path):
     """Their engines are for measurements; ranks hold one model."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"} | WIDE))
+    config.write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"} | WIDE)
+    )
     built = build_random_engine(config, tmp_path / "one", weights="int4", dtype="float32")
-    build_random_engine(config, tmp_path / "both", weights="int4", dtype="float32", tensor_parallel=2)
+    build_random_engine(
+        config, tmp_path / "both", weights="int4", dtype="float32", tensor_parallel=2
+    )
     assert built.manifest.int4 == 128 and Manifest.read(tmp_path / "one") == built.manifest
     one = logits_of(open_engine(tmp_path / "one"))
     check_equal(logits_of_ranks(tmp_path / "both"), one)
@@ -274,7 +322,9 @@ def test_random_weights_in_int4(tmp_path):
     wide = [random_weights(decoder, torch.float32, "cpu", 0, int4=size) for size in (0, 128)]
     error = dequantised(wide[1])["layers.0.mlp.up.weight"] - wide[0]["layers.0.mlp.up.weight"]
     assert error.norm() < 0.15 * wide[0]["layers.0.mlp.up.weight"].norm()
-    with pytest.raises(SettingError, match=r"--weights: layers.0.* has .* int4 takes multiples of 8 and of 128"):
+    with pytest.raises(
+        SettingError, match=r"--weights: layers.0.* has .* int4 takes multiples of 8 and of 128"
+    ):
         build_random_engine(config, tmp_path / "narrow", {"hidden_size": 192}, weights="int4")
 
 
@@ -286,12 +336,16 @@ def test_on_a_gpu_captured_steps_compute_with_the_values(tmp_path):
     meant = quantised_checkpoint(tmp_path / "hf", "awq")
     said = {}
     for backend in ("reference", "inductor"):
-        built = build_engine(tmp_path / "hf", tmp_path / backend, backend, "bfloat16", device="cuda")
+        built = build_engine(
+            tmp_path / "hf", tmp_path / backend, backend, "bfloat16", device="cuda"
+        )
         before = torch.cuda.memory_allocated()
         engine = open_engine(tmp_path / backend, "cuda")
         assert torch.cuda.memory_allocated() - before < 1.2 * engine.weight_bytes + 50_000
         config = built.manifest.decoder
-        said[backend] = logits_and_kv(engine.forward, config, random_batches(config, "cuda"), torch.bfloat16, captured)
+        said[backend] = logits_and_kv(
+            engine.forward, config, random_batches(config, "cuda"), torch.bfloat16, captured
+        )
     decoder = meant_decoder(tmp_path / "hf", meant).cuda()
     exact = logits_and_kv(decoder, config, random_batches(config, "cuda"), torch.float32)
     for outcome in said.values():
@@ -322,15 +376,23 @@ def test_what_else_an_engine_cannot_do_is_refused(tmp_path):
     assert engine_for(tmp_path / "engine", quantization="awq") == tmp_path / "engine"
     with pytest.raises(SettingError, match=r"--quantization: .* was built with weights in int4"):
         engine_for(tmp_path / "engine", quantization="fp8")
-    with pytest.raises(SettingError, match=r"mlp.gate_proj in int4 .* a rank holds 128|o_proj in int4 .* holds 64"):
+    with pytest.raises(
+        SettingError, match=r"mlp.gate_proj in int4 .* a rank holds 128|o_proj in int4 .* holds 64"
+    ):
         read(tmp_path / "hf", 0, 4)
 
 
 def test_experts_are_refused_by_name(tmp_path):
     config = tmp_path / "config.json"
-    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     config.write_text(json.dumps(WIDE | experts))
-    with pytest.raises(SettingError, match=r"--weights: int4 weights of experts \(MixtralForCausalLM\)"):
+    with pytest.raises(
+        SettingError, match=r"--weights: int4 weights of experts \(MixtralForCausalLM\)"
+    ):
         build_random_engine(config, tmp_path / "engine", weights="int4")
 
 
@@ -352,9 +414,18 @@ def test_a_width_that_the_product_does_not_take_is_refused(tmp_path):
     [
         (lambda t: t.pop(f"{LAYER}.scales"), f"missing tensors.*{LAYER}.scales"),
         (lambda t: t.pop(f"{LAYER}.qzeros"), f"missing tensors.*{LAYER}.qzeros"),
-        (lambda t: t.update({f"{LAYER}.scales": torch.ones(4, 256)}), r"q_proj.scales has the shape \[4, 256\]"),
-        (lambda t: t.update({f"{LAYER}.qzeros": t[f"{LAYER}.qzeros"].float()}), "qzeros is F32.*must be I32"),
-        (lambda t: t.update({f"{LAYER}.g_idx": t[f"{LAYER}.g_idx"].flip(0)}), "g_idx.*order of their groups"),
+        (
+            lambda t: t.update({f"{LAYER}.scales": torch.ones(4, 256)}),
+            r"q_proj.scales has the shape \[4, 256\]",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.qzeros": t[f"{LAYER}.qzeros"].float()}),
+            "qzeros is F32.*must be I32",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.g_idx": t[f"{LAYER}.g_idx"].flip(0)}),
+            "g_idx.*order of their groups",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(alter, message, tmp_path):
@@ -370,7 +441,10 @@ GROUPS = PACKED["config_groups"]["group_0"]
 REFUSED = [
     (AWQ | {"bits": 8}, "bits 8 is not supported"),
     (AWQ | {"version": "gemv"}, "version 'gemv' of awq"),
-    (AWQ | {"group_size": -1}, "group_size -1 is not supported: the int4 product takes groups of 32, 64, 128, 256"),
+    (
+        AWQ | {"group_size": -1},
+        "group_size -1 is not supported: the int4 product takes groups of 32, 64, 128, 256",
+    ),
     (GPTQ | {"bits": 3}, "bits 3 is not supported"),
     (GPTQ | {"desc_act": True}, "desc_act true is not supported.*without act-order"),
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
@@ -386,7 +460,8 @@ REFUSED = [
         "input_activations of group_0",
     ),
     (
-        PACKED | {"config_groups": {"a": GROUPS, "b": GROUPS | {"weights": INTS | {"group_size": 64}}}},
+        PACKED
+        | {"config_groups": {"a": GROUPS, "b": GROUPS | {"weights": INTS | {"group_size": 64}}}},
         "differ in group_size or symmetric",
     ),
 ]
@@ -394,5 +469,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("settings, named", REFUSED)
 def test_other_variants_are_refused_by_name(settings, named, tmp_path):
-    with pytest.raises(SettingError, match=f"--checkpoint: config.json: quantization_config.*{named}"):
-        decoder_config({"architectures": ["LlamaForCausalLM"], "quantization_config": settings} | WIDE)
+    with pytest.raises(
+        SettingError, match=f"--checkpoint: config.json: quantization_config.*{named}"
+    ):
+        decoder_config(
+            {"architectures": ["LlamaForCausalLM"], "quantization_config": settings} | WIDE
+        )

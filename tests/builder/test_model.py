@@ -1,4 +1,5 @@
-"""The decoder gives the logits of transformers' models, with any division into pieces, slots and other requests."""
+"""The decoder gives the logits of transformers' models, with any division into pieces, slots and
+other requests."""
 
 from dataclasses import replace
 
@@ -63,16 +64,22 @@ CONFIGS = {
     "llama, one kv head, biases": LlamaConfig(
         **LLAMA_SHAPE | {"num_key_value_heads": 1}, attention_bias=True, mlp_bias=True
     ),
-    "llama, head_dim, tied": LlamaConfig(**LLAMA_SHAPE, head_dim=24, tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "llama, head_dim, tied": LlamaConfig(
+        **LLAMA_SHAPE, head_dim=24, tie_word_embeddings=True, rms_norm_eps=1e-3
+    ),
     "llama 3 scaling": LlamaConfig(**LLAMA_SHAPE, rope_parameters=LLAMA3_SCALING),
     "llama, linear scaling": LlamaConfig(**LLAMA_SHAPE, rope_parameters=LINEAR_SCALING),
     "llama, yarn": LlamaConfig(**LLAMA_SHAPE, rope_parameters=YARN_SCALING),
     "llama, gelu": LlamaConfig(**LLAMA_SHAPE, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**LLAMA_SHAPE, sliding_window=None, head_dim=32),
     "mistral-window": tiny_config("mistral-window"),
-    "qwen2, late windows": Qwen2Config(**LLAMA_SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "qwen2, late windows": Qwen2Config(
+        **LLAMA_SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
     "qwen3-windows": tiny_config("qwen3-windows"),
-    "qwen3-moe, window": Qwen3MoeConfig(**QWEN3_MOE_SHAPE, use_sliding_window=True, sliding_window=5),
+    "qwen3-moe, window": Qwen3MoeConfig(
+        **QWEN3_MOE_SHAPE, use_sliding_window=True, sliding_window=5
+    ),
     "qwen2": Qwen2Config(**LLAMA_SHAPE),
     "qwen2, tied": Qwen2Config(**LLAMA_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32),
@@ -87,12 +94,15 @@ CONFIGS = {
         **GEMMA3_SHAPE, layer_types=["sliding_attention"] * 2, tie_word_embeddings=False
     ),
     "gpt-oss": GptOssConfig(**GPT_OSS_SHAPE),
-    "gpt-oss, every expert": GptOssConfig(**GPT_OSS_SHAPE | {"num_experts_per_tok": 8}),  # no near choice of a few
+    # no near choice of a few
+    "gpt-oss, every expert": GptOssConfig(**GPT_OSS_SHAPE | {"num_experts_per_tok": 8}),
     "gpt-oss, other gates, no biases of attention": GptOssConfig(
         **GPT_OSS_SHAPE, attention_bias=False, swiglu_alpha=0.8, swiglu_limit=0.5
     ),
     "opt": OPTConfig(**OPT_SHAPE),
-    "opt, post norm, projected": OPTConfig(**OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32),
+    "opt, post norm, projected": OPTConfig(
+        **OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32
+    ),
     "opt, projected": OPTConfig(**OPT_SHAPE, word_embed_proj_dim=32),
     "opt, no final norm": OPTConfig(**OPT_SHAPE, _remove_final_layer_norm=True),
     "opt, no biases, gelu": OPTConfig(**OPT_SHAPE, enable_bias=False, activation_function="gelu"),
@@ -122,7 +132,9 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(runner.all_logits(seat), logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-windows", "mistral-window", "qwen3-moe", "gemma3", "gpt-oss", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3-windows", "mistral-window", "qwen3-moe", "gemma3", "gpt-oss", "opt"]
+)
 def test_dropped_chunks_are_recomputed_as_disjoint_spans_of_one_batch(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(40, 8))
     runner.step((0, 0, 30), (1, 0, 7))
@@ -145,7 +157,9 @@ def test_a_suppressed_write_reads_the_cache_and_leaves_it_alone(tmp_path):
     assert torch.equal(runner.pool.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("name", ["llama 3 scaling", "qwen3-moe", "gemma3", "gpt-oss, every expert", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama 3 scaling", "qwen3-moe", "gemma3", "gpt-oss, every expert", "opt"]
+)
 def test_bfloat16_stays_near_float32(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(50,), dtype="bfloat16")
     runner.step((0, 0, 31))
@@ -171,7 +185,9 @@ def test_the_decoder_is_exported_once_for_any_batch(tmp_path):
     batch, differing = traced_batch(torch.device("cpu"))
     program = torch.export.export(decoder, (batch, runner.handle), dynamic_shapes=(differing, None))
 
-    calls = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("pensieve")]
+    calls = [
+        str(node.target) for node in program.graph.nodes if str(node.target).startswith("pensieve")
+    ]
     of_the_pool = ["pensieve.write_kv.default", "pensieve.multi_token_attention.default"]
     assert [call for call in calls if call in of_the_pool] == of_the_pool * 2
     assert {calls.count(f"pensieve.{name}.default") for name in ("add_norm", "silu_gate")} == {4, 2}

@@ -1,4 +1,5 @@
-"""The decoder on a GPU: the CPU's logits, no waiting for the device, and one captured graph for any mixture."""
+"""The decoder on a GPU: the CPU's logits, no waiting for the device, and one captured graph for any
+mixture."""
 
 from dataclasses import replace
 
@@ -12,7 +13,12 @@ from pensieve.builder.forward_batch import TOKENS as TOKENS_OF_A_BATCH
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import Piece, batch_of
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 from .test_random_weights import CONFIGS
@@ -26,9 +32,12 @@ STEPS = (  # of each seat the positions [start, end) that are computed; in all T
 
 
 def inputs(step, table, device):
-    """A batch, padded to TOKENS tokens with a segment of each seat, and how many tokens are not padding."""
+    """A batch, padded to TOKENS tokens with a segment of each seat, and how many tokens are not
+    padding."""
     pieces = [Piece(seat, start, end) for seat, (start, end) in enumerate(step)]
-    ids = torch.cat([(torch.arange(start, end) * 37 + seat) % 150 for seat, (start, end) in enumerate(step)])
+    ids = torch.cat(
+        [(torch.arange(start, end) * 37 + seat) % 150 for seat, (start, end) in enumerate(step)]
+    )
     batch = batch_of(pieces, ids, table, torch.arange(TOKENS), CHUNK)
     padded = {}
     for name, one in INPUTS.items():
@@ -40,7 +49,8 @@ def inputs(step, table, device):
 
 
 class Model:
-    """A decoder or one rank's shard, and its pool; `run` computes a step and returns the logits of its tokens."""
+    """A decoder or one rank's shard, and its pool; `run` computes a step and returns the logits of
+    its tokens."""
 
     def __init__(self, config, weights, dtype, device, ranks=1):
         self.device = device
@@ -139,7 +149,9 @@ def group(request):
     release_group(TENSOR_PARALLEL)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 def test_shards_compute_what_one_rank_does(device, config, group, models):
     whole = models(config, random_weights(config, torch.float32, "cpu", 0), torch.float32, "cpu")
     expected = [whole.run(step) for step in STEPS]

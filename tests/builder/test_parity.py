@@ -23,7 +23,12 @@ def test_the_batches_hold_all_that_serving_brings():
     batches = random_batches(CONFIG, "cpu")
     seen = set()
     for batch in batches:
-        assert len(batch.token_ids) == len(batch.positions) == len(batch.slots) == int(batch.segments[:, 1].sum())
+        assert (
+            len(batch.token_ids)
+            == len(batch.positions)
+            == len(batch.slots)
+            == int(batch.segments[:, 1].sum())
+        )
         written = batch.slots[batch.slots >= 0]
         assert len(set(written.tolist())) == len(written)
         seats = batch.segments[:, 4].tolist()
@@ -32,7 +37,9 @@ def test_the_batches_hold_all_that_serving_brings():
             "one token alone": len(batch.token_ids) == 1,
             "generation": (batch.segments[:, 1] == 1).any(),
             "a prompt": first,
-            "a new turn": ((batch.segments[:, 1] > 1) & (batch.segments[:, 3] > batch.segments[:, 1])).any(),
+            "a new turn": (
+                (batch.segments[:, 1] > 1) & (batch.segments[:, 3] > batch.segments[:, 1])
+            ).any(),
             "several segments of a seat": len(set(seats)) < len(seats),
             "all seats": len(set(seats)) == SEATS,
             "suppressed writes": (batch.slots < 0).any(),
@@ -68,7 +75,9 @@ def wrong_logits(forward, by):
 )
 def test_wrong_logits_are_refused(dtype, by):
     forward, weights = decoder(dtype)
-    with pytest.raises(SettingError, match=r"--backend.*logits are off by .* use --backend reference"):
+    with pytest.raises(
+        SettingError, match=r"--backend.*logits are off by .* use --backend reference"
+    ):
         check_parity(wrong_logits(forward, by), CONFIG, weights)
 
 

@@ -25,7 +25,9 @@ def test_a_bar_grows_on_a_terminal_and_ends_its_line(monkeypatch):
         show_progress("pinning host memory", done, 4, " GiB")
     drawn = terminal.getvalue().split("\r")[1:]
     assert [one.count("#") for one in drawn] == [8, 15, 30]
-    assert drawn[0].startswith("pinning host memory [########......") and drawn[0].endswith("] 1 of 4 GiB ")
+    assert drawn[0].startswith("pinning host memory [########......") and drawn[0].endswith(
+        "] 1 of 4 GiB "
+    )
     assert drawn[-1].endswith("4 of 4 GiB \n") and "\n" not in "".join(drawn[:-1])
 
 

@@ -1,4 +1,5 @@
-"""Engines of random weights: from a config.json alone, made when opened, sound numbers at any depth and width."""
+"""Engines of random weights: from a config.json alone, made when opened, sound numbers at any depth
+and width."""
 
 import json
 
@@ -25,12 +26,14 @@ from tests.models import (
 
 CONFIGS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | LLAMA_SHAPE,
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "head_dim": 32} | LLAMA_SHAPE,
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "head_dim": 32}
+    | LLAMA_SHAPE,
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"} | QWEN3_MOE_SHAPE,
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16"} | GEMMA3_SHAPE,
     "gpt-oss": {"architectures": ["GptOssForCausalLM"], "dtype": "bfloat16"} | GPT_OSS_SHAPE,
     "opt": {"architectures": ["OPTForCausalLM"], "torch_dtype": "float16"} | OPT_SHAPE,
-    "opt, post norm": {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False} | OPT_SHAPE,
+    "opt, post norm": {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}
+    | OPT_SHAPE,
 }
 
 
@@ -53,24 +56,33 @@ def test_an_engine_without_a_checkpoint_runs(name, tmp_path):
     config = write(name, tmp_path)
     built = build_random_engine(config, tmp_path / "engine", seed=7)
     assert [path.name for path in (tmp_path / "engine").iterdir()] == ["manifest.json"]
-    assert not built.has_tokenizer and built.manifest.stop_ids == (2,) and built.manifest.random_seed == 7
+    assert (
+        not built.has_tokenizer
+        and built.manifest.stop_ids == (2,)
+        and built.manifest.random_seed == 7
+    )
     engine = open_engine(tmp_path / "engine")
     assert engine.parameters * engine.dtype.itemsize == built.manifest.weight_bytes
     assert (engine.active_parameters < engine.parameters) == (name in ("qwen3-moe", "gpt-oss"))
-    assert built.manifest.dtype == CONFIGS[name].get("dtype", CONFIGS[name].get("torch_dtype", "float32"))
+    assert built.manifest.dtype == CONFIGS[name].get(
+        "dtype", CONFIGS[name].get("torch_dtype", "float32")
+    )
     logits = logits_of(engine)
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
     assert torch.equal(logits_of(open_engine(tmp_path / "engine")), logits)
 
 
 def test_the_seed_and_the_config_make_the_engine(tmp_path):
-    config, engine = write("llama", tmp_path), tmp_path / "engine"
+    config = write("llama", tmp_path)
+    engine = tmp_path / "engine"
     first = build_random_engine(config, engine)
     weights = open_engine(engine)._decoder.state_dict()
     assert build_random_engine(config, engine).outcome == "reused"
     other = build_random_engine(config, engine, seed=1)
     assert other.outcome == "replaced" and other.manifest.fingerprint != first.manifest.fingerprint
-    assert not torch.equal(open_engine(engine)._decoder.state_dict()["embed.weight"], weights["embed.weight"])
+    assert not torch.equal(
+        open_engine(engine)._decoder.state_dict()["embed.weight"], weights["embed.weight"]
+    )
     longer = build_random_engine(config, engine, {"max_position_embeddings": 4096}, seed=1)
     assert longer.manifest.max_model_len == 4096
     assert longer.manifest.fingerprint != other.manifest.fingerprint
@@ -80,7 +92,9 @@ def test_the_seed_and_the_config_make_the_engine(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_eighty_layers_stay_finite(name, dtype, tmp_path):
     config = write(name, tmp_path, num_hidden_layers=80)
-    built = build_random_engine(config, tmp_path / "engine", dtype=str(dtype).removeprefix("torch."))
+    built = build_random_engine(
+        config, tmp_path / "engine", dtype=str(dtype).removeprefix("torch.")
+    )
     assert built.manifest.layers == 80
     logits = logits_of(open_engine(tmp_path / "engine"))
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
@@ -89,9 +103,18 @@ def test_eighty_layers_stay_finite(name, dtype, tmp_path):
 def test_weights_are_of_the_size_of_what_they_project():
     config = decoder_config(CONFIGS["opt"] | {"hidden_size": 512, "ffn_dim": 2048})
     weights = random_weights(config, torch.float32, "cpu", 0)
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == parameter_shapes(config)
-    assert weights["layers.0.attention_norm.weight"].eq(1).all() and weights["layers.0.mlp.up.bias"].eq(0).all()
-    sizes = {"layers.1.attention.qkv": 512, "layers.1.mlp.down": 2048 * 4, "layers.0.attention.out": 512 * 4}
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == parameter_shapes(
+        config
+    )
+    assert (
+        weights["layers.0.attention_norm.weight"].eq(1).all()
+        and weights["layers.0.mlp.up.bias"].eq(0).all()
+    )
+    sizes = {
+        "layers.1.attention.qkv": 512,
+        "layers.1.mlp.down": 2048 * 4,
+        "layers.0.attention.out": 512 * 4,
+    }
     for name, inputs in sizes.items():
         assert weights[f"{name}.weight"].std().item() == pytest.approx(inputs**-0.5, rel=0.02)
 
@@ -120,9 +143,22 @@ def test_wrong_settings_are_named(setting, arguments, named, tmp_path):
 
 def test_a_random_engine_and_a_checkpoint_s_replace_each_other(tmp_path):
     tiny_checkpoint("llama", tmp_path / "checkpoint")
-    checkpoint = ["--checkpoint", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "engine")]
+    checkpoint = [
+        "--checkpoint",
+        str(tmp_path / "checkpoint"),
+        "--output",
+        str(tmp_path / "engine"),
+    ]
     config = str(tmp_path / "checkpoint" / "config.json")
-    random = ["--random-weights", "--config", config, "--output", str(tmp_path / "engine"), "--seed", "3"]
+    random = [
+        "--random-weights",
+        "--config",
+        config,
+        "--output",
+        str(tmp_path / "engine"),
+        "--seed",
+        "3",
+    ]
     for arguments in (checkpoint, random, checkpoint):
         assert main([*arguments, "--backend", "reference"]) == 0
         open_engine(tmp_path / "engine")
@@ -132,13 +168,40 @@ def test_a_random_engine_and_a_checkpoint_s_replace_each_other(tmp_path):
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config, engine = str(write("opt", tmp_path)), str(tmp_path / "engine")
-    arguments = ["--random-weights", "--config", config, "--output", engine, "--device", "cuda", "--dtype", "bfloat16"]
+    arguments = [
+        "--random-weights",
+        "--config",
+        config,
+        "--output",
+        engine,
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+    ]
     arguments += ["--backend", "reference"]
-    assert main([*arguments, "--set", "max_position_embeddings=16384", "--set", 'activation_function="gelu"']) == 0
+    assert (
+        main(
+            [
+                *arguments,
+                "--set",
+                "max_position_embeddings=16384",
+                "--set",
+                'activation_function="gelu"',
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "built" in said and "cuda" in said and "random weights" in said and "16384 tokens" in said
+    assert (
+        "built" in said and "cuda" in said and "random weights" in said and "16384 tokens" in said
+    )
     manifest = Manifest.read(tmp_path / "engine")
-    assert (manifest.device, manifest.decoder.activation, manifest.random_seed) == ("cuda", "gelu", 0)
+    assert (manifest.device, manifest.decoder.activation, manifest.random_seed) == (
+        "cuda",
+        "gelu",
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,5 +232,7 @@ def test_weights_are_made_on_the_gpu(name, tmp_path):
     again = open_engine(tmp_path / "engine", "cuda")
     assert {tensor.device.type for tensor in engine._decoder.state_dict().values()} == {"cuda"}
     assert engine._decoder.frequencies.is_cuda
-    for tensor, other in zip(engine._decoder.parameters(), again._decoder.parameters(), strict=True):
+    for tensor, other in zip(
+        engine._decoder.parameters(), again._decoder.parameters(), strict=True
+    ):
         assert torch.equal(tensor, other)

@@ -1,4 +1,5 @@
-"""Engines of several ranks: built, each rank opened in one process, and together the engine of one rank."""
+"""Engines of several ranks: built, each rank opened in one process, and together the engine of one
+rank."""
 
 import json
 
@@ -14,7 +15,12 @@ from pensieve.builder.manifest import WEIGHTS, Manifest, weights_file
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import check_ranks, whole_weights
 from pensieve.plugins import torch_ops
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.launch.assemble import assemble
 from pensieve.runtime.launch.settings import ServeSettings
@@ -39,7 +45,8 @@ STEPS = (((0, 0, 10),), ((1, 0, 33), (0, 10, 11)), ((0, 11, 37), (1, 33, 34)), (
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]} | GEMMA3_SHAPE
 GPT_OSS = {"architectures": ["GptOssForCausalLM"]} | GPT_OSS_SHAPE
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"]} | QWEN3_MOE_SHAPE
-LLAMA = {"architectures": ["LlamaForCausalLM"]} | LLAMA_SHAPE | {"vocab_size": 157}  # 4 heads, 2 KV heads
+# 4 heads, 2 KV heads
+LLAMA = {"architectures": ["LlamaForCausalLM"]} | LLAMA_SHAPE | {"vocab_size": 157}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +74,9 @@ def halves(checkpoint):
 
 def logits_of(engine):
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, engine.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    prompts = [
+        torch.randint(3, engine.vocab_size, (length,), generator=generator) for length in LENGTHS
+    ]
     runner = ScatteredRunner(engine.forward, engine.kv_shape(64, 4), prompts, engine.kv_dtype)
     for spans in STEPS:
         runner.step(*spans)
@@ -77,7 +86,9 @@ def logits_of(engine):
 def logits_of_ranks(directory, kv_cache_dtype="auto"):
     """The logits of each rank of an engine."""
     ranks = Manifest.read(directory).tensor_parallel
-    engines = [open_engine(directory, rank=rank, kv_cache_dtype=kv_cache_dtype) for rank in range(ranks)]
+    engines = [
+        open_engine(directory, rank=rank, kv_cache_dtype=kv_cache_dtype) for rank in range(ranks)
+    ]
     group = ThreadRanks(ranks)
     register_group(TENSOR_PARALLEL, group)
     try:
@@ -115,34 +126,53 @@ def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
     """With any number of ranks in the checkpoint."""
     save_random(LEGACY_CONFIGS["llama"], tmp_path / "hf")
     write_legacy(tmp_path / "hf", tmp_path / "legacy", LEGACY_CONFIGS["llama"], 2)
-    hf = build_engine(tmp_path / "hf", tmp_path / "engine", tensor_parallel=4).manifest.parts.weights
+    hf = build_engine(
+        tmp_path / "hf", tmp_path / "engine", tensor_parallel=4
+    ).manifest.parts.weights
     assert len(set(hf)) == 4
-    legacy = build_engine(tmp_path / "legacy", tmp_path / "engine", tensor_parallel=4).manifest.parts.weights
+    legacy = build_engine(
+        tmp_path / "legacy", tmp_path / "engine", tensor_parallel=4
+    ).manifest.parts.weights
     assert legacy == hf
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("model", [LLAMA, QWEN3_MOE, GEMMA3, GPT_OSS], ids=["llama", "qwen3-moe", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "model", [LLAMA, QWEN3_MOE, GEMMA3, GPT_OSS], ids=["llama", "qwen3-moe", "gemma3", "gpt-oss"]
+)
 def test_one_package_serves_all_ranks(model, tmp_path):
     """With a single layer, which contains every operation and compiles faster."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(model | {"num_hidden_layers": 1}))
     build_random_engine(config, tmp_path / "one")
-    manifest = build_random_engine(config, tmp_path / "all", backend="inductor", tensor_parallel=2).manifest
+    manifest = build_random_engine(
+        config, tmp_path / "all", backend="inductor", tensor_parallel=2
+    ).manifest
     assert 0 < manifest.compiled.parity.logits < 1e-5 and 0 < manifest.compiled.parity.kv < 1e-5
     check_equal(logits_of_ranks(tmp_path / "all"), logits_of(open_engine(tmp_path / "one")))
 
 
 def test_the_command_writes_a_file_for_each_rank(checkpoint, tmp_path, capsys):
-    arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "engine"), "--backend", "reference"]
+    arguments = [
+        "--checkpoint",
+        str(checkpoint),
+        "--output",
+        str(tmp_path / "engine"),
+        "--backend",
+        "reference",
+    ]
     arguments += ["--tensor-parallel", "2"]
     assert main(arguments) == 0 and "on each of 2 ranks" in capsys.readouterr().out
     assert main(arguments) == 0 and "reused" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "engine").glob("weights*")}
     assert names == {"weights.0.safetensors", "weights.1.safetensors"}
     manifest = Manifest.read(tmp_path / "engine")
-    assert (manifest.tensor_parallel, manifest.kv_heads, len(set(manifest.parts.weights))) == (2, 1, 2)
+    assert (manifest.tensor_parallel, manifest.kv_heads, len(set(manifest.parts.weights))) == (
+        2,
+        1,
+        2,
+    )
     assert main([*arguments[:-1], "1"]) == 0 and "replaced" in capsys.readouterr().out
     assert (tmp_path / "engine" / WEIGHTS).exists()
 
@@ -175,7 +205,9 @@ def test_a_rank_checks_its_own_weights(checkpoint, tmp_path):
 
 def test_there_must_be_room_for_all_ranks(checkpoint, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("pensieve.builder.build._check_room", lambda directory, needed: asked.append(needed))
+    monkeypatch.setattr(
+        "pensieve.builder.build._check_room", lambda directory, needed: asked.append(needed)
+    )
     monkeypatch.setattr("pensieve.builder.build.ROOM", 0)
     built = build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2)
     assert asked == [2 * built.manifest.weight_bytes]
@@ -190,12 +222,17 @@ def test_what_does_not_divide_is_refused(ranks, checkpoint, tmp_path, capsys):
         arguments = [*source, "--output", str(tmp_path / "engine"), "--tensor-parallel", str(ranks)]
         assert main([*arguments, "--backend", "reference"]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("build_engine: --tensor-parallel: ") and f"{ranks} ranks, only among 1 or 2 or 4" in said
+        assert (
+            said.startswith("build_engine: --tensor-parallel: ")
+            and f"{ranks} ranks, only among 1 or 2 or 4" in said
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_what_needs_all_ranks_refuses_one(halves):
-    with pytest.raises(SettingError, match=r"--engine: .* 2 ranks, which only `pensieve serve` starts"):
+    with pytest.raises(
+        SettingError, match=r"--engine: .* 2 ranks, which only `pensieve serve` starts"
+    ):
         assemble(ServeSettings(str(halves)))
 
 
@@ -229,7 +266,8 @@ def test_one_rank_that_is_off_is_refused(what, shards):
     """Though all others are right."""
     config, parts, _ = shards
     engines = decoders(config, parts)
-    honest, calls = engines[2], []
+    honest = engines[2]
+    calls = []
 
     def wrong(*arguments):
         logits = honest(*arguments)

@@ -1,4 +1,5 @@
-"""Building over existing files: a damaged engine, the rest of a killed build, a link, another build."""
+"""Building over existing files: a damaged engine, the rest of a killed build, a link, another
+build."""
 
 import errno
 import json
@@ -42,7 +43,9 @@ DAMAGES = {
     "a list for the decoder": lambda engine: edit_manifest(engine, []),
     "a text for the decoder": lambda engine: edit_manifest(engine, "llama"),
     "no weights": lambda engine: (engine / WEIGHTS).unlink(),
-    "half of the weights": lambda engine: (engine / WEIGHTS).write_bytes((engine / WEIGHTS).read_bytes()[:5000]),
+    "half of the weights": lambda engine: (engine / WEIGHTS).write_bytes(
+        (engine / WEIGHTS).read_bytes()[:5000]
+    ),
     "a flipped bit": flip_a_bit,
 }
 
@@ -68,9 +71,12 @@ def test_a_tokenizer_that_was_changed_is_put_right(checkpoint, tmp_path):
     assert not (engine / "chat_template.jinja").exists()
 
 
-def test_a_build_leaves_builds_of_outputs_with_longer_names_alone(checkpoint, tmp_path, monkeypatch):
+def test_a_build_leaves_builds_of_outputs_with_longer_names_alone(
+    checkpoint, tmp_path, monkeypatch
+):
     """`llama.v2` in the making is no rubbish of `llama`."""
-    save, others = build_module.save_weights, [tmp_path / "llama"]
+    save = build_module.save_weights
+    others = [tmp_path / "llama"]
 
     def build_the_other_first(*arguments):
         if others:
@@ -90,7 +96,9 @@ def test_what_killed_builds_left_goes_away(checkpoint, tmp_path):
     assert names(tmp_path) == ["engine [1]"]
 
 
-def test_an_engine_that_had_stepped_aside_when_its_successor_was_killed_comes_back(checkpoint, tmp_path):
+def test_an_engine_that_had_stepped_aside_when_its_successor_was_killed_comes_back(
+    checkpoint, tmp_path
+):
     build_engine(checkpoint, tmp_path / "engine")
     (tmp_path / "engine").rename(tmp_path / ".engine.01234567.replaced")
     assert build_engine(checkpoint, tmp_path / "engine").outcome == "reused"
@@ -99,7 +107,8 @@ def test_an_engine_that_had_stepped_aside_when_its_successor_was_killed_comes_ba
 
 @pytest.mark.parametrize("there", ["nothing", "an empty directory", "an engine"])
 def test_a_link_stays_and_leads_to_the_new_engine(there, checkpoint, tmp_path):
-    link, real = tmp_path / "current", tmp_path / "elsewhere" / "engine"
+    link = tmp_path / "current"
+    real = tmp_path / "elsewhere" / "engine"
     link.symlink_to(real)
     if there == "an engine":
         build_engine(checkpoint, real)
@@ -131,7 +140,8 @@ def test_the_root_of_all_is_no_place_for_an_engine(checkpoint):
     ],
 )
 def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp_path, monkeypatch):
-    """A quota, files of another user's build of the same directory, or a limit of the file system or the user."""
+    """A quota, files of another user's build of the same directory, or a limit of the file system
+    or the user."""
 
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number), ".engine.lock")

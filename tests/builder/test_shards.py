@@ -1,4 +1,5 @@
-"""Shards of a decoder on the threads of one process: together they are the decoder, however they are cut."""
+"""Shards of a decoder on the threads of one process: together they are the decoder, however they
+are cut."""
 
 from dataclasses import replace
 
@@ -15,17 +16,34 @@ from pensieve.builder.checkpoints.hugging_face import parameter_shapes, read_jso
 from pensieve.builder.inductor.compile import traced_batch
 from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.scheduler.types import SettingError
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random, tiny_config
+from tests.models import (
+    LLAMA_SHAPE,
+    OPT_SHAPE,
+    QWEN3_MOE_SHAPE,
+    ScatteredRunner,
+    save_random,
+    tiny_config,
+)
 
 from .test_random_weights import CONFIGS as RANDOM_CONFIGS
 
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA_SHAPE),  # 4 heads, 2 KV heads
-    "llama, 8 heads, odd vocabulary": LlamaConfig(**LLAMA_SHAPE | {"num_attention_heads": 8, "vocab_size": 157}),
+    "llama, 8 heads, odd vocabulary": LlamaConfig(
+        **LLAMA_SHAPE | {"num_attention_heads": 8, "vocab_size": 157}
+    ),
     "llama, biases, tied": LlamaConfig(
-        **LLAMA_SHAPE | {"vocab_size": 157}, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        **LLAMA_SHAPE | {"vocab_size": 157},
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
     ),
     "llama, gelu": LlamaConfig(**LLAMA_SHAPE, hidden_act="gelu_pytorch_tanh"),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
@@ -107,7 +125,9 @@ def prompts_for(config):
 def test_shards_together_give_one_rank_s_logits(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)
-    expected = logits_of_one(config, read_weights(tmp_path, config, torch.float32), prompts, torch.float32)
+    expected = logits_of_one(
+        config, read_weights(tmp_path, config, torch.float32), prompts, torch.float32
+    )
 
     def weights_of(rank):
         return read_weights(tmp_path, config, torch.float32, rank, group.ranks)
@@ -123,8 +143,12 @@ def test_shards_together_give_one_rank_s_logits(name, group, tmp_path):
 def test_bfloat16_is_as_near_to_float32_as_one_rank_s(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)
-    exact = logits_of_one(config, read_weights(tmp_path, config, torch.float32), prompts, torch.float32)
-    naive = logits_of_one(config, read_weights(tmp_path, config, torch.bfloat16), prompts, torch.bfloat16)
+    exact = logits_of_one(
+        config, read_weights(tmp_path, config, torch.float32), prompts, torch.float32
+    )
+    naive = logits_of_one(
+        config, read_weights(tmp_path, config, torch.bfloat16), prompts, torch.bfloat16
+    )
 
     def weights_of(rank):
         return read_weights(tmp_path, config, torch.bfloat16, rank, group.ranks)
@@ -138,14 +162,17 @@ def test_bfloat16_is_as_near_to_float32_as_one_rank_s(name, group, tmp_path):
 def test_random_weights_are_the_same_model_on_any_number_of_ranks(name, group):
     config = decoder_config(RANDOM_CONFIGS[name] | {"vocab_size": 157})
     prompts = prompts_for(config)
-    expected = logits_of_one(config, random_weights(config, torch.float32, "cpu", 3), prompts, torch.float32)
+    expected = logits_of_one(
+        config, random_weights(config, torch.float32, "cpu", 3), prompts, torch.float32
+    )
 
     def weights_of(rank):
         return random_weights(config, torch.float32, "cpu", 3, rank, group.ranks)
 
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(1).items()}
     assert shapes == parameter_shapes(config, group.ranks)
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights_of(1).values())  # nothing whole is kept
+    # nothing whole is kept
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights_of(1).values())
     for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
         assert (said - expected).norm() <= 1e-5 * expected.norm()
 
@@ -153,7 +180,9 @@ def test_random_weights_are_the_same_model_on_any_number_of_ranks(name, group):
 def test_ranks_hold_the_sinks_of_their_heads(group):
     config = replace(decoder_config(LLAMA), windows=(6, 0), sinks=True)
     whole = random_weights(config, torch.float32, "cpu", 3)
-    whole |= {f"layers.{i}.attention.sinks": torch.randn(config.heads) for i in range(config.layers)}
+    whole |= {
+        f"layers.{i}.attention.sinks": torch.randn(config.heads) for i in range(config.layers)
+    }
     prompts = prompts_for(config)
     expected = logits_of_one(config, whole, prompts, torch.float32)
     for change in ({"windows": ()}, {"windows": (6, 6)}):
@@ -162,8 +191,12 @@ def test_ranks_hold_the_sinks_of_their_heads(group):
 
     def weights_of(rank):
         own = random_weights(config, torch.float32, "cpu", 3, rank, group.ranks)
-        sinks = {name: whole[name].chunk(group.ranks)[rank] for name in own if name.endswith("sinks")}
-        assert len(sinks) == config.layers and all(own[name].shape == one.shape for name, one in sinks.items())
+        sinks = {
+            name: whole[name].chunk(group.ranks)[rank] for name in own if name.endswith("sinks")
+        }
+        assert len(sinks) == config.layers and all(
+            own[name].shape == one.shape for name, one in sinks.items()
+        )
         return own | sinks
 
     for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
@@ -178,20 +211,28 @@ def test_what_each_rank_reads(tmp_path):
     gate, up = (stored[f"{layer}.mlp.{x}_proj.bias"] for x in ("gate", "up"))
     for rank in range(4):
         read = read_weights(tmp_path, config, torch.float32, rank, 4)
-        assert {name: tuple(tensor.shape) for name, tensor in read.items()} == parameter_shapes(config, 4)
+        assert {name: tuple(tensor.shape) for name, tensor in read.items()} == parameter_shapes(
+            config, 4
+        )
         assert all(tensor.is_contiguous() for tensor in read.values())
         heads, kv = slice(16 * rank, 16 * rank + 16), slice(rank // 2 * 16, rank // 2 * 16 + 16)
         wide = slice(32 * rank, 32 * rank + 32)
-        assert torch.equal(read["layers.1.attention.qkv.weight"], torch.cat((q[heads], k[kv], v[kv])))
+        assert torch.equal(
+            read["layers.1.attention.qkv.weight"], torch.cat((q[heads], k[kv], v[kv]))
+        )
         assert torch.equal(read["layers.1.mlp.up.bias"], torch.cat((gate[wide], up[wide])))
         out, down = (stored[f"{layer}.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj"))
         assert torch.equal(read["layers.1.attention.out.weight"], out[:, heads])
         assert torch.equal(read["layers.1.mlp.down.weight"], down[:, wide])
         bias = stored[f"{layer}.self_attn.o_proj.bias"]
-        assert torch.equal(read["layers.1.attention.out.bias"], bias if rank == 0 else torch.zeros_like(bias))
+        assert torch.equal(
+            read["layers.1.attention.out.bias"], bias if rank == 0 else torch.zeros_like(bias)
+        )
         tokens = stored["model.embed_tokens.weight"][40 * rank : 40 * rank + 40]
         assert torch.equal(read["embed.weight"][: len(tokens)], tokens)
-        assert read["embed.weight"].shape == (40, 64) and not read["embed.weight"][len(tokens) :].any()
+        assert (
+            read["embed.weight"].shape == (40, 64) and not read["embed.weight"][len(tokens) :].any()
+        )
         assert torch.equal(read["norm.weight"], stored["model.norm.weight"])
 
 
@@ -199,21 +240,31 @@ def test_the_columns_of_each_expert_that_a_rank_reads(tmp_path):
     config = saved(CONFIGS["mixtral"], tmp_path)  # experts 128 wide
     stored = load_file(tmp_path / "model.safetensors")
     gates, downs, ups = (
-        [stored[f"model.layers.1.block_sparse_moe.experts.{i}.w{n}.weight"] for i in range(4)] for n in (1, 2, 3)
+        [stored[f"model.layers.1.block_sparse_moe.experts.{i}.w{n}.weight"] for i in range(4)]
+        for n in (1, 2, 3)
     )
     for rank in range(2):
         read = read_weights(tmp_path, config, torch.float32, rank, 2)
         wide = slice(64 * rank, 64 * rank + 64)
         fused = [part[wide] for pair in zip(gates, ups, strict=True) for part in pair]
         assert torch.equal(read["layers.1.mlp.up.weight"], torch.cat(fused))
-        assert torch.equal(read["layers.1.mlp.down.weight"], torch.cat([down[:, wide] for down in downs]))
-        assert torch.equal(read["layers.1.mlp.router.weight"], stored["model.layers.1.block_sparse_moe.gate.weight"])
+        assert torch.equal(
+            read["layers.1.mlp.down.weight"], torch.cat([down[:, wide] for down in downs])
+        )
+        assert torch.equal(
+            read["layers.1.mlp.router.weight"],
+            stored["model.layers.1.block_sparse_moe.gate.weight"],
+        )
 
 
 def test_more_ranks_than_the_vocabulary_fills(tmp_path):
     config = saved(LlamaConfig(**LLAMA_SHAPE | {"vocab_size": 5, "pad_token_id": None}), tmp_path)
-    read = [read_weights(tmp_path, config, torch.float32, rank, 4)["head.weight"] for rank in range(4)]
-    assert [int(rows.any(dim=1).sum()) for rows in read] == [2, 2, 1, 0] and {len(rows) for rows in read} == {2}
+    read = [
+        read_weights(tmp_path, config, torch.float32, rank, 4)["head.weight"] for rank in range(4)
+    ]
+    assert [int(rows.any(dim=1).sum()) for rows in read] == [2, 2, 1, 0] and {
+        len(rows) for rows in read
+    } == {2}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +274,12 @@ def test_more_ranks_than_the_vocabulary_fills(tmp_path):
         ({}, 8, "1 or 2 or 4"),
         ({}, 0, "1 or 2 or 4"),
         (
-            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96, "head_dim": 16},
+            {
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "intermediate_size": 96,
+                "head_dim": 16,
+            },
             3,
             "1 or 2 or 4",
         ),
@@ -253,16 +309,31 @@ def calls_of(program):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama, 8 heads, odd vocabulary", "qwen3-moe", "gemma3", "gpt-oss", "opt, post norm, projected"]
+    "name",
+    [
+        "llama, 8 heads, odd vocabulary",
+        "qwen3-moe",
+        "gemma3",
+        "gpt-oss",
+        "opt, post norm, projected",
+    ],
 )
 def test_one_traced_graph_serves_all_ranks(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)
-    weights = [read_weights(tmp_path, config, torch.float32, rank, group.ranks) for rank in range(group.ranks)]
-    expected = logits_of_one(config, read_weights(tmp_path, config, torch.float32), prompts, torch.float32)
+    weights = [
+        read_weights(tmp_path, config, torch.float32, rank, group.ranks)
+        for rank in range(group.ranks)
+    ]
+    expected = logits_of_one(
+        config, read_weights(tmp_path, config, torch.float32), prompts, torch.float32
+    )
     program = exported(Decoder.from_weights(config, weights[0], group.ranks))
     calls = calls_of(program)
-    counts = [calls.count(f"pensieve.{name}.default") for name in ("vocabulary_embed", "all_reduce", "all_gather")]
+    counts = [
+        calls.count(f"pensieve.{name}.default")
+        for name in ("vocabulary_embed", "all_reduce", "all_gather")
+    ]
     assert counts == [1, 1 + 2 * config.layers, 1]
     modules = [program.module() for _ in weights]  # of rank 0
     for module, own in zip(modules, weights, strict=True):
@@ -278,9 +349,14 @@ def test_one_traced_graph_serves_all_ranks(name, group, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_one_rank_calls_no_collective(name, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
-    calls = calls_of(exported(Decoder.from_weights(config, read_weights(tmp_path, config, torch.float32))))
+    calls = calls_of(
+        exported(Decoder.from_weights(config, read_weights(tmp_path, config, torch.float32)))
+    )
     ours = {call for call in calls if call.startswith("pensieve.")}
-    of_the_layers = {f"pensieve.{call}.default" for call in ("write_kv", "multi_token_attention", "add_norm", "norm")}
+    of_the_layers = {
+        f"pensieve.{call}.default"
+        for call in ("write_kv", "multi_token_attention", "add_norm", "norm")
+    }
     assert ours - {"pensieve.silu_gate.default"} == of_the_layers
     assert calls.count("aten.embedding.default") == (1 if config.rotary else 2)
     assert not [call for call in calls if "contiguous" in call or "clone" in call]

@@ -33,7 +33,9 @@ def engine(request, tmp_path_factory):
     """A compiled engine of a tiny model."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_checkpoint(request.param, folder / "hf")
-    built = build_engine(folder / "hf", folder / "engine", backend="tensorrt", dtype="float16", device="cuda")
+    built = build_engine(
+        folder / "hf", folder / "engine", backend="tensorrt", dtype="float16", device="cuda"
+    )
     print(request.param, built.manifest.compiled)
     return folder / "engine"
 
@@ -63,19 +65,27 @@ class Dumped:
         from pensieve.plugins.tensorrt.kernels import write_kernels
 
         manifest = Manifest.read(engine)
-        config, weights = manifest.decoder, engine_weights(engine, manifest, rank=0)
-        decoder, shard = load_decoder(engine / PLAN, config, weights), Shard(config)
+        config = manifest.decoder
+        weights = engine_weights(engine, manifest, rank=0)
+        decoder = load_decoder(engine / PLAN, config, weights)
+        shard = Shard(config)
         given = random_batches(config, "cuda")[3]
         slots = int(given.block_table.max()) + 1
-        pool = torch.randn(slots, config.layers, 2, shard.kv_heads, CHUNK, config.head_dim, dtype=torch.float16).cuda()
+        pool = torch.randn(
+            slots, config.layers, 2, shard.kv_heads, CHUNK, config.head_dim, dtype=torch.float16
+        ).cuda()
         capacity = Capacity(len(given.slots), len(given.segments), MOST_CONTEXT)
         work = make_work_list(capacity, shard.heads, shard.kv_heads, config.head_dim, torch.float16)
         handle = register_pool(pool, work=work)
         try:
             layer_given = LayerInputs(given, decoder.rotary(given.positions), handle)
-            x = torch.randn(len(given.slots), config.hidden_size, dtype=torch.float16, device="cuda")
+            x = torch.randn(
+                len(given.slots), config.hidden_size, dtype=torch.float16, device="cuda"
+            )
             work.build(given.segments)
-            memory = {name: getattr(work, name) for name in ("partial", "lse", "counters", "covered")}
+            memory = {
+                name: getattr(work, name) for name in ("partial", "lse", "counters", "covered")
+            }
             for kind in range(len(work.tiles)):
                 memory |= {f"items{kind}": work.items[kind], f"arrivals{kind}": work.arrivals[kind]}
             inputs = {"x": x} | {name: getattr(given, name) for name in BATCH_INPUTS}
@@ -90,9 +100,17 @@ class Dumped:
             (folder / "kernels").mkdir()
             write_kernels(folder / "kernels", pool, work, *kernel_sizes(config))
             shutil.copy(engine / PLAN, folder / "plan")
-            shapes = [f"input {name} {x.dim()} {' '.join(map(str, x.shape))}" for name, x in inputs.items()]
-            lines = [f"layers {config.layers}", f"longest {work.longest}", f"weights {' '.join(own)}",
-                     f"memory pool {' '.join(memory)}", *shapes]  # fmt: skip
+            shapes = [
+                f"input {name} {x.dim()} {' '.join(map(str, x.shape))}"
+                for name, x in inputs.items()
+            ]
+            lines = [
+                f"layers {config.layers}",
+                f"longest {work.longest}",
+                f"weights {' '.join(own)}",
+                f"memory pool {' '.join(memory)}",
+                *shapes,
+            ]
             (folder / "step.txt").write_text("\n".join(lines) + "\n")
             with torch.inference_mode():
                 self.y = decoder.layers[0](x.clone(), None, layer_given)[0].cpu()
@@ -113,15 +131,28 @@ def test_a_program_without_python_runs_the_plan(checker, engine, tmp_path):
     home = Path(os.environ["TENSORRT_HOME"])
     library = compile_library(home / "include", max((home / "lib").glob("libnvinfer.so*")))
     program = tmp_path / "without_python"
-    command = ["g++", "-std=c++17", f"-isystem{cuda_headers()}", str(PROGRAM), str(library),
-               str(loaded_library("/libcuda.so")), f"-Wl,-rpath,{library.parent}", "-Wl,--allow-shlib-undefined",
-               "-o", str(program)]  # fmt: skip
+    command = [
+        "g++",
+        "-std=c++17",
+        f"-isystem{cuda_headers()}",
+        str(PROGRAM),
+        str(library),
+        str(loaded_library("/libcuda.so")),
+        f"-Wl,-rpath,{library.parent}",
+        "-Wl,--allow-shlib-undefined",
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     paths = [str(loaded_library(name).parent) for name in ("/libcublas.so", "/libcuda.so")]
     environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(paths)}
-    done = subprocess.run([*checker, str(program), str(folder)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [*checker, str(program), str(folder)], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    y = torch.frombuffer(bytearray((folder / "y.bin").read_bytes()), dtype=torch.float16).view(dumped.y.shape)
+    y = torch.frombuffer(bytearray((folder / "y.bin").read_bytes()), dtype=torch.float16).view(
+        dumped.y.shape
+    )
     pool = torch.frombuffer(bytearray((folder / "pool.out.bin").read_bytes()), dtype=torch.float16)
     torch.testing.assert_close(y, dumped.y, rtol=0, atol=0)
     torch.testing.assert_close(pool, dumped.pool.flatten(), rtol=0, atol=0, equal_nan=True)

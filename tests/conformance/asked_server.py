@@ -24,7 +24,8 @@ Refusal = TypeVar("Refusal", bound=openai.APIError | anthropic.APIError)
 
 @dataclass(frozen=True)
 class Server:
-    """`url` ends in /v1. `shows_all`: a test that does not apply to it fails instead of being skipped."""
+    """`url` ends in /v1. `shows_all`: a test that does not apply to it fails instead of being
+    skipped."""
 
     url: str
     model: str
@@ -39,13 +40,14 @@ class Server:
 
     @cached_property
     def client(self) -> Any:
-        """An `openai.OpenAI`, typed as Any because its overloads do not take options from a dict. It does not retry:
-        the server's first answer counts."""
+        """An `openai.OpenAI`, typed as Any because its overloads do not take options from a dict.
+        It does not retry: the server's first answer counts."""
         return openai.OpenAI(base_url=self.url, api_key=self.api_key, max_retries=0, timeout=60)
 
     @cached_property
     def anthropic(self) -> Any:
-        """An `anthropic.Anthropic`. It does not try again either. Skips the test if the server has no /v1/messages."""
+        """An `anthropic.Anthropic`. It does not try again either. Skips the test if the server has
+        no /v1/messages."""
         if self.raw("/v1/messages", b"{}")[0] in (404, 405):
             self.skip("the server has no /v1/messages")
         return anthropic.Anthropic(
@@ -58,12 +60,15 @@ class Server:
         return self.anthropic.messages.create(model=self.model, **options)
 
     def chat(self, content: str = "Tell me about tea.", **options: Any) -> Any:
-        """A chat completion; options are those of `chat.completions.create`, of which `messages` replaces `content`."""
+        """A chat completion; options are those of `chat.completions.create`, of which `messages`
+        replaces `content`."""
         options = {"messages": user(content), "max_tokens": 10, **options}
         return self.client.chat.completions.create(model=self.model, **options)
 
     def complete(self, prompt: Any = "Tea is", **options: Any) -> Any:
-        return self.client.completions.create(model=self.model, prompt=prompt, **{"max_tokens": 8, **options})
+        return self.client.completions.create(
+            model=self.model, prompt=prompt, **{"max_tokens": 8, **options}
+        )
 
     def respond(self, content: str = "Tell me about tea.", **options: Any) -> Any:
         options = {"input": content, "max_output_tokens": 16, **options}
@@ -101,7 +106,11 @@ class Server:
     def running(self) -> float:
         """Requests that the engine works on."""
         status, text = self.raw("/metrics")
-        values = [line.split()[-1] for line in text.splitlines() if line.startswith((RUNNING + " ", RUNNING + "{"))]
+        values = [
+            line.split()[-1]
+            for line in text.splitlines()
+            if line.startswith((RUNNING + " ", RUNNING + "{"))
+        ]
         if status != 200 or not values:
             self.skip(f"the server does not tell {RUNNING}")
         return sum(map(float, values))
@@ -122,7 +131,10 @@ def texts(chunks: Sequence[Any], choices: int = 1) -> list[str]:
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     """`response_format` for a JSON schema."""
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

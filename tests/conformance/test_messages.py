@@ -28,7 +28,11 @@ SYSTEM = [{"type": "text", "text": "You are an agent. " * 20, **KEPT}]
 def prompt_tokens(message: Any) -> int:
     """All of them, cached or not."""
     usage = message.usage
-    return int(usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0))
+    return int(
+        usage.input_tokens
+        + (usage.cache_read_input_tokens or 0)
+        + (usage.cache_creation_input_tokens or 0)
+    )
 
 
 def results(message: Any) -> list[dict[str, Any]]:
@@ -44,7 +48,11 @@ def text(message: Any) -> str:
 def test_a_message_is_whole(server: Server) -> None:
     """It has the documented type, text, a stop reason, and usage."""
     message = server.message(max_tokens=100, **GREEDY)
-    assert (message.type, message.role, message.model) == ("message", "assistant", server.model) and message.id
+    assert (message.type, message.role, message.model) == (
+        "message",
+        "assistant",
+        server.model,
+    ) and message.id
     assert [block.type for block in message.content] == ["text"] and text(message)
     assert message.stop_reason in ("end_turn", "max_tokens") and message.stop_sequence is None
     assert prompt_tokens(message) > 0 and 0 < message.usage.output_tokens <= 100
@@ -61,7 +69,10 @@ def test_a_streamed_message_is_the_same(server: Server) -> None:
     said = "".join(event.delta.text for event in events if event.type == "content_block_delta")
     assert said == text(whole)
     last = events[kinds.index("message_delta") - len(kinds)]
-    assert last.delta.stop_reason == whole.stop_reason and last.usage.output_tokens == whole.usage.output_tokens
+    assert (
+        last.delta.stop_reason == whole.stop_reason
+        and last.usage.output_tokens == whole.usage.output_tokens
+    )
 
 
 def test_max_tokens_ends_a_message(server: Server) -> None:
@@ -97,7 +108,8 @@ def test_a_forced_tool_is_used(server: Server) -> None:
 
 
 def test_a_streamed_chat_of_three_turns_with_tools(server: Server) -> None:
-    """A tool is used, its result is answered, and a question follows. Turns find earlier ones in the cache."""
+    """A tool is used, its result is answered, and a question follows. Turns find earlier ones in
+    the cache."""
     ask: dict[str, Any] = dict(model=server.model, system=SYSTEM, tools=[WEATHER], max_tokens=100)
     messages = user("The weather in Oslo?")
     replies: list[Any] = []
@@ -107,7 +119,9 @@ def test_a_streamed_chat_of_three_turns_with_tools(server: Server) -> None:
         ({"type": "none"}, lambda _: "And tomorrow?"),
         ({"type": "none"}, None),
     ):
-        with server.anthropic.messages.stream(messages=messages, tool_choice=choice, **ask) as stream:
+        with server.anthropic.messages.stream(
+            messages=messages, tool_choice=choice, **ask
+        ) as stream:
             kinds = {event.type for event in stream}
             replies.append(stream.get_final_message())
         assert "message_stop" in kinds
@@ -124,10 +138,19 @@ def test_a_streamed_chat_of_three_turns_with_tools(server: Server) -> None:
 
 def test_a_streamed_message_follows_a_schema(server: Server) -> None:
     """output_config.format, in the second turn of a chat."""
-    schema = {"type": "object", "properties": WEATHER["input_schema"]["properties"], "required": ["city", "days"]}
-    wanted = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
+    schema = {
+        "type": "object",
+        "properties": WEATHER["input_schema"]["properties"],
+        "required": ["city", "days"],
+    }
+    wanted = {
+        "format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    }
     messages = user("The weather in Oslo?")
-    messages += [{"role": "assistant", "content": text(server.message(messages=messages))}, *user("As JSON?")]
+    messages += [
+        {"role": "assistant", "content": text(server.message(messages=messages))},
+        *user("As JSON?"),
+    ]
     ask: dict[str, Any] = dict(model=server.model, messages=messages, max_tokens=100)
     with server.anthropic.messages.stream(**ask, extra_body={"output_config": wanted}) as stream:
         message = stream.get_final_message()
@@ -136,14 +159,27 @@ def test_a_streamed_message_follows_a_schema(server: Server) -> None:
 
 
 def test_thinking_of_earlier_replies_is_accepted(server: Server) -> None:
-    """Agents send it back unchanged, also before a tool's result, as the only block, and in what is counted."""
-    thinking = {"type": "thinking", "thinking": "The user asks for weather.", "signature": "c2lnbmVk"}
+    """Agents send it back unchanged, also before a tool's result, as the only block, and in what is
+    counted."""
+    thinking = {
+        "type": "thinking",
+        "thinking": "The user asks for weather.",
+        "signature": "c2lnbmVk",
+    }
     redacted = {"type": "redacted_thinking", "data": "ZW5jcnlwdGVk"}
-    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo", "days": 1}}
+    use = {
+        "type": "tool_use",
+        "id": "toolu_1",
+        "name": "weather",
+        "input": {"city": "Oslo", "days": 1},
+    }
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}
     messages = [
         *user("The weather in Oslo?"),
-        {"role": "assistant", "content": [thinking, redacted, {"type": "text", "text": "I look."}, use]},
+        {
+            "role": "assistant",
+            "content": [thinking, redacted, {"type": "text", "text": "I look."}, use],
+        },
         *user([result]),
         {"role": "assistant", "content": [redacted]},
         *user("And tomorrow?"),
@@ -162,7 +198,11 @@ def test_what_claude_code_sends_is_understood(server: Server) -> None:
     """Fields that agents send beside the documented ones do no harm."""
     reminders: Sequence[dict[str, Any]] = [
         {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
-        {"type": "text", "text": "Tell me about tea.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        {
+            "type": "text",
+            "text": "Tell me about tea.",
+            "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        },
     ]
     body = {
         "model": server.model,
@@ -170,7 +210,9 @@ def test_what_claude_code_sends_is_understood(server: Server) -> None:
         "system": SYSTEM,
         "messages": user(reminders),
         "tools": [{**WEATHER, "eager_input_streaming": True}],
-        "metadata": {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s"})},
+        "metadata": {
+            "user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s"})
+        },
         "thinking": {"type": "adaptive"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "medium"},
@@ -185,7 +227,8 @@ def test_what_claude_code_sends_is_understood(server: Server) -> None:
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:
     """NotFoundError, for a message and for a count."""
-    messages, ask = server.anthropic.messages, dict(model="no-such-model", messages=user("x"))
+    messages = server.anthropic.messages
+    ask = dict(model="no-such-model", messages=user("x"))
     for error in (
         server.refuses(anthropic.NotFoundError, lambda: messages.create(**ask, max_tokens=5)),
         server.refuses(anthropic.NotFoundError, lambda: messages.count_tokens(**ask)),
@@ -208,7 +251,13 @@ def test_another_key_is_refused(server: Server) -> None:
 
 def test_a_bad_request_is_refused(server: Server) -> None:
     """BadRequestError that names the fault."""
-    for wrong in ({"max_tokens": -1}, {"messages": []}, {"tool_choice": {"type": "tool", "name": "none"}}):
-        error = server.refuses(anthropic.BadRequestError, lambda wrong=wrong: server.message(**wrong))
+    for wrong in (
+        {"max_tokens": -1},
+        {"messages": []},
+        {"tool_choice": {"type": "tool", "name": "none"}},
+    ):
+        error = server.refuses(
+            anthropic.BadRequestError, lambda wrong=wrong: server.message(**wrong)
+        )
         assert error.body["error"]["type"] == "invalid_request_error"
         assert next(iter(wrong)) in error.body["error"]["message"]

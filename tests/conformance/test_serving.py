@@ -1,5 +1,5 @@
-"""The behaviour that users of the OpenAI API expect of a server: error classes, time-outs, concurrency, stored
-turns."""
+"""The behaviour that users of the OpenAI API expect of a server: error classes, time-outs,
+concurrency, stored turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def test_a_bad_temperature_is_refused(server: Server) -> None:
 
 def test_an_unknown_field_is_no_error(server: Server) -> None:
     """It is ignored, and so are fields that some servers have and others do not."""
-    extra = {"no_such_field": 1, "user": "me", "verbosity": "low", "prediction": {"type": "content", "content": "x"}}
+    extra = {
+        "no_such_field": 1,
+        "user": "me",
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+    }
     assert server.chat(extra_body=extra).choices
 
 
@@ -44,7 +49,11 @@ def test_an_ignored_field_is_named_in_a_header(server: Server) -> None:
 
 def test_guided_fields_are_followed(server: Server) -> None:
     """vLLM's older names of structured outputs, which its clients still send."""
-    cups = {"properties": {"cups": {"enum": [1, 2]}}, "required": ["cups"], "additionalProperties": False}
+    cups = {
+        "properties": {"cups": {"enum": [1, 2]}},
+        "required": ["cups"],
+        "additionalProperties": False,
+    }
     for field, value, pattern in (
         ("guided_choice", ["green", "black"], "green|black"),
         ("guided_regex", "[0-9]{3}-[0-9]{2}", "[0-9]{3}-[0-9]{2}"),
@@ -59,14 +68,18 @@ def test_a_misspelt_field_of_an_extension_is_refused(server: Server) -> None:
     """Extension: BadRequestError that names it, where ignoring it would lose the history."""
     if server.raw("/v1/conversations")[0] != 200:
         server.skip("the server has no conversations")
-    error = server.refuses(openai.BadRequestError, lambda: server.chat(extra_body={"converation": "c"}))
+    error = server.refuses(
+        openai.BadRequestError, lambda: server.chat(extra_body={"converation": "c"})
+    )
     assert "converation" in error.message
 
 
 def test_a_session_stores_nothing(server: Server) -> None:
     """A session marks requests; it makes no conversation."""
     name = f"session-{uuid.uuid4().hex}"
-    assert server.chat(extra_body={"session_id": name}, extra_headers={"X-Session-ID": name}).choices
+    assert server.chat(
+        extra_body={"session_id": name}, extra_headers={"X-Session-ID": name}
+    ).choices
     assert server.raw(f"/v1/conversations/{name}")[0] == 404
 
 
@@ -99,12 +112,19 @@ def test_an_unknown_model_is_not_found(server: Server) -> None:
 
 def test_no_messages_are_refused(server: Server) -> None:
     """BadRequestError that names the parameter."""
-    assert server.refuses(openai.BadRequestError, lambda: server.chat(messages=[])).param == "messages"
+    assert (
+        server.refuses(openai.BadRequestError, lambda: server.chat(messages=[])).param == "messages"
+    )
 
 
 def test_wrong_types_are_refused(server: Server) -> None:
     """BadRequestError that names the parameter: the value is not guessed."""
-    wrong: list[dict[str, Any]] = [{"max_tokens": "many"}, {"stop": 5}, {"n": 1.5}, {"messages": "hello"}]
+    wrong: list[dict[str, Any]] = [
+        {"max_tokens": "many"},
+        {"stop": 5},
+        {"n": 1.5},
+        {"messages": "hello"},
+    ]
     for options in wrong:
         error = server.refuses(openai.BadRequestError, partial(server.chat, **options))
         assert error.param in options, f"{options}: param is {error.param!r}"
@@ -118,7 +138,8 @@ def test_an_unknown_role_is_refused(server: Server) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_told_both_numbers(server: Server) -> None:
-    """BadRequestError with the code context_length_exceeded; its message has the prompt's tokens and the most."""
+    """BadRequestError with the code context_length_exceeded; its message has the prompt's tokens
+    and the most."""
     prompt = [60] * (server.context + 10)
     error = server.refuses(openai.BadRequestError, lambda: server.complete(prompt))
     assert error.code == "context_length_exceeded"
@@ -128,7 +149,11 @@ def test_a_prompt_beyond_the_context_is_told_both_numbers(server: Server) -> Non
 def test_malformed_json_is_refused(server: Server) -> None:
     """400 with OpenAI's error object."""
     status, body = server.raw("/v1/chat/completions", b'{"model": ')
-    assert status == 400 and error_of(body)["type"] == "invalid_request_error" and error_of(body)["message"]
+    assert (
+        status == 400
+        and error_of(body)["type"] == "invalid_request_error"
+        and error_of(body)["message"]
+    )
 
 
 def test_an_unknown_path_is_not_found(server: Server) -> None:
@@ -139,7 +164,9 @@ def test_an_unknown_path_is_not_found(server: Server) -> None:
 
 def test_a_wrong_key_is_refused(server: Server) -> None:
     """AuthenticationError with the code invalid_api_key."""
-    stranger = openai.OpenAI(base_url=server.url, api_key="wrong-" + uuid.uuid4().hex, max_retries=0)
+    stranger = openai.OpenAI(
+        base_url=server.url, api_key="wrong-" + uuid.uuid4().hex, max_retries=0
+    )
     try:
         stranger.models.list()
     except openai.AuthenticationError as error:
@@ -149,21 +176,30 @@ def test_a_wrong_key_is_refused(server: Server) -> None:
 
 
 def test_a_full_queue_is_a_rate_limit(server: Server) -> None:
-    """RateLimitError with a retry-after header, which the client would follow by itself; the others are answered."""
+    """RateLimitError with a retry-after header, which the client would follow by itself; the others
+    are answered."""
 
     async def flood() -> list[Any]:
         async with _asynchronous(server) as client:
             ask = client.chat.completions.create
-            asked = [ask(model=server.model, messages=user(f"Story {n}"), max_tokens=8) for n in range(FLOOD)]
+            asked = [
+                ask(model=server.model, messages=user(f"Story {n}"), max_tokens=8)
+                for n in range(FLOOD)
+            ]
             return await asyncio.gather(*asked, return_exceptions=True)
 
     answers = asyncio.run(flood())
     refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
-    others = [answer for answer in answers if isinstance(answer, BaseException) and answer not in refused]
+    others = [
+        answer for answer in answers if isinstance(answer, BaseException) and answer not in refused
+    ]
     assert not others, f"{others[0]!r}"
     if not refused:
         server.skip(f"its queue took {FLOOD} requests")
-    assert all(float(error.response.headers["retry-after"]) > 0 for error in refused) and len(refused) < FLOOD
+    assert (
+        all(float(error.response.headers["retry-after"]) > 0 for error in refused)
+        and len(refused) < FLOOD
+    )
 
 
 def test_a_request_that_times_out_is_given_up(server: Server) -> None:
@@ -195,11 +231,17 @@ def test_many_chats_at_once_do_not_mix(server: Server) -> None:
     async def together() -> list[str]:
         async with _asynchronous(server) as client:
             ask = client.chat.completions.create
-            ways = [ask(model=server.model, messages=user(q), temperature=0, max_tokens=8) for q in questions]
+            ways = [
+                ask(model=server.model, messages=user(q), temperature=0, max_tokens=8)
+                for q in questions
+            ]
             return [answer.choices[0].message.content for answer in await asyncio.gather(*ways)]
 
     answers = asyncio.run(together())
-    alone = [server.chat(q, temperature=0, max_tokens=8).choices[0].message.content for q in questions[:3]]
+    alone = [
+        server.chat(q, temperature=0, max_tokens=8).choices[0].message.content
+        for q in questions[:3]
+    ]
     assert len(answers) == 10 and answers[:3] == alone
 
 
@@ -208,16 +250,27 @@ def test_streams_are_read_asynchronously(server: Server) -> None:
 
     async def read() -> list[Any]:
         async with _asynchronous(server) as client:
-            ask = dict(model=server.model, messages=user("Tell me about tea."), max_tokens=10, temperature=0)
-            return [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+            ask = dict(
+                model=server.model,
+                messages=user("Tell me about tea."),
+                max_tokens=10,
+                temperature=0,
+            )
+            return [
+                chunk async for chunk in await client.chat.completions.create(**ask, stream=True)
+            ]
 
     assert texts(asyncio.run(read())) == [server.chat(temperature=0).choices[0].message.content]
 
 
 def test_answers_carry_a_request_id(server: Server) -> None:
-    """`_request_id`, from the header x-request-id, names the answer in reports; two answers have two."""
+    """`_request_id`, from the header x-request-id, names the answer in reports; two answers have
+    two."""
     answers = [server.chat(max_tokens=1) for _ in range(2)]
-    assert all(answer._request_id for answer in answers) and len({answer._request_id for answer in answers}) == 2
+    assert (
+        all(answer._request_id for answer in answers)
+        and len({answer._request_id for answer in answers}) == 2
+    )
     with server.client.chat.completions.with_streaming_response.create(
         model=server.model, messages=user("hi"), max_tokens=1, stream=True
     ) as streamed:
@@ -228,8 +281,14 @@ def test_a_response_is_whole(server: Server) -> None:
     """`responses.create`: text, status and usage."""
     response = server.respond(temperature=0)
     assert response.object == "response" and response.output_text and response.error is None
-    assert response.status == "completed" or response.incomplete_details.reason == "max_output_tokens"
-    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens > 0
+    assert (
+        response.status == "completed" or response.incomplete_details.reason == "max_output_tokens"
+    )
+    assert (
+        response.usage.total_tokens
+        == response.usage.input_tokens + response.usage.output_tokens
+        > 0
+    )
 
 
 def test_a_response_is_streamed(server: Server) -> None:
@@ -250,15 +309,21 @@ def test_a_response_goes_on_from_another(server: Server) -> None:
     assert second.previous_response_id == first.id
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.usage.input_tokens_details.cached_tokens > 0
-    server.refuses(openai.NotFoundError, lambda: server.respond("Go on.", previous_response_id="resp_unknown"))
+    server.refuses(
+        openai.NotFoundError, lambda: server.respond("Go on.", previous_response_id="resp_unknown")
+    )
 
 
 def test_a_response_is_sent_back_as_input(server: Server) -> None:
-    """A client that keeps the history appends `output` to its input, and puts instructions first."""
-    question, ask = user("Tell me about tea."), dict(model=server.model, max_output_tokens=16)
+    """A client that keeps the history appends `output` to its input, and puts instructions
+    first."""
+    question = user("Tell me about tea.")
+    ask = dict(model=server.model, max_output_tokens=16)
     first = server.client.responses.create(input=question, store=False, **ask)
     again = [*question, *first.output, *user("Go on.")]
-    second = server.client.responses.create(input=again, instructions="You are brief.", store=False, **ask)
+    second = server.client.responses.create(
+        input=again, instructions="You are brief.", store=False, **ask
+    )
     assert second.instructions == "You are brief." and second.output_text
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
 
@@ -274,17 +339,22 @@ def test_a_stored_response_is_retrieved_and_deleted(server: Server) -> None:
 
 
 def test_a_second_turn_is_cached(server: Server) -> None:
-    """usage.prompt_tokens_details.cached_tokens: most of the first turn's prompt is not computed again."""
+    """usage.prompt_tokens_details.cached_tokens: most of the first turn's prompt is not computed
+    again."""
     messages = user(f"{uuid.uuid4().hex} {LONG_PROMPT}")
     first = server.chat(messages=messages)
-    messages += [{"role": "assistant", "content": first.choices[0].message.content}, *user("Go on.")]
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        *user("Go on."),
+    ]
     usage = server.chat(messages=messages).usage
     assert usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // 2
     assert usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
 def test_a_conversation_keeps_its_history(server: Server) -> None:
-    """An extension: a chat names a conversation and sends only new messages, and the number of cached tokens grows."""
+    """An extension: a chat names a conversation and sends only new messages, and the number of
+    cached tokens grows."""
     name = f"check-{uuid.uuid4().hex}"
     if server.raw("/v1/conversations")[0] != 200:
         server.skip("the server has no conversations")
@@ -303,17 +373,26 @@ def test_a_conversation_keeps_its_history(server: Server) -> None:
 def test_a_conversation_object_is_made_and_used(server: Server) -> None:
     """`conversations.create`, then two responses in it: the second reads the first."""
     conversation = server.client.conversations.create()
-    first, second = (server.respond(text, conversation=conversation.id) for text in (LONG_PROMPT, "Go on."))
-    assert second.usage.input_tokens > first.usage.input_tokens and second.conversation.id == conversation.id
+    first, second = (
+        server.respond(text, conversation=conversation.id) for text in (LONG_PROMPT, "Go on.")
+    )
+    assert (
+        second.usage.input_tokens > first.usage.input_tokens
+        and second.conversation.id == conversation.id
+    )
     assert server.client.conversations.retrieve(conversation.id).id == conversation.id
     assert server.client.conversations.delete(conversation.id).deleted
 
 
 def _asynchronous(server: Server) -> Any:
-    return openai.AsyncOpenAI(base_url=server.url, api_key=server.api_key, max_retries=0, timeout=60)
+    return openai.AsyncOpenAI(
+        base_url=server.url, api_key=server.api_key, max_retries=0, timeout=60
+    )
 
 
 def _long_chat(server: Server, client: Any, **options: Any) -> Any:
     """Half of the context, of a token that does not end the answer."""
-    ask = dict(messages=user("Tell me a story."), max_tokens=server.context // 2, logit_bias={"70": 100})
+    ask = dict(
+        messages=user("Tell me a story."), max_tokens=server.context // 2, logit_bias={"70": 100}
+    )
     return client.chat.completions.create(model=server.model, **ask, **options)

@@ -1,4 +1,5 @@
-"""Files for operators name things of this program: metrics, options, paths. They are still there."""
+"""Files for operators name things of this program: metrics, options, paths. They are still
+there."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def known_metrics() -> set[str]:
 
 def expressions() -> list[tuple[str, str]]:
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
-    panels = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel["targets"]]
+    panels = [
+        (panel["title"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+    ]
     rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
     return [*panels, *((rule["alert"], rule["expr"]) for rule in rules)]
 
@@ -51,11 +56,16 @@ def test_the_dashboard_shows_most_of_what_there_is() -> None:
     known = known_metrics()
     histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
     beside = {name + part for name in histograms for part in ("_sum", "_count", "_created")}
-    assert known - shown - beside <= {"pensieve:e2e_request_latency_seconds_bucket", "pensieve:kv_cache_usage_perc"}
+    assert known - shown - beside <= {
+        "pensieve:e2e_request_latency_seconds_bucket",
+        "pensieve:kv_cache_usage_perc",
+    }
 
 
 def test_the_metrics_of_the_documentation_exist() -> None:
-    _, _, table = (ROOT / "docs" / "use" / "operations.md").read_text().partition("### What the metrics say")
+    _, _, table = (
+        (ROOT / "docs" / "use" / "operations.md").read_text().partition("### What the metrics say")
+    )
     rows = [line for line in table.partition("###")[0].splitlines() if line.startswith("|")]
     names = {"pensieve:" + name for row in rows[2:] for name in re.findall(r"`(\w+)[`{]", row)}
     families = known_metrics() | {name.removesuffix("_bucket") for name in known_metrics()}
@@ -63,15 +73,22 @@ def test_the_metrics_of_the_documentation_exist() -> None:
 
 
 def test_the_documentation_lists_vllms_names() -> None:
-    _, _, section = (ROOT / "docs" / "use" / "operations.md").read_text().partition("### Under vLLM's names")
-    cells = re.findall(r"^\| `(vllm:\w+)[^|]*\| (?:`(pensieve:\w+)|-)", section.partition("###")[0], re.MULTILINE)
+    _, _, section = (
+        (ROOT / "docs" / "use" / "operations.md").read_text().partition("### Under vLLM's names")
+    )
+    cells = re.findall(
+        r"^\| `(vllm:\w+)[^|]*\| (?:`(pensieve:\w+)|-)", section.partition("###")[0], re.MULTILINE
+    )
     copied = {name.removesuffix("_total"): ours.removesuffix("_total") for name, ours in cells}
     names = {family.name for family in VllmMetrics(Metrics(), "tea", 32, 200).collect()}
     assert copied.keys() == names and COPIED.items() <= copied.items()
 
 
 def test_panels_do_not_overlap() -> None:
-    places = [panel["gridPos"] for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]]
+    places = [
+        panel["gridPos"]
+        for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]
+    ]
     assert len({(place["x"], place["y"]) for place in places}) == len(places)
     assert all(place["x"] + place["w"] <= 24 for place in places)
 
@@ -108,7 +125,11 @@ def test_the_makefile_refuses_an_old_python(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert done.returncode != 0 and "Python 3.11 or newer" in done.stdout and "PYTHON=python3.12" in done.stdout
+    assert (
+        done.returncode != 0
+        and "Python 3.11 or newer" in done.stdout
+        and "PYTHON=python3.12" in done.stdout
+    )
     assert not (tmp_path / "venv").exists()
 
 
@@ -117,14 +138,20 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     """All but the program's path, where nothing is installed here."""
     unit = tmp_path / "pensieve.service"
     text = (DEPLOY / "pensieve.service").read_text()
-    unit.write_text(text.replace("ExecStart=/opt/pensieve/.venv/bin/pensieve", f"ExecStart={sys.executable}"))
-    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    unit.write_text(
+        text.replace("ExecStart=/opt/pensieve/.venv/bin/pensieve", f"ExecStart={sys.executable}")
+    )
+    done = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_the_container_copies_what_there_is_and_starts_it() -> None:
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
-    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
+    copied = [
+        line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line
+    ]
     assert all((ROOT / name).exists() for names in copied for name in names)
     linked = {
         path.resolve().relative_to(ROOT).as_posix()
@@ -132,7 +159,11 @@ def test_the_container_copies_what_there_is_and_starts_it() -> None:
         if path.is_symlink()
     }
     assert linked | {"src"} <= {name for names in copied for name in names}
-    start = [json.loads(line.split(None, 1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD"))]
+    start = [
+        json.loads(line.split(None, 1)[1])
+        for line in lines
+        if line.startswith(("ENTRYPOINT", "CMD"))
+    ]
     (program, command, *options), defaults = start
     assert (program, command) == ("pensieve", "serve")
     assert parser().parse_args([*options, *defaults]).host == "0.0.0.0"

@@ -1,4 +1,5 @@
-"""The parts of deploy/ray_serve/ without a cluster: relay, child process, and the two files of settings."""
+"""The parts of deploy/ray_serve/ without a cluster: relay, child process, and the two files of
+settings."""
 
 from __future__ import annotations
 
@@ -39,11 +40,20 @@ async def relayed(answer):
             await relay.close()
 
 
-async def call(relay, method="GET", path=b"/", query=b"", headers=(), pieces=(b"",), on_piece=lambda piece: None):
+async def call(
+    relay,
+    method="GET",
+    path=b"/",
+    query=b"",
+    headers=(),
+    pieces=(b"",),
+    on_piece=lambda piece: None,
+):
     """Returns the status, the headers and the body of the answer."""
     waiting = [dict(type="http.request", body=piece, more_body=True) for piece in pieces]
     waiting[-1]["more_body"] = False
-    start, body = {}, b""
+    start = {}
+    body = b""
 
     async def receive():
         return waiting.pop(0)
@@ -56,7 +66,14 @@ async def call(relay, method="GET", path=b"/", query=b"", headers=(), pieces=(b"
             body += message["body"]
             on_piece(message["body"])
 
-    scope = dict(type="http", method=method, path=path.decode(), raw_path=path, query_string=query, root_path="")
+    scope = dict(
+        type="http",
+        method=method,
+        path=path.decode(),
+        raw_path=path,
+        query_string=query,
+        root_path="",
+    )
     await relay(scope | dict(headers=list(headers), client=("192.0.2.7", 5000)), receive, send)
     return start["status"], start["headers"], body
 
@@ -64,7 +81,9 @@ async def call(relay, method="GET", path=b"/", query=b"", headers=(), pieces=(b"
 async def echo(request):
     said = [[name, value] for name, value in request.headers.items()]
     body = (await request.read()).decode()
-    answer = web.json_response(dict(method=request.method, path=request.raw_path, headers=said, body=body), status=418)
+    answer = web.json_response(
+        dict(method=request.method, path=request.raw_path, headers=said, body=body), status=418
+    )
     answer.headers.extend([("X-One", "1"), ("X-One", "2"), ("Connection", "close")])
     return answer
 
@@ -72,13 +91,22 @@ async def echo(request):
 def test_the_relay_passes_on_all_of_a_request_and_of_its_answer():
     async def main():
         async with relayed(echo) as (relay, _):
-            headers = [(b"x-session-id", b"tea"), (b"connection", b"close"), (b"x-forwarded-for", b"192.0.2.1")]
+            headers = [
+                (b"x-session-id", b"tea"),
+                (b"connection", b"close"),
+                (b"x-forwarded-for", b"192.0.2.1"),
+            ]
             headers += [(b"content-length", b"6"), (b"authorization", b"Bearer key")]
             return await call(relay, "PUT", b"/v1/a%2Fb%20c", b"q=%2F&r", headers, (b"one", b"two"))
 
     status, headers, body = asyncio.run(main())
     said = json.loads(body)
-    assert (status, said["method"], said["path"], said["body"]) == (418, "PUT", "/v1/a%2Fb%20c?q=%2F&r", "onetwo")
+    assert (status, said["method"], said["path"], said["body"]) == (
+        418,
+        "PUT",
+        "/v1/a%2Fb%20c?q=%2F&r",
+        "onetwo",
+    )
     passed = [(name.lower(), value) for name, value in said["headers"] if name != "Host"]
     assert sorted(passed) == [
         ("authorization", "Bearer key"),
@@ -93,7 +121,9 @@ def test_the_relay_passes_on_all_of_a_request_and_of_its_answer():
 def test_a_body_without_a_length_is_passed_on():
     async def main():
         async with relayed(echo) as (relay, _):
-            return await call(relay, "POST", headers=[(b"transfer-encoding", b"chunked")], pieces=(b"one", b"two"))
+            return await call(
+                relay, "POST", headers=[(b"transfer-encoding", b"chunked")], pieces=(b"one", b"two")
+            )
 
     assert json.loads(asyncio.run(main())[2])["body"] == "onetwo"
 
@@ -238,7 +268,10 @@ def test_both_files_have_the_same_settings_and_options_that_exist():
     pod = group["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > deployment["graceful_shutdown_timeout_s"]
     (container,) = pod["containers"]
-    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == its["ray_actor_options"]["num_gpus"]
+    assert (
+        int(container["resources"]["limits"]["nvidia.com/gpu"])
+        == its["ray_actor_options"]["num_gpus"]
+    )
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     assert group["maxReplicas"] == its["autoscaling_config"]["max_replicas"]
@@ -263,5 +296,7 @@ assert known == {build(config.applications[0].args)._bound_deployment.name}
 def test_ray_accepts_the_settings(file: Path):
     text = file.read_text()
     text = yaml.safe_load(text)["spec"]["serveConfigV2"] if file == MANIFEST else text
-    done = subprocess.run([RAY / "python", "-c", SCHEMA], input=text, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [RAY / "python", "-c", SCHEMA], input=text, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr

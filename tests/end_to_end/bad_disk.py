@@ -17,13 +17,17 @@ ON_WRITE = "ENOSPC", "EIO on write", "torn", "flipped", "misdirected"
 
 
 class BadDisk:
-    """Lies and refuses at random: each kind at least once in `every` occasions. `happened` counts the kinds."""
+    """Lies and refuses at random: each kind at least once in `every` occasions. `happened` counts
+    the kinds."""
 
     def __init__(self, seed, slots, record, every=12):
         self.happened = Counter()
         self._spared = Counter()  # occasions in a row on which a kind did not happen
-        self._slots, self._record, self._every = slots, record, every
-        self._random, self._lock = random.Random(seed), threading.Lock()
+        self._slots = slots
+        self._record = record
+        self._every = every
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
 
     @property
     def calls(self):
@@ -31,7 +35,9 @@ class BadDisk:
 
     def _chance(self, kind):
         with self._lock:
-            happens = self._random.randrange(self._every) == 0 or self._spared[kind] + 1 == self._every
+            happens = (
+                self._random.randrange(self._every) == 0 or self._spared[kind] + 1 == self._every
+            )
             self._spared[kind] = 0 if happens else self._spared[kind] + 1
             self.happened[kind] += happens
         return happens

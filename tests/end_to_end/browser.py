@@ -1,4 +1,5 @@
-"""A real Chromium for the page: contexts of a size and a colour scheme, and visitors that keep the server busy."""
+"""A real Chromium for the page: contexts of a size and a colour scheme, and visitors that keep the
+server busy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 
 from .server import HTTP, Server
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
+)
 DESKTOP, PHONE = (1280, 800), (390, 844)
 SUBJECTS = (
     *(
@@ -27,24 +30,45 @@ SUBJECTS = (
         "coffee",
         "rivers",
     ),
-    *("music", "snow", "books", "stars", "cats", "cheese", "bicycles", "maps", "horses", "rain", "chess", "lemons"),
+    *(
+        "music",
+        "snow",
+        "books",
+        "stars",
+        "cats",
+        "cheese",
+        "bicycles",
+        "maps",
+        "horses",
+        "rain",
+        "chess",
+        "lemons",
+    ),
 )
 QUESTIONS = ("Tell me more.", "Why is that?", "What else do you know?", "Thank you! And then?")
 
 
 def launch(driver):
-    return driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    return driver.chromium.launch(
+        executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+    )
 
 
 def context_of(browser, size, scheme="light", **options):
     width, height = size
     phone = size == PHONE
-    options |= dict(viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=phone, is_mobile=phone)
+    options |= dict(
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
+        has_touch=phone,
+        is_mobile=phone,
+    )
     return browser.new_context(**options)
 
 
 class VisitedServer(Server):
-    """A server with visitors that chat, each about another subject. `key`: the visitors' API key, None: none."""
+    """A server with visitors that chat, each about another subject. `key`: the visitors' API key,
+    None: none."""
 
     key = None
 

@@ -1,7 +1,9 @@
-"""Random conversations through scheduler, executor and a real engine, each reply compared with plain transformers.
+"""Random conversations through scheduler, executor and a real engine, each reply compared with
+plain transformers.
 
-A reply's token is right if it is the reference's greedy choice over the same context; where the reference itself is
-undecided (its gap between the two tokens is at most `undecided`) the run goes on with the token it got.
+A reply's token is right if it is the reference's greedy choice over the same context; where the
+reference itself is undecided (its gap between the two tokens is at most `undecided`) the run goes
+on with the token it got.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .sharing import SharingDevice
 
 UNDECIDED = 1e-3
 
-# Replies outgrow the slots reserved for them, in a pool of 29 chunks: a dozen suspensions and more in fifty turns.
+# Replies outgrow the slots reserved for them, in a pool of 29 chunks: a dozen suspensions and more
+# in fifty turns.
 TIGHT = dict(generation_reserve=0.0, longest=110, longest_reply=60)
 
 
@@ -38,7 +41,8 @@ class Open:
 
 
 def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
-    """Costs at which loading beats recomputing, and a step hides the loading of a few chunks only."""
+    """Costs at which loading beats recomputing, and a step hides the loading of a few chunks
+    only."""
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
         parameters=1_000_000,
@@ -53,10 +57,10 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 
 class Chatter:
-    """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len` contexts overflow.
-    `longest_reply`: its tokens, at most.
-    `undecided`: gap between two tokens' logits up to which either is right.
-    `openings`: tokens with which a log may begin. `disk`: DiskSettings, of as many slots as the settings say.
+    """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len`
+    contexts overflow. `longest_reply`: its tokens, at most. `undecided`: gap between two tokens'
+    logits up to which either is right. `openings`: tokens with which a log may begin. `disk`:
+    DiskSettings, of as many slots as the settings say.
     """
 
     def __init__(
@@ -77,7 +81,8 @@ class Chatter:
         make_device=SharingDevice,
         **settings,
     ):
-        self.longest, self.longest_reply = longest, longest_reply
+        self.longest = longest
+        self.longest_reply = longest_reply
         self.random = random.Random(seed)
         defaults = dict(
             gpu_kv_chunks=40,
@@ -90,9 +95,15 @@ class Chatter:
         )
         self.config = SchedulerConfig(**(defaults | settings))
         self.vocabulary = engine.manifest.vocab_size
-        self.reference, self.undecided = reference, undecided
-        self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
-        self._host_form, self._make_executor, self._make_device = host_form, make_executor, make_device
+        self.reference = reference
+        self.undecided = undecided
+        self._engine = engine
+        self._seed = seed
+        self._disturbed = disturbed
+        self._disk = disk
+        self._host_form = host_form
+        self._make_executor = make_executor
+        self._make_device = make_device
         self._begin()
         self.ids = ids
         self.names = [f"c{number}" for number in range(8)]  # and the last two forks
@@ -106,14 +117,22 @@ class Chatter:
         """Starts a process that has only the disk's contents."""
         delays = random.Random(self._seed + 1)
         self._device = self._make_device(
-            disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
+            disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006)))
+            if self._disturbed
+            else None,
             shuffle=random.Random(self._seed + 2) if self._disturbed else None,
         )
         self.executor = self._make_executor(
-            self._device, self._engine, self.config, group_layers=1, host_form=self._host_form, disk=self._disk
+            self._device,
+            self._engine,
+            self.config,
+            group_layers=1,
+            host_form=self._host_form,
+            disk=self._disk,
         )
         self.scheduler = Scheduler(
-            self.config, slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens))
+            self.config,
+            slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens)),
         )
         self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
         self.open: dict[int, Open] = {}
@@ -140,7 +159,9 @@ class Chatter:
         elif self.random.random() < 0.12:
             log = log[: self.random.randrange(1, len(log))]  # a branch
             self.counts["branched"] += 1
-        prompt = array("i", [*log, *(self._token() for _ in range(self.random.choice((0, 1, 5, 20))))])
+        prompt = array(
+            "i", [*log, *(self._token() for _ in range(self.random.choice((0, 1, 5, 20))))]
+        )
         self.requests += 1
         truncate = self.longest > self.config.max_model_len
         tokens = self.random.randint(1, self.longest_reply)
@@ -167,15 +188,18 @@ class Chatter:
     # -- the loop
 
     def run(self, turns, restarts=0, events=(), also=lambda: True):
-        """`restarts`: number of restarts at random times. `events`: those whose counts must not be 0 at the end. Until
-        then, and until `also` returns true, there are more turns, at most ten times as many.
+        """`restarts`: number of restarts at random times. `events`: those whose counts must not be
+        0 at the end. Until then, and until `also` returns true, there are more turns, at most ten
+        times as many.
         """
 
         def missing():
             return [event for event in events if not (self.counts + self._stats())[event]]
 
         def more():
-            return self.requests < turns or (self.requests < 10 * turns and not (also() and not missing()))
+            return self.requests < turns or (
+                self.requests < 10 * turns and not (also() and not missing())
+            )
 
         loop = EngineLoop(self.scheduler, self)
         moments = sorted(self.random.sample(range(1, turns), restarts), reverse=True)
@@ -222,7 +246,9 @@ class Chatter:
     def _note_bases(self, plan):
         for row in self.scheduler._queues.rows:
             self.open[row.turn.request.id].base = row.turn.context_start
-        self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
+        self.counts["moved on"] += sum(
+            all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins
+        )
 
     def _apply(self, applied):
         for row in applied.results():
@@ -243,7 +269,9 @@ class Chatter:
         if len(tokens) - 1 <= self.config.max_model_len:
             check_greedy(self.reference, tokens, len(turn.request.prompt), self.undecided)
         else:
-            check_overflowing(self.reference, tokens, len(turn.request.prompt), self.config.windows, turn.base)
+            check_overflowing(
+                self.reference, tokens, len(turn.request.prompt), self.config.windows, turn.base
+            )
             self.counts["begun anew"] += turn.base > 0
         self.counts["replies"] += 1
         if turn.request.conversation is None:
@@ -255,12 +283,15 @@ class Chatter:
 @torch.inference_mode()
 def check_greedy(reference, tokens, start, undecided=UNDECIDED):
     """Every token from `start` on is the reference's greedy choice behind those before it."""
-    _check_choices(reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :], tokens[start:], undecided)
+    _check_choices(
+        reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :], tokens[start:], undecided
+    )
 
 
 @torch.inference_mode()
 def check_overflowing(reference, tokens, start, windows: ContextWindow, base):
-    """Checks like `check_greedy` where nothing before `base` exists, and each position sees its window only."""
+    """Checks like `check_greedy` where nothing before `base` exists, and each position sees its
+    window only."""
     last = len(tokens) - 1
     if windows.mode == RECOMPUTE:  # each window is a context of its own
         while start <= last:
@@ -274,16 +305,20 @@ def check_overflowing(reference, tokens, start, windows: ContextWindow, base):
     hidden = (position > position[:, None]) | (position < seen_from[:, None])
     told = position - torch.tensor([windows.zero(seen) for seen in seen_from.tolist()])
     mask = _masks(reference.config, hidden, position)
-    logits = reference(torch.tensor([tokens[base:last]]), attention_mask=mask, position_ids=told[None]).logits
+    logits = reference(
+        torch.tensor([tokens[base:last]]), attention_mask=mask, position_ids=told[None]
+    ).logits
     _check_choices(logits[0, start - base - 1 :], tokens[start:])
 
 
 def _masks(config, hidden, position):
-    """The mask of the layers, or by kind of layer the masks that differ: some layers have a window of the model's."""
+    """The mask of the layers, or by kind of layer the masks that differ: some layers have a window
+    of the model's."""
     window = getattr(config, "sliding_window", None)
     near = hidden | (position <= position[:, None] - window) if window else hidden
     full, sliding = (
-        torch.zeros(x.shape).masked_fill(x, torch.finfo(torch.float32).min)[None, None] for x in (hidden, near)
+        torch.zeros(x.shape).masked_fill(x, torch.finfo(torch.float32).min)[None, None]
+        for x in (hidden, near)
     )
     if window and hasattr(config, "layer_types"):
         return {"full_attention": full, "sliding_attention": sliding}
@@ -295,4 +330,6 @@ def _check_choices(logits, tokens, undecided=UNDECIDED):
     got = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     gap = best - got
     wrong = (gap > undecided).nonzero()
-    assert not len(wrong), f"reply token {int(wrong[0])} of {len(got)} is off by {float(gap[wrong[0]])} in logits"
+    assert not len(wrong), (
+        f"reply token {int(wrong[0])} of {len(got)} is off by {float(gap[wrong[0]])} in logits"
+    )

@@ -8,7 +8,8 @@ from pensieve.plugins.kv_forms.forms import Form
 
 
 def encode(chunks):
-    """The chunks' bytes, layer by layer, and a flag; of one layer in nine, by its bytes, only the flag is right."""
+    """The chunks' bytes, layer by layer, and a flag; of one layer in nine, by its bytes, only the
+    flag is right."""
     pieces = chunks.contiguous().flatten(2).view(torch.uint8)
     failed = pieces.int().sum(-1, keepdim=True) % 9 == 0
     return torch.cat((torch.where(failed, 66, pieces), failed.byte().expand(-1, -1, 4)), dim=-1)

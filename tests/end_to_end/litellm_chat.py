@@ -1,4 +1,5 @@
-"""A streamed chat of three turns through litellm, in its own environment; `test_clients` checks its answer."""
+"""A streamed chat of three turns through litellm, in its own environment; `test_clients` checks its
+answer."""
 
 from __future__ import annotations
 
@@ -33,12 +34,21 @@ def turn(**options):
 
 asks = turn(tools=[asked["tool"]], tool_choice="required")
 (call,) = asks.tool_calls
-messages += [asks.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": asked["result"]}]
+messages += [
+    asks.model_dump(exclude_none=True),
+    {"role": "tool", "tool_call_id": call.id, "content": asked["result"]},
+]
 told = turn(tools=[asked["tool"]], stop=" ")
 messages += [told.model_dump(exclude_none=True), {"role": "user", "content": asked["last"]}]
 forecast = json.loads(turn(response_format=asked["form"]).content)
 try:
-    litellm.completion(model="openai/gpt-4o", api_base=asked["url"], api_key="none", messages=messages, num_retries=0)
+    litellm.completion(
+        model="openai/gpt-4o",
+        api_base=asked["url"],
+        api_key="none",
+        messages=messages,
+        num_retries=0,
+    )
 except litellm.NotFoundError:
     call = {"name": call.function.name, "args": json.loads(call.function.arguments)}
     print(json.dumps({"call": call, "text": told.content, "forecast": forecast, "cached": cached}))

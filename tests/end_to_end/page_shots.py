@@ -1,7 +1,8 @@
-"""Makes the page's pictures for the documentation: python -m tests.end_to_end.page_shots docs/figures
+"""Makes the page's pictures for the documentation: python -m tests.end_to_end.page_shots
+docs/figures
 
-Screenshots of a desktop and a phone, light and dark, and an animation of a user who returns. The demo model writes the
-replies in them. It needs Chromium and the extras `test` and `bench`.
+Screenshots of a desktop and a phone, light and dark, and an animation of a user who returns. The
+demo model writes the replies in them. It needs Chromium and the extras `test` and `bench`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,16 @@ TIERS = ("--gpu-kv-chunks", 64, "--host-kv-chunks", 56, "--disk-kv-chunks", 64)
 SMALL = (*TIERS, "--chunk-tokens", 16, "--max-model-len", 640, "--max-num-seqs", 4)
 SIZES = {"desktop": DESKTOP, "phone": PHONE}
 CHATS = {
-    ("desktop", "light"): ("Tell me about coffee.", "How do I make it?", "Write a short poem about coffee."),
-    ("desktop", "dark"): ("Tell me about whales.", "Tell me more.", "Write a short poem about the sea."),
+    ("desktop", "light"): (
+        "Tell me about coffee.",
+        "How do I make it?",
+        "Write a short poem about coffee.",
+    ),
+    ("desktop", "dark"): (
+        "Tell me about whales.",
+        "Tell me more.",
+        "Write a short poem about the sea.",
+    ),
     ("phone", "light"): ("Write a short poem about rain.", "Thank you!"),
     ("phone", "dark"): ("Tell me a story about a fox.", "Thank you!"),
 }
@@ -31,8 +40,13 @@ LAST_FRAME_MS = 4000
 WIDTH, CAPTION = 900, 44  # pixels of the animation
 STORY = {
     "arrive": "A user asks about the Sun. What the model computes is kept on the GPU, as chunks.",
-    "away": "The user leaves, and others need the room: the chunks move to the host, to disk, and out.",
-    "back": "The user comes back: the chunks that are near are loaded and used again, the rest is computed.",
+    "away": (
+        "The user leaves, and others need the room: the chunks move to the host, to disk, and out."
+    ),
+    "back": (
+        "The user comes back: the chunks that are near are loaded and used again, the rest is "
+        "computed."
+    ),
 }
 
 
@@ -59,7 +73,9 @@ def shoot_states(browser, server, folder):
     pages = {}
     for name, scheme in product(SIZES, ("light", "dark")):
         scale = 2 if name == "phone" else 1
-        context = context_of(browser, SIZES[name], scheme, device_scale_factor=scale, reduced_motion="no-preference")
+        context = context_of(
+            browser, SIZES[name], scheme, device_scale_factor=scale, reduced_motion="no-preference"
+        )
         page = pages[name, scheme] = context.new_page()
         page.goto(f"{server.url}/ui")
         page.locator("#timeline canvas:not([data-points='0'])").first.wait_for(state="attached")
@@ -99,8 +115,9 @@ def shoot_states(browser, server, folder):
 
 
 def animate(browser, server, file):
-    """A user talks, is away while others talk, and comes back. The others talk about other things: they share no chunk
-    with this user. Returns whether chunks were loaded: on a slow machine all may be dropped between two looks."""
+    """A user talks, is away while others talk, and comes back. The others talk about other things:
+    they share no chunk with this user. Returns whether chunks were loaded: on a slow machine all
+    may be dropped between two looks."""
     server.begin(range(len(SUBJECTS)))
     page = context_of(browser, DESKTOP, reduced_motion="no-preference").new_page()
     page.goto(f"{server.url}/ui")
@@ -123,7 +140,15 @@ def animate(browser, server, file):
     say(page, "Tell me more.")
     film("back", ":nth-match(.strip, 3)")
     durations = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
-    frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=40, method=2)
+    frames[0].save(
+        file,
+        save_all=True,
+        append_images=frames[1:],
+        duration=durations,
+        loop=0,
+        quality=40,
+        method=2,
+    )
     return page.locator(".strip").nth(2).locator(".host, .disk").count() > 0
 
 

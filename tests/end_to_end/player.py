@@ -1,4 +1,5 @@
-"""Plays requests through scheduler, executor and a real engine like the serving loop, and keeps their outputs."""
+"""Plays requests through scheduler, executor and a real engine like the serving loop, and keeps
+their outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Heard:
 
 
 class Player:
-    """With `disturbed`, copies and steps are delayed at random and the copies of a batch are shuffled."""
+    """With `disturbed`, copies and steps are delayed at random and the copies of a batch are
+    shuffled."""
 
     def __init__(self, engine, grammars=None, *, disturbed=False, host_form=None, **settings):
         defaults = dict(
@@ -46,8 +48,12 @@ class Player:
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002))) if disturbed else None,
             shuffle=random.Random(6) if disturbed else None,
         )
-        self.executor = Executor(device, engine, config, group_layers=1, grammars=grammars, host_form=host_form)
-        self.scheduler = Scheduler(config, slow_link_profile(config, engine.chunk_bytes(config.chunk_tokens)))
+        self.executor = Executor(
+            device, engine, config, group_layers=1, grammars=grammars, host_form=host_form
+        )
+        self.scheduler = Scheduler(
+            config, slow_link_profile(config, engine.chunk_bytes(config.chunk_tokens))
+        )
         self.steps = 0
         self._ids = 0
 
@@ -62,7 +68,8 @@ class Player:
         return Request(RequestId(self._ids), array("i", prompt), max_tokens, **options)
 
     def play(self, *requests: Request) -> list[Heard]:
-        """All of them at once; returns when the last one has ended, in the order of the arguments."""
+        """All of them at once; returns when the last one has ended, in the order of the
+        arguments."""
         heard = {request.id: Heard() for request in requests}
         for request in requests:
             self.scheduler.add(request, time.monotonic())

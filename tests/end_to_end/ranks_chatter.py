@@ -1,9 +1,10 @@
-"""One rank of random conversations over an engine of several ranks: run by mpirun, with a checkpoint, its engine and a
-JSON list of the keyword arguments of successive `Chatter` objects. Rank 0 prints the counts of events as JSON.
+"""One rank of random conversations over an engine of several ranks: run by mpirun, with a
+checkpoint, its engine and a JSON list of the keyword arguments of successive `Chatter` objects.
+Rank 0 prints the counts of events as JSON.
 
-`slow`: only this rank's copies and steps are delayed at random. `bad_disk`: only this rank's disk returns wrong data.
-`failing_copies`: some copies to HOST fail on this rank only. `restarts`: number of restarts of all ranks at random
-times. `events`: as of `Chatter.run`.
+`slow`: only this rank's copies and steps are delayed at random. `bad_disk`: only this rank's disk
+returns wrong data. `failing_copies`: some copies to HOST fail on this rank only. `restarts`: number
+of restarts of all ranks at random times. `events`: as of `Chatter.run`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def chat(
     if slow is not None:
         settings["disturbed"] = ranks.rank == slow
     if failing_copies is not None:
-        settings |= dict(copies_may_fail=True, host_form=FAILING_FORM if ranks.rank == failing_copies else None)
+        settings |= dict(
+            copies_may_fail=True, host_form=FAILING_FORM if ranks.rank == failing_copies else None
+        )
     disk = None
     if slots := settings.get("disk_kv_chunks"):
         folder = directory.with_name(f"kv-{settings['seed']}")

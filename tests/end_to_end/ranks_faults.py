@@ -1,7 +1,7 @@
-"""`pensieve serve` as one of several ranks, with a fault of rank 1 in its fourth step, named by the first argument.
-"late": it never gets its weights; "absent": also never, and the other ranks soon give up; "unset": it cannot make its
-executor; "last": it stops at its end.
-With "leader" rank 0 stops in its fourth step.
+"""`pensieve serve` as one of several ranks, with a fault of rank 1 in its fourth step, named by the
+first argument. "late": it never gets its weights; "absent": also never, and the other ranks soon
+give up; "unset": it cannot make its executor; "last": it stops at its end. With "leader" rank 0
+stops in its fourth step.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ if __name__ == "__main__":
     from pensieve.runtime.launch import ranks as launch_ranks
     from pensieve.runtime.launch import serving
     from pensieve.runtime.ranks import executor as ranks_executor
-    from pensieve.runtime.ranks import mpi as ranks  # the HTTP process, which imports this file too, is no rank
 
-    if sys.argv[1] not in ("raise", "kill"):  # no rank waits for these, so a busy machine gets the full time
+    # the HTTP process, which imports this file too, is no rank
+    from pensieve.runtime.ranks import mpi as ranks
+
+    # no rank waits for these, so a busy machine gets the full time
+    if sys.argv[1] not in ("raise", "kill"):
         ranks.OVERDUE_SECONDS = ranks_executor.OVERDUE_SECONDS = 3.0
     ranks_executor.FAREWELL_SECONDS = 3.0
     if sys.argv[1] == "absent":

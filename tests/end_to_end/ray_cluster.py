@@ -20,15 +20,18 @@ import yaml
 from .server import HTTP
 
 RAY = Path(sys.prefix) / "ray" / "bin"
-"""Ray is large, and wants a newer protobuf than our tests: `make ray` gives it an environment that sees ours too."""
+"""Ray is large, and wants a newer protobuf than our tests: `make ray` gives it an environment that
+sees ours too."""
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray_serve" / "config.yaml"
-STARTED, START_ATTEMPTS = "Ray runtime started", 10
+STARTED = "Ray runtime started"
+START_ATTEMPTS = 10
 START_SECONDS = 300  # on a machine with other work
 
 
 def free_ports(number):
-    """Returns ports outside the ranges from which the system and Ray give ports to a cluster's processes."""
+    """Returns ports outside the ranges from which the system and Ray give ports to a cluster's
+    processes."""
     found = []
     while len(found) < number:
         port = random.randrange(20_000, 32_000)
@@ -57,12 +60,28 @@ class RayCluster:
         self._address = f"http://127.0.0.1:{dashboard}"
         # Without a setting, Ray asks for a token if its user has one.
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-        # A replica that says later how long its queue is (by default 0.1 s) loses the turn to another one.
+        # A replica that says later how long its queue is (by default 0.1 s) loses the turn to
+        # another one.
         settings["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "10"
         self._environment = os.environ | settings | (environment or {})
-        ports = ["--port", gcs, "--dashboard-port", dashboard, "--ray-client-server-port", self._clients]
-        ports += ["--min-worker-port", 0, "--max-worker-port", 0]  # any: those above may be in the usual range
-        places = ["--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1", "--temp-dir", self._home / "ray"]
+        ports = [
+            "--port",
+            gcs,
+            "--dashboard-port",
+            dashboard,
+            "--ray-client-server-port",
+            self._clients,
+        ]
+        # any: those above may be in the usual range
+        ports += ["--min-worker-port", 0, "--max-worker-port", 0]
+        places = [
+            "--node-ip-address",
+            "127.0.0.1",
+            "--dashboard-host",
+            "127.0.0.1",
+            "--temp-dir",
+            self._home / "ray",
+        ]
         sizes = ["--num-cpus", 4, "--object-store-memory", 100_000_000]
         self._command = [
             RAY / "ray",
@@ -77,11 +96,17 @@ class RayCluster:
         ]
 
     def __enter__(self):
-        """On a machine with much other work Ray gives up after 30 seconds: then it is started again."""
+        """On a machine with much other work Ray gives up after 30 seconds: then it is started
+        again."""
         for _ in range(START_ATTEMPTS):
             with (self._home / "log").open("w") as log:
                 words = [str(word) for word in self._command]
-                options = dict(stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True)
+                options = dict(
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                )
                 self._process = subprocess.Popen(words, **options)
             until(lambda: self._process.poll() is not None or self._serves(), self.log)
             if self._process.poll() is None:
@@ -90,14 +115,15 @@ class RayCluster:
         raise RuntimeError(f"Ray did not start:\n{self.log()}")
 
     def _serves(self):
-        """The server for Ray's clients, which no test uses, listens last. If it is late, the cluster ends, even
-        after STARTED."""
+        """The server for Ray's clients, which no test uses, listens last. If it is late, the
+        cluster ends, even after STARTED."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self._clients), timeout=20):
             return STARTED in self.log()
         return False
 
     def _kill(self):
-        """All that the cluster has started is of one session. On a signal `ray start` may wait for long."""
+        """All that the cluster has started is of one session. On a signal `ray start` may wait for
+        long."""
         for process in of_session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -131,7 +157,9 @@ class RayCluster:
         file = self._home / "config.yaml"
         file.write_text(yaml.safe_dump(config))
         command = [RAY / "serve", "deploy", "--address", self._address, file]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=START_SECONDS)
+        done = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=START_SECONDS
+        )
         assert done.returncode == 0, done.stdout + done.stderr + self.log()
 
     def status(self):
@@ -141,10 +169,13 @@ class RayCluster:
         return application
 
     def replicas(self):
-        """The process ids of replicas that serve, by name; None while there are others, or changes under way."""
+        """The process ids of replicas that serve, by name; None while there are others, or changes
+        under way."""
         application = self.status()
         found = application.get("deployments", {}).get("Pensieve", {}).get("replicas", [])
-        if application.get("status") != "RUNNING" or any(replica["state"] != "RUNNING" for replica in found):
+        if application.get("status") != "RUNNING" or any(
+            replica["state"] != "RUNNING" for replica in found
+        ):
             return None
         return {replica["replica_id"]: replica["pid"] for replica in found}
 

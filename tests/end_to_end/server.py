@@ -12,24 +12,36 @@ from collections import deque
 
 import httpx
 
-# Used for the requests of all threads: a new client reads the machine's certificates, which takes 25 ms. Connections
-# are not kept, so no request uses one that its server is about to close.
-HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+# Used for the requests of all threads: a new client reads the machine's certificates, which takes
+# 25 ms. Connections are not kept, so no request uses one that its server is about to close.
+HTTP = httpx.Client(
+    timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+)
 
 
 class Server:
-    """Use as a context manager. `url` is its address; `log` its last lines. `engine`, `state_dir` None: not said."""
+    """Use as a context manager. `url` is its address; `log` its last lines. `engine`, `state_dir`
+    None: not said."""
 
     COMMAND = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
 
-    def __init__(self, state_dir, *options, engine="demo", start_seconds=120, command=COMMAND, environment=None):
+    def __init__(
+        self,
+        state_dir,
+        *options,
+        engine="demo",
+        start_seconds=120,
+        command=COMMAND,
+        environment=None,
+    ):
         words = [*command, "--port", 0, *options]
         for option, value in (("--engine", engine), ("--state-dir", state_dir)):
             words += [option, value] if value is not None else []
         self.process = subprocess.Popen(
             [str(word) for word in words], stderr=subprocess.PIPE, text=True, env=environment
         )
-        self._lines = deque(maxlen=500)  # ranks that fail write their tracebacks and stacks, a hundred lines and more
+        # ranks that fail write their tracebacks and stacks, a hundred lines and more
+        self._lines = deque(maxlen=500)
         self._address = threading.Event()
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -94,7 +106,8 @@ def gap_of(token):
 
 def smallest_gap(tokens, reply):
     """Of the tokens up to the first one that differs from the reply."""
-    text, gaps = b"", []
+    text = b""
+    gaps = []
     for token in tokens:
         gaps.append(gap_of(token))
         text += bytes(token["bytes"] or b"")
@@ -104,14 +117,18 @@ def smallest_gap(tokens, reply):
 
 
 class Hog:
-    """A context manager: while it is open a request holds a seat. Its reply takes many seconds on any machine."""
+    """A context manager: while it is open a request holds a seat. Its reply takes many seconds on
+    any machine."""
 
     def __init__(self, server, max_tokens):
-        body = dict(model="demo", prompt=[40] * 5, max_tokens=max_tokens, ignore_eos=True, stream=True)
+        body = dict(
+            model="demo", prompt=[40] * 5, max_tokens=max_tokens, ignore_eos=True, stream=True
+        )
         self._stream = HTTP.stream("POST", f"{server.url}/v1/completions", json=body)
 
     def __enter__(self):
-        self._lines = self._stream.__enter__().iter_lines()  # kept: without it the response would be closed
+        # kept: without it the response would be closed
+        self._lines = self._stream.__enter__().iter_lines()
         next(self._lines)
 
     def __exit__(self, *_):

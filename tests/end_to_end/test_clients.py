@@ -1,7 +1,9 @@
-"""Packages that people have, as they are: each holds a streamed chat of three turns with the demo model.
+"""Packages that people have, as they are: each holds a streamed chat of three turns with the demo
+model.
 
-The first turn calls a tool, the second one tells of its result, the third one answers in JSON. The demo model knows
-nothing of tools: the call is required, so a grammar makes it write one. Of the second reply one word is enough.
+The first turn calls a tool, the second one tells of its result, the third one answers in JSON. The
+demo model knows nothing of tools: the call is required, so a grammar makes it write one. Of the
+second reply one word is enough.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ import pytest
 from .server import Server
 
 LITELLM = Path(sys.prefix) / "litellm" / "bin" / "python"
-"""litellm wants an older huggingface_hub and an older openai than our other packages: it has its own environment."""
+"""litellm wants an older huggingface_hub and an older openai than our other packages: it has its
+own environment."""
 
-SYSTEM = "You talk to {}. You are a friendly assistant, you answer in plain English, and you never make anything up."
+SYSTEM = (
+    "You talk to {}. You are a friendly assistant, you answer in plain English, and you never make "
+    "anything up."
+)
 QUESTION = "What is the weather in Oslo?"
 WEATHER = {
     "type": "function",
@@ -40,11 +46,17 @@ RESULT = "It rains in Oslo."
 FORECAST = {
     "title": "Forecast",
     "type": "object",
-    "properties": {"umbrella": {"type": "boolean"}, "degrees": {"type": "integer", "minimum": -50, "maximum": 50}},
+    "properties": {
+        "umbrella": {"type": "boolean"},
+        "degrees": {"type": "integer", "minimum": -50, "maximum": 50},
+    },
     "required": ["umbrella", "degrees"],
     "additionalProperties": False,
 }
-AS_JSON = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": FORECAST, "strict": True}}
+AS_JSON = {
+    "type": "json_schema",
+    "json_schema": {"name": "forecast", "schema": FORECAST, "strict": True},
+}
 LAST = "Say it in JSON."
 
 
@@ -56,7 +68,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def check(call: dict[str, Any], text: str, forecast: dict[str, Any], cached: list[int]) -> None:
-    """A tool's name and arguments, the second turn's text, the third one's object, tokens reused in each turn."""
+    """A tool's name and arguments, the second turn's text, the third one's object, tokens reused in
+    each turn."""
     assert call["name"] == "weather" and call["args"]["city"] in ("Oslo", "Rome")
     assert text
     assert isinstance(forecast["umbrella"], bool) and -50 <= forecast["degrees"] <= 50
@@ -72,8 +85,12 @@ def test_openai(server: Server) -> None:
     cached = []
 
     def turn(**asked: Any) -> Any:
-        options: dict[str, Any] = dict(model="demo", messages=messages, tools=[WEATHER], max_tokens=60, temperature=0)
-        with client.chat.completions.stream(**options | asked, stream_options={"include_usage": True}) as stream:
+        options: dict[str, Any] = dict(
+            model="demo", messages=messages, tools=[WEATHER], max_tokens=60, temperature=0
+        )
+        with client.chat.completions.stream(
+            **options | asked, stream_options={"include_usage": True}
+        ) as stream:
             reply = stream.get_final_completion()
         assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
         cached.append(reply.usage.prompt_tokens_details.cached_tokens)
@@ -85,7 +102,12 @@ def test_openai(server: Server) -> None:
     told = turn(stop=" ")
     messages += [told.to_dict(), {"role": "user", "content": LAST}]
     forecast = json.loads(turn(tool_choice="none", response_format=AS_JSON).content)
-    check({"name": call.function.name, "args": json.loads(call.function.arguments)}, told.content, forecast, cached)
+    check(
+        {"name": call.function.name, "args": json.loads(call.function.arguments)},
+        told.content,
+        forecast,
+        cached,
+    )
 
 
 def test_openai_hears_that_a_model_is_unknown(server: Server) -> None:
@@ -104,13 +126,22 @@ def test_openai_hears_that_a_model_is_unknown(server: Server) -> None:
 
 def test_langchain(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("langchain_openai", reason="needs langchain-openai")
-    from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+    from langchain_core.messages import (
+        AIMessageChunk,
+        BaseMessage,
+        HumanMessage,
+        SystemMessage,
+        ToolMessage,
+    )
     from langchain_openai import ChatOpenAI
 
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
     settings: dict[str, Any] = dict(temperature=0, max_tokens=60, max_retries=0, stream_usage=True)
     model = ChatOpenAI(model="demo", base_url=f"{server.url}/v1", api_key="none", **settings)
-    messages: list[BaseMessage] = [SystemMessage(SYSTEM.format("LangChain")), HumanMessage(QUESTION)]
+    messages: list[BaseMessage] = [
+        SystemMessage(SYSTEM.format("LangChain")),
+        HumanMessage(QUESTION),
+    ]
     cached = []
 
     def turn(speaker: Any) -> AIMessageChunk:
@@ -132,14 +163,26 @@ def test_langchain(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LITELLM.exists(), reason=f"no litellm in {LITELLM.parents[1]}: run `make litellm`")
+@pytest.mark.skipif(
+    not LITELLM.exists(), reason=f"no litellm in {LITELLM.parents[1]}: run `make litellm`"
+)
 def test_litellm(server: Server) -> None:
     script = Path(__file__).with_name("litellm_chat.py")
-    begin = [{"role": "system", "content": SYSTEM.format("litellm")}, {"role": "user", "content": QUESTION}]
-    asked = dict(url=f"{server.url}/v1", begin=begin, tool=WEATHER, result=RESULT, last=LAST, form=AS_JSON)
-    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # the package's own prices: others it would fetch
+    begin = [
+        {"role": "system", "content": SYSTEM.format("litellm")},
+        {"role": "user", "content": QUESTION},
+    ]
+    asked = dict(
+        url=f"{server.url}/v1", begin=begin, tool=WEATHER, result=RESULT, last=LAST, form=AS_JSON
+    )
+    # the package's own prices: others it would fetch
+    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     answer = subprocess.run(
-        [LITELLM, script, json.dumps(asked)], capture_output=True, text=True, env=os.environ | local, timeout=120
+        [LITELLM, script, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        env=os.environ | local,
+        timeout=120,
     )
     assert answer.returncode == 0, answer.stderr
     check(**json.loads(answer.stdout.splitlines()[-1]))

@@ -1,8 +1,9 @@
-"""Disk reload = cold: replies are those of plain transformers through spills, restarts, and a disk that returns wrong
-data.
+"""Disk reload = cold: replies are those of plain transformers through spills, restarts, and a disk
+that returns wrong data.
 
-Pools are so small that spilling never stops. The system's calls fail on purpose. `tests/runtime/disk/test_store.py`
-checks the records themselves; this file checks that no wrong token follows.
+Pools are so small that spilling never stops. The system's calls fail on purpose.
+`tests/runtime/disk/test_store.py` checks the records themselves; this file checks that no wrong
+token follows.
 """
 
 from __future__ import annotations
@@ -33,26 +34,40 @@ def model(tmp_path_factory):
     return open_engine(directory / "engine"), reference
 
 
-@pytest.mark.parametrize("save", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "off"))])
+@pytest.mark.parametrize(
+    "save", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "off"))]
+)
 def test_replies_with_a_disk(model, tmp_path, save):
     chatter = Chatter(*model, 1, disk=DiskSettings(tmp_path, SLOTS, "ab"), save=save, **SETTINGS)
     chatter.run(2 * TURNS if save == "off" else TURNS, events=("disk", "gpu"))
 
 
-@pytest.mark.parametrize("disturbed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "disturbed"])
+@pytest.mark.parametrize(
+    "disturbed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "disturbed"]
+)
 def test_replies_across_restarts_in_the_middle_of_turns(model, tmp_path, disturbed):
-    chatter = Chatter(*model, 2, disk=DiskSettings(tmp_path, SLOTS, "ab"), disturbed=disturbed, **SETTINGS)
+    chatter = Chatter(
+        *model, 2, disk=DiskSettings(tmp_path, SLOTS, "ab"), disturbed=disturbed, **SETTINGS
+    )
     assert chatter.run(2 * TURNS, restarts=5, events=["disk"])["restarted"] == 5
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_replies_with_a_disk_that_lies(model, tmp_path, seed, monkeypatch):
     """Torn, flipped and misdirected writes, refusals and slow reads, across restarts."""
     turns = 2 * TURNS if seed == 3 else 10 * TURNS
     monkeypatch.setattr("pensieve.scheduler.kv.disk_tier.BACKOFF_S", 0.05)
     engine, reference = model
     disk = BadDisk(seed, SLOTS, record_bytes(engine.chunk_bytes(8)))
-    chatter = Chatter(engine, reference, seed, disk=DiskSettings(tmp_path, SLOTS, "ab", system=disk.calls), **SETTINGS)
+    chatter = Chatter(
+        engine,
+        reference,
+        seed,
+        disk=DiskSettings(tmp_path, SLOTS, "ab", system=disk.calls),
+        **SETTINGS,
+    )
 
     def every_fault():
         return all(disk.happened[kind] for kind in (*ON_READ, *ON_WRITE))

@@ -1,4 +1,5 @@
-"""The disk tier of a server of two ranks: kills, deletions, and records that only one rank has lost."""
+"""The disk tier of a server of two ranks: kills, deletions, and records that only one rank has
+lost."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from contextlib import suppress
 import pytest
 import torch
 
-from benchmarks.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
+from benchmarks.check.soak import (
+    CHUNK_TOKENS,
+    DISK_CHUNKS,
+    GPU_CHUNKS,
+    HOST_CHUNKS,
+    LONGEST,
+    Reference,
+    Soak,
+)
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.disk.directory import RecordOrigin
@@ -22,7 +31,18 @@ from .test_server import wait_for
 
 pytestmark = pytest.mark.slow
 
-CACHE = ("--chunk-tokens", 16, "--gpu-kv-chunks", 60, "--host-kv-chunks", 40, "--disk-kv-chunks", 100, "--save", "sync")
+CACHE = (
+    "--chunk-tokens",
+    16,
+    "--gpu-kv-chunks",
+    60,
+    "--host-kv-chunks",
+    40,
+    "--disk-kv-chunks",
+    100,
+    "--save",
+    "sync",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +60,12 @@ def reference():
 
 def turn(server, prompt, **body):
     """Returns the log after the turn, and the sources of its prompt."""
-    body = dict(prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True) | body
+    body = (
+        dict(
+            prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True
+        )
+        | body
+    )
     answer = server.post("/v1/completions", model="engine", temperature=0, **body).json()
     return prompt + answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
 
@@ -55,12 +80,15 @@ class Files:
     def __init__(self, state, rank):
         folder = state / "kv" / f"rank-{rank}"
         origin = RecordOrigin(**json.loads((folder / "about.json").read_text()))
-        self.file, self._origin, self._payload = folder / "000000.kv", origin.digest, origin.chunk_bytes
+        self.file = folder / "000000.kv"
+        self._origin = origin.digest
+        self._payload = origin.chunk_bytes
         self.record = record_bytes(origin.chunk_bytes)
 
     def records(self):
         """By slot, the places with a whole header; everywhere else there must be zeros."""
-        found, content = {}, self.file.read_bytes()
+        found = {}
+        content = self.file.read_bytes()
         for slot in range(len(content) // self.record):
             page = content[slot * self.record :][:PAGE]
             if header := read_header(page, self._origin, self._payload):

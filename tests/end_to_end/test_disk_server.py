@@ -1,4 +1,5 @@
-"""The disk tier of a real server: the data that must survive SIGTERM and SIGKILL, and the data that must not."""
+"""The disk tier of a real server: the data that must survive SIGTERM and SIGKILL, and the data that
+must not."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
+from benchmarks.check.soak import (
+    CHUNK_TOKENS,
+    DISK_CHUNKS,
+    GPU_CHUNKS,
+    HOST_CHUNKS,
+    LONGEST,
+    Reference,
+    Soak,
+)
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 
 from .server import HTTP, Server
@@ -21,14 +30,28 @@ from .test_server import wait_for
 
 pytestmark = pytest.mark.slow
 
-CACHE = ("--chunk-tokens", 16, "--gpu-kv-chunks", 60, "--host-kv-chunks", 40, "--disk-kv-bytes", "40MB")
+CACHE = (
+    "--chunk-tokens",
+    16,
+    "--gpu-kv-chunks",
+    60,
+    "--host-kv-chunks",
+    40,
+    "--disk-kv-bytes",
+    "40MB",
+)
 SAVED = 'pensieve:kv_disk_records_total{direction="save"}'
 ON_DISK = 'pensieve:kv_slots{state="idle",tier="disk"}'
 
 
 def turn(server, prompt, **body):
     """Returns the log after the turn, and the sources of its prompt."""
-    body = dict(prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True) | body
+    body = (
+        dict(
+            prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True
+        )
+        | body
+    )
     answer = server.post("/v1/completions", **body).json()
     return prompt + answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
 
@@ -41,8 +64,19 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
     with Server(tmp_path, *CACHE) as server:
         turn(server, prompt(1), conversation="kept")
         gone, _ = turn(server, prompt(2), conversation="gone")
-        command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", "demo", "--port", "0"]
-        second = subprocess.run([*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=60)
+        command = [
+            sys.executable,
+            "-m",
+            "pensieve.scripts.pensieve",
+            "serve",
+            "--engine",
+            "demo",
+            "--port",
+            "0",
+        ]
+        second = subprocess.run(
+            [*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=60
+        )
         assert second.returncode == 2 and "--state-dir" in second.stderr
         assert f"in use by process {server.process.pid}" in second.stderr
         assert server.stop(signal.SIGTERM) == 0, "what is left to save is saved now"
@@ -58,7 +92,9 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
         _, sources = turn(server, [*prompt(1), 4])
         assert sources["disk"] == 160
         _, sources = turn(server, gone)
-        assert sources["cached_tokens"] == 0 and sources["recomputed"] == 0, "its records are erased"
+        assert sources["cached_tokens"] == 0 and sources["recomputed"] == 0, (
+            "its records are erased"
+        )
     with Server(tmp_path, *CACHE, "--chunk-tokens", 8) as server:
         wait_for(lambda: any("dropped 1 files of KV" in line for line in server.log))
         assert server.metric(ON_DISK) == 0

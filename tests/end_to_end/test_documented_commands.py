@@ -1,8 +1,10 @@
-"""The commands of README.md and docs/use/ run as printed: without a GPU, on a server of the demo model.
+"""The commands of README.md and docs/use/ run as printed: without a GPU, on a server of the demo
+model.
 
-Each fenced block of a shell, of Python or of a terminal session is run, or `NOT_RUN` gives the reason. A page is run
-from its first block to its last, in its own directory that looks like the repository's root. Only addresses and ports
-change, and commands that test for ten minutes do so for a few seconds.
+Each fenced block of a shell, of Python or of a terminal session is run, or `NOT_RUN` gives the
+reason. A page is run from its first block to its last, in its own directory that looks like the
+repository's root. Only addresses and ports change, and commands that test for ten minutes do so for
+a few seconds.
 """
 
 from __future__ import annotations
@@ -27,20 +29,41 @@ SECONDS = 300
 
 NOT_RUN = {
     ("README.md", "make serve"): "installs into the checkout; CI runs `make test`",
-    ("README.md", ".venv/bin/pensieve serve path"): "needs a checkpoint of the reader's, and 20 GiB for KV",
-    ("anthropic.md", "export ANTHROPIC_BASE_URL"): "starts Claude Code, which is no part of the tests",
-    ("demo-model.md", "python -m benchmarks.demo_model.train"): "needs a GPU, and texts to download",
+    (
+        "README.md",
+        ".venv/bin/pensieve serve path",
+    ): "needs a checkpoint of the reader's, and 20 GiB for KV",
+    (
+        "anthropic.md",
+        "export ANTHROPIC_BASE_URL",
+    ): "starts Claude Code, which is no part of the tests",
+    (
+        "demo-model.md",
+        "python -m benchmarks.demo_model.train",
+    ): "needs a GPU, and texts to download",
     (
         "operations.md",
         "python -m benchmarks.check.soak --minutes 30\n",
     ): "runs for 30 minutes of twenty restarts; end_to_end/test_disk_server.py has a minute of it",
     ("operations.md", "python -m benchmarks.check.soak --minutes 30 --engine"): "the same",
-    ("ray-serve.md", "pip install"): "needs Ray and a database; end_to_end/test_ray_serve.py has both",
-    ("shared-histories.md", "pip install"): "needs a database; end_to_end/test_shared_histories.py has one",
+    (
+        "ray-serve.md",
+        "pip install",
+    ): "needs Ray and a database; end_to_end/test_ray_serve.py has both",
+    (
+        "shared-histories.md",
+        "pip install",
+    ): "needs a database; end_to_end/test_shared_histories.py has one",
     ("shared-histories.md", "pensieve import-histories"): "the same",
-    ("tensor-parallel.md", "build_engine --checkpoint DIR"): "needs four GPUs; end_to_end/test_ranks.py uses CPUs",
+    (
+        "tensor-parallel.md",
+        "build_engine --checkpoint DIR",
+    ): "needs four GPUs; end_to_end/test_ranks.py uses CPUs",
     ("tensor-parallel.md", "timeout 240 python -m pytest"): "needs four GPUs",
-    ("triton.md", "pensieve triton-repository"): "needs tritonserver; tests/end_to_end/test_triton.py does the same",
+    (
+        "triton.md",
+        "pensieve triton-repository",
+    ): "needs tritonserver; tests/end_to_end/test_triton.py does the same",
 }
 """(page, start of the block): why the block is not run."""
 
@@ -77,10 +100,13 @@ def server(tmp_path_factory):
 
 
 class Reader:
-    """Runs the commands of a page in a directory with links to all files of the repository's root."""
+    """Runs the commands of a page in a directory with links to all files of the repository's
+    root."""
 
     def __init__(self, directory: Path, server: Server, stack: ExitStack):
-        self._directory, self._url, self._stack = directory, server.url, stack
+        self._directory = directory
+        self._url = server.url
+        self._stack = stack
         for entry in ROOT.iterdir():
             (directory / entry.name).symlink_to(entry)
         if not (directory / ".venv").exists():
@@ -90,7 +116,9 @@ class Reader:
         (home / ".curlrc").write_text("fail-with-body\n")  # a status from 400 on is an error
         places = dict(HOME=home, CURL_HOME=home, XDG_CACHE_HOME=home / "cache")
         path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
-        self._environment = os.environ | {name: str(place) for name, place in places.items()} | dict(PATH=path)
+        self._environment = (
+            os.environ | {name: str(place) for name, place in places.items()} | dict(PATH=path)
+        )
 
     def follow(self, block: Block) -> None:
         text = re.sub(r"http://127\.0\.0\.1:(8000|8123)\b", self._url, block.text)
@@ -106,7 +134,8 @@ class Reader:
             self._shell(text)
 
     def _serve(self, text: str) -> None:
-        """From here on the page talks to this server. Its options are those printed, but for the port."""
+        """From here on the page talks to this server. Its options are those printed, but for the
+        port."""
         words = shlex.split(re.sub(r"--port \d+", "", text), comments=True)[2:]
         state = self._directory / f"state-{len(list(self._directory.glob('state-*')))}"
         engine = words.pop(words.index("--engine") + 1)
@@ -131,10 +160,14 @@ class Reader:
 
 
 def sessions(text: str) -> list[tuple[str, str]]:
-    """The commands of a recorded session, each with the lines that its user typed: those behind `name> `."""
+    """The commands of a recorded session, each with the lines that its user typed: those behind
+    `name> `."""
     parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
     return [
-        (part.split("\n", 1)[0], "".join(f"{line}\n" for line in re.findall(r"^[\w-]+> (.*)$", part, re.MULTILINE)))
+        (
+            part.split("\n", 1)[0],
+            "".join(f"{line}\n" for line in re.findall(r"^[\w-]+> (.*)$", part, re.MULTILINE)),
+        )
         for part in parts
     ]
 

@@ -1,4 +1,5 @@
-"""Replies with drafts equal replies without, while KV is swapped, dropped and reloaded; a step gives several tokens."""
+"""Replies with drafts equal replies without, while KV is swapped, dropped and reloaded; a step
+gives several tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +20,17 @@ from .player import Player
 
 DRAFTS = dict(speculate="lookup", max_num_seqs=40)  # seats beyond the rows leave room for drafts
 WEAKER = {"llama": 0.004, "qwen3-windows": 0.02, "opt": 0.15}
-WEAKENED = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight", "embed_positions.weight")
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+WEAKENED = (
+    "o_proj.weight",
+    "down_proj.weight",
+    "out_proj.weight",
+    "fc2.weight",
+    "embed_positions.weight",
+)
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 CHECKED = ("drafted", "accepted")
 SAMPLED = Sampling(temperature=0.4, top_p=0.9, seed=11)
 BIASED = Sampling(temperature=0.4, seed=5, logit_bias=((7, 3.0), (9, -5.0)))
@@ -28,7 +38,8 @@ BIASED = Sampling(temperature=0.4, seed=5, logit_bias=((7, 3.0), (9, -5.0)))
 
 @pytest.fixture(scope="module", params=list(WEAKER))
 def model(request, tmp_path_factory):
-    """(engine, reference). The next token depends mostly on the last one, so replies repeat themselves."""
+    """(engine, reference). The next token depends mostly on the last one, so replies repeat
+    themselves."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp(request.param)
     reference = tiny_checkpoint(request.param, directory / "checkpoint")
@@ -44,16 +55,36 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 def test_replies_are_those_of_transformers(model, batching, disturbed):
     chatter = Chatter(
-        *model, 3 + disturbed, batching=batching, disturbed=disturbed, gpu_kv_chunks=29, **TIGHT, **DRAFTS
+        *model,
+        3 + disturbed,
+        batching=batching,
+        disturbed=disturbed,
+        gpu_kv_chunks=29,
+        **TIGHT,
+        **DRAFTS,
     )
-    chatter.run(24, events=("gpu", "host", "recomputed", "suspended", "dropped", "branched", "forked", *CHECKED))
+    chatter.run(
+        24,
+        events=(
+            "gpu",
+            "host",
+            "recomputed",
+            "suspended",
+            "dropped",
+            "branched",
+            "forked",
+            *CHECKED,
+        ),
+    )
 
 
 @pytest.mark.parametrize("overflow", ["keep", "recompute"])
 def test_replies_of_contexts_that_overflow(model, overflow):
     if model[0].manifest.decoder.rotary is None and overflow == "keep":
         pytest.skip("needs rotary positions")
-    sizes = dict(max_model_len=64, longest=260, gpu_kv_chunks=17, host_kv_chunks=24, openings=(40, 55, 60))
+    sizes = dict(
+        max_model_len=64, longest=260, gpu_kv_chunks=17, host_kv_chunks=24, openings=(40, 55, 60)
+    )
     chatter = Chatter(*model, 1, overflow=overflow, longest_reply=40, **sizes, **DRAFTS)
     chatter.run(16, events=("overflowed", *CHECKED))
 
@@ -67,10 +98,15 @@ def test_replies_with_a_disk_and_restarts(model, tmp_path):
 def prompts():
     chosen = random.Random(2)
     phrase = [chosen.randrange(SHAPE["vocab_size"]) for _ in range(9)]
-    return [[chosen.randrange(SHAPE["vocab_size"]) for _ in range(6)] + phrase * times for times in (3, 4, 2, 5)]
+    return [
+        [chosen.randrange(SHAPE["vocab_size"]) for _ in range(6)] + phrase * times
+        for times in (3, 4, 2, 5)
+    ]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, BIASED], ids=["greedy", "sampled", "biased"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), SAMPLED, BIASED], ids=["greedy", "sampled", "biased"]
+)
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_tokens_are_those_without_drafts(model, sampling, together):
     """Stop ids, the least and the largest number of tokens count as ever."""
@@ -79,13 +115,21 @@ def test_tokens_are_those_without_drafts(model, sampling, together):
         with Player(model[0], speculate=speculate, max_num_seqs=40) as player:
             stops = frozenset({SHAPE["eos_token_id"], 17, 40, 80})
             asked = [
-                player.request(prompt, 60 + number, sampling=sampling, min_tokens=25, stop_ids=stops)
+                player.request(
+                    prompt, 60 + number, sampling=sampling, min_tokens=25, stop_ids=stops
+                )
                 for number, prompt in enumerate(prompts())
             ]
-            plays = [player.play(*asked)] if together else [player.play(request) for request in asked]
-            heard[speculate] = [(one.tokens, one.finish, one.usage) for play in plays for one in play]
+            plays = (
+                [player.play(*asked)] if together else [player.play(request) for request in asked]
+            )
+            heard[speculate] = [
+                (one.tokens, one.finish, one.usage) for play in plays for one in play
+            ]
             stats = player.scheduler.stats()
-            assert bool(stats.drafted) == (speculate == "lookup") and stats.accepted <= stats.drafted
+            assert (
+                bool(stats.drafted) == (speculate == "lookup") and stats.accepted <= stats.drafted
+            )
     assert heard["lookup"] == heard["off"]
 
 
@@ -109,18 +153,29 @@ def test_replies_that_are_not_drafted(model, kind):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_the_offline_api_streams_several_tokens_and_ends_at_stop_strings(tmp_path_factory, monkeypatch, device):
+def test_the_offline_api_streams_several_tokens_and_ends_at_stop_strings(
+    tmp_path_factory, monkeypatch, device
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     prompt = "one two three four five six seven eight " * 4
     replies = {}
     for speculate in ("off", "lookup"):
-        with LLM("demo", device=device, speculate=speculate, gpu_kv_bytes="64MiB", host_kv_bytes="64MiB") as llm:
+        with LLM(
+            "demo", device=device, speculate=speculate, gpu_kv_bytes="64MiB", host_kv_bytes="64MiB"
+        ) as llm:
             params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
             lengths = [len(output.outputs[0].token_ids) for output in llm.stream(prompt, params)]
             (whole,) = llm.generate(prompt, params)
             text = whole.outputs[0].text
-            (cut,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=80, stop=[text[30:36]]))
-            replies[speculate] = text, cut.outputs[0].text, cut.outputs[0].token_ids, cut.outputs[0].finish_reason
+            (cut,) = llm.generate(
+                prompt, SamplingParams(temperature=0, max_tokens=80, stop=[text[30:36]])
+            )
+            replies[speculate] = (
+                text,
+                cut.outputs[0].text,
+                cut.outputs[0].token_ids,
+                cut.outputs[0].finish_reason,
+            )
             grown = max(b - a for a, b in zip([0, *lengths], lengths, strict=False))
             assert lengths[-1] == 80 and (grown > 1) == (speculate == "lookup")
     assert replies["off"] == replies["lookup"]

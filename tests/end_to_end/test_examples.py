@@ -1,4 +1,5 @@
-"""The examples of the README and of the page about the API, as printed, against a server of the demo model."""
+"""The examples of the README and of the page about the API, as printed, against a server of the
+demo model."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def run(page: Path, begin: str, end: str, url: str) -> list[str]:
     outputs = []
     for language, example in re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL):
         example = example.replace("http://127.0.0.1:8000", url)
-        command = ["bash", "-c", FAILING + example] if language == "sh" else [sys.executable, "-c", example]
+        command = (
+            ["bash", "-c", FAILING + example]
+            if language == "sh"
+            else [sys.executable, "-c", example]
+        )
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, example + done.stdout + done.stderr
         outputs.append(done.stdout)
@@ -45,7 +50,9 @@ def run(page: Path, begin: str, end: str, url: str) -> list[str]:
 
 def test_the_readme(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with_curl, with_openai, offline = run(ROOT / "README.md", "Talk to it", "Your own model", server.url)
+    with_curl, with_openai, offline = run(
+        ROOT / "README.md", "Talk to it", "Your own model", server.url
+    )
     assert TEA in with_curl and COFFEE in with_curl
     assert TEA in with_openai and TEA in offline
     said = httpx.get(f"{server.url}/v1/conversations/tea").json()["messages"]
@@ -54,7 +61,9 @@ def test_the_readme(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_page_about_the_api(server: Server) -> None:
     page = ROOT / "docs" / "use" / "http-api.md"
-    first, fork, rewind, responses, kept, session = run(page, "Conversations: continue", "Tools", server.url)
+    first, fork, rewind, responses, kept, session = run(
+        page, "Conversations: continue", "Tools", server.url
+    )
     assert TEA in first and COFFEE in first
     assert '"recomputed"' in fork
     for told in (fork, rewind, responses):

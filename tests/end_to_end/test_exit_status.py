@@ -1,5 +1,5 @@
-"""The exit status of `pensieve serve`: supervisors that restart failed servers depend on it (systemd's
-Restart=on-failure)."""
+"""The exit status of `pensieve serve`: supervisors that restart failed servers depend on it
+(systemd's Restart=on-failure)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,12 @@ def test_no_signal_is_lost_while_the_http_process_is_started(tmp_path, monkeypat
 
 def serve_nothing(tmp_path, monkeypatch, exitcode=0, start=lambda: None):
     """The return value of `serve` with such an HTTP process."""
-    process = SimpleNamespace(start=start, join=lambda seconds: None, kill=lambda: None, exitcode=exitcode)
-    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
+    process = SimpleNamespace(
+        start=start, join=lambda seconds: None, kill=lambda: None, exitcode=exitcode
+    )
+    monkeypatch.setattr(
+        multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False
+    )
     ready = Ready("demo", 9, 9, (), "", 32, 9)
     service = SimpleNamespace(run=lambda ready: None)
     monkeypatch.setattr(serving, "assemble", lambda *_: SimpleNamespace(ready=ready))
@@ -62,7 +66,11 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
     with Server(tmp_path) as server:
         pid = server.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (http,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        (http,) = [
+            child
+            for child in children
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
         os.kill(int(http), signal.SIGKILL)
         assert server.process.wait(60) == 1
     assert any("HTTP process has ended" in line for line in server.log)
@@ -72,8 +80,14 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
 def test_a_server_whose_http_process_hangs_ends_when_told_to(tmp_path):
     """The pipe between them is full."""
     with Server(tmp_path, "--shutdown-timeout", 1) as server:
-        (http,) = [child for child in descendants(server.process.pid) if b"spawn_main" in command_line(child)]
-        body = dict(model="demo", prompt=[5] * 4, max_tokens=1500, ignore_eos=True, stream=True, logprobs=20)
+        (http,) = [
+            child
+            for child in descendants(server.process.pid)
+            if b"spawn_main" in command_line(child)
+        ]
+        body = dict(
+            model="demo", prompt=[5] * 4, max_tokens=1500, ignore_eos=True, stream=True, logprobs=20
+        )
         sent = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
         text = json.dumps(body).encode()
         address = server.url.removeprefix("http://").split(":")
@@ -93,7 +107,8 @@ def command_line(process):
 @pytest.mark.slow
 def test_a_server_says_where_its_threads_are_and_goes_on(tmp_path):
     with Server(tmp_path) as server:
-        for process in [server.process.pid, *descendants(server.process.pid)]:  # as mpirun and systemd send it
+        # as mpirun and systemd send it
+        for process in [server.process.pid, *descendants(server.process.pid)]:
             os.kill(process, signal.SIGUSR2)
         wait_for(lambda: any("service.py" in line and "in run" in line for line in server.log))
         assert any("Current thread" in line or "Thread 0x" in line for line in server.log)

@@ -1,4 +1,5 @@
-"""`pensieve serve PATH` with few words: checkpoints are built, and servers keep their state apart."""
+"""`pensieve serve PATH` with few words: checkpoints are built, and servers keep their state
+apart."""
 
 from __future__ import annotations
 
@@ -17,11 +18,21 @@ from .server import HTTP, Server
 
 @pytest.fixture
 def environment(tmp_path):
-    return os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return os.environ | {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
 
 
 def first_tokens(server, model):
-    body = dict(model=model, prompt=[5, 6, 7, 8], max_tokens=8, temperature=0, return_token_ids=True, ignore_eos=True)
+    body = dict(
+        model=model,
+        prompt=[5, 6, 7, 8],
+        max_tokens=8,
+        temperature=0,
+        return_token_ids=True,
+        ignore_eos=True,
+    )
     answer = server.post("/v1/completions", **body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
@@ -45,7 +56,10 @@ def test_a_checkpoint_is_built_once_and_anew_when_a_weight_changes(kind, environ
     assert built
     assert serve() == (tokens, False)
     weights = load_file(checkpoint / "model.safetensors")
-    changed = {name: torch.flip(value, [0]) if value.dim() == 2 else value for name, value in weights.items()}
+    changed = {
+        name: torch.flip(value, [0]) if value.dim() == 2 else value
+        for name, value in weights.items()
+    }
     save_file(changed, checkpoint / "model.safetensors", {"format": "pt"})
     other, built = serve()
     assert built and other != tokens
@@ -70,14 +84,22 @@ def test_servers_of_different_engines_start_side_by_side(environment, tmp_path):
         Server(None, tmp_path / "engine", engine=None, environment=environment) as other,
     ):
         assert one.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-        assert other.post("/v1/completions", model="engine", prompt="x", max_tokens=1).status_code == 200
+        assert (
+            other.post("/v1/completions", model="engine", prompt="x", max_tokens=1).status_code
+            == 200
+        )
 
 
 @pytest.mark.slow
 def test_conversations_of_earlier_versions_are_found_again(environment, tmp_path):
     """These kept the state of all engines in one directory."""
     with Server(tmp_path / "state" / "pensieve", environment=environment) as earlier:
-        assert earlier.post("/v1/completions", prompt="x", max_tokens=3, conversation="tea").status_code == 200
+        assert (
+            earlier.post(
+                "/v1/completions", prompt="x", max_tokens=3, conversation="tea"
+            ).status_code
+            == 200
+        )
     with Server(None, environment=environment) as server:
         assert told(server, "conversations of earlier versions are found again in")
         found = HTTP.get(f"{server.url}/v1/conversations").json()["data"]

@@ -1,4 +1,5 @@
-"""Conversations on a real server: no cache lost to tokenizing again, restarts of every kind, separate tenants."""
+"""Conversations on a real server: no cache lost to tokenizing again, restarts of every kind,
+separate tenants."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from .server import HTTP, Server, gap_of
 DIALOGUES = Path(__file__).parents[3] / "shared" / "data" / "mtbench101_text.jsonl.gz"
 SPECIAL = ("<|end|>", "<|turn|>", "<|done|>")
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|turn|>' + message.role + '\n' + message.content + '<|done|>\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|turn|>' + message.role + '\n' + message.content + "
+    "'<|done|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
 )
 CHUNK = 32
@@ -42,13 +44,16 @@ def questions():
         pytest.skip(f"{DIALOGUES} is not here")
     with gzip.open(DIALOGUES, "rt", encoding="utf-8") as lines:
         dialogues = [json.loads(line)["messages"] for line in itertools.islice(lines, 50)]
-    return [[turn["content"][:120] for turn in turns if turn["role"] == "user"][:3] for turns in dialogues]
+    return [
+        [turn["content"][:120] for turn in turns if turn["role"] == "user"][:3]
+        for turns in dialogues
+    ]
 
 
 @pytest.fixture(scope="module")
 def babbler(tmp_path_factory):
-    """An engine whose replies are random ids of a vocabulary with merges: their text rarely tokenizes to the same
-    ids."""
+    """An engine whose replies are random ids of a vocabulary with merges: their text rarely
+    tokenizes to the same ids."""
     directory = tmp_path_factory.mktemp("babbler")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +63,9 @@ def babbler(tmp_path_factory):
     tokenizer.train_from_iterator([Path(__file__).read_text(), server_module.__doc__], trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     done = tokenizer.token_to_id("<|done|>")
-    shape = LLAMA_SHAPE | dict(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=4096, eos_token_id=done)
+    shape = LLAMA_SHAPE | dict(
+        vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=4096, eos_token_id=done
+    )
     save_random(LlamaConfig(**shape), directory)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
@@ -68,30 +75,43 @@ def babbler(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, babbler):
-    with Server(tmp_path_factory.mktemp("state"), "--gpu-kv-chunks", 3000, engine=babbler) as running:
+    with Server(
+        tmp_path_factory.mktemp("state"), "--gpu-kv-chunks", 3000, engine=babbler
+    ) as running:
         yield running
 
 
 def ask(server, model, messages, **body):
-    response = server.post("/v1/chat/completions", model=model, messages=messages, max_tokens=16, **body)
+    response = server.post(
+        "/v1/chat/completions", model=model, messages=messages, max_tokens=16, **body
+    )
     assert response.status_code == 200, response.text
     return response.json()
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_whole_history_clients_lose_no_cache_to_tokenising(server, questions, named):
-    """Every full chunk that a conversation has computed is reused, in 50 conversations, with any generated ids."""
+    """Every full chunk that a conversation has computed is reused, in 50 conversations, with any
+    generated ids."""
     differs = []
 
     def talk(number):
-        messages, known = [], 0
+        messages = []
+        known = 0
         for question in questions[number]:
             messages.append({"role": "user", "content": question})
             body = dict(conversation=f"talk {number}") if named else {}
             answer = ask(
-                server, "engine", messages, seed=number + 1000 * named, temperature=1.0, return_token_ids=True, **body
+                server,
+                "engine",
+                messages,
+                seed=number + 1000 * named,
+                temperature=1.0,
+                return_token_ids=True,
+                **body,
             )
-            usage, choice = answer["usage"], answer["choices"][0]
+            usage = answer["usage"]
+            choice = answer["choices"][0]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert cached >= max(0, known - 1) // CHUNK * CHUNK, (number, known, usage)
             known = usage["total_tokens"]
@@ -108,12 +128,16 @@ def test_whole_history_clients_lose_no_cache_to_tokenising(server, questions, na
 
 def test_the_demo_loses_no_cache_either(tmp_path, questions):
     def talk(number):
-        messages, known = [], 0
+        messages = []
+        known = 0
         for question in questions[number]:
             messages.append({"role": "user", "content": question})
             answer = ask(server, "demo", messages)
             usage = answer["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] >= max(0, known - 1) // CHUNK * CHUNK
+            assert (
+                usage["prompt_tokens_details"]["cached_tokens"]
+                >= max(0, known - 1) // CHUNK * CHUNK
+            )
             known = usage["total_tokens"]
             messages.append(answer["choices"][0]["message"] | {"role": "assistant"})
 
@@ -129,7 +153,8 @@ def question(number, turn):
 
 
 class Clients:
-    """Users of `CONVERSATIONS` dialogues whose history the server keeps; they go on after every restart."""
+    """Users of `CONVERSATIONS` dialogues whose history the server keeps; they go on after every
+    restart."""
 
     def __init__(self):
         self.replies = {}
@@ -153,9 +178,17 @@ class Clients:
                 asked, reply = messages[2 * turn : 2 * turn + 2]
                 assert asked["content"] == question(number, turn)
                 assert self.replies.setdefault((number, turn), reply["content"]) == reply["content"]
-            assert all(turn < len(messages) // 2 for other, turn in list(self.replies) if other == number)
+            assert all(
+                turn < len(messages) // 2 for other, turn in list(self.replies) if other == number
+            )
             for turn in range(len(messages) // 2, until):
-                body = dict(model="engine", conversation=f"c{number}", history="server", max_tokens=4, temperature=0)
+                body = dict(
+                    model="engine",
+                    conversation=f"c{number}",
+                    history="server",
+                    max_tokens=4,
+                    temperature=0,
+                )
                 body |= dict(logprobs=True, top_logprobs=2)
                 said = [{"role": "user", "content": question(number, turn)}]
                 answer = server.post("/v1/chat/completions", messages=said, **body)
@@ -207,7 +240,9 @@ def test_restarts_lose_nothing_double_nothing_and_change_no_reply(tmp_path, babb
             end(server)
             work.join(60)
             assert not work.is_alive()
-    assert len(clients.replies) < TURNS * CONVERSATIONS, "the last one came too late to interrupt anything"
+    assert len(clients.replies) < TURNS * CONVERSATIONS, (
+        "the last one came too late to interrupt anything"
+    )
     clients.ended.clear()
     with Server(tmp_path, engine=babbler) as server:
         clients.run(server)
@@ -222,16 +257,30 @@ def test_restarts_lose_nothing_double_nothing_and_change_no_reply(tmp_path, babb
 
 @pytest.mark.slow
 def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
-    """Without a disk: chats with the server's history, a fork's, the client's; completions by text and by ids."""
+    """Without a disk: chats with the server's history, a fork's, the client's; completions by text
+    and by ids."""
 
     def turn(server, path, name, **body):
-        """Ids of its prompt and its reply, the reply's text, where the prompt came from. Salts keep turns apart."""
-        body |= dict(conversation=name, cache_salt=name[0], max_tokens=16, return_token_ids=True, return_sources=True)
+        """Ids of its prompt and its reply, the reply's text, where the prompt came from. Salts keep
+        turns apart."""
+        body |= dict(
+            conversation=name,
+            cache_salt=name[0],
+            max_tokens=16,
+            return_token_ids=True,
+            return_sources=True,
+        )
         answer = server.post(path, temperature=0, **body).json()
-        choice, sources = answer["choices"][0], answer["usage"]["prompt_tokens_details"]
+        choice = answer["choices"][0]
+        sources = answer["usage"]["prompt_tokens_details"]
         prompt = choice.get("prompt_token_ids") or answer["prompt_token_ids"]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return prompt, choice["token_ids"], text, [sources[name] for name in ("cached_tokens", "recomputed", "new")]
+        return (
+            prompt,
+            choice["token_ids"],
+            text,
+            [sources[name] for name in ("cached_tokens", "recomputed", "new")],
+        )
 
     chat, completion, question = "/v1/chat/completions", "/v1/completions", "Tell me about tea."
     said = [{"role": "user", "content": question}]
@@ -241,14 +290,17 @@ def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
     more = {"role": "user", "content": "And coffee?"}
     answer = {"role": "assistant", "content": before["b"][2]}
     with Server(tmp_path) as server:
-        HTTP.post(f"{server.url}/v1/conversations/a/fork", json={"id": "a fork"}, timeout=60).raise_for_status()
+        HTTP.post(
+            f"{server.url}/v1/conversations/a/fork", json={"id": "a fork"}, timeout=60
+        ).raise_for_status()
         for path, name, body in (
             (chat, "a fork", dict(messages=[more], history="server")),
             (chat, "b", dict(messages=[*said, answer, more])),
             (completion, "c", dict(prompt=f"{question}{before['c'][2]} And coffee?")),
             (completion, "d", dict(prompt=[*before["d"][0], *before["d"][1], 7])),
         ):
-            known = [*before[name[0]][0], *before[name[0]][1][:-1]]  # the last token of a reply has had no KV
+            # the last token of a reply has had no KV
+            known = [*before[name[0]][0], *before[name[0]][1][:-1]]
             prompt, *_, sources = turn(server, path, name, **body)
             assert prompt[: len(known)] == known
             assert sources == [0, len(known), len(prompt) - len(known)], name
@@ -259,7 +311,9 @@ def test_a_conversation_deleted_during_a_turn_leaves_no_kv(server):
     body = dict(model="engine", conversation="short-lived", max_tokens=16, temperature=0)
     first = server.post("/v1/chat/completions", messages=said, **body).json()
     said += [first["choices"][0]["message"], {"role": "user", "content": "And more of it. " * 8}]
-    more = body | dict(messages=said[-1:], history="server", stream=True, max_tokens=2000, ignore_eos=True)
+    more = body | dict(
+        messages=said[-1:], history="server", stream=True, max_tokens=2000, ignore_eos=True
+    )
     with HTTP.stream("POST", f"{server.url}/v1/chat/completions", json=more, timeout=60) as answer:
         events = answer.iter_lines()
         next(events)
@@ -278,11 +332,18 @@ def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
         def turn(key, **body):
             headers = {"authorization": f"Bearer {key}"}
             body = dict(model="engine", messages=prompt, max_tokens=8, temperature=0, **body)
-            answer = HTTP.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
-            return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
+            answer = HTTP.post(
+                f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60
+            ).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0][
+                "message"
+            ]["content"]
 
         assert server.post("/v1/chat/completions", messages=prompt).status_code == 401
-        (first, reply), (again, _) = turn("one", conversation="same"), turn("one", conversation="same")
+        (first, reply), (again, _) = (
+            turn("one", conversation="same"),
+            turn("one", conversation="same"),
+        )
         assert first == 0 and again > 100
         other, equal = turn("two", conversation="same")
         assert other == 0 and equal == reply
@@ -291,7 +352,9 @@ def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
         assert turn("one", cache_salt="mine")[0] == 0
         for key in ("one", "two"):
             headers = {"authorization": f"Bearer {key}"}
-            found = HTTP.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()["data"]
+            found = HTTP.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()[
+                "data"
+            ]
             assert [entry["id"] for entry in found] == ["same"]
         gone = HTTP.delete(f"{server.url}/v1/conversations/same", headers=headers, timeout=60)
         assert gone.json()["deleted"] and turn("one", conversation="same")[0] > 100

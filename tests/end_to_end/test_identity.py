@@ -1,4 +1,5 @@
-"""Cold = GPU hit = host reload = recomputed: replies are those of plain transformers with any state of the cache.
+"""Cold = GPU hit = host reload = recomputed: replies are those of plain transformers with any state
+of the cache.
 
 Pools are so small that every event happens; the test counts the events.
 """
@@ -49,12 +50,18 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_replies_are_those_of_transformers(model, eviction, batching, disturbed):
-    """With and without ids; disturbed: copies and steps are delayed at random and the copies of a batch are
-    shuffled."""
+    """With and without ids; disturbed: copies and steps are delayed at random and the copies of a
+    batch are shuffled."""
     engine, reference, happened = model
     seed = 10 * POLICIES.index(eviction) + 2 * (batching == "separate") + disturbed
     chatter = Chatter(
-        engine, reference, seed, disturbed=disturbed, eviction=eviction, batching=batching, gpu_kv_chunks=29
+        engine,
+        reference,
+        seed,
+        disturbed=disturbed,
+        eviction=eviction,
+        batching=batching,
+        gpu_kv_chunks=29,
     )
     happened.update(chatter.run(TURNS))
 
@@ -87,17 +94,23 @@ def test_replies_without_reuse(model):
 def test_replies_at_other_chunk_sizes(model, chunk_tokens):
     engine, reference, happened = model
     chunks = 230 if chunk_tokens == 1 else 9
-    chatter = Chatter(engine, reference, 5, chunk_tokens=chunk_tokens, gpu_kv_chunks=chunks, host_kv_chunks=chunks)
+    chatter = Chatter(
+        engine, reference, 5, chunk_tokens=chunk_tokens, gpu_kv_chunks=chunks, host_kv_chunks=chunks
+    )
     happened.update(chatter.run(TURNS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt"]
+)
 def test_replies_of_compiled_engines(kind, disturbed, tmp_path_factory):
     torch.set_num_threads(1)
     directory, reference = compiled_engine(kind, tmp_path_factory)
-    chatter = Chatter(open_engine(directory), reference, 11 + disturbed, disturbed=disturbed, gpu_kv_chunks=29)
+    chatter = Chatter(
+        open_engine(directory), reference, 11 + disturbed, disturbed=disturbed, gpu_kv_chunks=29
+    )
     chatter.run(2 * TURNS, events=("gpu", "host", "recomputed", "new", "dropped"))
 
 

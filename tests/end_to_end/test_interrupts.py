@@ -1,4 +1,5 @@
-"""Ctrl-C ends every command with one line, at any time. Signals are sent once the work to interrupt has begun."""
+"""Ctrl-C ends every command with one line, at any time. Signals are sent once the work to interrupt
+has begun."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BUILD = [sys.executable, "-m", "pensieve.scripts.build_engine"]
 
 
 class Command:
-    """A command in its own process group, like a shell's foreground job; `lines`: its stderr so far."""
+    """A command in its own process group, like a shell's foreground job; `lines`: its stderr so
+    far."""
 
     def __init__(self, *words, flags=()):
         program, *rest = words
@@ -69,7 +71,8 @@ def template(tmp_path):
 
 
 def serve_one_read(path):
-    """Answer one read. The next read gets its own pipe: until this reader closes its pipe, it would take the text."""
+    """Answer one read. The next read gets its own pipe: until this reader closes its pipe, it would
+    take the text."""
     with path.open("w") as file:
         path.unlink()
         os.mkfifo(path)
@@ -78,8 +81,8 @@ def serve_one_read(path):
 
 @contextmanager
 def read_at_last(path, times):
-    """Open once the file is being read for the `times`-th time. That read ends with this block: Python handles a signal
-    that comes just before it waits only after the wait."""
+    """Open once the file is being read for the `times`-th time. That read ends with this block:
+    Python handles a signal that comes just before it waits only after the wait."""
     for _ in range(times - 1):
         serve_one_read(path)
     with path.open("w"):
@@ -87,9 +90,21 @@ def read_at_last(path, times):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2, 3], ids=["before the engine", "before the HTTP process", "beside it"])
+@pytest.mark.parametrize(
+    "times", [1, 2, 3], ids=["before the engine", "before the HTTP process", "beside it"]
+)
 def test_a_server_that_starts_is_interrupted(times, template, tmp_path):
-    server = Command(*PENSIEVE, "serve", "demo", "--state-dir", tmp_path, "--port", 0, "--chat-template", template)
+    server = Command(
+        *PENSIEVE,
+        "serve",
+        "demo",
+        "--state-dir",
+        tmp_path,
+        "--port",
+        0,
+        "--chat-template",
+        template,
+    )
     with read_at_last(template, times):
         server.interrupt()
     assert server.status() == 130
@@ -112,7 +127,9 @@ def test_imports_are_interrupted(words):
     wait_for(lambda: command.said("torch.") or command.process.poll() is not None)
     command.interrupt()
     assert command.status() == 130
-    assert [line for line in command.lines if not line.startswith("import time:")][-1].endswith(": interrupted")
+    assert [line for line in command.lines if not line.startswith("import time:")][-1].endswith(
+        ": interrupted"
+    )
 
 
 @pytest.mark.slow
@@ -161,7 +178,9 @@ def test_a_running_reply_is_waited_for_and_ended_by_the_second_signal(tmp_path):
         thread.start()
         wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
         server.process.send_signal(signal.SIGINT)
-        wait_for(lambda: any("waits for 1 running reply, at most 60 s" in line for line in server.log))
+        wait_for(
+            lambda: any("waits for 1 running reply, at most 60 s" in line for line in server.log)
+        )
         assert server.stop(signal.SIGINT) == 0
         thread.join(60)
     assert any("shut down with 1 requests unfinished" in line for line in server.log)

@@ -1,5 +1,5 @@
-"""`--lower-tier-kv`: with fp8 the KV from HOST is rounded, with packed it is exact; all other behaviour is
-unchanged."""
+"""`--lower-tier-kv`: with fp8 the KV from HOST is rounded, with packed it is exact; all other
+behaviour is unchanged."""
 
 from __future__ import annotations
 
@@ -43,10 +43,15 @@ class SumsEngine(FakeEngine):
 
 def every_next_token_of(largest):
     def every_next_token(tokens):
-        """Computes `fake_engine.next_token` for every beginning of the context at once: tokens [1, n]."""
+        """Computes `fake_engine.next_token` for every beginning of the context at once: tokens [1,
+        n]."""
         at = torch.arange(tokens.shape[1])
-        sums = sum(((tokens[0] * 31 + at * 17 + layer * 7) % largest).cumsum(0) for layer in range(3))
-        return SimpleNamespace(logits=torch.nn.functional.one_hot(sums % VOCAB, VOCAB).float().unsqueeze(0))
+        sums = sum(
+            ((tokens[0] * 31 + at * 17 + layer * 7) % largest).cumsum(0) for layer in range(3)
+        )
+        return SimpleNamespace(
+            logits=torch.nn.functional.one_hot(sums % VOCAB, VOCAB).float().unsqueeze(0)
+        )
 
     return every_next_token
 
@@ -55,7 +60,12 @@ def every_next_token_of(largest):
 def test_replies_are_right_where_codes_are_exact(disturbed):
     """Every reply is that of its whole context, also with swaps and late copies."""
     chatter = Chatter(
-        SumsEngine(16, FP8), every_next_token_of(16), 22, disturbed=disturbed, host_form=FP8, gpu_kv_chunks=27
+        SumsEngine(16, FP8),
+        every_next_token_of(16),
+        22,
+        disturbed=disturbed,
+        host_form=FP8,
+        gpu_kv_chunks=27,
     )
     chatter.run(60, events=("gpu", "host", "recomputed", "dropped"))
 
@@ -64,7 +74,9 @@ def test_replies_are_right_from_a_disk_of_codes(tmp_path):
     """Records go to the disk as HOST has them, and outlive the process."""
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
-    chatter = Chatter(SumsEngine(16, FP8), every_next_token_of(16), 3, host_form=FP8, disk=disk, **pools)
+    chatter = Chatter(
+        SumsEngine(16, FP8), every_next_token_of(16), 3, host_form=FP8, disk=disk, **pools
+    )
     assert chatter.run(60, restarts=2, events=["disk"])["restarted"] == 2
 
 
@@ -105,11 +117,15 @@ def displace(player: Player) -> None:
         player.play(player.request([(number * 53 + 3 * at) % 160 for at in range(100)], 2))
 
 
-def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int) -> list[int]:
-    """Generates `count` tokens after the known ones; those from `start` on are computed into the pool."""
+def greedy(
+    engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int
+) -> list[int]:
+    """Generates `count` tokens after the known ones; those from `start` on are computed into the
+    pool."""
     handle = register_pool(pool)
     table = torch.arange(len(pool)).view(1, -1)
-    context, tokens = start, list(known)
+    context = start
+    tokens = list(known)
     for _ in range(count):
         new = torch.tensor(tokens[context:])
         piece = Piece(0, context, len(tokens))
@@ -122,7 +138,8 @@ def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int],
 
 
 def test_a_reloaded_conversation_goes_on_from_its_codes():
-    """A GPU hit is exact. A reload gives the results of computing with coded chunks, and so does the next reload."""
+    """A GPU hit is exact. A reload gives the results of computing with coded chunks, and so does
+    the next reload."""
     engine = TinyEngine("llama")
     prompt = [*HISTORY, *QUESTION]
     pool = torch.zeros(engine.kv_shape(12, CHUNK))
@@ -133,7 +150,12 @@ def test_a_reloaded_conversation_goes_on_from_its_codes():
     assert from_codes != exact
 
     with Player(
-        engine, host_form=FP8, gpu_kv_chunks=16, max_model_len=110, max_num_seqs=1, generation_reserve=0.0
+        engine,
+        host_form=FP8,
+        gpu_kv_chunks=16,
+        max_model_len=110,
+        max_num_seqs=1,
+        generation_reserve=0.0,
     ) as player:
         player.play(player.request(HISTORY, 2))
         (hit,) = player.play(player.request(prompt, 20))
@@ -146,10 +168,16 @@ def test_a_reloaded_conversation_goes_on_from_its_codes():
 
 
 def from_gpu_and_host(tmp_path, engine, form):
-    """HOST chunks, as a multiple, and replies of a server that keeps KV there as it is, and in that form: computed,
-    from the GPU, and twice from HOST."""
+    """HOST chunks, as a multiple, and replies of a server that keeps KV there as it is, and in that
+    form: computed, from the GPU, and twice from HOST."""
     options = ("--gpu-kv-chunks", 20, "--host-kv-bytes", "32MiB", "--max-model-len", 400)
-    body = dict(prompt=list(range(40, 140)), max_tokens=40, temperature=0, ignore_eos=True, return_token_ids=True)
+    body = dict(
+        prompt=list(range(40, 140)),
+        max_tokens=40,
+        temperature=0,
+        ignore_eos=True,
+        return_token_ids=True,
+    )
 
     def reply(server):
         return server.post("/v1/completions", **body).json()["choices"][0]["token_ids"]
@@ -165,7 +193,10 @@ def from_gpu_and_host(tmp_path, engine, form):
                 before = server.metric('pensieve:prompt_tokens_total{source="host"}')
                 replies[mode].append(reply(server))
                 assert server.metric('pensieve:prompt_tokens_total{source="host"}') - before == 96
-            states = (f'pensieve:kv_slots{{state="{state}",tier="host"}}' for state in ("free", "copy", "idle"))
+            states = (
+                f'pensieve:kv_slots{{state="{state}",tier="host"}}'
+                for state in ("free", "copy", "idle")
+            )
             slots[mode] = sum(server.metrics(*states))
             assert server.metric("pensieve:kv_failed_copies_total") == 0
     return {mode: slots[mode] / slots["same"] for mode in slots}, replies
@@ -173,7 +204,8 @@ def from_gpu_and_host(tmp_path, engine, form):
 
 @pytest.mark.slow
 def test_a_server_with_half_the_bytes(tmp_path):
-    """Twice the chunks and more in as many bytes; a reply from the GPU's cache is exact, reloaded ones are equal."""
+    """Twice the chunks and more in as many bytes; a reply from the GPU's cache is exact, reloaded
+    ones are equal."""
     slots, replies = from_gpu_and_host(tmp_path, "demo", "fp8")
     assert slots["fp8"] >= 3.9, "the demo engine's own are of 32 bits"
     exact = replies["same"][0]

@@ -18,7 +18,10 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 3, 7]}},
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "days": {"enum": [1, 3, 7]},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -39,10 +42,14 @@ def client(server):
 
 
 def test_logprobs_whole_and_streamed(client):
-    ask = dict(model="demo", messages=USER, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3)
+    ask = dict(
+        model="demo", messages=USER, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
+    )
     choice = client.chat.completions.create(**ask).choices[0]
     content = choice.logprobs.content
-    assert b"".join(bytes(entry.bytes or b"") for entry in content).decode() == choice.message.content
+    assert (
+        b"".join(bytes(entry.bytes or b"") for entry in content).decode() == choice.message.content
+    )
     for entry in content:
         assert len(entry.top_logprobs) == 3 and entry.logprob <= 0
         assert entry.top_logprobs[0].logprob == entry.logprob  # greedy
@@ -53,11 +60,15 @@ def test_logprobs_whole_and_streamed(client):
         for entry in chunk.choices[0].logprobs.content
     ]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
-    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in content], abs=1e-3)
+    assert [entry.logprob for entry in streamed] == pytest.approx(
+        [entry.logprob for entry in content], abs=1e-3
+    )
 
 
 def test_completion_logprobs_and_echo(client):
-    prompt = "Tea is a drink that people make with hot water and leaves, and some like it with milk."
+    prompt = (
+        "Tea is a drink that people make with hot water and leaves, and some like it with milk."
+    )
     ask = dict(model="demo", prompt=prompt, max_tokens=5, temperature=0, logprobs=2)
     plain, echo = (client.completions.create(**ask, echo=echo).choices[0] for echo in (False, True))
     assert echo.text == prompt + plain.text
@@ -66,15 +77,23 @@ def test_completion_logprobs_and_echo(client):
     for logprobs, text in ((plain.logprobs, plain.text), (echo.logprobs, echo.text)):
         for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
             assert text[offset:].startswith(token) or token.startswith("<")
-    assert echo.logprobs.token_logprobs[0] is None and all(value <= 0 for value in echo.logprobs.token_logprobs[1:])
+    assert echo.logprobs.token_logprobs[0] is None and all(
+        value <= 0 for value in echo.logprobs.token_logprobs[1:]
+    )
 
 
 def test_prompt_logprobs_do_not_depend_on_the_cache(client):
-    ask = dict(model="demo", prompt=list(range(40, 140)), max_tokens=1, extra_body={"prompt_logprobs": 1})
+    ask = dict(
+        model="demo", prompt=list(range(40, 140)), max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
     cold, cached = (client.completions.create(**ask) for _ in range(2))
     first, second = (answer.choices[0].prompt_logprobs for answer in (cold, cached))
     assert first[0] is None and len(first) == len(second) == 100
-    assert cold.usage.prompt_tokens_details.cached_tokens == cached.usage.prompt_tokens_details.cached_tokens == 0
+    assert (
+        cold.usage.prompt_tokens_details.cached_tokens
+        == cached.usage.prompt_tokens_details.cached_tokens
+        == 0
+    )
     for token, left, right in zip(range(41, 140), first[1:], second[1:], strict=True):
         assert left[str(token)]["logprob"] == pytest.approx(right[str(token)]["logprob"], abs=1e-3)
 
@@ -100,7 +119,9 @@ def test_biases_and_penalties(client):
     ids = {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
     forced = client.completions.create(**ask, logit_bias={"70": 100}, **ids).choices[0]
     assert forced.token_ids == [70] * 8
-    varied = client.completions.create(**ask, logit_bias={"70": 10}, frequency_penalty=2.0, **ids).choices[0]
+    varied = client.completions.create(
+        **ask, logit_bias={"70": 10}, frequency_penalty=2.0, **ids
+    ).choices[0]
     assert varied.token_ids != forced.token_ids
 
 
@@ -130,7 +151,9 @@ def test_a_streamed_schema(client):
     chunks = client.chat.completions.create(
         model="demo", messages=USER, max_tokens=100, seed=1, response_format=form, stream=True
     )
-    flags = json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
+    flags = json.loads(
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    )
     assert 2 <= len(flags) <= 5 and set(map(type, flags)) == {bool}
 
 
@@ -147,9 +170,15 @@ def test_tools_there_and_back(client):
     results = []
     for call in choice.message.tool_calls:
         arguments = json.loads(call.function.arguments)
-        assert call.function.name == "weather" and len(arguments["city"]) <= 12 and arguments["days"] in (1, 3, 7)
+        assert (
+            call.function.name == "weather"
+            and len(arguments["city"]) <= 12
+            and arguments["days"] in (1, 3, 7)
+        )
         results.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
-    answer = client.chat.completions.create(messages=[*USER, choice.message, *results], tool_choice="none", **ask)
+    answer = client.chat.completions.create(
+        messages=[*USER, choice.message, *results], tool_choice="none", **ask
+    )
     assert answer.choices[0].message.tool_calls is None
 
 
@@ -161,4 +190,7 @@ def test_a_named_tool_streamed(client):
             pass
         choice = stream.get_final_completion().choices[0]
     (call,) = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls" and set(json.loads(call.function.arguments)) == {"city", "days"}
+    assert choice.finish_reason == "tool_calls" and set(json.loads(call.function.arguments)) == {
+        "city",
+        "days",
+    }

@@ -1,7 +1,8 @@
-"""Conversations that outgrow the context: replies are those of a full forward pass over exactly the visible tokens.
+"""Conversations that outgrow the context: replies are those of a full forward pass over exactly the
+visible tokens.
 
-Sometimes all KV is lost or requests are suspended, and contexts begin again: the reference begins at the same
-positions.
+Sometimes all KV is lost or requests are suspended, and contexts begin again: the reference begins
+at the same positions.
 """
 
 from __future__ import annotations
@@ -64,16 +65,21 @@ def test_replies_are_those_of_a_pass_with_the_same_visibility(models, kind, over
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "overflow"), RUNS)
 def test_replies_over_many_windows(models, kind, overflow, tmp_path):
-    """With and without ids, pools small and large, a disk, windows that end within a chunk, and other ratios."""
+    """With and without ids, pools small and large, a disk, windows that end within a chunk, and
+    other ratios."""
     happened = Counter()
     for seed in range(3):
         for ids in (0.0, 0.7, 1.0):
             happened += chat(models, kind, overflow, seed, 70, ids=ids, disturbed=seed == 1)
         happened += chat(models, kind, overflow, seed, 70, max_model_len=68, gpu_kv_chunks=60)
-        happened += chat(models, kind, overflow, seed, 70, overflow_ratio=0.25, chunk_tokens=4, gpu_kv_chunks=40)
+        happened += chat(
+            models, kind, overflow, seed, 70, overflow_ratio=0.25, chunk_tokens=4, gpu_kv_chunks=40
+        )
         happened += chat(models, kind, overflow, seed, 40, reuse=False, gpu_kv_chunks=60)
         disk = DiskSettings(tmp_path / f"{seed}", 60, "ab")
-        happened += chat(models, kind, overflow, seed, 70, host_kv_chunks=10, disk_kv_chunks=60, disk=disk)
+        happened += chat(
+            models, kind, overflow, seed, 70, host_kv_chunks=10, disk_kv_chunks=60, disk=disk
+        )
         happened += chat(models, kind, overflow, seed, 70, host_kv_chunks=0, batching="separate")
     for event in EVENTS:
         assert happened[event] > 0, f"{event} never occurred: {dict(happened)}"

@@ -1,4 +1,5 @@
-"""Ranks over a real MPI, on the CPU: replies are those of plain transformers, and no rank waits for ever."""
+"""Ranks over a real MPI, on the CPU: replies are those of plain transformers, and no rank waits for
+ever."""
 
 from __future__ import annotations
 
@@ -55,9 +56,14 @@ def test_two_ranks_reply_as_transformers(engine):
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt"])
 def test_two_ranks_reply_as_transformers_in_every_state(kind, engine):
     """Copies and steps delayed on all ranks, on one, on none; hosts of all sizes."""
-    runs = [dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)]
+    runs = [
+        dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)
+    ]
     runs[0]["events"] = EVENTS
-    runs += [dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1) for host in (0, 30, 200)]
+    runs += [
+        dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1)
+        for host in (0, 30, 200)
+    ]
     runs += [dict(seed=8, turns=50, gpu_kv_chunks=29, slow=0, batching="separate")]
     runs += [dict(seed=11, turns=50, gpu_kv_chunks=29, slow=1, events=["suspended"], **TIGHT)]
     pools = dict(gpu_kv_chunks=29, host_kv_chunks=12, disk_kv_chunks=40)
@@ -65,7 +71,9 @@ def test_two_ranks_reply_as_transformers_in_every_state(kind, engine):
     print(chat(engine(kind), *runs))
 
 
-DISK = dict(gpu_kv_chunks=29, host_kv_chunks=14, disk_kv_chunks=60, turns=80, restarts=5, events=["disk"])
+DISK = dict(
+    gpu_kv_chunks=29, host_kv_chunks=14, disk_kv_chunks=60, turns=80, restarts=5, events=["disk"]
+)
 
 
 @pytest.mark.slow
@@ -78,7 +86,8 @@ def test_two_ranks_reply_as_transformers_across_restarts(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_with_a_disk_that_lies(rank, engine):
-    """Torn, flipped and misdirected records, refusals: records that one rank has lost are dropped on all."""
+    """Torn, flipped and misdirected records, refusals: records that one rank has lost are dropped
+    on all."""
     counts = chat(engine("llama"), dict(seed=22 + rank, bad_disk=rank, **DISK))
     print(counts)
     assert counts["restarted"] == 5, counts
@@ -98,8 +107,15 @@ PROMPT = list(range(5, 25))
 
 
 def ask(server, max_tokens, seconds=60):
-    return server.post("/v1/completions", seconds, model="engine", prompt=PROMPT, max_tokens=max_tokens,
-                       ignore_eos=True, return_token_ids=True)  # fmt: skip
+    return server.post(
+        "/v1/completions",
+        seconds,
+        model="engine",
+        prompt=PROMPT,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        return_token_ids=True,
+    )
 
 
 @pytest.mark.slow
@@ -108,7 +124,13 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
     with Server(tmp_path, engine=engine("llama")[1]) as server:
         whole = ask(server, 40).json()["choices"][0]["token_ids"]
         assert len(whole) == 40
-        body = {"model": "engine", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
+        body = {
+            "model": "engine",
+            "prompt": PROMPT,
+            "max_tokens": 300,
+            "stream": True,
+            "ignore_eos": True,
+        }
         with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
@@ -131,12 +153,16 @@ def test_ranks_say_where_their_threads_are_and_go_on(engine, tmp_path):
 def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
     """Its message reaches the client and the log. A killed one has none: mpirun ends the others."""
     words = command(2, "tests.end_to_end.ranks_faults", fault)
-    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+    with Server(
+        tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)
+    ) as server:
         if fault == "kill":
             with suppress(httpx.TransportError):  # unless rank 0 misses it before mpirun ends it
                 assert ask(server, 40).status_code == 500
         else:
-            message = "ZeroDivisionError: rank 1 divides by zero" if fault == "raise" else "a rank hangs"
+            message = (
+                "ZeroDivisionError: rank 1 divides by zero" if fault == "raise" else "a rank hangs"
+            )
             reply = ask(server, 40)
             assert reply.status_code == 500 and message in reply.text
         assert server.process.wait(120) != 0
@@ -146,10 +172,12 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
 
 @pytest.mark.slow
 def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
-    """The other ranks give it up; they have launched the step too. Whether it can still tell its client depends on
-    mpirun."""
+    """The other ranks give it up; they have launched the step too. Whether it can still tell its
+    client depends on mpirun."""
     words = command(2, "tests.end_to_end.ranks_faults", "leader")
-    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+    with Server(
+        tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)
+    ) as server:
         with suppress(httpx.TransportError):
             assert ask(server, 40).status_code == 500
         assert server.process.wait(120) != 0
@@ -186,7 +214,9 @@ def test_a_server_that_still_starts_ends_when_it_is_told_to(engine, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_does_not_end_is_given_up(engine, tmp_path):
     words = command(2, "tests.end_to_end.ranks_faults", "last")
-    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+    with Server(
+        tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)
+    ) as server:
         assert server.stop(signal.SIGUSR1) != 0
     assert any("Timeout" in line for line in server.log)
 

@@ -23,7 +23,8 @@ from .ray_cluster import RAY, RayCluster, descendants, until
 from .server import HTTP, Server, smallest_gap
 
 CONVERSATIONS = 20
-TIERS = "--gpu-kv-chunks 800 --host-kv-chunks 100 --max-num-seqs 8"  # room for all conversations: nothing is evicted
+# room for all conversations: nothing is evicted
+TIERS = "--gpu-kv-chunks 800 --host-kv-chunks 100 --max-num-seqs 8"
 KEY = "the-key"
 BEGAN = time.monotonic()
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -51,12 +52,23 @@ class Dialogue:
 
     def body(self, **further):
         text = f"{self.name}, {len(self.turns)}: tell me about {self.topic}."
-        body = dict(model="demo", messages=[{"role": "user", "content": text}], conversation=self.name, temperature=0)
-        body |= dict(history="server" if self.turns else "client", max_tokens=12, logprobs=True, top_logprobs=2)
+        body = dict(
+            model="demo",
+            messages=[{"role": "user", "content": text}],
+            conversation=self.name,
+            temperature=0,
+        )
+        body |= dict(
+            history="server" if self.turns else "client",
+            max_tokens=12,
+            logprobs=True,
+            top_logprobs=2,
+        )
         return body | further
 
     def send(self, url):
-        """One turn, with the header that brings it to the conversation's replica. Returns the status."""
+        """One turn, with the header that brings it to the conversation's replica. Returns the
+        status."""
         headers = {"X-Session-ID": self.name} | AUTHORIZED
         body = self.body()
         try:
@@ -71,7 +83,8 @@ class Dialogue:
         said = answer.json()
         cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
         (choice,) = said["choices"]
-        reply, tokens = choice["message"]["content"], choice["logprobs"]["content"]
+        reply = choice["message"]["content"]
+        tokens = choice["logprobs"]["content"]
         replica = answer.headers.get("x-pensieve-replica", "")
         self.turns.append(Turn(body["messages"][0]["content"], reply, cached, replica, tokens))
 
@@ -102,9 +115,13 @@ def each(dialogues, act):
 @pytest.mark.slow
 @pytest.mark.skipif(not RAY.exists(), reason=f"no Ray in {RAY.parent}: run `make ray`")
 def test_conversations_outlive_replicas(cluster, tmp_path):
-    """One replica, then three; one of them is killed in mid-reply; all are replaced in turn; one again."""
+    """One replica, then three; one of them is killed in mid-reply; all are replaced in turn; one
+    again."""
     options = f"demo --api-key {KEY} --max-body-bytes 100000 {TIERS}"
-    dialogues = [Dialogue(f"{number:02} chat", TOPICS[number % len(TOPICS)]) for number in range(CONVERSATIONS)]
+    dialogues = [
+        Dialogue(f"{number:02} chat", TOPICS[number % len(TOPICS)])
+        for number in range(CONVERSATIONS)
+    ]
     cluster.deploy(options, 1)
     cluster.until_replicas(1)
     step("one replica serves")
@@ -127,7 +144,9 @@ def test_conversations_outlive_replicas(cluster, tmp_path):
     step("turns find their KV")
 
     ((lost, _),) = homes.most_common(1)
-    kill_in_mid_reply(cluster, lost, replicas[lost], [one for one in dialogues if one.turns[-1].replica == lost])
+    kill_in_mid_reply(
+        cluster, lost, replicas[lost], [one for one in dialogues if one.turns[-1].replica == lost]
+    )
     replicas = cluster.until_replicas(3, but=[lost])
     step("a new replica in place of the killed one")
 
@@ -155,7 +174,9 @@ def check_limits_and_metrics(cluster, replicas):
     body["messages"][0]["content"] = "tea " * 30_000
     assert HTTP.post(path, json=body, headers=AUTHORIZED).status_code == 413
     assert requests(cluster, replicas, "length") > CONVERSATIONS
-    body |= dict(messages=[{"role": "user", "content": "tea"}], stream=True, max_tokens=1000, ignore_eos=True)
+    body |= dict(
+        messages=[{"role": "user", "content": "tea"}], stream=True, max_tokens=1000, ignore_eos=True
+    )
     with HTTP.stream("POST", path, json=body, headers=AUTHORIZED) as answer:
         next(answer.iter_lines())
     # A client that leaves ends its request.
@@ -167,16 +188,23 @@ def requests(cluster, replicas, finish):
     """How many requests of all replicas have ended so."""
 
     def named():
-        return {target["labels"]["instance"] for target in HTTP.get(f"{cluster.url}/replicas").json()}
+        return {
+            target["labels"]["instance"] for target in HTTP.get(f"{cluster.url}/replicas").json()
+        }
 
     until(lambda: named() == replicas.keys(), lambda: f"{named()} are not {replicas.keys()}")
     texts = [HTTP.get(f"{cluster.url}/metrics", params={"replica": name}).text for name in replicas]
-    samples = [dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#") for text in texts]
-    return sum(float(one.get(f'pensieve:requests_total{{finish="{finish}"}}', 0)) for one in samples)
+    samples = [
+        dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#") for text in texts
+    ]
+    return sum(
+        float(one.get(f'pensieve:requests_total{{finish="{finish}"}}', 0)) for one in samples
+    )
 
 
 def elsewhere(cluster, dialogue):
-    """Without the header a request lands anywhere and is answered. The conversation itself is found everywhere."""
+    """Without the header a request lands anywhere and is answered. The conversation itself is found
+    everywhere."""
     path = f"{cluster.url}/v1/conversations/{dialogue.name.replace(' ', '%20')}"
     seen = set()
     for _ in range(30):
@@ -187,11 +215,14 @@ def elsewhere(cluster, dialogue):
 
 
 def kill_in_mid_reply(cluster, name, pid, dialogues):
-    """The replica with all its processes goes, while the first conversation streams. Each conversation is answered by
-    another replica. The conversation in mid-reply waits for the end of its lease."""
+    """The replica with all its processes goes, while the first conversation streams. Each
+    conversation is answered by another replica. The conversation in mid-reply waits for the end of
+    its lease."""
     headers = {"X-Session-ID": dialogues[0].name} | AUTHORIZED
     body = dialogues[0].body(stream=True, max_tokens=1000, ignore_eos=True)
-    with HTTP.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, headers=headers) as answer:
+    with HTTP.stream(
+        "POST", f"{cluster.url}/v1/chat/completions", json=body, headers=headers
+    ) as answer:
         assert answer.headers["x-pensieve-replica"] == name
         lines = answer.iter_lines()
         for line in itertools.islice((line for line in lines if line.startswith("data: {")), 3):
@@ -220,7 +251,8 @@ class Traffic:
     """Turns of all conversations, one after the other in each, until the end. None may fail."""
 
     def __init__(self, cluster, dialogues):
-        self._cluster, self._dialogues = cluster, dialogues
+        self._cluster = cluster
+        self._dialogues = dialogues
         self._ended = threading.Event()
         self._one_more = threading.Semaphore(0)
         self._pool = ThreadPoolExecutor(2)
@@ -256,8 +288,8 @@ class Traffic:
 
 
 def replay(dialogues, directory):
-    """An undisturbed server gives the same replies, but where it is undecided. Turns that found their replica find as
-    many tokens there."""
+    """An undisturbed server gives the same replies, but where it is undecided. Turns that found
+    their replica find as many tokens there."""
 
     def again(dialogue):
         same = Dialogue(dialogue.name, dialogue.topic, sticky=dialogue.sticky)

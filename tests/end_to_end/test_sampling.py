@@ -1,4 +1,5 @@
-"""Penalties, log probabilities, grammars and choices: equal results with any state of the cache and the batch."""
+"""Penalties, log probabilities, grammars and choices: equal results with any state of the cache and
+the batch."""
 
 from __future__ import annotations
 
@@ -26,10 +27,18 @@ SCHEMA = {
         "count": {"type": "integer", "minimum": -50, "maximum": 1000},
         "kind": {"enum": ["cat", "dog", None, 3]},
         "size": {"type": "number", "minimum": 0, "maximum": 9.5, "multipleOf": 0.5},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 4},
+            "minItems": 1,
+            "maxItems": 3,
+        },
         "owner": {
             "type": "object",
-            "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,6}$"}, "old": {"type": "boolean"}},
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
+                "old": {"type": "boolean"},
+            },
             "required": ["name", "old"],
             "additionalProperties": False,
         },
@@ -47,7 +56,9 @@ def check_animal(text: str) -> None:
     assert type(animal["count"]) is int and -50 <= animal["count"] <= 1000
     assert animal["kind"] in ("cat", "dog", None, 3)
     assert 0 <= animal["size"] <= 9.5 and float(2 * animal["size"]).is_integer()
-    assert 1 <= len(animal["tags"]) <= 3 and all(type(tag) is str and len(tag) <= 4 for tag in animal["tags"])
+    assert 1 <= len(animal["tags"]) <= 3 and all(
+        type(tag) is str and len(tag) <= 4 for tag in animal["tags"]
+    )
     assert list(animal["owner"]) == ["name", "old"] and type(animal["owner"]["old"]) is bool
     name = animal["owner"]["name"]
     assert 1 <= len(name) <= 6 and name.isascii() and name.islower()
@@ -100,7 +111,10 @@ def check_entries(entries, tokens, logprobs, top):
     assert len(entries) == len(tokens) == len(logprobs)
     for entry, token, row in zip(entries, tokens, logprobs, strict=True):
         assert entry.logprob == pytest.approx(row[token], abs=2e-4)
-        assert abs(entry.rank - 1 - (row > row[token]).sum()) <= (np.abs(row - row[token]) < 2e-4).sum() - 1
+        assert (
+            abs(entry.rank - 1 - (row > row[token]).sum())
+            <= (np.abs(row - row[token]) < 2e-4).sum() - 1
+        )
         assert len(entry.top_ids) == len(entry.top_logprobs) == top
         assert np.allclose(entry.top_logprobs, np.sort(row)[::-1][:top], atol=2e-4)
         assert np.allclose(row[list(entry.top_ids)], entry.top_logprobs, atol=2e-4)
@@ -111,7 +125,8 @@ def check_entries(entries, tokens, logprobs, top):
 
 def penalised_twin(reference, tokens, count, sampling):
     """Greedy tokens under penalties and bias, as they are defined, one by one."""
-    said, prompt_tokens = list(tokens), set(tokens)
+    said = list(tokens)
+    prompt_tokens = set(tokens)
     for _ in range(count):
         logits = reference_logits(reference, said)[-1]
         for token, bias in sampling.logit_bias:
@@ -120,7 +135,9 @@ def penalised_twin(reference, tokens, count, sampling):
         for token in range(VOCAB):
             if token in prompt_tokens or token in reply:
                 factor = sampling.repetition_penalty
-                logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+                logits[token] = (
+                    logits[token] / factor if logits[token] > 0 else logits[token] * factor
+                )
             logits[token] -= sampling.frequency_penalty * reply.count(token)
             logits[token] -= sampling.presence_penalty * (token in reply)
         said.append(int(logits.argmax()))
@@ -150,13 +167,16 @@ def test_penalties_are_what_they_are_defined_as(model, sampling):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_ids_are_not_drawn_among_the_first_min_tokens(model, grammars, temperature):
     """Even if the client favours one. A complete grammar still allows only its end."""
-    eager = Sampling(temperature, seed=1, logit_bias=((EOS, 100.0), (7, 90.0), (9, 60.0)), frequency_penalty=0.1)
+    eager = Sampling(
+        temperature, seed=1, logit_bias=((EOS, 100.0), (7, 90.0), (9, 60.0)), frequency_penalty=0.1
+    )
     done = Sampling(temperature, seed=1, grammar=json_grammar({"enum": [7]}))
     stops = frozenset({EOS, 7})
     with Player(model[0], grammars) as player:
         asked = [(3, eager), (0, eager), (12, eager), (4, done)]
         requests = [
-            player.request(prompt(1, 9), 12, sampling=how, stop_ids=stops, min_tokens=least) for least, how in asked
+            player.request(prompt(1, 9), 12, sampling=how, stop_ids=stops, min_tokens=least)
+            for least, how in asked
         ]
         third, none, never, complete = player.play(*requests)
     assert (third.tokens, third.finish) == ([9, 9, 9, EOS], FinishReason.STOP)
@@ -199,14 +219,21 @@ def alone(model, grammars):
         return [player.play(request)[0] for request in mixture(player, json_grammar(SCHEMA))]
 
 
-@pytest.mark.parametrize("settings", [TINY_POOL, dict(TINY_POOL, host_kv_chunks=0), dict(max_num_seqs=16)])
+@pytest.mark.parametrize(
+    "settings", [TINY_POOL, dict(TINY_POOL, host_kv_chunks=0), dict(max_num_seqs=16)]
+)
 def test_suspended_rows_get_the_same_tokens_as_undisturbed_ones(model, grammars, alone, settings):
     with Player(model[0], grammars, **settings) as player:
         together = player.play(*mixture(player, json_grammar(SCHEMA)))
-        assert (player.scheduler.stats().suspensions > 3) == (settings.get("gpu_kv_chunks", 200) < 100)
+        assert (player.scheduler.stats().suspensions > 3) == (
+            settings.get("gpu_kv_chunks", 200) < 100
+        )
     for other, own in zip(together, alone, strict=True):
         assert (other.tokens, other.finish) == (own.tokens, own.finish)
-        for entries, own_entries in ((other.logprobs, own.logprobs), (other.prompt_logprobs, own.prompt_logprobs)):
+        for entries, own_entries in (
+            (other.logprobs, own.logprobs),
+            (other.prompt_logprobs, own.prompt_logprobs),
+        ):
             assert len(entries) == len(own_entries)
             for entry, own_entry in zip(entries, own_entries, strict=True):
                 assert entry.logprob == pytest.approx(own_entry.logprob, abs=1e-4)
@@ -227,14 +254,17 @@ def test_the_mixture_follows_its_grammars(alone):
 
 def test_json_always_validates(model, grammars):
     """From random weights, at every temperature, some with penalties and stop tokens in the way."""
-    tokenizer, settings = ascii_tokenizer(), dict(grammar=json_grammar(SCHEMA))
+    tokenizer = ascii_tokenizer()
+    settings = dict(grammar=json_grammar(SCHEMA))
     with Player(model[0], grammars, max_num_seqs=16, max_num_batched_tokens=64) as player:
         requests = [
             player.request(
                 prompt(seed, 10),
                 180,
                 stop_ids=frozenset({EOS}),
-                sampling=Sampling(temperature=seed / 6, seed=seed, frequency_penalty=0.1 * (seed % 3), **settings),
+                sampling=Sampling(
+                    temperature=seed / 6, seed=seed, frequency_penalty=0.1 * (seed % 3), **settings
+                ),
             )
             for seed in range(16)
         ]
@@ -257,16 +287,26 @@ def test_a_complete_reply_goes_on_with_nothing_but_its_end(model, grammars):
 
 
 def test_logprobs_are_those_of_the_model_itself(model):
-    """They are those of the raw distribution: temperature, penalties and bias do not change them."""
+    """They are those of the raw distribution: temperature, penalties and bias do not change
+    them."""
     engine, reference = model
     tokens = prompt(2, 30)
     samplings = [
         Sampling(logprobs=5),
         Sampling(temperature=1.5, seed=2, logprobs=20),
-        Sampling(temperature=0.5, seed=3, top_k=5, repetition_penalty=1.4, logit_bias=((3, 50.0),), logprobs=0),
+        Sampling(
+            temperature=0.5,
+            seed=3,
+            top_k=5,
+            repetition_penalty=1.4,
+            logit_bias=((3, 50.0),),
+            logprobs=0,
+        ),
     ]
     with Player(engine) as player:
-        results = player.play(*(player.request(tokens, 12, sampling=sampling) for sampling in samplings))
+        results = player.play(
+            *(player.request(tokens, 12, sampling=sampling) for sampling in samplings)
+        )
     for sampling, heard in zip(samplings, results, strict=True):
         logprobs = reference_logprobs(reference, [*tokens, *heard.tokens])[len(tokens) - 1 : -1]
         check_entries(heard.logprobs, heard.tokens, logprobs, sampling.logprobs)
@@ -281,25 +321,38 @@ def test_prompt_logprobs_cached_and_not_are_those_of_the_model(model, length):
         (cold,) = player.play(player.request(tokens, 5, conversation="c", **ask))
         (cached,) = player.play(player.request(tokens, 5, conversation="c", **ask))
         (plain,) = player.play(player.request(tokens, 5, conversation="c"))
-        (longer,) = player.play(player.request([*tokens, *cold.tokens, 5], 5, conversation="c", **ask))
+        (longer,) = player.play(
+            player.request([*tokens, *cold.tokens, 5], 5, conversation="c", **ask)
+        )
     logprobs = reference_logprobs(reference, tokens)[:-1]
     for heard in (cold, cached):
         check_entries(heard.prompt_logprobs, tokens[1:], logprobs, 2)
         assert heard.usage.cached == 0
     assert cached.tokens == cold.tokens == plain.tokens
-    assert cached.usage.recomputed >= length // 8 * 8 and plain.usage.cached >= length - 1 - (length - 1) % 8
+    assert (
+        cached.usage.recomputed >= length // 8 * 8
+        and plain.usage.cached >= length - 1 - (length - 1) % 8
+    )
     longer_tokens = [*tokens, *cold.tokens, 5]
-    check_entries(longer.prompt_logprobs, longer_tokens[1:], reference_logprobs(reference, longer_tokens)[:-1], 2)
+    check_entries(
+        longer.prompt_logprobs,
+        longer_tokens[1:],
+        reference_logprobs(reference, longer_tokens)[:-1],
+        2,
+    )
 
 
 def test_prompt_logprobs_over_holes_and_suspensions(model):
-    """Histories in a pool that holds two of them: parts are cached, on the host, dropped; pieces are computed again."""
+    """Histories in a pool that holds two of them: parts are cached, on the host, dropped; pieces
+    are computed again."""
     engine, reference = model
     with Player(engine, **TINY_POOL, max_num_seqs=4) as player:
         histories = [prompt(10 + at, 90) for at in range(4)]
         for turn in range(3):
             requests = [
-                player.request(history, 9, conversation=str(at), prompt_logprobs=1 if (turn + at) % 2 else None)
+                player.request(
+                    history, 9, conversation=str(at), prompt_logprobs=1 if (turn + at) % 2 else None
+                )
                 for at, history in enumerate(histories)
             ]
             for request, heard in zip(requests, player.play(*requests), strict=True):
@@ -317,7 +370,8 @@ def test_prompt_logprobs_over_holes_and_suspensions(model):
 
 
 def test_choices_share_the_prompt(model):
-    """The prompt is computed once; the others find it. Greedy ones are equal, seeded ones differ."""
+    """The prompt is computed once; the others find it. Greedy ones are equal, seeded ones
+    differ."""
     tokens = prompt(4, 80)
     with Player(model[0]) as player:
         requests = [player.request(tokens, 10, choice=choice) for choice in range(4)]
@@ -326,7 +380,9 @@ def test_choices_share_the_prompt(model):
         assert greedy[0].usage.new == 80
         assert [heard.usage.cached for heard in greedy[1:]] == [79] * 3
         seeded = [
-            player.request(tokens, 10, choice=choice, sampling=Sampling(temperature=1.0, seed=choice))
+            player.request(
+                tokens, 10, choice=choice, sampling=Sampling(temperature=1.0, seed=choice)
+            )
             for choice in range(4)
         ]
         assert len({tuple(heard.tokens) for heard in player.play(*seeded)}) == 4
@@ -336,8 +392,16 @@ def test_choices_of_a_conversation_are_branches(model):
     with Player(model[0]) as player:
         names = ["c", None, None]
         requests = [
-            player.request(prompt(5, 40), 9, conversation=name, choice=at, sampling=Sampling(temperature=1.0, seed=at))
+            player.request(
+                prompt(5, 40),
+                9,
+                conversation=name,
+                choice=at,
+                sampling=Sampling(temperature=1.0, seed=at),
+            )
             for at, name in enumerate(names)
         ]
         first, *_ = player.play(*requests)
-        assert player.scheduler.conversations.tokens("c") == array("i", [*prompt(5, 40), *first.tokens])
+        assert player.scheduler.conversations.tokens("c") == array(
+            "i", [*prompt(5, 40), *first.tokens]
+        )

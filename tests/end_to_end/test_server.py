@@ -22,21 +22,38 @@ from .server import HTTP, Hog, Server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    options = ("--gpu-kv-chunks", 200, "--host-kv-chunks", 200, "--max-model-len", 2048, "--max-queue", 8)
+    options = (
+        "--gpu-kv-chunks",
+        200,
+        "--host-kv-chunks",
+        200,
+        "--max-model-len",
+        2048,
+        "--max-queue",
+        8,
+    )
     with Server(tmp_path_factory.mktemp("state"), *options, "--max-num-seqs", 4) as running:
         yield running
 
 
 def test_the_second_turn_finds_the_first(server):
-    """`cached_tokens` is at least the first turn's prompt and reply, less the last token (it has no KV yet)."""
+    """`cached_tokens` is at least the first turn's prompt and reply, less the last token (it has no
+    KV yet)."""
     first = list(range(40, 140))
     turn = server.post(
-        "/v1/completions", prompt=first, max_tokens=21, conversation="two", return_token_ids=True, ignore_eos=True
+        "/v1/completions",
+        prompt=first,
+        max_tokens=21,
+        conversation="two",
+        return_token_ids=True,
+        ignore_eos=True,
     ).json()
     reply = turn["choices"][0]["token_ids"]
     assert len(reply) == 21
     second = [*first, *reply, *range(50, 60)]
-    turn = server.post("/v1/completions", prompt=second, max_tokens=5, conversation="two", ignore_eos=True).json()
+    turn = server.post(
+        "/v1/completions", prompt=second, max_tokens=5, conversation="two", ignore_eos=True
+    ).json()
     assert turn["usage"]["prompt_tokens"] == 131
     assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] >= 100 + 21 - 1
 
@@ -44,24 +61,34 @@ def test_the_second_turn_finds_the_first(server):
 def test_a_whole_history_without_an_id_is_reused_too(server):
     prompt = list(range(60, 188))
     server.post("/v1/completions", prompt=prompt, max_tokens=2, ignore_eos=True)
-    turn = server.post("/v1/completions", prompt=[*prompt, 7, 8], max_tokens=2, ignore_eos=True).json()
+    turn = server.post(
+        "/v1/completions", prompt=[*prompt, 7, 8], max_tokens=2, ignore_eos=True
+    ).json()
     assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
 
 
 def test_equal_requests_give_equal_replies_with_any_cache(server):
     body = dict(prompt=list(range(30, 130)), max_tokens=12, ignore_eos=True, return_token_ids=True)
-    greedy = [server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["token_ids"] for _ in range(3)]
-    seeded = [server.post("/v1/completions", seed=11, **body).json()["choices"][0]["token_ids"] for _ in range(2)]
+    greedy = [
+        server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["token_ids"]
+        for _ in range(3)
+    ]
+    seeded = [
+        server.post("/v1/completions", seed=11, **body).json()["choices"][0]["token_ids"]
+        for _ in range(2)
+    ]
     assert greedy[0] == greedy[1] == greedy[2]
     assert seeded[0] == seeded[1] != greedy[0]
 
 
 def test_the_official_client_holds_a_streamed_conversation(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    messages, cached = [{"role": "system", "content": "You are brief. " * 10}], []
+    messages = [{"role": "system", "content": "You are brief. " * 10}]
+    cached = []
     for number in range(4):
         messages.append({"role": "user", "content": f"Question number {number}, please answer."})
-        text, finish = "", None
+        text = ""
+        finish = None
         for event in client.chat.completions.create(
             model="demo",
             messages=messages,
@@ -71,7 +98,9 @@ def test_the_official_client_holds_a_streamed_conversation(server):
             extra_body={"conversation": "official"},
         ):
             if event.usage is not None:
-                cached.append((event.usage.prompt_tokens_details.cached_tokens, event.usage.prompt_tokens))
+                cached.append(
+                    (event.usage.prompt_tokens_details.cached_tokens, event.usage.prompt_tokens)
+                )
             for choice in event.choices:
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
@@ -97,7 +126,10 @@ def test_streamed_pieces_carry_token_ids(server):
 def test_a_prompt_beyond_the_context_is_told_both_numbers(server):
     response = server.post("/v1/completions", prompt=[50] * 3000, max_tokens=1)
     assert response.status_code == 400
-    assert "3000" in response.json()["error"]["message"] and "2048" in response.json()["error"]["message"]
+    assert (
+        "3000" in response.json()["error"]["message"]
+        and "2048" in response.json()["error"]["message"]
+    )
 
 
 def test_a_client_that_hangs_up_aborts_its_request(server):
@@ -130,24 +162,39 @@ def test_concurrent_conversations_swap_and_stay_right(server):
     for _ in range(4):
         for name, history in histories.items():
             prompt = [*history, *range(30 + name, 130 + name)]
-            body = dict(prompt=prompt, max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True)
+            body = dict(
+                prompt=prompt, max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True
+            )
             reply = server.post("/v1/completions", conversation=f"swap{name}", **body).json()
             histories[name] = [*prompt, *reply["choices"][0]["token_ids"]]
     assert server.metric('pensieve:kv_copied_bytes_total{direction="swap_out"}') > 0
     for name, history in histories.items():
-        fresh = dict(prompt=history[:-10], max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True)
-        assert server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"] == history[-10:], name
+        fresh = dict(
+            prompt=history[:-10],
+            max_tokens=10,
+            temperature=0,
+            ignore_eos=True,
+            return_token_ids=True,
+        )
+        assert (
+            server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"]
+            == history[-10:]
+        ), name
 
 
 def test_metrics_count_every_prompt_token_once(server):
-    sources = [f'pensieve:prompt_tokens_total{{source="{s}"}}' for s in ("gpu", "host", "disk", "recomputed", "new")]
+    sources = [
+        f'pensieve:prompt_tokens_total{{source="{s}"}}'
+        for s in ("gpu", "host", "disk", "recomputed", "new")
+    ]
     before = sum(server.metric(source) for source in sources)
     server.post("/v1/completions", prompt=[33] * 77, max_tokens=3, ignore_eos=True)
     assert sum(server.metric(source) for source in sources) - before == 77
 
 
 def test_metrics_are_told_under_vllms_names_too(server):
-    """Of one scrape: all are there, for the one engine, and equal ours, of which some have more labels."""
+    """Of one scrape: all are there, for the one engine, and equal ours, of which some have more
+    labels."""
     chat = [{"role": "user", "content": "Tell me about rain."}]
     assert server.post("/v1/chat/completions", messages=chat, max_tokens=5).status_code == 200
     text = HTTP.get(f"{server.url}/metrics").text
@@ -157,7 +204,9 @@ def test_metrics_are_told_under_vllms_names_too(server):
         """By suffix and the labels that are kept, summed over the others."""
         found = Counter()
         for sample in families[name].samples:
-            found[sample.name.removeprefix(name), *(sample.labels.get(label) for label in kept)] += sample.value
+            found[
+                sample.name.removeprefix(name), *(sample.labels.get(label) for label in kept)
+            ] += sample.value
         return found
 
     for name, ours in COPIED.items():
@@ -165,12 +214,22 @@ def test_metrics_are_told_under_vllms_names_too(server):
         for sample in families[name].samples:
             assert sample.labels.keys() - {"le"} == {"model_name", "engine"}
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("demo", "0")
-    for name in ("vllm:prompt_tokens", "vllm:time_to_first_token_seconds", "vllm:request_queue_time_seconds"):
+    for name in (
+        "vllm:prompt_tokens",
+        "vllm:time_to_first_token_seconds",
+        "vllm:request_queue_time_seconds",
+    ):
         assert max(values(name).values()) > 0
-    ended, told = values("pensieve:requests", "finish"), values("vllm:request_success", "finished_reason")
+    ended, told = (
+        values("pensieve:requests", "finish"),
+        values("vllm:request_success", "finished_reason"),
+    )
     assert all(told[place] == ended[place] for place in told) and told["_total", "length"] > 0
     (cache,) = families["vllm:cache_config_info"].samples
-    assert (cache.labels, cache.value) == ({"block_size": "32", "num_gpu_blocks": "200", "engine": "0"}, 1)
+    assert (cache.labels, cache.value) == (
+        {"block_size": "32", "num_gpu_blocks": "200", "engine": "0"},
+        1,
+    )
 
 
 def test_sigterm_finishes_running_requests(tmp_path):
@@ -187,7 +246,9 @@ def test_sigterm_ends_requests_that_outlast_the_grace(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 0.5) as server:
         answers = []
         body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)
-        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
+        thread = threading.Thread(
+            target=lambda: answers.append(server.post("/v1/completions", **body))
+        )
         thread.start()
         wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
         assert server.stop() == 0
@@ -208,7 +269,21 @@ def test_sigterm_ends_requests_that_outlast_the_grace(tmp_path):
 def test_a_wrong_setting_stops_the_start_and_is_named(tmp_path, capsys, options, setting):
     from pensieve.scripts.pensieve import main
 
-    assert main(["serve", "--engine", "demo", "--port", "0", "--state-dir", str(tmp_path), *map(str, options)]) == 2
+    assert (
+        main(
+            [
+                "serve",
+                "--engine",
+                "demo",
+                "--port",
+                "0",
+                "--state-dir",
+                str(tmp_path),
+                *map(str, options),
+            ]
+        )
+        == 2
+    )
     assert setting in capsys.readouterr().err
 
 
@@ -220,8 +295,8 @@ def wait_for(condition, seconds=120):
 
 
 def test_a_conversation_outgrows_the_context(server):
-    """Its oldest tokens are no longer seen, and the reply reports that; the next turn finds the KV of the visible
-    tokens."""
+    """Its oldest tokens are no longer seen, and the reply reports that; the next turn finds the KV
+    of the visible tokens."""
     prompt = [40 + number % 900 for number in range(2100)]
     body = dict(max_tokens=8, ignore_eos=True, return_token_ids=True)
     assert server.post("/v1/completions", prompt=prompt, **body).status_code == 400

@@ -1,9 +1,10 @@
-"""Two servers and one PostgreSQL under a random driver of turns, forks, deletions, kills and database restarts.
+"""Two servers and one PostgreSQL under a random driver of turns, forks, deletions, kills and
+database restarts.
 
     pytest tests/end_to_end/test_shared_histories.py --seconds 600
 
-No acknowledged turn is lost, none is there twice, every reply is the one of an undisturbed server, and nothing that was
-deleted is served, nor its KV. `-s` prints what was done.
+No acknowledged turn is lost, none is there twice, every reply is the one of an undisturbed server,
+and nothing that was deleted is served, nor its KV. `-s` prints what was done.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from .server import HTTP, Server, smallest_gap
 
 SECONDS = 10.0
 WORKERS = 4
-PAUSE = (1.0, 4.0)  # seconds between two disturbances, beside as many as the first one took: servers may start slowly
-PATIENCE = 600.0  # seconds for a server to start, or a conversation to be free again: the machine may have other work
+# seconds between two disturbances, beside as many as the first one took: servers may start slowly
+PAUSE = (1.0, 4.0)
+# seconds for a server to start, or a conversation to be free again: the machine may have other work
+PATIENCE = 600.0
 AWAY = 0.2  # seconds until a client tries a server again that does not answer
 CHUNK = 32  # tokens: two dialogues that begin with different messages have none in common
 TOPICS = ("tea", "coffee", "rice", "bread", "music")
@@ -47,8 +50,9 @@ def seconds(request):
 
 @dataclass
 class Dialogue:
-    """What is known of one conversation. `said`: turns that were answered with 200, by their unique text; `perhaps`:
-    that got no such answer. `branched`: which raced with another one, so that it may be in a branch."""
+    """What is known of one conversation. `said`: turns that were answered with 200, by their unique
+    text; `perhaps`: that got no such answer. `branched`: which raced with another one, so that it
+    may be in a branch."""
 
     name: str
     said: dict[str, str] = field(default_factory=dict)
@@ -62,7 +66,9 @@ class Dialogue:
 
 class Driver:
     def __init__(self, directory: Path, database: PrivatePostgres, seed: int):
-        self.directory, self.database, self.draw = directory, database, random.Random(seed)
+        self.directory = directory
+        self.database = database
+        self.draw = random.Random(seed)
         self.servers = [self.server(0), self.server(1)]
         self.dialogues: list[Dialogue] = []
         self.lock = threading.Lock()
@@ -70,7 +76,16 @@ class Driver:
         self.counts: Counter[str] = Counter()
 
     def server(self, number):
-        tiers = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 60, "--disk-kv-chunks", 200, "--max-num-seqs", 8)
+        tiers = (
+            "--gpu-kv-chunks",
+            60,
+            "--host-kv-chunks",
+            60,
+            "--disk-kv-chunks",
+            200,
+            "--max-num-seqs",
+            8,
+        )
         environment = os.environ | {"PENSIEVE_HISTORY_URL": self.database.url}
         tiers += ("--shutdown-timeout", 0)
         state = self.directory / f"state-{number}"
@@ -81,7 +96,8 @@ class Driver:
             self.counts[what] += 1
 
     def ask(self, method, path, server=None, **body):
-        """The status and the answer; 0 if there is none, because a server was killed or is starting."""
+        """The status and the answer; 0 if there is none, because a server was killed or is
+        starting."""
         with self.lock:
             url = self.servers[self.draw.randrange(2) if server is None else server].url
         try:
@@ -112,7 +128,9 @@ class Driver:
             dialogue = draw.choice(living)
             match draw.choices(("turn", "race", "fork", "delete", "look"), (10, 2, 1, 1, 4))[0]:
                 case "turn":
-                    self.turn(dialogue, f"{uuid.uuid4().hex[:8]}: tell me about {draw.choice(TOPICS)}.")
+                    self.turn(
+                        dialogue, f"{uuid.uuid4().hex[:8]}: tell me about {draw.choice(TOPICS)}."
+                    )
                 case "race":
                     self.race(draw.choice(TOPICS))
                 case "fork":
@@ -134,7 +152,8 @@ class Driver:
         body |= dict(model="demo", messages=messages, max_tokens=12, temperature=0)
         with self.lock:
             number = self.draw.randrange(2) if server is None else server
-            url, streamed = self.servers[number].url, self.draw.random() < 0.5
+            url = self.servers[number].url
+            streamed = self.draw.random() < 0.5
         if streamed:
             return self.stream(f"{url}/v1/chat/completions", body | {"stream": True})
         status, answer = self.ask("POST", "/v1/chat/completions", number, **body)
@@ -180,7 +199,9 @@ class Driver:
         dialogue.branched.update(texts)
 
         def send(server, text):
-            return self.chat([{"role": "user", "content": text}], server, conversation=dialogue.name)
+            return self.chat(
+                [{"role": "user", "content": text}], server, conversation=dialogue.name
+            )
 
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(send, range(2), texts))
@@ -198,11 +219,14 @@ class Driver:
         """Of turns that were answered before, all are there."""
         fork = Dialogue(uuid.uuid4().hex[:8], copied=True)
         with self.lock:
-            before, dialogue.copied = dict(dialogue.said), True
+            before = dict(dialogue.said)
+            dialogue.copied = True
         status, _ = self.ask("POST", f"/v1/conversations/{dialogue.name}/fork", id=fork.name)
         if status == 200:
             with self.lock:
-                fork.said = {text: reply for text, reply in before.items() if text not in dialogue.branched}
+                fork.said = {
+                    text: reply for text, reply in before.items() if text not in dialogue.branched
+                }
                 fork.perhaps = dialogue.perhaps | set(dialogue.said) | dialogue.branched
                 self.dialogues.append(fork)
                 self.counts["forks"] += 1
@@ -215,14 +239,23 @@ class Driver:
         if status in (200, 500):
             dialogue.gone = status == 200  # 500: all but its KV on disk
             for server in range(2):  # a turn in flight may not bring it back either
-                assert self.ask("GET", f"/v1/conversations/{dialogue.name}", server)[0] in (404, 503, 0)
+                assert self.ask("GET", f"/v1/conversations/{dialogue.name}", server)[0] in (
+                    404,
+                    503,
+                    0,
+                )
                 text = [{"role": "user", "content": "and?"}]
-                assert self.chat(text, server, conversation=dialogue.name, history="server")[0] in (404, 503, 0)
+                assert self.chat(text, server, conversation=dialogue.name, history="server")[0] in (
+                    404,
+                    503,
+                    0,
+                )
             self.count("deletions")
 
     def look(self, dialogue):
         with self.lock:
-            said, known = dict(dialogue.said), set(dialogue.perhaps)
+            said = dict(dialogue.said)
+            known = set(dialogue.perhaps)
         status, answer = self.ask("GET", f"/v1/conversations/{dialogue.name}")
         if status == 200:
             with self.lock:  # what was sent meanwhile may be there
@@ -288,7 +321,8 @@ def test_two_servers_under_kills_and_database_restarts(tmp_path, seconds, reques
             with ThreadPoolExecutor(WORKERS) as pool:
                 workers = [pool.submit(driver.work, draw.randrange(2**32)) for _ in range(WORKERS)]
                 try:
-                    until, took = time.monotonic() + seconds, 0.0
+                    until = time.monotonic() + seconds
+                    took = 0.0
                     while time.monotonic() < until and not any(worker.done() for worker in workers):
                         time.sleep(took + draw.uniform(*PAUSE))
                         began = time.monotonic()
@@ -309,8 +343,8 @@ def test_two_servers_under_kills_and_database_restarts(tmp_path, seconds, reques
 
 
 def finish(driver, database):
-    """After the last disturbance every conversation takes a turn once the leases of killed servers are over, and is
-    whole on both servers."""
+    """After the last disturbance every conversation takes a turn once the leases of killed servers
+    are over, and is whole on both servers."""
     living = [dialogue for dialogue in driver.dialogues if not dialogue.deleted]
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(lambda dialogue: finish_one(driver, dialogue), living))
@@ -324,8 +358,8 @@ def finish(driver, database):
 
 
 def answered(driver, *words, **body):
-    """The answer to `driver.ask`. It is asked again until there is one: a server whose database has failed answers 503
-    for a second."""
+    """The answer to `driver.ask`. It is asked again until there is one: a server whose database has
+    failed answers 503 for a second."""
     until = time.monotonic() + PATIENCE
     while (found := driver.ask(*words, **body))[0] in (0, 503):
         assert time.monotonic() < until, f"{words} gets no answer"
@@ -333,41 +367,52 @@ def answered(driver, *words, **body):
 
 
 def stays_gone(driver, dialogue):
-    """It is not there, and a client that says the same again under its name finds none of its KV."""
+    """It is not there, and a client that says the same again under its name finds none of its
+    KV."""
     for server in range(2):
         assert answered(driver, "GET", f"/v1/conversations/{dialogue.name}", server)[0] == 404
     if not dialogue.messages or dialogue.copied:
         return
     for server in range(2):
         said = dict(messages=dialogue.messages[:3], conversation=dialogue.name, max_tokens=1)
-        status, answer = answered(driver, "POST", "/v1/chat/completions", server, model="demo", **said)
+        status, answer = answered(
+            driver, "POST", "/v1/chat/completions", server, model="demo", **said
+        )
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert status == 200 and cached < CHUNK, f"{cached} tokens of {dialogue} are still there"
     driver.count("deleted said again")
 
 
 def finish_one(driver, dialogue):
-    text, until = f"{uuid.uuid4().hex[:8]}: the end.", time.monotonic() + PATIENCE
+    text = f"{uuid.uuid4().hex[:8]}: the end."
+    until = time.monotonic() + PATIENCE
     while text not in dialogue.said:
         assert time.monotonic() < until, f"{dialogue.name} stays held"
         driver.turn(dialogue, text)
         if text not in dialogue.said:
             time.sleep(0.2)
-    both = [answered(driver, "GET", f"/v1/conversations/{dialogue.name}", server)[1] for server in range(2)]
+    both = [
+        answered(driver, "GET", f"/v1/conversations/{dialogue.name}", server)[1]
+        for server in range(2)
+    ]
     assert both[0]["messages"] == both[1]["messages"]
     driver.look(dialogue)
 
 
 def check_branches(store, driver, dialogue):
-    """Of two turns that raced, the one that ended second is in a branch. One that began when the first had ended, as a
-    server that starts lets requests wait, has replaced it: a history that the client sends may."""
+    """Of two turns that raced, the one that ended second is in a branch. One that began when the
+    first had ended, as a server that starts lets requests wait, has replaced it: a history that the
+    client sends may."""
     found = Counter(message["content"] for message in dialogue.messages)
     named = "SELECT id FROM conversations WHERE kind = 'branch' AND parent = :name"
     for (id,) in store._db.execute(named, {"name": dialogue.name}):
         _, turn = store.find(Name("", id, "branch"), time.time())
         found.update(message["content"] for message in turn.transcript().messages)
     raced = [found[text] for text in dialogue.said if text in dialogue.branched]
-    assert not raced or (max(raced) == 1 and sum(found[text] for text in dialogue.branched) >= 1), (dialogue, found)
+    assert not raced or (max(raced) == 1 and sum(found[text] for text in dialogue.branched) >= 1), (
+        dialogue,
+        found,
+    )
     driver.counts["both of a race kept"] += raced == [1, 1]
 
 
@@ -391,18 +436,25 @@ def replay_one(driver, server, dialogue):
 
 def says_again(server, said, reply, **named):
     """True if the server gives this reply. It may give another one only where it is undecided."""
-    body = dict(messages=[said], max_tokens=12, temperature=0, logprobs=True, top_logprobs=2, **named)
+    body = dict(
+        messages=[said], max_tokens=12, temperature=0, logprobs=True, top_logprobs=2, **named
+    )
     (choice,) = server.post("/v1/chat/completions", **body).json()["choices"]
     same = choice["message"]["content"] == reply
     assert same or smallest_gap(choice["logprobs"]["content"], reply) < UNDECIDED, (reply, choice)
     return same
 
 
-@pytest.mark.parametrize(("reply", "gap"), [("a", 0.5), ("ab", 0.25), ("abc", 0.25), ("ax", 0.5), ("x", 1.0)])
+@pytest.mark.parametrize(
+    ("reply", "gap"), [("a", 0.5), ("ab", 0.25), ("abc", 0.25), ("ax", 0.5), ("x", 1.0)]
+)
 def test_the_smallest_gap_up_to_the_first_other_token(reply, gap):
     gaps = {"a": 1.0, "b": 0.5, "": 0.25}  # the last one ends the reply: it has no bytes
     tokens = [
-        dict(bytes=list(text.encode()) or None, top_logprobs=[dict(logprob=-0.5), dict(logprob=-0.5 - gap)])
+        dict(
+            bytes=list(text.encode()) or None,
+            top_logprobs=[dict(logprob=-0.5), dict(logprob=-0.5 - gap)],
+        )
         for text, gap in gaps.items()
     ]
     assert smallest_gap(tokens, reply) == gap

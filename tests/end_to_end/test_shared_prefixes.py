@@ -1,4 +1,5 @@
-"""Conversations with one system prompt, whose chunks attention reads once: replies are those of cold runs."""
+"""Conversations with one system prompt, whose chunks attention reads once: replies are those of
+cold runs."""
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ TILES = (Tile(16, 16, 4, 2, 1), Tile(32, 32, 4, 2, 1), Tile(128, 32, 4, 2, 1))
 
 
 class StackingDevice(SharingDevice):
-    """Computes attention by the items that a GPU's kernel takes, from a padded batch as a GPU reads it.
+    """Computes attention by the items that a GPU's kernel takes, from a padded batch as a GPU reads
+    it.
 
     stacks   how many items with several rows were computed
     """
@@ -36,12 +38,17 @@ class StackingDevice(SharingDevice):
 
     def _attend(self, q, segments, block_table, pool, layer, scale, window, sinks):
         if layer == 0:
-            inputs, tokens = self._inputs, len(q)
-            shape = self._shapes.of(tokens, len(inputs.sample_rows), generation=inputs.generated == tokens)
+            inputs = self._inputs
+            tokens = len(q)
+            shape = self._shapes.of(
+                tokens, len(inputs.sample_rows), generation=inputs.generated == tokens
+            )
             words = np.empty(shape.words, np.int32)
             lay_out(inputs, shape, words)
             batch = batch_views(torch.from_numpy(words), shape)
-            self._items = list_work(batch.segments, q.shape[1] // pool.shape[3], TILES, MOST_SPLITS, batch.sharing)
+            self._items = list_work(
+                batch.segments, q.shape[1] // pool.shape[3], TILES, MOST_SPLITS, batch.sharing
+            )
             self.stacks += sum(item[10] for item in self._items[0])
         return attend(q, self._items, block_table, pool, layer, scale)
 
@@ -64,5 +71,7 @@ def test_replies_of_stacked_rows_are_those_of_cold_runs(kind, disturbed, monkeyp
     engine = open_engine(tmp_path / "engine")
     settings = dict(gpu_kv_chunks=29, host_kv_chunks=12, openings=(48,), make_device=device) | TIGHT
     chatter = Chatter(engine, reference, 4, disturbed=disturbed, **settings)
-    chatter.run(50, events=("gpu", "host", "recomputed", "suspended", "dropped", "forked", "shared"))
+    chatter.run(
+        50, events=("gpu", "host", "recomputed", "suspended", "dropped", "forked", "shared")
+    )
     assert devices[0].stacks > 100

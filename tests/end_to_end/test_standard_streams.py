@@ -1,5 +1,5 @@
-"""`LLM` and the server where standard output and error are not those of a terminal: replaced as in notebooks, editors'
-consoles and tests, closed, or missing as in a service without a console."""
+"""`LLM` and the server where standard output and error are not those of a terminal: replaced as in
+notebooks, editors' consoles and tests, closed, or missing as in a service without a console."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_llm(streams, tmp_path):
 
 @pytest.mark.parametrize("streams", ["replaced", "missing"])
 def test_a_process_that_hangs_says_where(streams):
-    ended = subprocess.run(command(streams, "-c", STREAMS[streams] + HANGING), capture_output=True, text=True)
+    ended = subprocess.run(
+        command(streams, "-c", STREAMS[streams] + HANGING), capture_output=True, text=True
+    )
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr and "wait" in ended.stderr
 
@@ -111,7 +113,9 @@ def test_the_server(streams, tmp_path):
         port = free.getsockname()[1]
     options = ("--engine", "demo", "--port", port, "--state-dir", tmp_path / "state")
     sizes = ("--gpu-kv-chunks", 100, "--host-kv-chunks", 100, "--max-model-len", 512)
-    with subprocess.Popen(command(streams, program, "serve", *options, *sizes), cwd=tmp_path) as server:
+    with subprocess.Popen(
+        command(streams, program, "serve", *options, *sizes), cwd=tmp_path
+    ) as server:
         try:
             url = f"http://127.0.0.1:{port}/v1/completions"
             reply = answer(server, url, {"model": "demo", "prompt": "hello", "max_tokens": 2})

@@ -1,4 +1,5 @@
-"""The real Triton Inference Server with a repository that `pensieve triton-repository` wrote, over gRPC and HTTP."""
+"""The real Triton Inference Server with a repository that `pensieve triton-repository` wrote, over
+gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -23,11 +24,29 @@ grpc = pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]
 
 TURNS = 10
 SECONDS = 120
-CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-model-len", 1600, "--max-num-seqs", 4)
+CACHE = (
+    "--gpu-kv-chunks",
+    60,
+    "--host-kv-chunks",
+    100,
+    "--max-model-len",
+    1600,
+    "--max-num-seqs",
+    4,
+)
 GREEDY = dict(sampling_param_temperature=0.0, sampling_param_ignore_eos=True)
-SAY = "import sys; from multiprocessing.connection import Client; Client(sys.argv[2], 'AF_UNIX').send({!r})"
+SAY = (
+    "import sys; from multiprocessing.connection import Client; Client(sys.argv[2], "
+    "'AF_UNIX').send({!r})"
+)
 BROKEN = {"refused": SAY.format("--some-setting: is wrong"), "silent": "raise SystemExit(7)"}
-DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64}
+DTYPES = {
+    "BYTES": np.object_,
+    "BOOL": np.bool_,
+    "FP32": np.float32,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +55,8 @@ def triton(tmp_path_factory):
     options = ("--engine", "demo", "--state-dir", directory / "state", *CACHE)
     with TritonServer(directory, *options, broken=BROKEN) as running:
         yield running
-        # 1: Triton 24.10 sometimes does not unload the model after a client cancelled just when its reply ended.
+        # 1: Triton 24.10 sometimes does not unload the model after a client cancelled just when its
+        # reply ended.
         assert running.stop() in (0, 1), running.log
 
 
@@ -68,7 +88,10 @@ class Client:
         """A request with these inputs: text, numbers, truth values, or lists of them."""
         self._client.async_stream_infer(
             "pensieve",
-            [tensor(name, value if isinstance(value, list) else [value]) for name, value in inputs.items()],
+            [
+                tensor(name, value if isinstance(value, list) else [value])
+                for name, value in inputs.items()
+            ],
             request_id=request_id,
             sequence_id=sequence_id,
         )
@@ -82,7 +105,8 @@ class Client:
 
     def reply(self):
         """All responses up to the last one: token ids, text, the last one."""
-        ids, text = [], ""
+        ids = []
+        text = ""
         while True:
             result = self.next()
             ids += result.as_numpy("output_ids").tolist()
@@ -101,7 +125,12 @@ class Client:
 
 
 def tensor(name, values):
-    kinds = {str: "BYTES", bool: "BOOL", float: "FP32", int: "UINT64" if name.endswith("seed") else "INT32"}
+    kinds = {
+        str: "BYTES",
+        bool: "BOOL",
+        float: "FP32",
+        int: "UINT64" if name.endswith("seed") else "INT32",
+    }
     kind = kinds[type(values[0])]
     if kind == "BYTES":
         values = [text.encode() for text in values]
@@ -113,14 +142,17 @@ def tensor(name, values):
 def events(server, **inputs):
     """The events of HTTP's generate_stream, each as soon as it comes."""
     address = f"{server.url}/v2/models/pensieve/generate_stream"
-    with HTTP.stream("POST", address, json={"streaming": True, **inputs}, timeout=SECONDS) as response:
+    with HTTP.stream(
+        "POST", address, json={"streaming": True, **inputs}, timeout=SECONDS
+    ) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield json.loads(line[6:])
 
 
 def by_ids(server, turn, history):
-    """A turn over gRPC with the whole history as ids; seeded sampling. Returns the history after it."""
+    """A turn over gRPC with the whole history as ids; seeded sampling. Returns the history after
+    it."""
     prompt = [*history, *range(40 + turn, 60 + turn)]
     with Client(server) as client:
         client.send(
@@ -140,7 +172,11 @@ def by_ids(server, turn, history):
 def by_text(server, turn, replies):
     """A turn over HTTP of which the server keeps the history; greedy."""
     first = {} if turn == 0 else {"history": "server"}
-    inputs = dict(text_input=f"And what of number {turn}?", conversation_id="by text", sampling_param_max_tokens=20)
+    inputs = dict(
+        text_input=f"And what of number {turn}?",
+        conversation_id="by text",
+        sampling_param_max_tokens=20,
+    )
     ids = []
     for event in events(server, **inputs, **first, **GREEDY):
         new = event["output_ids"]  # Triton writes a list of one as its one element
@@ -149,7 +185,8 @@ def by_text(server, turn, replies):
 
 
 def in_turns(first, second):
-    """Calls both `TURNS` times, each with its previous return value; neither begins a turn before the other does."""
+    """Calls both `TURNS` times, each with its previous return value; neither begins a turn before
+    the other does."""
     together = threading.Barrier(2, timeout=SECONDS)
 
     def play(one):
@@ -160,14 +197,19 @@ def in_turns(first, second):
         return state
 
     with ThreadPoolExecutor(2) as threads:
-        return [future.result() for future in [threads.submit(play, first), threads.submit(play, second)]]
+        return [
+            future.result()
+            for future in [threads.submit(play, first), threads.submit(play, second)]
+        ]
 
 
 @needs_triton
 def test_two_clients_get_the_tokens_of_the_http_server(http, triton):
-    """Ten turns each, interleaved: one over gRPC, one over HTTP; then the same turns at `pensieve serve`."""
+    """Ten turns each, interleaved: one over gRPC, one over HTTP; then the same turns at `pensieve
+    serve`."""
     history, replies = in_turns(
-        lambda turn, state: by_ids(triton, turn, state), lambda turn, state: by_text(triton, turn, state)
+        lambda turn, state: by_ids(triton, turn, state),
+        lambda turn, state: by_text(triton, turn, state),
     )
     with http as server:
         expected_history, expected_replies = [], []
@@ -175,10 +217,19 @@ def test_two_clients_get_the_tokens_of_the_http_server(http, triton):
             body = dict(return_token_ids=True, ignore_eos=True)
             prompt = [*expected_history, *range(40 + turn, 60 + turn)]
             sampled = dict(max_tokens=24, temperature=0.75, top_k=20, seed=turn)
-            answer = server.post("/v1/completions", prompt=prompt, conversation="by ids", **sampled, **body).json()
+            answer = server.post(
+                "/v1/completions", prompt=prompt, conversation="by ids", **sampled, **body
+            ).json()
             expected_history = [*prompt, *answer["choices"][0]["token_ids"]]
-            body |= dict(prompt=f"And what of number {turn}?", conversation="by text", max_tokens=20, temperature=0)
-            answer = server.post("/v1/completions", **body, history="server" if turn else "client").json()
+            body |= dict(
+                prompt=f"And what of number {turn}?",
+                conversation="by text",
+                max_tokens=20,
+                temperature=0,
+            )
+            answer = server.post(
+                "/v1/completions", **body, history="server" if turn else "client"
+            ).json()
             expected_replies.append(answer["choices"][0]["token_ids"])
     assert history == expected_history
     assert replies == expected_replies
@@ -189,7 +240,12 @@ def test_many_requests_are_in_flight_at_once(triton):
     """With one instance and one stream; responses carry their request's id."""
     with Client(triton) as client:
         for number in range(12):
-            client.send(str(number), input_ids=[40 + number] * 8, sampling_param_max_tokens=9 + number, **GREEDY)
+            client.send(
+                str(number),
+                input_ids=[40 + number] * 8,
+                sampling_param_max_tokens=9 + number,
+                **GREEDY,
+            )
         lengths = {}
         for _ in range(12):
             result = client.next()
@@ -201,13 +257,23 @@ def test_many_requests_are_in_flight_at_once(triton):
 def test_a_whole_reply_with_all_that_can_be_said_of_it(triton):
     prompt = list(range(60, 160))
     inputs = dict(sampling_param_max_tokens=4, sampling_param_return_perf_metrics=True, **GREEDY)
-    first = triton.post(input_ids=prompt, return_finish_reason=True, return_cumulative_logprob=True, **inputs).json()
+    first = triton.post(
+        input_ids=prompt, return_finish_reason=True, return_cumulative_logprob=True, **inputs
+    ).json()
     assert len(first["output_ids"]) == 4
     assert first["finish_reason"] == "length"
     assert first["cumulative_logprob"] < 0
-    assert (first["kv_cache_reused_block"], first["kv_cache_missed_block"], first["kv_cache_hit_rate"]) == (0, 4, 0)
-    assert (first["kv_cache_alloc_new_blocks"], first["kv_cache_alloc_total_blocks"]) == (4, 4)  # 100 + 3 tokens
-    times = [first[f"{name}_time_ns"] for name in ("arrival", "first_scheduled", "first_token", "last_token")]
+    assert (
+        first["kv_cache_reused_block"],
+        first["kv_cache_missed_block"],
+        first["kv_cache_hit_rate"],
+    ) == (0, 4, 0)
+    # 100 + 3 tokens
+    assert (first["kv_cache_alloc_new_blocks"], first["kv_cache_alloc_total_blocks"]) == (4, 4)
+    times = [
+        first[f"{name}_time_ns"]
+        for name in ("arrival", "first_scheduled", "first_token", "last_token")
+    ]
     assert times == sorted(times) and times[0] < times[3]
     again = triton.post(input_ids=prompt, **inputs).json()
     assert (again["kv_cache_reused_block"], again["kv_cache_missed_block"]) == (3, 1)
@@ -225,7 +291,9 @@ def test_stop_strings_and_the_prompt_before_the_reply(triton):
     stopped = triton.post(**inputs, sampling_param_stop=[word, "not in there"], **wanted).json()
     assert (stopped["text_output"], stopped["finish_reason"]) == (text[: text.index(word)], "stop")
     assert stopped["stop_reason"] == word
-    echoed = triton.post(**inputs, sampling_param_exclude_input_from_output=False).json()["text_output"]
+    echoed = triton.post(**inputs, sampling_param_exclude_input_from_output=False).json()[
+        "text_output"
+    ]
     assert echoed == "Hello there" + text
 
 
@@ -234,10 +302,16 @@ def test_a_sequence_id_names_a_conversation(triton):
     with Client(triton) as client:
         client.send(sequence_id=77, input_ids=[50] * 40, sampling_param_max_tokens=5, **GREEDY)
         client.reply()
-        more = dict(history="server", sampling_param_max_tokens=5, sampling_param_return_perf_metrics=True, **GREEDY)
+        more = dict(
+            history="server",
+            sampling_param_max_tokens=5,
+            sampling_param_return_perf_metrics=True,
+            **GREEDY,
+        )
         client.send(input_ids=[51] * 30, conversation_id="77", **more)
         _, _, last = client.reply()
-        assert last.as_numpy("kv_cache_hit_rate")[0] == np.float32(44 / 75)  # all but the last token, which has no KV
+        # all but the last token, which has no KV
+        assert last.as_numpy("kv_cache_hit_rate")[0] == np.float32(44 / 75)
 
 
 @needs_triton
@@ -324,6 +398,10 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     (tmp_path / "built").mkdir()
     given = {"engine": "built", "state-dir": "state", "disk-dir": "kv", "trace": "steps.json"}
     options = [word for name, path in given.items() for word in (f"--{name}", path)]
-    assert main(["triton-repository", "--output", "models", "--disk-kv-bytes", "1GiB", *options]) == 0
+    assert (
+        main(["triton-repository", "--output", "models", "--disk-kv-bytes", "1GiB", *options]) == 0
+    )
     written = (tmp_path / "models" / "pensieve" / "config.pbtxt").read_text()
-    assert [name for name, path in given.items() if f"--{name}={tmp_path / path}" not in written] == []
+    assert [
+        name for name, path in given.items() if f"--{name}={tmp_path / path}" not in written
+    ] == []

@@ -23,7 +23,12 @@ pytestmark = [pytest.mark.slow, needs_triton]
 
 CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-num-seqs", 4)
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=pensieve")
-LONG = dict(streaming=True, sampling_param_max_tokens=450, sampling_param_ignore_eos=True, return_finish_reason=True)
+LONG = dict(
+    streaming=True,
+    sampling_param_max_tokens=450,
+    sampling_param_ignore_eos=True,
+    return_finish_reason=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,9 @@ def running(engine, tmp_path_factory):
 def triton(running):
     """The server with its model loaded."""
     if not running.ready:
-        loaded = HTTP.post(f"{running.url}/v2/repository/models/pensieve/load", json={}, timeout=120)
+        loaded = HTTP.post(
+            f"{running.url}/v2/repository/models/pensieve/load", json={}, timeout=120
+        )
         assert loaded.status_code == 200, loaded.text
     return running
 
@@ -80,7 +87,9 @@ def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
     # the launching process, mpirun (which names the engine too), and the ranks
     assert len(processes_of(engine)) == 1 + 2 + 1
     with streaming(triton) as lines:
-        unloaded = HTTP.post(f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60)
+        unloaded = HTTP.post(
+            f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60
+        )
         assert unloaded.status_code == 200
         assert '"finish_reason":"length"' in list(lines)[-1]
     wait_for(lambda: not processes_of(engine))
@@ -98,18 +107,28 @@ def test_a_rank_that_dies_ends_requests_and_the_model_is_not_ready(triton, engin
 
 def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_path):
     """Two conversations at once, turn by turn; then the same prompts at `pensieve serve`."""
-    inputs = dict(sampling_param_max_tokens=12, sampling_param_temperature=0.0, sampling_param_ignore_eos=True)
+    inputs = dict(
+        sampling_param_max_tokens=12, sampling_param_temperature=0.0, sampling_param_ignore_eos=True
+    )
 
     def by_triton(name):
-        return turns(lambda ids: triton.post(input_ids=ids, conversation_id=name, **inputs).json()["output_ids"])
+        return turns(
+            lambda ids: triton.post(input_ids=ids, conversation_id=name, **inputs).json()[
+                "output_ids"
+            ]
+        )
 
     with ThreadPoolExecutor(2) as threads:
         one, two = threads.map(by_triton, ["one", "two"])
-    body = dict(model="engine", max_tokens=12, temperature=0, ignore_eos=True, return_token_ids=True)
+    body = dict(
+        model="engine", max_tokens=12, temperature=0, ignore_eos=True, return_token_ids=True
+    )
     with Server(tmp_path, *CACHE, engine=engine) as server:
 
         def by_http(ids):
-            return server.post("/v1/completions", prompt=ids, **body).json()["choices"][0]["token_ids"]
+            return server.post("/v1/completions", prompt=ids, **body).json()["choices"][0][
+                "token_ids"
+            ]
 
         assert one == two == turns(by_http)
 
@@ -117,7 +136,9 @@ def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_
 def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_path):
     options = ["--engine", engine, "--state-dir", tmp_path, "--max-model-len", 100_000]
     with Listener(str(tmp_path / "socket"), "AF_UNIX") as model:
-        process = subprocess.Popen([*map(str, [*Server.COMMAND, *options, "--attach", model.address])])
+        process = subprocess.Popen(
+            [*map(str, [*Server.COMMAND, *options, "--attach", model.address])]
+        )
         connection = model.accept()
         assert "--max-model-len" in connection.recv()
         assert process.wait(60) == 2
@@ -127,7 +148,8 @@ def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_
 
 def turns(reply, count=4):
     """Replies of a conversation in which every prompt is the whole history."""
-    history, replies = list(range(5, 45)), []
+    history = list(range(5, 45))
+    replies = []
     for turn in range(count):
         replies.append(reply(history))
         history += [*replies[-1], 50 + turn, 60 + turn]

@@ -13,7 +13,9 @@ from .browser import CHROMIUM, DESKTOP, PHONE, SUBJECTS, VisitedServer, context_
 pytestmark = pytest.mark.slow
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed"
+)
 expect = playwright.expect
 
 if CHROMIUM is None:
@@ -49,7 +51,9 @@ class KeyedServer(VisitedServer):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with KeyedServer(tmp_path_factory.mktemp("state"), *SMALL, "--api-key", KEY, OTHER_KEY, NEW_KEY) as running:
+    with KeyedServer(
+        tmp_path_factory.mktemp("state"), *SMALL, "--api-key", KEY, OTHER_KEY, NEW_KEY
+    ) as running:
         running.begin(range(CONVERSATIONS))
         yield running
 
@@ -73,7 +77,9 @@ def opened(browser, url, *, key=KEY, show=True, size=DESKTOP, **options):
         context.add_init_script(f"sessionStorage.setItem('pensieve-api-key', {key!r})")
     page = context.new_page()
     faults = []
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: faults.append(message.text) if message.type == "error" else None
+    )
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.faults = faults
     if show:
@@ -157,7 +163,8 @@ def test_chat_map_and_timeline_under_load(server, browser):
         assert sources["new"] > 0 and sum(sources.values()) > sources["new"]
         assert page.locator(".run").count() == len(sources)
 
-        expect(page.get_by_role("button", name="Send")).to_be_visible()  # until then it sends nothing
+        # until then it sends nothing
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
         message.fill("And the land?")
         message.press("Enter")
         expect(strip).to_have_count(2)
@@ -180,7 +187,11 @@ def test_dropped_counts_evicted_chunks_as_the_metrics_do(server, browser):
         while server.ask("GET", "/ui/state")["moves"]["drop"] == 0:
             pass
     tiers = ("gpu", "host", "disk")
-    evicted = sum(server.metrics(*(f'pensieve:kv_evictions_total{{reason="dropped",tier="{tier}"}}' for tier in tiers)))
+    evicted = sum(
+        server.metrics(
+            *(f'pensieve:kv_evictions_total{{reason="dropped",tier="{tier}"}}' for tier in tiers)
+        )
+    )
     with opened(browser, server.url) as page:
         expect(page.locator("[data-dropped]")).to_have_text(f"{evicted:,.0f}")
         missing = sum(entry[3] for entry in server.ask("GET", "/ui/state")["conversations"])
@@ -244,7 +255,9 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
         expect(chunks).to_have_attribute("aria-valuenow", "2")
         said = chunks.get_attribute("aria-valuetext")
         found = re.fullmatch(
-            r"(Tell me about [\w ]+\.): (\d+) on the GPU, (\d+) on the host, (\d+) on disk, (\d+) dropped", said
+            r"(Tell me about [\w ]+\.): (\d+) on the GPU, (\d+) on the host, (\d+) on disk, (\d+) "
+            r"dropped",
+            said,
         )
         assert sum(map(int, found.groups()[1:])) > 2
         page.keyboard.press("Enter")
@@ -309,7 +322,9 @@ def test_a_reply_is_stopped_with_escape(server, browser):
         begin(page)
         message = message_box(page)
         message.fill("Count for as long as you can.")
-        page.route("**/chat/completions", lambda route: route.continue_(post_data=endless(route.request)))
+        page.route(
+            "**/chat/completions", lambda route: route.continue_(post_data=endless(route.request))
+        )
         message.press("Enter")
         expect(page.locator("article.assistant p").first).not_to_be_empty()
         page.keyboard.press("Escape")
@@ -332,10 +347,13 @@ def test_a_message_that_fails_stays_in_the_box_with_its_error(server, browser, s
     with opened(browser, server.url, size=size) as page:
         ready(page)
         before = page.locator("article").count()
-        message, error = message_box(page), page.get_by_role("alert")
+        message = message_box(page)
+        error = page.get_by_role("alert")
         send = page.get_by_role("button", name="Send")
 
-        page.route("**/chat/completions", lambda route: route.fulfill(status=429, json=busy), times=1)
+        page.route(
+            "**/chat/completions", lambda route: route.fulfill(status=429, json=busy), times=1
+        )
         message.fill("Tell me about bread.")
         send.click()
         expect(error).to_have_text("Not sent: the queue is full")
@@ -344,7 +362,9 @@ def test_a_message_that_fails_stays_in_the_box_with_its_error(server, browser, s
         expect(page.locator("article")).to_have_count(before)
 
         page.route(
-            "**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=events), times=1
+            "**/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body=events),
+            times=1,
         )
         send.click()
         expect(error).to_have_text("Not sent: the engine has ended")
@@ -422,22 +442,35 @@ def test_an_empty_page_says_what_to_do(server, browser, size):
 @SIZES
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_has_no_serious_accessibility_fault(server, browser, size, scheme):
-    """By axe-core's rules, whose script is allowed past the page's policy. The page shows a reply with all elements, an
-    error, and on a phone each panel."""
-    words = "# Tea\n\n* [one](https://example.org)\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | `2` |\n\n> said"
-    usage = dict(prompt_tokens_details=dict(gpu=40, host=20, disk=9, recomputed=30, new=8), completion_tokens=9)
-    chunks = [{"choices": [{"index": 0, "delta": {"content": words}}]}, {"choices": [], "usage": usage}]
+    """By axe-core's rules, whose script is allowed past the page's policy. The page shows a reply
+    with all elements, an error, and on a phone each panel."""
+    words = (
+        "# Tea\n\n* [one](https://example.org)\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | "
+        "`2` |\n\n> said"
+    )
+    usage = dict(
+        prompt_tokens_details=dict(gpu=40, host=20, disk=9, recomputed=30, new=8),
+        completion_tokens=9,
+    )
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": words}}]},
+        {"choices": [], "usage": usage},
+    ]
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks)
     options = dict(size=size, scheme=scheme, bypass_csp=True, reduced_motion="reduce")
     with opened(browser, server.url, **options) as page:
         page.route(
-            "**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=events), times=1
+            "**/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body=events),
+            times=1,
         )
         ready(page)
         message_box(page).fill("Show me everything.")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".strip")).to_have_count(1)
-        page.route("**/chat/completions", lambda route: route.fulfill(status=503, body="{}"), times=1)
+        page.route(
+            "**/chat/completions", lambda route: route.fulfill(status=503, body="{}"), times=1
+        )
         message_box(page).fill("And now?")
         page.get_by_role("button", name="Send").click()
         expect(page.get_by_role("alert")).to_be_visible()
@@ -460,7 +493,8 @@ def serious(page):
 
 
 def test_a_thousand_conversations(server, browser):
-    """The map and the list of a server with 1,000: each state is drawn within a fraction of the time to the next."""
+    """The map and the list of a server with 1,000: each state is drawn within a fraction of the
+    time to the next."""
     names = [f"guest {number:04}" for number in range(1000)]
     state = server.ask("GET", "/ui/state")
     looks = []
@@ -468,18 +502,28 @@ def test_a_thousand_conversations(server, browser):
     def give_state(route):
         looks.append(len(looks))
         moved = len(looks) * 7
-        kv = [(name, (at + moved) % 9, (at * 3 + moved) % 7, at % 5, at % 4) for at, name in enumerate(names)]
+        kv = [
+            (name, (at + moved) % 9, (at * 3 + moved) % 7, at % 5, at % 4)
+            for at, name in enumerate(names)
+        ]
         route.fulfill(json=state | {"seconds": float(len(looks)), "conversations": kv})
 
     def give_page(route):
         after = re.search(r"after=guest%20(\d+)", route.request.url)
         first = int(after[1]) + 1 if after else 0
         shown = names[first : first + 100]
-        data = [dict(id=name, title=f"I am {name}", tokens=321, parent=None, pinned_until=None) for name in shown]
-        route.fulfill(json={"data": data, "last_id": shown[-1], "has_more": first + 100 < len(names)})
+        data = [
+            dict(id=name, title=f"I am {name}", tokens=321, parent=None, pinned_until=None)
+            for name in shown
+        ]
+        route.fulfill(
+            json={"data": data, "last_id": shown[-1], "has_more": first + 100 < len(names)}
+        )
 
     def give_conversation(route):
-        first = dict(id=names[0], title=f"I am {names[0]}", tokens=321, parent=None, pinned_until=None)
+        first = dict(
+            id=names[0], title=f"I am {names[0]}", tokens=321, parent=None, pinned_until=None
+        )
         route.fulfill(json=first | {"messages": []})
 
     with opened(browser, server.url, show=False) as page:
@@ -494,15 +538,20 @@ def test_a_thousand_conversations(server, browser):
             if shown < 1000:
                 page.get_by_role("button", name="Show more").click()
         expect(page.get_by_role("button", name="Show more")).to_be_hidden()
-        expect(page.locator("#title")).to_have_text("I am guest 0000")  # it has opened, which takes the focus
+        # it has opened, which takes the focus
+        expect(page.locator("#title")).to_have_text("I am guest 0000")
         page.get_by_role("listbox").press("End")
         expect(page.locator("#conversations .active")).to_contain_text("guest 0999")
-        expect(page.locator("#timeline canvas").first).to_have_attribute("data-points", re.compile(r"[1-9]"))
+        expect(page.locator("#timeline canvas").first).to_have_attribute(
+            "data-points", re.compile(r"[1-9]")
+        )
 
 
 def test_a_key_shows_its_owner_only_their_own(server, browser):
     said = [{"role": "user", "content": "Hello!"}]
-    server.post("/v1/chat/completions", OTHER_KEY, messages=said, max_tokens=4, conversation="of the other")
+    server.post(
+        "/v1/chat/completions", OTHER_KEY, messages=said, max_tokens=4, conversation="of the other"
+    )
     with opened(browser, server.url, key=None) as page:
         key = page.get_by_label("API key")
         expect(key).to_be_focused()

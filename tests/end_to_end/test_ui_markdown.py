@@ -58,7 +58,11 @@ def page():
         def give(route):
             file = UI_FILES.get("/" + route.request.url.split("/", 3)[3])
             if route.request.url.endswith("/blank"):
-                route.fulfill(body="<!doctype html><body></body>", content_type="text/html", headers=dict(HEADERS))
+                route.fulfill(
+                    body="<!doctype html><body></body>",
+                    content_type="text/html",
+                    headers=dict(HEADERS),
+                )
             else:
                 route.fulfill(body=file.content, content_type=file.kind, headers=dict(HEADERS))
 
@@ -73,7 +77,10 @@ def page():
     [
         ("one\ntwo\n\nthree", "<p>one\ntwo</p><p>three</p>"),
         ("## Tea ##", "<h5>Tea</h5>"),
-        ("**bold** and *em*, ~~not~~", "<p><strong>bold</strong> and <em>em</em>, <del>not</del></p>"),
+        (
+            "**bold** and *em*, ~~not~~",
+            "<p><strong>bold</strong> and <em>em</em>, <del>not</del></p>",
+        ),
         (
             "__bold__, _em_, snake_case_name, 2*3*4",
             "<p><strong>bold</strong>, <em>em</em>, snake_case_name, 2<em>3</em>4</p>",
@@ -85,16 +92,26 @@ def page():
         ("* a\n\n* b\n\nend", "<ul><li>a</li><li>b</li></ul><p>end</p>"),
         ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
         ("a\n\n---\n\nb", "<p>a</p><hr><p>b</p>"),
-        ("[tea](https://example.org/a_b)", f"<p>{LINK.format('https://example.org/a_b', 'tea')}</p>"),
-        ("(https://example.org).", f"<p>({LINK.format('https://example.org', 'https://example.org')}).</p>"),
-        ("![a cup](https://example.org/cup.png)", f"<p>{LINK.format('https://example.org/cup.png', 'a cup')}</p>"),
+        (
+            "[tea](https://example.org/a_b)",
+            f"<p>{LINK.format('https://example.org/a_b', 'tea')}</p>",
+        ),
+        (
+            "(https://example.org).",
+            f"<p>({LINK.format('https://example.org', 'https://example.org')}).</p>",
+        ),
+        (
+            "![a cup](https://example.org/cup.png)",
+            f"<p>{LINK.format('https://example.org/cup.png', 'a cup')}</p>",
+        ),
         ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
         ("[x](data:text/html,hi)", "<p>[x](data:text/html,hi)</p>"),
         ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
         ("**not closed and `not closed", "<p>**not closed and `not closed</p>"),
         (
             "```js\na < b\n\n# no head",
-            CODE_HEAD.format("js") + '<pre class="text" tabindex="0" role="region" aria-label="Code in js">'
+            CODE_HEAD.format("js")
+            + '<pre class="text" tabindex="0" role="region" aria-label="Code in js">'
             "<code>a &lt; b\n\n# no head</code></pre></div>",
         ),
         (
@@ -131,7 +148,15 @@ def test_what_is_complete_is_not_made_again_when_more_comes(page):
 
 def test_no_text_takes_long(page):
     """Marks that open and never close."""
-    for text in ("*" * 20_000, "**a " * 5_000, "[" * 20_000, "`" * 19_999, "_a" * 10_000, "> " * 500, "- " * 500):
+    for text in (
+        "*" * 20_000,
+        "**a " * 5_000,
+        "[" * 20_000,
+        "`" * 19_999,
+        "_a" * 10_000,
+        "> " * 500,
+        "- " * 500,
+    ):
         page.evaluate(SHOW, [text])
 
 
@@ -146,4 +171,7 @@ def test_code_is_copied(page):
     )
     page.get_by_role("button", name="Copy").click()
     playwright.expect(page.get_by_role("button", name="Copied")).to_be_visible()
-    assert page.evaluate("() => navigator.clipboard.readText()") == 'def brew(leaves):\n    return "<b>tea</b>"'
+    assert (
+        page.evaluate("() => navigator.clipboard.readText()")
+        == 'def brew(leaves):\n    return "<b>tea</b>"'
+    )

@@ -1,7 +1,8 @@
 """A real tritonserver in a process of its own.
 
-The server is that of the package nvidia-pytriton. Its python backend was built before there was numpy 2, so it and a
-numpy 1 for it live in a directory of their own, which `make triton-server` fills.
+The server is that of the package nvidia-pytriton. Its python backend was built before there was
+numpy 2, so it and a numpy 1 for it live in a directory of their own, which `make triton-server`
+fills.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ from .server import HTTP
 
 PACKAGES = Path(sys.prefix) / "triton-server"
 TRITON = PACKAGES / "pytriton" / "tritonserver"
-STUB = TRITON / "python_backend_stubs" / "{}.{}".format(*sys.version_info) / "triton_python_backend_stub"
+STUB = (
+    TRITON
+    / "python_backend_stubs"
+    / "{}.{}".format(*sys.version_info)
+    / "triton_python_backend_stub"
+)
 NOTHING: Mapping[str, str] = MappingProxyType({})
 TRIALS = 3
-"""A free port may be taken a moment later. And if a model's process sends nothing for a second while it loads, as on a
-paused machine, tritonserver gives it up and waits for ever for its end."""
+"""A free port may be taken a moment later. And if a model's process sends nothing for a second
+while it loads, as on a paused machine, tritonserver gives it up and waits for ever for its end."""
 
-needs_triton = pytest.mark.skipif(not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`")
+needs_triton = pytest.mark.skipif(
+    not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`"
+)
 
 
 class TritonServer:
@@ -53,12 +61,22 @@ class TritonServer:
         flags: Sequence[str] = (),
         start_seconds: float = 120,
     ):
-        self._directory, self._flags, self._start_seconds = directory, flags, start_seconds
+        self._directory = directory
+        self._flags = flags
+        self._start_seconds = start_seconds
         for name in ("pensieve", *broken):
-            source = write_model(directory / "repository", name, list(map(str, options))) / "1" / "model.py"
-            source.write_text(f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}")
+            source = (
+                write_model(directory / "repository", name, list(map(str, options)))
+                / "1"
+                / "model.py"
+            )
+            source.write_text(
+                f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}"
+            )
         for name, program in broken.items():
-            change_engine(directory / "repository" / name / "config.pbtxt", [sys.executable, "-c", program])
+            change_engine(
+                directory / "repository" / name / "config.pbtxt", [sys.executable, "-c", program]
+            )
         backend = directory / "backends" / "python"
         backend.mkdir(parents=True)
         for file in [*(TRITON / "backends" / "python").iterdir(), STUB]:
@@ -81,12 +99,14 @@ class TritonServer:
             self.kill()
             if not hangs and "Address already in use" not in self.log:
                 break
-        said = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]  # but its tables
+        # but its tables
+        said = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]
         raise RuntimeError("\n".join(["tritonserver did not start:", *said]))
 
     def _start(self, http: int, grpc: int, metrics: int) -> None:
         self.grpc = f"127.0.0.1:{grpc}"
-        self.url, self.metrics_url = f"http://127.0.0.1:{http}", f"http://127.0.0.1:{metrics}/metrics"
+        self.url = f"http://127.0.0.1:{http}"
+        self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
         command = [
             TRITON / "bin" / "tritonserver",
             f"--model-repository={self._directory / 'repository'}",
@@ -96,7 +116,10 @@ class TritonServer:
             "--exit-on-error=false",
             *self._flags,
             *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")),
-            *(f"--{name}-port={port}" for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))),
+            *(
+                f"--{name}-port={port}"
+                for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))
+            ),
         ]
         libraries = os.pathsep.join(
             filter(None, [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")])
@@ -150,7 +173,8 @@ class TritonServer:
         return HTTP.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
 
     def metric(self, name: str, missing: float | None = None) -> float:
-        """The value of one sample of Triton's /metrics, named with its labels; of an unknown one `missing`."""
+        """The value of one sample of Triton's /metrics, named with its labels; of an unknown one
+        `missing`."""
         for line in HTTP.get(self.metrics_url, timeout=30).text.splitlines():
             if line.startswith(name) and line[len(name)] == " ":
                 return float(line.split()[-1])
@@ -161,12 +185,21 @@ class TritonServer:
 
 def change_engine(config: Path, command: list[str]) -> None:
     lines = config.read_text("utf-8").splitlines()
-    (at,) = [number for number, line in enumerate(lines) if line.startswith('parameters { key: "engine_command"')]
-    lines[at] = f'parameters {{ key: "engine_command" value {{ string_value: {json.dumps(json.dumps(command))} }} }}'
+    (at,) = [
+        number
+        for number, line in enumerate(lines)
+        if line.startswith('parameters { key: "engine_command"')
+    ]
+    lines[at] = (
+        f'parameters {{ key: "engine_command" value {{ string_value: '
+        f"{json.dumps(json.dumps(command))} }} }}"
+    )
     config.write_text("\n".join(lines), "utf-8")
 
 
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
         return [one.getsockname()[1] for one in sockets]

@@ -1,8 +1,8 @@
 """Bytes that no client should send, over raw sockets, and checks of the server's state afterwards.
 
-Random bytes, requests with broken parts, bodies that are nearly right, requests in pieces, hang-ups. No case may get an
-answer of 500, keep a whole request waiting, or leave open requests, slots, file descriptors or memory behind. Case n of
-a seed always has the same bytes.
+Random bytes, requests with broken parts, bodies that are nearly right, requests in pieces,
+hang-ups. No case may get an answer of 500, keep a whole request waiting, or leave open requests,
+slots, file descriptors or memory behind. Case n of a seed always has the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ANSWER_S = 20.0  # for a whole request
-PIECE_S = 0.15  # for an answer to something else: most of it is no request, and the server waits for the rest
+# for an answer to something else: most of it is no request, and the server waits for the rest
+PIECE_S = 0.15
 SETTLE_S = 30.0  # after the last case, for its work to end
 WARM_UP = 0.2  # share of the time after which memory and files are looked at first
 MORE_FILES = 8  # of the check's own clients, and of Python
@@ -33,32 +34,112 @@ STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 ALLOWED_5XX = {501, 503}
 
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x", "/v1/conversations", "/tokenize",
-    "/v1/conversations/a/fork", "/v1/conversations/a/pin", "/v1/conversations/a%2F..%2Fb", "/detokenize", "/v1/models",
-    "/v1/models/../../etc/passwd", "/health", "/ready", "/metrics", "/openapi.json", "/ui", "/ui/..%2f..%2fkey", "/%00",
-)  # fmt: skip
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/responses/x",
+    "/v1/conversations",
+    "/tokenize",
+    "/v1/conversations/a/fork",
+    "/v1/conversations/a/pin",
+    "/v1/conversations/a%2F..%2Fb",
+    "/detokenize",
+    "/v1/models",
+    "/v1/models/../../etc/passwd",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/openapi.json",
+    "/ui",
+    "/ui/..%2f..%2fkey",
+    "/%00",
+)
 METHODS = ("GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS", "TRACE", "get", "\x01")
 HEADERS = (
-    "Expect: 100-continue", "Connection: Upgrade\r\nUpgrade: websocket", "Upgrade: h2c", "Content-Encoding: gzip",
-    "Authorization: Bearer \xff", "Range: bytes=0-", "X: " + "y" * 40_000, "Cookie: " + "a=b;" * 3000, " folded: x",
-    "Content-Type: text/plain; charset=utf-7", "Transfer-Encoding: chunked", "Host: a\r\nHost: b", "X-Session-Id: \x7f",
-)  # fmt: skip
+    "Expect: 100-continue",
+    "Connection: Upgrade\r\nUpgrade: websocket",
+    "Upgrade: h2c",
+    "Content-Encoding: gzip",
+    "Authorization: Bearer \xff",
+    "Range: bytes=0-",
+    "X: " + "y" * 40_000,
+    "Cookie: " + "a=b;" * 3000,
+    " folded: x",
+    "Content-Type: text/plain; charset=utf-7",
+    "Transfer-Encoding: chunked",
+    "Host: a\r\nHost: b",
+    "X-Session-Id: \x7f",
+)
 ODD_VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 2**31, 2**63, 10**400, 1.5, 1e308, "", "x" * 5000, "\ud800", "\x00", [], {}, [[]], [{}], [None],
-    {"a": {"b": [1]}}, ["", 3], {"id": "../../etc/passwd"}, {"type": "json_schema"}, "../x", "<script>",
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    2**63,
+    10**400,
+    1.5,
+    1e308,
+    "",
+    "x" * 5000,
+    "\ud800",
+    "\x00",
+    [],
+    {},
+    [[]],
+    [{}],
+    [None],
+    {"a": {"b": [1]}},
+    ["", 3],
+    {"id": "../../etc/passwd"},
+    {"type": "json_schema"},
+    "../x",
+    "<script>",
+)
 FIELDS = (
-    "model", "prompt", "messages", "input", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "stream",
-    "stream_options", "logprobs", "top_logprobs", "echo", "logit_bias", "tools", "tool_choice", "response_format",
-    "conversation", "conversation_params", "history", "cache_salt", "ttl_s", "id", "tokens", "min_tokens", "priority",
-    "prompt_logprobs", "previous_response_id", "store", "guided_regex", "seed", "return_token_ids", "ignore_eos",
+    "model",
+    "prompt",
+    "messages",
+    "input",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "stop",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "logit_bias",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "conversation",
+    "conversation_params",
+    "history",
+    "cache_salt",
+    "ttl_s",
+    "id",
+    "tokens",
+    "min_tokens",
+    "priority",
+    "prompt_logprobs",
+    "previous_response_id",
+    "store",
+    "guided_regex",
+    "seed",
+    "return_token_ids",
+    "ignore_eos",
     "unknown",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`whole`: a request that must be answered. `pause`: seconds between its pieces. `hang_up`: nothing is read."""
+    """`whole`: a request that must be answered. `pause`: seconds between its pieces. `hang_up`:
+    nothing is read."""
 
     pieces: tuple[bytes, ...]
     whole: bool = False
@@ -86,9 +167,14 @@ def make_case(seed: int, number: int) -> Case:
             text = _request(chance, _body(chance))
             return Case((text[: chance.randrange(1, len(text))],), hang_up=True)
         case 6:
-            return Case((_request(chance, _body(chance)),), hang_up=True, pause=chance.random() * 0.05)
+            return Case(
+                (_request(chance, _body(chance)),), hang_up=True, pause=chance.random() * 0.05
+            )
         case _:
-            return Case((b"".join(_request(chance, _body(chance)) for _ in range(chance.randrange(2, 5))),), whole=True)
+            return Case(
+                (b"".join(_request(chance, _body(chance)) for _ in range(chance.randrange(2, 5))),),
+                whole=True,
+            )
 
 
 def _body(chance: random.Random) -> bytes:
@@ -96,7 +182,10 @@ def _body(chance: random.Random) -> bytes:
         return b"[" * chance.choice((10, 1000, 100_000))
     body: dict[str, Any] = {"prompt": "hello", "max_tokens": chance.randrange(1, 30)}
     if chance.random() < 0.4:
-        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": chance.randrange(1, 30)}
+        body = {
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": chance.randrange(1, 30),
+        }
     if chance.random() < 0.3:
         body["stream"] = True
     if chance.random() < 0.3:
@@ -107,7 +196,11 @@ def _body(chance: random.Random) -> bytes:
 
 
 def _request(chance: random.Random, body: bytes) -> bytes:
-    method, path = ("POST", chance.choice(PATHS[:3])) if chance.random() < 0.7 else ("GET", chance.choice(PATHS))
+    method, path = (
+        ("POST", chance.choice(PATHS[:3]))
+        if chance.random() < 0.7
+        else ("GET", chance.choice(PATHS))
+    )
     if method == "GET" or chance.random() < 0.2:
         body = b"" if method == "GET" else b"{}"
     head = f"{method} {path} HTTP/1.1\r\nHost: fuzz\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -118,8 +211,13 @@ def _odd_request(chance: random.Random) -> bytes:
     """Wrong methods, headers and lengths."""
     body = _body(chance)
     length = chance.choice((len(body), len(body) + 5, 0, -1, 10**30, "0x10", "1_0", "+5", ""))
-    target = chance.choice((*PATHS, "*", "http://other/", "//", "/" + "a" * 70_000, "/?" + "&" * 9000))
-    lines = [f"{chance.choice(METHODS)} {target} HTTP/{chance.choice(('1.1', '1.0', '2.0', '9'))}", "Host: fuzz"]
+    target = chance.choice(
+        (*PATHS, "*", "http://other/", "//", "/" + "a" * 70_000, "/?" + "&" * 9000)
+    )
+    lines = [
+        f"{chance.choice(METHODS)} {target} HTTP/{chance.choice(('1.1', '1.0', '2.0', '9'))}",
+        "Host: fuzz",
+    ]
     lines += [chance.choice(HEADERS) for _ in range(chance.randrange(4))]
     lines += [f"Content-Length: {length}"] * chance.randrange(3)
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
@@ -187,7 +285,9 @@ def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
 def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int]) -> Findings:
     """Sends cases until the time is up, then checks that the server has no remains."""
     host, port = address(url)
-    findings, numbers, ends = Findings(), itertools.count(), time.monotonic() + seconds
+    findings = Findings()
+    numbers = itertools.count()
+    ends = time.monotonic() + seconds
 
     def work() -> None:
         while time.monotonic() < ends:
@@ -208,7 +308,8 @@ def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int])
 
 def _unfinished(url: str) -> Iterator[str]:
     """Waits for the server to be idle; yields the remains at the end."""
-    until, left = time.monotonic() + SETTLE_S, {"metrics": 1.0}
+    until = time.monotonic() + SETTLE_S
+    left = {"metrics": 1.0}
     while left and time.monotonic() < until:
         time.sleep(0.3)
         with contextlib.suppress(OSError):
@@ -221,7 +322,9 @@ def _gauges(url: str) -> dict[str, float]:
     """The gauges that are 0 in an idle server."""
     idle = ("num_requests_running", "num_requests_waiting", 'kv_slots{state="in_use",tier="gpu"}')
     with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_S) as answer:
-        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        lines = dict(
+            line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#"
+        )
     return {name: float(lines.get(f"pensieve:{name}", 0)) for name in idle}
 
 
@@ -230,7 +333,10 @@ def _resources(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
     found = {}
     for pid in pids:
         memory = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        found[pid] = (len(list(Path(f"/proc/{pid}/fd").iterdir())), int(memory[1]) * 1024 if memory else 0)
+        found[pid] = (
+            len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            int(memory[1]) * 1024 if memory else 0,
+        )
     return found
 
 

@@ -22,7 +22,9 @@ SHORT = (2.0, 20.0)
 
 
 @pytest.fixture(scope="module")
-def target(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[int]]]:
+def target(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, list[int]]]:
     """The server's address and the processes that are watched."""
     if (url := pytestconfig.getoption("--url")) is not None:
         yield url, pytestconfig.getoption("--pid")
@@ -32,7 +34,9 @@ def target(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         yield server.url, [server.process.pid]
 
 
-def test_random_bytes_leave_nothing_behind(pytestconfig: pytest.Config, target: tuple[str, list[int]]) -> None:
+def test_random_bytes_leave_nothing_behind(
+    pytestconfig: pytest.Config, target: tuple[str, list[int]]
+) -> None:
     (url, pids), seed = target, pytestconfig.getoption("--seed")
     if (number := pytestconfig.getoption("--case")) is not None:
         case = make_case(seed, number)
@@ -43,7 +47,9 @@ def test_random_bytes_leave_nothing_behind(pytestconfig: pytest.Config, target: 
     seconds = pytestconfig.getoption("--seconds")
     for length in SHORT if seconds is None else (seconds,):
         findings = fuzz(url, length, seed, workers=8, pids=pids)
-        print(f"{findings.cases} cases, answers by status: {dict(sorted(findings.statuses.items()))}")
+        print(
+            f"{findings.cases} cases, answers by status: {dict(sorted(findings.statuses.items()))}"
+        )
         if findings.faults or everything_was_sent(findings):
             break
     assert not findings.faults and everything_was_sent(findings)

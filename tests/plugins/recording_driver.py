@@ -1,4 +1,5 @@
-"""Triton's JIT without a GPU: it compiles for one that is not there, and what it launches is written down."""
+"""Triton's JIT without a GPU: it compiles for one that is not there, and what it launches is
+written down."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ STREAM = 77
 
 
 class Launched(NamedTuple):
-    """image: the kernel's machine code. values: of its parameters, as bits; those of 32 bits have zeros above."""
+    """image: the kernel's machine code. values: of its parameters, as bits; those of 32 bits have
+    zeros above."""
 
     image: bytes
     grid: tuple[int, ...]
@@ -33,11 +35,18 @@ class RecordingDriver:
         self.utils = self  # Triton asks it for the next two functions
         monkeypatch.setattr(driver, "_active", self)
 
-    def load_binary(self, name: str, image: bytes, shared: int, device: int) -> tuple[None, bytes, int, int, int]:
+    def load_binary(
+        self, name: str, image: bytes, shared: int, device: int
+    ) -> tuple[None, bytes, int, int, int]:
         return None, image, 32, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024, "max_num_regs": 65536, "multiprocessor_count": 132, "warpSize": 32}
+        return {
+            "max_shared_mem": 227 * 1024,
+            "max_num_regs": 65536,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+        }
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -51,22 +60,38 @@ class RecordingDriver:
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """Makes the function that Triton calls to launch a kernel."""
 
-        def launch(x: int, y: int, z: int, stream: int, image: bytes, packed: Any, about: Any, enter: Any, leave: Any,
-                   *arguments: Any) -> None:  # fmt: skip
+        def launch(
+            x: int,
+            y: int,
+            z: int,
+            stream: int,
+            image: bytes,
+            packed: Any,
+            about: Any,
+            enter: Any,
+            leave: Any,
+            *arguments: Any,
+        ) -> None:
             given = zip(source.signature.values(), arguments, strict=True)
             values = tuple(_bits(kind, value) for kind, value in given if kind != "constexpr")
-            threads, dependent = 32 * metadata.num_warps, bool(metadata.launch_pdl)
-            self._launched.append(Launched(image, (x, y, z), threads, metadata.shared, dependent, stream, values))
+            threads = 32 * metadata.num_warps
+            dependent = bool(metadata.launch_pdl)
+            self._launched.append(
+                Launched(image, (x, y, z), threads, metadata.shared, dependent, stream, values)
+            )
 
         return launch
 
     def take(self) -> list[Launched]:
         """The launches since the last call."""
-        launched, self._launched = self._launched, []
+        launched = self._launched
+        self._launched = []
         return launched
 
 
 def _bits(kind: str, value: Any) -> int:
     if kind.startswith("*"):
         return value.data_ptr()
-    return int.from_bytes(struct.pack({"i32": "<i", "i64": "<q", "fp32": "<f"}[kind], value), "little")
+    return int.from_bytes(
+        struct.pack({"i32": "<i", "i64": "<q", "fp32": "<f"}[kind], value), "little"
+    )

@@ -1,11 +1,13 @@
-"""Every kernel once, on small batches: also for the sanitizer, which slows a GPU down a hundredfold.
+"""Every kernel once, on small batches: also for the sanitizer, which slows a GPU down a
+hundredfold.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck python -m pytest --noconftest -m gpu tests/plugins/test_small_kernels.py
-    compute-sanitizer --tool racecheck python -m pytest --noconftest -m gpu tests/plugins/test_small_kernels.py
+    compute-sanitizer --tool memcheck python -m pytest --noconftest -m gpu
+    tests/plugins/test_small_kernels.py compute-sanitizer --tool racecheck python -m pytest
+    --noconftest -m gpu tests/plugins/test_small_kernels.py
 
-Memory then comes straight from the driver, without torch's cache, so that an access behind a tensor's end is one behind
-an allocation's end. Results are compared with the CPU's.
+Memory then comes straight from the driver, without torch's cache, so that an access behind a
+tensor's end is one behind an allocation's end. Results are compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -32,11 +34,18 @@ def check(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float
         return torch.randn(shape, generator=dice).to(dtype)
 
     tokens = sum(queries for queries, _ in SEGMENTS)
-    q, k, v = draw(tokens, heads, head_dim), draw(tokens, kv_heads, head_dim), draw(tokens, kv_heads, head_dim)
+    q, k, v = (
+        draw(tokens, heads, head_dim),
+        draw(tokens, kv_heads, head_dim),
+        draw(tokens, kv_heads, head_dim),
+    )
     pool = draw(SLOTS, LAYERS, 2, kv_heads, CHUNK, head_dim)
     order = torch.randperm(SLOTS, generator=dice).int()
     table = torch.zeros(len(SEGMENTS), 16, dtype=torch.int32)
-    rows, slots, first, taken = [], [], 0, 0
+    rows = []
+    slots = []
+    first = 0
+    taken = 0
     for seat, (queries, context) in enumerate(SEGMENTS):
         blocks = -(-context // CHUNK)
         table[seat, :blocks] = order[taken : taken + blocks]
@@ -54,29 +63,52 @@ def check(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float
 
     expected_pool = pool.clone()
     turned = attention_reference.write_kv(q, k, v, rotary, slots, expected_pool, 1)
-    expected = attention_reference.multi_token_attention(turned, segments, table, expected_pool, 1, scale)
+    expected = attention_reference.multi_token_attention(
+        turned, segments, table, expected_pool, 1, scale
+    )
 
     here = pool.cuda()
-    work = attention_kernel.make_work_list(Capacity(tokens, len(SEGMENTS), 256), heads, kv_heads, head_dim, dtype)
+    work = attention_kernel.make_work_list(
+        Capacity(tokens, len(SEGMENTS), 256), heads, kv_heads, head_dim, dtype
+    )
     handle = torch_ops.register_pool(here, work=work)
     work.build(segments.cuda())
     on_gpu = [tensor.cuda() for tensor in (q, k, v, rotary, slots)]
     turned = torch.ops.pensieve.write_kv(*on_gpu, handle, 1)
-    got = torch.ops.pensieve.multi_token_attention(turned, segments.cuda(), table.cuda(), handle, 1, scale)
+    got = torch.ops.pensieve.multi_token_attention(
+        turned, segments.cuda(), table.cuda(), handle, 1, scale
+    )
     torch.cuda.synchronize()
     torch_ops.release_pool(handle)
-    apart = [(got.cpu().float() - expected.float()).abs().max(), (here.cpu() - expected_pool).float().abs().max()]
+    apart = [
+        (got.cpu().float() - expected.float()).abs().max(),
+        (here.cpu() - expected_pool).float().abs().max(),
+    ]
 
     x, y, weight = draw(5, 96), draw(5, 96), draw(96)
-    for norm in (lambda *t: torch.ops.pensieve.add_norm(*t, None, 1e-5, True), lambda *t: norm_only(*t)):
-        for ours, theirs in zip(norm(x.cuda(), y.cuda(), weight.cuda()), norm(x, y, weight), strict=True):
+    for norm in (
+        lambda *t: torch.ops.pensieve.add_norm(*t, None, 1e-5, True),
+        lambda *t: norm_only(*t),
+    ):
+        for ours, theirs in zip(
+            norm(x.cuda(), y.cuda(), weight.cuda()), norm(x, y, weight), strict=True
+        ):
             apart.append((ours.cpu() - theirs).float().abs().max())
     gate = draw(5, 192)
-    apart.append((torch.ops.pensieve.silu_gate(gate.cuda()).cpu() - torch.ops.pensieve.silu_gate(gate)).abs().max())
+    apart.append(
+        (torch.ops.pensieve.silu_gate(gate.cuda()).cpu() - torch.ops.pensieve.silu_gate(gate))
+        .abs()
+        .max()
+    )
     shares, chosen = torch.rand(5, 4, generator=dice).topk(2)
     inputs = (x, chosen, shares, 0.1 * draw(4 * 2 * 16, 96), 0.25 * draw(4 * 96, 16))
     theirs = torch.ops.pensieve.experts(*inputs)
-    apart.append((torch.ops.pensieve.experts(*(tensor.cuda() for tensor in inputs)).cpu() - theirs).float().abs().max())
+    apart.append(
+        (torch.ops.pensieve.experts(*(tensor.cuda() for tensor in inputs)).cpu() - theirs)
+        .float()
+        .abs()
+        .max()
+    )
     return max(float(difference) for difference in apart)
 
 

@@ -12,7 +12,8 @@ ops = torch.ops.pensieve
 
 @pytest.fixture
 def inputs():
-    qkv = torch.randn(6, HEADS + 2 * KV_HEADS, HEAD_DIM)  # as the model hands them over: views of one tensor
+    # as the model hands them over: views of one tensor
+    qkv = torch.randn(6, HEADS + 2 * KV_HEADS, HEAD_DIM)
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     return q, k, v, torch.randn(6, HEAD_DIM), torch.arange(6, dtype=torch.int32)
 
@@ -34,10 +35,14 @@ def test_the_operations_are_the_reference(inputs, pool):
     segments = torch.tensor([[0, 6, 0, 6, 0]], dtype=torch.int32)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     o = ops.multi_token_attention(q, segments, table, handle, 1, 0.5)
-    assert torch.equal(o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5))
+    assert torch.equal(
+        o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5)
+    )
     sinks = torch.randn(HEADS)
     o = ops.multi_token_attention(q, segments, table, handle, 1, 0.5, 3, sinks)
-    assert torch.equal(o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5, 3, sinks))
+    assert torch.equal(
+        o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5, 3, sinks)
+    )
 
 
 def test_what_torch_promises_of_an_operation_holds(inputs, pool):
@@ -49,7 +54,9 @@ def test_what_torch_promises_of_an_operation_holds(inputs, pool):
     torch.library.opcheck(ops.write_kv.default, (*inputs, handle, 0), test_utils=checks)
     no_rotary = (*inputs[:3], torch.empty(6, 0), inputs[4])
     torch.library.opcheck(ops.write_kv.default, (*no_rotary, handle, 0), test_utils=checks)
-    torch.library.opcheck(ops.multi_token_attention.default, (q, segments, table, handle, 0, 0.5), test_utils=checks)
+    torch.library.opcheck(
+        ops.multi_token_attention.default, (q, segments, table, handle, 0, 0.5), test_utils=checks
+    )
     of_window = (q, segments, table, handle, 0, 0.5, 3, torch.zeros(HEADS))
     torch.library.opcheck(ops.multi_token_attention.default, of_window, test_utils=checks)
 
@@ -57,7 +64,9 @@ def test_what_torch_promises_of_an_operation_holds(inputs, pool):
 def test_the_gate_opens_before_the_layer_is_touched(inputs):
     tensor = torch.zeros(3, 2, 2, KV_HEADS, CHUNK, HEAD_DIM)
     seen = []
-    handle = register_pool(tensor, gate=lambda layer: seen.append((layer, bool(tensor[:, layer].any()))))
+    handle = register_pool(
+        tensor, gate=lambda layer: seen.append((layer, bool(tensor[:, layer].any())))
+    )
     for layer in (0, 1):
         ops.write_kv(*inputs, handle, layer)
     release_pool(handle)
@@ -77,7 +86,9 @@ def test_a_released_handle_is_never_another_pool(inputs):
     release_pool(other)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3, 2, 2, 2), torch.zeros(3, 2, 2, 2, 4, 8).transpose(0, 1)])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3, 2, 2, 2), torch.zeros(3, 2, 2, 2, 4, 8).transpose(0, 1)]
+)
 def test_only_pools_of_whole_records_are_registered(wrong):
     with pytest.raises(ValueError, match="contiguous"):
         register_pool(wrong)

@@ -38,7 +38,9 @@ async def served(
     """The application in this process, without sockets."""
     client = EngineClient(loop.client_end)
     tokenizer = Tokenizer.load(directory, settings.chat_template) if directory is not None else None
-    transport = httpx.ASGITransport(create_app(client, ready(str(directory or "")), tokenizer, settings))
+    transport = httpx.ASGITransport(
+        create_app(client, ready(str(directory or "")), tokenizer, settings)
+    )
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield http

@@ -1,7 +1,8 @@
 """An engine whose output is computable by hand, and plans for it.
 
-Its KV holds, layer by layer, a digest of each token at its position; the next token is the sum of the digests of all
-visible tokens over all layers. A token, chunk or layer in the wrong place, early or late, changes the sum.
+Its KV holds, layer by layer, a digest of each token at its position; the next token is the sum of
+the digests of all visible tokens over all layers. A token, chunk or layer in the wrong place, early
+or late, changes the sum.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ import torch
 
 import pensieve.plugins.torch_ops  # noqa: F401 - registers the operations
 from pensieve.plugins.attention.fp8_pool import pool_width
-from pensieve.scheduler.plan import NO_TICKETS, BlockUpdate, CopyBatch, Join, Lane, RowStart, Span, StepPlan, Tickets
+from pensieve.scheduler.plan import (
+    NO_TICKETS,
+    BlockUpdate,
+    CopyBatch,
+    Join,
+    Lane,
+    RowStart,
+    Span,
+    StepPlan,
+    Tickets,
+)
 from pensieve.scheduler.types import GREEDY, RequestId, RowId, Sampling
 
 VOCAB = 97
@@ -22,7 +33,9 @@ VOCAB = 97
 def next_token(context: Sequence[int], layers: int, largest: int = 61) -> int:
     """FakeEngine's token for a context."""
     digests = (
-        (token * 31 + at * 17 + layer * 7) % largest for at, token in enumerate(context) for layer in range(layers)
+        (token * 31 + at * 17 + layer * 7) % largest
+        for at, token in enumerate(context)
+        for layer in range(layers)
     )
     return sum(digests) % VOCAB
 
@@ -41,7 +54,9 @@ class FakeEngine:
 
     def __init__(self, layers: int = 3, largest: int = 61, kv_dtype: torch.dtype = torch.float32):
         """largest: digests are below; with 16, KV in eight bits is exact."""
-        self.layers, self.largest, self.kv_dtype = layers, largest, kv_dtype
+        self.layers = layers
+        self.largest = largest
+        self.kv_dtype = kv_dtype
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         return (slots, self.layers, 2, 1, chunk_tokens, pool_width(1, self.kv_dtype))
@@ -53,7 +68,9 @@ class FakeEngine:
             digests = ((tokens + layer * 7) % self.largest).float().view(-1, 1, 1)
             no_keys = torch.zeros_like(digests)
             rotary = torch.empty(len(tokens), 0)
-            q = torch.ops.pensieve.write_kv(no_keys, no_keys, digests, rotary, batch.slots, pool, layer)
+            q = torch.ops.pensieve.write_kv(
+                no_keys, no_keys, digests, rotary, batch.slots, pool, layer
+            )
             # Equal scores: the attention is the mean over the visible tokens.
             means += torch.ops.pensieve.multi_token_attention(
                 q, batch.segments, batch.block_table, pool, layer, 1.0
@@ -74,8 +91,12 @@ def span(seat: int, start: int, end: int, write_from: int | None = None, samples
     return Span(seat, start, end, start if write_from is None else write_from, samples)
 
 
-def copy(lane: Lane, ticket: int, pairs: dict[int, int], after: Tickets = NO_TICKETS, gated: bool = False) -> CopyBatch:
-    return CopyBatch(lane, ticket, array("i", pairs.keys()), array("i", pairs.values()), after, gated)
+def copy(
+    lane: Lane, ticket: int, pairs: dict[int, int], after: Tickets = NO_TICKETS, gated: bool = False
+) -> CopyBatch:
+    return CopyBatch(
+        lane, ticket, array("i", pairs.keys()), array("i", pairs.values()), after, gated
+    )
 
 
 def plan(

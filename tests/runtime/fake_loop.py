@@ -1,4 +1,5 @@
-"""The other end of the HTTP process's pipe: a thread that answers requests with tokens computed by hand.
+"""The other end of the HTTP process's pipe: a thread that answers requests with tokens computed by
+hand.
 
 Also a byte-level tokenizer of 260 tokens: 0 <pad>, 1 <s>, 2 </s>, 3 unused, 4 + b the byte b.
 """
@@ -60,24 +61,38 @@ def byte_tokens(text: str) -> list[int]:
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     signs = pre_tokenizers.ByteLevel.alphabet()
-    # The alphabet's signs in the order of the bytes they stand for: printable bytes stand for themselves.
-    plain = [byte for byte in range(256) if chr(byte) in signs and byte not in range(128, 161) and byte != 173]
+    # The alphabet's signs in the order of the bytes they stand for: printable bytes stand for
+    # themselves.
+    plain = [
+        byte
+        for byte in range(256)
+        if chr(byte) in signs and byte not in range(128, 161) and byte != 173
+    ]
     others = [byte for byte in range(256) if byte not in plain]
-    sign = {byte: chr(byte) for byte in plain} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    sign = {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + at) for at, byte in enumerate(others)
+    }
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unused>": 3}
     vocabulary |= {sign[byte]: FIRST_BYTE + byte for byte in range(256)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 
 def save_tokenizer(directory: Path) -> Path:
     """A tokenizer directory as an engine has it."""
     byte_tokenizer().save(str(directory / "tokenizer.json"))
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "chat_template": TEMPLATE}
+    config = {
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "chat_template": TEMPLATE,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
@@ -118,7 +133,9 @@ def step_message(*results: RowResult, **others: Any) -> StepMessage:
     plain = [row for row in results if row == RowResult(row.request, row.tokens)]
     requests = array("q", [row.request for row in plain for _ in row.tokens])
     tokens = array("i", [token for row in plain for token in row.tokens])
-    return StepMessage(Applied(requests, tokens, tuple(row for row in results if row not in plain)), **others)
+    return StepMessage(
+        Applied(requests, tokens, tuple(row for row in results if row not in plain)), **others
+    )
 
 
 class FakeLoop:
@@ -134,14 +151,21 @@ class FakeLoop:
     """
 
     def __init__(
-        self, answers: Answers = echo, step_seconds: float = 0.0, queue: int = 100, dies_with: int | None = None
+        self,
+        answers: Answers = echo,
+        step_seconds: float = 0.0,
+        queue: int = 100,
+        dies_with: int | None = None,
     ):
         self.client_end, self._pipe = multiprocessing.Pipe()
         self.log: list[Submit | Abort | Finish | Drain] = []
         self.confirmed: dict[RequestId, int] = {}
         self.erases_wholly: bool | None = True
         self.pauses_behind: int | None = None
-        self._answers, self._step_seconds, self._queue, self._dies_with = answers, step_seconds, queue, dies_with
+        self._answers = answers
+        self._step_seconds = step_seconds
+        self._queue = queue
+        self._dies_with = dies_with
         self._running: dict[RequestId, tuple[Request, deque[int], int]] = {}
         self._paused = threading.Event()
         self._ended = threading.Event()
@@ -149,7 +173,8 @@ class FakeLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends like the real loop, even with open requests: sends nothing more, but receives the other side's messages.
+        """Ends like the real loop, even with open requests: sends nothing more, but receives the
+        other side's messages.
 
         The log is complete once that side has closed its end too and `join` has returned.
         """
@@ -169,10 +194,15 @@ class FakeLoop:
         self._pipe.send(message)
 
     def said(self, kind: type, at_least: int = 0) -> list[object]:
-        """The messages of this kind so far, once there are at least `at_least` (they arrive by a thread)."""
+        """The messages of this kind so far, once there are at least `at_least` (they arrive by a
+        thread)."""
         until = time.monotonic() + 60
-        while len(found := [message for message in self.log if isinstance(message, kind)]) < at_least:
-            assert time.monotonic() < until, f"only {len(found)} of {at_least} {kind.__name__} arrived"
+        while (
+            len(found := [message for message in self.log if isinstance(message, kind)]) < at_least
+        ):
+            assert time.monotonic() < until, (
+                f"only {len(found)} of {at_least} {kind.__name__} arrived"
+            )
             time.sleep(0.001)
         return found
 
@@ -201,7 +231,9 @@ class FakeLoop:
     def _note(self, received: Any) -> list[Any]:
         messages = received if isinstance(received, list) else [received]
         self.log += messages
-        self.confirmed |= {message.request: message.tokens for message in messages if isinstance(message, Finish)}
+        self.confirmed |= {
+            message.request: message.tokens for message in messages if isinstance(message, Finish)
+        }
         return messages
 
     def _hear(self) -> list[RowResult]:
@@ -245,12 +277,23 @@ class FakeLoop:
             elif count == request.max_tokens:
                 finish = FinishReason.LENGTH
             usage = Usage(gpu=len(request.prompt) - 1, new=1) if count == 1 else None
-            asked, asked_prompt = request.sampling.logprobs, request.prompt_logprobs if count == 1 else None
+            asked = request.sampling.logprobs
+            asked_prompt = request.prompt_logprobs if count == 1 else None
             logprobs = () if asked is None else (made_up_logprobs(token, asked),)
-            prompt = () if asked_prompt is None else [made_up_logprobs(own, asked_prompt) for own in request.prompt[1:]]
+            prompt = (
+                ()
+                if asked_prompt is None
+                else [made_up_logprobs(own, asked_prompt) for own in request.prompt[1:]]
+            )
             unseen = max(0, len(request.prompt) - MOST_SEEN) if usage or finish else 0
             yield RowResult(
-                id, (token,), finish, usage, logprobs=logprobs, prompt_logprobs=tuple(prompt), truncated=unseen
+                id,
+                (token,),
+                finish,
+                usage,
+                logprobs=logprobs,
+                prompt_logprobs=tuple(prompt),
+                truncated=unseen,
             )
             if finish is None:
                 self._running[id] = (request, rest, count)

@@ -1,4 +1,5 @@
-"""A byte-level BPE tokenizer with merges, and replies in ids that tokenising their text would not give."""
+"""A byte-level BPE tokenizer with merges, and replies in ids that tokenising their text would not
+give."""
 
 from __future__ import annotations
 
@@ -8,12 +9,28 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "rl d", "Ġwo rld", "a a", "aa aa", "b c", ". Ċ", "Ċ Ċ"]
+MERGES = [
+    "h e",
+    "l l",
+    "he ll",
+    "hell o",
+    "Ġ w",
+    "Ġw o",
+    "r l",
+    "rl d",
+    "Ġwo rld",
+    "a a",
+    "aa aa",
+    "b c",
+    ". Ċ",
+    "Ċ Ċ",
+]
 SPECIAL = ("<|end|>", "<|turn|>", "<|done|>")
 TEMPLATE = (
     "{% for message in messages %}{{ '<|turn|>' + message.role + '\n' + message.content }}"
     "{% for call in message.tool_calls %}"
-    "{{ '<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | "
+    "tojson }}"
     "{{ '\n</tool_call>' }}{% endfor %}{{ '<|done|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
 )
@@ -27,7 +44,9 @@ TRIMMING_TEMPLATE = TEMPLATE.replace("message.content", "message.content | trim"
 def merging_tokenizer() -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [tuple(merge.split()) for merge in MERGES]
-    vocabulary = {sign: at for at, sign in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
+    vocabulary = {
+        sign: at for at, sign in enumerate([*alphabet, *("".join(pair) for pair in pairs)])
+    }
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,10 +55,13 @@ def merging_tokenizer() -> tokenizers.Tokenizer:
 
 
 def spaced_tokenizer() -> tokenizers.Tokenizer:
-    """Does what sentencepiece does: a space in front of every text, which decoding takes away again."""
+    """Does what sentencepiece does: a space in front of every text, which decoding takes away
+    again."""
     signs = ["▁", "\n", *"abcdefghijklmnopqrstuvwxyz:!", "ab", "▁a"]
     vocabulary = {sign: at for at, sign in enumerate(["<unk>", *signs])}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b"), ("▁", "a")], unk_token="<unk>"))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [("a", "b"), ("▁", "a")], unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
     return tokenizer
@@ -55,5 +77,7 @@ def save_merging(directory: Path, template: str = TEMPLATE) -> Path:
 def byte_by_byte(text: str) -> list[int]:
     """One token for each byte: never the tokenizer's own result for a text with merges."""
     tokenizer = merging_tokenizer()
-    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
+        text
+    )
     return [tokenizer.token_to_id(sign) for piece, _ in pieces for sign in piece]

@@ -1,4 +1,5 @@
-"""Each of three ranks agrees, adds up and gets messages; a fault raises. Run by mpirun; rank 0 prints the results."""
+"""Each of three ranks agrees, adds up and gets messages; a fault raises. Run by mpirun; rank 0
+prints the results."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from pensieve.scheduler.types import SettingError
 
 
 def check_sums(ranks):
-    """MpiRanks, called by its own thread as on a device, against its twin. The bits are equal on all ranks."""
+    """MpiRanks, called by its own thread as on a device, against its twin. The bits are equal on
+    all ranks."""
     group = ranks.open_group("cpu", torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(1)
@@ -44,26 +46,35 @@ def check_sums(ranks):
         ranks.smallest(ranks.rank)  # beside it, in another thread
         thread.join()
         assert torch.equal(found[0], total) and torch.equal(found[2], told)
-        assert torch.equal(found[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (5, 64 * ranks.size)
+        assert torch.equal(found[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (
+            5,
+            64 * ranks.size,
+        )
         assert torch.equal(x, shares[ranks.rank])
 
 
 def check_messages(ranks, directory):
     """Longer than the messages that MPI takes before they are received; reports cross plans."""
-    plan, report = bytes(range(256)) * 4096, bytes(1 << 20)
+    plan = bytes(range(256)) * 4096
+    report = bytes(1 << 20)
     there = [directory / str(rank) for rank in range(1, ranks.size)]
     if ranks.rank == 0:
         for _ in range(3):
             ranks.send(plan)
-        # A plan that is sent has been received: rank 0 may wait for the others without a further call of MPI.
+        # A plan that is sent has been received: rank 0 may wait for the others without a further
+        # call of MPI.
         deadline = time.monotonic() + 100
         while not all(file.exists() for file in there):
-            assert time.monotonic() < deadline, "a plan was not received until rank 0 called MPI again"
+            assert time.monotonic() < deadline, (
+                "a plan was not received until rank 0 called MPI again"
+            )
             time.sleep(0.01)
         told = []
         while len(told) < 3 * len(there):
             told += ranks.reports()
-        assert sorted(rank for rank, _ in told) == sorted(3 * [1, 2]) and all(said == report for _, said in told)
+        assert sorted(rank for rank, _ in told) == sorted(3 * [1, 2]) and all(
+            said == report for _, said in told
+        )
     else:
         for turn in range(3):
             while (received := ranks.receive()) is None:
@@ -88,7 +99,9 @@ def refuse(ranks, what):
             raise SettingError("--device", "there is none on this one")
 
     def stop(rank):
-        runtime_ranks.MEETING_SECONDS = runtime_ranks.OVERDUE_SECONDS = runtime_ranks.FAREWELL_SECONDS = 3.0
+        runtime_ranks.MEETING_SECONDS = runtime_ranks.OVERDUE_SECONDS = (
+            runtime_ranks.FAREWELL_SECONDS
+        ) = 3.0
         if ranks.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -1,4 +1,5 @@
-"""The application with a simulated loop, and a tokenizer that does not give a reply's ids for its text."""
+"""The application with a simulated loop, and a tokenizer that does not give a reply's ids for its
+text."""
 
 from __future__ import annotations
 
@@ -39,9 +40,17 @@ def odd_ready() -> Ready:
 
 
 class Served:
-    """`http` speaks to an application in this process; `loop` is its engine, `store` its file of histories."""
+    """`http` speaks to an application in this process; `loop` is its engine, `store` its file of
+    histories."""
 
-    def __init__(self, directory: Path, path: str | Path, keys: tuple[str, ...], strict: bool = False, **loop: Any):
+    def __init__(
+        self,
+        directory: Path,
+        path: str | Path,
+        keys: tuple[str, ...],
+        strict: bool = False,
+        **loop: Any,
+    ):
         self.loop = FakeLoop(**dict(answers=spell) | loop)
         client = EngineClient(self.loop.client_end)
         settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)), strict_fields=strict)
@@ -50,19 +59,26 @@ class Served:
         self.histories = TurnManager(self.store, client.tell, client.forget, tokenizer)
         self.app = create_app(client, odd_ready(), tokenizer, settings, self.histories)
         self.closed = client.closed
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app), base_url="http://test"
+        )
 
     async def post(self, path: str, status: int = 200, key: str | None = None, **body: Any) -> Any:
         return await self.ask("POST", path, status, key, json=body)
 
-    async def ask(self, method: str, path: str, status: int = 200, key: str | None = None, **options: Any) -> Any:
+    async def ask(
+        self, method: str, path: str, status: int = 200, key: str | None = None, **options: Any
+    ) -> Any:
         headers = {"authorization": f"Bearer {key}"} if key is not None else {}
         response = await self.http.request(method, path, headers=headers, **options)
         assert response.status_code == status, response.text
         return response.json()
 
     async def chat(self, *contents: str, **body: Any) -> Any:
-        messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+        messages = [
+            {"role": ("user", "assistant")[at % 2], "content": content}
+            for at, content in enumerate(contents)
+        ]
         answer = await self.post(CHAT, messages=messages, **body)
         return answer["choices"][0]["message"]["content"] if "choices" in answer else answer
 
@@ -86,7 +102,11 @@ class Served:
 def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """With the fixture `histories_at`, PostgreSQL stands for any file."""
     directory = save_merging(tmp_path)
-    shared = request.getfixturevalue("histories_at") if "histories_at" in request.fixturenames else ":memory:"
+    shared = (
+        request.getfixturevalue("histories_at")
+        if "histories_at" in request.fixturenames
+        else ":memory:"
+    )
 
     @contextlib.asynccontextmanager
     async def served(

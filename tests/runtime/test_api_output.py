@@ -1,4 +1,5 @@
-"""Log probabilities, several choices, tool calls and forms of replies, as the HTTP process writes them."""
+"""Log probabilities, several choices, tool calls and forms of replies, as the HTTP process writes
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "The weather now",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -44,8 +49,18 @@ def submitted(loop: FakeLoop) -> list[Request]:
 
 def test_sampling_fields_reach_the_loop(ask: Ask) -> None:
     loop = FakeLoop()
-    fields = {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2.0}
-    ask(complete(prompt=[9], logit_bias={"5": -100, "259": 3.5}, prompt_logprobs=3, logprobs=2, **fields), loop)
+    fields = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 2.0,
+    }
+    ask(
+        complete(
+            prompt=[9], logit_bias={"5": -100, "259": 3.5}, prompt_logprobs=3, logprobs=2, **fields
+        ),
+        loop,
+    )
     (request,) = submitted(loop)
     sampling = request.sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
@@ -53,14 +68,16 @@ def test_sampling_fields_reach_the_loop(ask: Ask) -> None:
     assert request.prompt_logprobs == 3 and sampling.grammar is None
 
 
-# Log probabilities; the made up ones of a token are minus its id, the likeliest tokens ids from 10 on
+# Log probabilities; the made up ones of a token are minus its id, the likeliest tokens ids from 10
+# on
 
 
 def test_chat_logprobs(ask: Ask) -> None:
     body = {"logprobs": True, "top_logprobs": 2, "max_tokens": 9}
     (choice,) = ask(chat("x", **body), FakeLoop(say("aé"))).json()["choices"]
     tops = [
-        {"token": chr(token - FIRST_BYTE), "logprob": -0.5 * token, "bytes": [token - FIRST_BYTE]} for token in (10, 11)
+        {"token": chr(token - FIRST_BYTE), "logprob": -0.5 * token, "bytes": [token - FIRST_BYTE]}
+        for token in (10, 11)
     ]
     assert choice["logprobs"]["refusal"] is None
     *content, end = choice["logprobs"]["content"]
@@ -92,7 +109,8 @@ def test_completion_logprobs(ask: Ask) -> None:
     assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 4]
     top = {chr(10 - FIRST_BYTE): -5.0}
     assert logprobs["top_logprobs"] == [
-        {text: value, **top} for text, value in zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+        {text: value, **top}
+        for text, value in zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
     ]
     (choice,) = ask(complete(prompt="a", logprobs=0)).json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -101.0}, {"</s>": -2.0}]
@@ -100,7 +118,9 @@ def test_completion_logprobs(ask: Ask) -> None:
 
 def test_of_tokens_that_read_alike_the_first_is_reported(tokenizer_directory: Path) -> None:
     """Bytes of unfinished characters read alike. The token's own comes first, then the likelier."""
-    first, second, third = FIRST_BYTE + 0xF0, FIRST_BYTE + 0xF1, FIRST_BYTE + 0xF2
+    first = FIRST_BYTE + 0xF0
+    second = FIRST_BYTE + 0xF1
+    third = FIRST_BYTE + 0xF2
     entry = TokenLogprobs(-2.0, 2, (first, second, third), (-1.0, -2.0, -3.0))
     writer = LogprobsWriter(Tokenizer.load(tokenizer_directory), 3, None)
     assert writer.completion([second], [entry], [0])["top_logprobs"] == [{"\ufffd": -2.0}]
@@ -111,7 +131,9 @@ def test_of_tokens_that_read_alike_the_first_is_reported(tokenizer_directory: Pa
 
 def test_streamed_completion_logprobs_are_those_of_the_whole(ask: Ask) -> None:
     whole = ask(complete(prompt="aé b", logprobs=1)).json()["choices"][0]["logprobs"]
-    chunks = events(ask(complete(prompt="aé b", logprobs=1, stream=True), FakeLoop(step_seconds=0.001)))
+    chunks = events(
+        ask(complete(prompt="aé b", logprobs=1, stream=True), FakeLoop(step_seconds=0.001))
+    )
     joined: dict[str, list[Any]] = {name: [] for name in whole}
     for chunk in chunks:
         for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
@@ -138,25 +160,41 @@ def test_echo(ask: Ask) -> None:
 
 
 def test_echo_repeats_what_was_written_special_tokens_too(ask: Ask) -> None:
-    prompt, ids = "<s>é</s>b", [1, 1, *byte_tokens("é"), EOS, *byte_tokens("b")]
+    prompt = "<s>é</s>b"
+    ids = [1, 1, *byte_tokens("é"), EOS, *byte_tokens("b")]
     loop = FakeLoop(say("cd"))
     (choice,) = ask(complete(prompt=prompt, echo=True, logprobs=0), loop).json()["choices"]
     assert list(submitted(loop)[0].prompt) == ids
     assert choice["text"] == prompt + "cd"
     assert choice["logprobs"]["text_offset"] == [0, 0, 3, 3, 4, 8, 9, 10, 11]
-    (choice,) = ask(complete(prompt=prompt, echo=True, conversation="a"), FakeLoop(say("cd"))).json()["choices"]
+    (choice,) = ask(
+        complete(prompt=prompt, echo=True, conversation="a"), FakeLoop(say("cd"))
+    ).json()["choices"]
     assert choice["text"] == prompt + "cd"
     chunks = events(ask(complete(prompt=prompt, echo=True, stream=True), FakeLoop(say("cd"))))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == prompt + "cd"
-    (choice,) = ask(complete(prompt=ids, echo=True, logprobs=0), FakeLoop(say("cd"))).json()["choices"]
-    assert choice["text"] == "ébcd" and choice["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 1, 2, 3, 4]
+    (choice,) = ask(complete(prompt=ids, echo=True, logprobs=0), FakeLoop(say("cd"))).json()[
+        "choices"
+    ]
+    assert choice["text"] == "ébcd" and choice["logprobs"]["text_offset"] == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_offsets_of_tokens_that_the_text_would_not_be_encoded_to(tokenizer_directory: Path) -> None:
     """The model may have written such tokens of a conversation."""
     writer = LogprobsWriter(Tokenizer.load(tokenizer_directory), 0, None)
     x, y = byte_tokens("xy")
-    assert writer.offsets([1, x, EOS, y], "<s>x</s>y") == [0, 3, 4, 8]  # encoded it has a second <s>
+    # encoded it has a second <s>
+    assert writer.offsets([1, x, EOS, y], "<s>x</s>y") == [0, 3, 4, 8]
     assert writer.offsets([1, x, EOS, y], "xy") == [0, 0, 1, 1]
 
 
@@ -167,7 +205,11 @@ def test_echo_with_logprobs_scores_the_prompt_too(ask: Ask) -> None:
     for choice in answer["choices"]:
         logprobs = choice["logprobs"]
         assert logprobs["tokens"] == ["<s>", "a", "b", "c", "d", "</s>"]
-        assert logprobs["token_logprobs"] == [None, *(-float(token) for token in byte_tokens("abcd")), -EOS]
+        assert logprobs["token_logprobs"] == [
+            None,
+            *(-float(token) for token in byte_tokens("abcd")),
+            -EOS,
+        ]
         assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4]
         assert logprobs["top_logprobs"][0] is None and len(logprobs["top_logprobs"][1]) == 2
         assert "prompt_logprobs" not in choice
@@ -205,8 +247,12 @@ def test_choices_share_the_prompt_and_differ_in_their_seeds(ask: Ask) -> None:
     assert [choice["text"] for choice in answer["choices"]] == ["one"] * 3 + ["three"] * 3
     requests = submitted(loop)
     assert [request.choice for request in requests] == [0, 1, 2, 0, 1, 2]
-    assert requests[0].sampling.seed == 5 and len({request.sampling.seed for request in requests}) == 3
-    assert answer["usage"]["prompt_tokens"] == 4 + 6 and answer["usage"]["completion_tokens"] == 3 * (4 + 6)
+    assert (
+        requests[0].sampling.seed == 5 and len({request.sampling.seed for request in requests}) == 3
+    )
+    assert answer["usage"]["prompt_tokens"] == 4 + 6 and answer["usage"][
+        "completion_tokens"
+    ] == 3 * (4 + 6)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 + 5
 
 
@@ -226,7 +272,8 @@ def test_metrics_count_a_prompt_once(ask: Ask) -> None:
 
 def test_streamed_choices_of_a_chat(ask: Ask) -> None:
     chunks = events(ask(chat("hi", n=2, best_of=2, stream=True), FakeLoop(say("well"))))
-    texts, ends = ["", ""], []
+    texts = ["", ""]
+    ends = []
     assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks[:2]] == ["assistant"] * 2
     for chunk in chunks:
         (choice,) = chunk["choices"]
@@ -242,7 +289,12 @@ def test_streamed_choices_of_a_chat(ask: Ask) -> None:
     "form",
     [
         {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"type": "integer"}},
+            }
+        },
         {"structured_outputs": {"json": {"type": "integer"}}},
         {"structured_outputs": {"json_object": True}},
         {"structured_outputs": {"regex": "[0-9]+"}},
@@ -253,13 +305,19 @@ def test_streamed_choices_of_a_chat(ask: Ask) -> None:
 )
 def test_forms_reach_the_loop_as_grammars(ask: Ask, form: dict[str, Any]) -> None:
     loop = FakeLoop()
-    assert ask(chat("x", **form), loop).is_success and ask(chat("x", response_format={"type": "text"})).is_success
+    assert (
+        ask(chat("x", **form), loop).is_success
+        and ask(chat("x", response_format={"type": "text"})).is_success
+    )
     assert submitted(loop)[0].sampling.grammar
 
 
 def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:
     grammars = []
-    for grammar in ('root ::= "a" word\nword ::= [b-d]+', '%llguidance {}\n\nstart: "a" WORD\nWORD: /[b-d]/+\n'):
+    for grammar in (
+        'root ::= "a" word\nword ::= [b-d]+',
+        '%llguidance {}\n\nstart: "a" WORD\nWORD: /[b-d]/+\n',
+    ):
         loop = FakeLoop()
         assert ask(chat("x", guided_grammar=grammar), loop).is_success
         grammars.append(submitted(loop)[0].sampling.grammar)
@@ -280,7 +338,9 @@ def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:
 def test_a_wrong_grammar_of_vllm_is_refused(ask: Ask, grammar: str, said: str) -> None:
     response = ask(chat("x", guided_grammar=grammar))
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "guided_grammar") and said in error["message"]
+    assert (response.status_code, error["param"]) == (400, "guided_grammar") and said in error[
+        "message"
+    ]
 
 
 def test_forms_need_a_tokenizer(ask: Ask) -> None:
@@ -301,10 +361,14 @@ def test_a_tool_call_is_found_in_the_text(ask: Ask) -> None:
     assert submitted(loop)[0].sampling.grammar is None
     (choice,) = ask(chat("x", tools=[WEATHER]), FakeLoop(say(CALL))).json()["choices"]
     assert choice["message"]["content"] is None
-    (choice,) = ask(chat("x", tools=[WEATHER], tool_choice="none"), FakeLoop(say(CALL))).json()["choices"]
+    (choice,) = ask(chat("x", tools=[WEATHER], tool_choice="none"), FakeLoop(say(CALL))).json()[
+        "choices"
+    ]
     assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
     (choice,) = ask(chat("x", tools=[WEATHER]), FakeLoop(say("Fine < weather"))).json()["choices"]
-    assert choice["message"]["content"] == "Fine < weather" and "tool_calls" not in choice["message"]
+    assert (
+        choice["message"]["content"] == "Fine < weather" and "tool_calls" not in choice["message"]
+    )
 
 
 def test_streamed_tool_calls(ask: Ask) -> None:
@@ -314,13 +378,17 @@ def test_streamed_tool_calls(ask: Ask) -> None:
     assert "".join(delta.get("content") or "" for delta in deltas) == "See:"
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
-    assert all(call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} for call in calls)
+    assert all(
+        call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} for call in calls
+    )
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_without_parallel_calls_there_is_one(ask: Ask) -> None:
     loop = FakeLoop(say(CALL + CALL))
-    (choice,) = ask(chat("x", tools=[WEATHER], parallel_tool_calls=False, max_tokens=200), loop).json()["choices"]
+    (choice,) = ask(
+        chat("x", tools=[WEATHER], parallel_tool_calls=False, max_tokens=200), loop
+    ).json()["choices"]
     assert len(choice["message"]["tool_calls"]) == 1
 
 
@@ -343,19 +411,32 @@ def test_forced_calls_and_forms_are_grammars(ask: Ask, asked: dict[str, Any]) ->
     [
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "other"}},
+            },
+            "tool_choice",
+        ),
         ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "frob"}}}],
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "frob"}}}
+                ],
                 "tool_choice": "required",
             },
             "tools.0.function.parameters",
         ),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": 1}}}],
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "object", "not": 1}},
+                    }
+                ],
                 "tool_choice": "required",
             },
             "tools",
@@ -367,16 +448,24 @@ def test_bad_tools_are_refused_by_name(ask: Ask, asked: dict[str, Any], param: s
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_tools_and_calls_go_through_the_template(ask: Ask, tmp_path: Path, tokenizer_directory: Path) -> None:
+def test_tools_and_calls_go_through_the_template(
+    ask: Ask, tmp_path: Path, tokenizer_directory: Path
+) -> None:
     template = (
-        "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}:"
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ "
+        "message.role }}:"
         "{{ message.content }}{% for call in message.tool_calls or [] %}<{{ call.function.name }}"
-        "{{ call.function.arguments | tojson }}>{% endfor %}{{ message.tool_call_id or '' }}\n{% endfor %}"
+        "{{ call.function.arguments | tojson }}>{% endfor %}{{ message.tool_call_id or '' }}\n{% "
+        "endfor %}"
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((tokenizer_directory / name).read_text())
     (tmp_path / "chat_template.jinja").write_text(template)
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+    }
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -387,10 +476,15 @@ def test_tools_and_calls_go_through_the_template(ask: Ask, tmp_path: Path, token
         loop = FakeLoop()
         body = {"messages": messages, "tools": [WEATHER], "max_tokens": 4, **asked}
         assert ask(post("/v1/chat/completions", body), loop, directory=tmp_path).is_success
-        assert bytes(token - FIRST_BYTE for token in submitted(loop)[0].prompt).decode() == shown + expected
+        assert (
+            bytes(token - FIRST_BYTE for token in submitted(loop)[0].prompt).decode()
+            == shown + expected
+        )
 
 
-def test_a_template_that_ignores_tools_is_said_once(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_ignores_tools_is_said_once(
+    ask: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
     async def ask_five_times(http: httpx.AsyncClient) -> None:
         for asked in ({"tool_choice": "none"}, {}, {}, {"tool_choice": "required"}, {}):
             await chat("x", tools=[WEATHER], **asked)(http)
@@ -404,7 +498,8 @@ def test_a_template_that_ignores_tools_is_said_once(ask: Ask, caplog: pytest.Log
 def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directory: Path) -> None:
     for text in ("Fine.", CALL, f"Let me see.\n{CALL}\n{CALL}"):
         request = Request(RequestId(1), array("i", [5]), 200)
-        tokenizer, tools = Tokenizer.load(tokenizer_directory), ToolCallParser(9)
+        tokenizer = Tokenizer.load(tokenizer_directory)
+        tools = ToolCallParser(9)
         reply = Reply(request, None, tokenizer, continues_prompt=False, tools=tools)  # type: ignore[arg-type]
         reply.add(RowResult(request.id, tuple(byte_tokens(text)), FinishReason.LENGTH))
         answer = ChatWriter(Style("fake", False, False)).whole([reply])
@@ -416,10 +511,22 @@ def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directo
     "message",
     [
         {"role": "assistant"},
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "x"}}]},
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}]},
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "x"}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}],
+        },
     ],
 )
 def test_bad_messages_with_calls_are_refused(ask: Ask, message: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Between two steps the loop does a bounded number of operations, whatever messages are pending.
 
-The operations are counted by themselves, not by the budget. A twin takes all messages at once, without a bound; in the
-end both have the same replies and conversations.
+The operations are counted by themselves, not by the budget. A twin takes all messages at once,
+without a bound; in the end both have the same replies and conversations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ import pytest
 
 from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
-from pensieve.runtime.messages import Abort, Erased, Finish, Forget, Fork, Keep, Look, StepMessage, Submit
+from pensieve.runtime.messages import (
+    Abort,
+    Erased,
+    Finish,
+    Forget,
+    Fork,
+    Keep,
+    Look,
+    StepMessage,
+    Submit,
+)
 from pensieve.runtime.service import Service
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.kv import chunk_keys
@@ -53,7 +63,9 @@ ALL_AT_ONCE = 10**9
 class Device:
     """An executor on the device model. Disk work has ended with the next result."""
 
-    copied_bytes, disk_counters, transfer_seconds = KVCounters(), DiskCounters(), TransferSeconds
+    copied_bytes = KVCounters()
+    disk_counters = DiskCounters()
+    transfer_seconds = TransferSeconds
 
     def __init__(self) -> None:
         self.model = DeviceModel(CONFIG.gpu_kv_chunks, CONFIG.host_kv_chunks, CHUNK, CONFIG.windows)
@@ -69,7 +81,8 @@ class Device:
         return False
 
     def wait(self) -> StepResult:
-        result, ended = self._results.popleft(), {True: (), False: ()}
+        result = self._results.popleft()
+        ended = {True: (), False: ()}
         for slot in list(self.model.work):
             ended[isinstance(self.model.finish(slot, True), Spill)] += (slot,)
         self.model.known = Tickets(*map(max, self.model.known, result.completed))
@@ -83,7 +96,9 @@ class Loop:
     def __init__(self, most: int):
         self.scheduler = Scheduler(CONFIG, profile(CHUNK))
         self.scheduler.work.most = self.scheduler.work.left = most
-        timing: Any = SimpleNamespace(slack=lambda now: 0.0, launched=lambda *_: None, finished=lambda *_: None)
+        timing: Any = SimpleNamespace(
+            slack=lambda now: 0.0, launched=lambda *_: None, finished=lambda *_: None
+        )
         device: Any = Device()
         self.service = Service(self.scheduler, device, multiprocessing.Pipe()[0], timing)
         self.service._wait_for_news = lambda: None  # type: ignore[method-assign]
@@ -114,7 +129,11 @@ class Loop:
     @property
     def resting(self) -> bool:
         work = self.scheduler.has_work(time.monotonic()) or self.scheduler.disk.saving
-        return self.service._inbox.empty() and not work and self.scheduler.open_requests() in ([], [STREAM])
+        return (
+            self.service._inbox.empty()
+            and not work
+            and self.scheduler.open_requests() in ([], [STREAM])
+        )
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, StepMessage):
@@ -139,10 +158,13 @@ class Loop:
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts what is done to chunks: hashed, claimed, pinned, marked, dropped, released, and put into the queue."""
+    """Counts what is done to chunks: hashed, claimed, pinned, marked, dropped, released, and put
+    into the queue."""
     counts: Counter[str] = Counter()
 
-    def counted(owner: Any, name: str, size: Callable[[tuple[Any, ...]], int] = lambda _: 1) -> None:
+    def counted(
+        owner: Any, name: str, size: Callable[[tuple[Any, ...]], int] = lambda _: 1
+    ) -> None:
         original = getattr(owner, name)
 
         def call(*args: Any) -> Any:
@@ -168,8 +190,8 @@ def size(random: Random) -> int:
 
 
 class Story:
-    """Random messages of every kind. What they do does not depend on the number of steps between them: a conversation
-    gets no message after a turn of it, and only long replies are aborted."""
+    """Random messages of every kind. What they do does not depend on the number of steps between
+    them: a conversation gets no message after a turn of it, and only long replies are aborted."""
 
     def __init__(self, seed: int):
         self.random = Random(seed)
@@ -177,10 +199,14 @@ class Story:
         self.logs = {f"old {n}": ids(self.random, size(self.random)) for n in range(8)}
         self.left = dict(self.logs)
 
-    def request(self, prompt: array[int], most: int, conversation: str | None = None, **fields: Any) -> Submit:
+    def request(
+        self, prompt: array[int], most: int, conversation: str | None = None, **fields: Any
+    ) -> Submit:
         self.number += 1
         owner = self.random.choice("ab")
-        return Submit(Request(RequestId(self.number), prompt, most, conversation, owner=owner, **fields))
+        return Submit(
+            Request(RequestId(self.number), prompt, most, conversation, owner=owner, **fields)
+        )
 
     def opening(self) -> Iterator[Any]:
         yield Submit(Request(STREAM, array("i", [1, 2, 3]), 2000))
@@ -198,7 +224,9 @@ class Story:
         if kind == "call":
             prompt = ids(random, size(random))
             for choice in range(random.choice((1, 2, 5))):
-                yield self.request(prompt, random.randint(1, 5), choice=choice, confirm=random.random() < 0.5)
+                yield self.request(
+                    prompt, random.randint(1, 5), choice=choice, confirm=random.random() < 0.5
+                )
         elif kind == "turn":
             known = left.pop(name, array("i"))
             prompt = known[: random.choice((0, 1, len(known) // 2, len(known)))] + ids(random, 5)
@@ -223,11 +251,14 @@ class Story:
 
 def play(seed: int, most: int, operations: Counter[str]) -> tuple[Loop, int]:
     """The loop after the story, and the most operations between two steps."""
-    loop, story, largest = Loop(most), Story(seed), 0
+    loop = Loop(most)
+    story = Story(seed)
+    largest = 0
     loop.pend(*story.opening())
     loop.rest()
     loop.pend(*story.messages())
-    go_on, counted = loop.scheduler.go_on, Counter[str]()
+    go_on = loop.scheduler.go_on
+    counted = Counter[str]()
 
     def go_on_counted(now: float) -> None:
         before = operations.total()
@@ -248,7 +279,9 @@ def play(seed: int, most: int, operations: Counter[str]) -> tuple[Loop, int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_work_between_two_steps_is_bounded_and_ends_as_if_done_at_once(seed: int, operations: Counter[str]) -> None:
+def test_work_between_two_steps_is_bounded_and_ends_as_if_done_at_once(
+    seed: int, operations: Counter[str]
+) -> None:
     bounded, largest = play(seed, MOST, operations)
     eager, most = play(seed, ALL_AT_ONCE, operations)
     one_turn = 3 * LONGEST // CHUNK  # the end of a turn: its chunks are claimed and released
@@ -257,6 +290,8 @@ def test_work_between_two_steps_is_bounded_and_ends_as_if_done_at_once(seed: int
     for loop in (bounded, eager):
         del loop.replies[STREAM]
     assert bounded.ended == eager.ended
-    assert {key: bounded.replies[key] for key in bounded.ended} == {key: eager.replies[key] for key in eager.ended}
+    assert {key: bounded.replies[key] for key in bounded.ended} == {
+        key: eager.replies[key] for key in eager.ended
+    }
     assert bounded.conversations() == eager.conversations()
     assert bounded.erased == eager.erased and len(bounded.looked) == len(eager.looked)

@@ -1,4 +1,5 @@
-"""HOST in another form on a GPU: copies equal the reference's, in order, with any delays, at link speed."""
+"""HOST in another form on a GPU: copies equal the reference's, in order, with any delays, at link
+speed."""
 
 import functools
 import random
@@ -83,7 +84,9 @@ def slots(*numbers: int) -> np.ndarray:
 def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, batched):
     """Through halves of four records, from pieces of six, without waits in between."""
     record = record_bytes(SHAPE, dtype, form)
-    monkeypatch.setattr(cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=6 * record))
+    monkeypatch.setattr(
+        cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=6 * record)
+    )
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 4 * record)
     device = closing(CudaDevice(batched_copies=batched))
     on_gpu, on_host = pools(device, form, dtype)
@@ -93,7 +96,9 @@ def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, b
         other = Lane.OUT if lane is Lane.IN else Lane.IN
         device.wait(lane, device.mark(other))
         count, first = int(dice.integers(0, 30)), int(dice.integers(3))
-        gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (50, HOST_SLOTS))
+        gpu_slots, host_slots = (
+            dice.permutation(most)[:count].astype(np.int32) for most in (50, HOST_SLOTS)
+        )
         layers = range(first, int(dice.integers(first + 1, 4)))
         chosen = slice(layers.start, layers.stop)
         if not count:
@@ -112,7 +117,8 @@ def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, b
 
 @on_gpu
 def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkeypatch):
-    """Out, in again to other slots, and out from there, each after the one before, with every stream late."""
+    """Out, in again to other slots, and out from there, each after the one before, with every
+    stream late."""
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 2 * record_bytes(SHAPE, torch.float32, FP8))
     device = closing(HeldUpTwice(lambda lane: 0.02))
     on_gpu, _ = pools(device)
@@ -136,8 +142,11 @@ def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkey
     assert device.ready(first) and device.ready(second)
     codes = FP8.encode(on_gpu[:10])
     records = host_records(device)
-    again = FP8.decode(records[20:30].view_as(codes), SHAPE, torch.float32)  # perhaps by other scales: the values count
-    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(again, FP8.decode(codes, SHAPE, torch.float32))
+    # perhaps by other scales: the values count
+    again = FP8.decode(records[20:30].view_as(codes), SHAPE, torch.float32)
+    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(
+        again, FP8.decode(codes, SHAPE, torch.float32)
+    )
     assert torch.equal(device._pool[20:30].cpu(), FP8.decode(codes, SHAPE, torch.float32))
 
 
@@ -176,14 +185,17 @@ def test_hazard_gates_hold_steps_until_layers_are_decoded(closing, kind, eager):
 @on_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_plans_bring_equal_tokens_with_any_delay(closing, monkeypatch, kind):
-    """Plans of random conversations on the CPU, with everything in them; twice, once with delays."""
+    """Plans of random conversations on the CPU, with everything in them; twice, once with
+    delays."""
     conversation, plans, _ = record_plans(kind, 4, monkeypatch)
     dice = random.Random(4)
     tokens = []
     for delay in (lambda lane: 0.0, lambda lane: dice.choice((0.0, 0.0, 0.002))):
         device = HeldUpTwice(delay)
         executor = closing(
-            Executor(device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1, host_form=FP8)
+            Executor(
+                device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1, host_form=FP8
+            )
         )
         tokens.append(run(executor, plans, in_flight=2))
         assert executor.copied_bytes.swap_in > 0 and executor.copied_bytes.swap_out > 0
@@ -197,7 +209,9 @@ COPIED = 250  # chunks
 def gigabytes_a_second(device: CudaDevice, form, lanes: tuple[Lane, ...], group: int) -> float:
     """Of records, of the slowest of the lanes, which copy at the same time by groups of layers."""
     dice = np.random.default_rng(0)
-    chosen = {lane: dice.permutation(600)[: 2 * COPIED].astype(np.int32) for lane in (Lane.IN, Lane.OUT)}
+    chosen = {
+        lane: dice.permutation(600)[: 2 * COPIED].astype(np.int32) for lane in (Lane.IN, Lane.OUT)
+    }
     start = torch.cuda.Event(enable_timing=True)
     start.record(device._streams[Lane.COMPUTE])
     for lane in lanes:
@@ -207,7 +221,8 @@ def gigabytes_a_second(device: CudaDevice, form, lanes: tuple[Lane, ...], group:
     for first in range(0, 40, group):
         for lane in lanes:
             half = slice(0, COPIED) if lane is Lane.IN else slice(COPIED, 2 * COPIED)
-            gpu_slots, host_slots = chosen[Lane.IN][half].copy(), chosen[Lane.OUT][half].copy()
+            gpu_slots = chosen[Lane.IN][half].copy()
+            host_slots = chosen[Lane.OUT][half].copy()
             device.copy(lane, gpu_slots, host_slots, range(first, first + group))
     ends = []
     for lane in lanes:
@@ -222,8 +237,8 @@ def gigabytes_a_second(device: CudaDevice, form, lanes: tuple[Lane, ...], group:
 @on_gpu
 @pytest.mark.parametrize("form", [FP8, PACKED], ids=["fp8", "packed"])
 def test_coded_copies_are_nearly_as_quick_as_plain_ones(closing, form):
-    """Bytes a second over the link, each way alone and both. Other tests may use the link at the same
-    time: the two kinds of copies are measured in turn, and the bound is loose."""
+    """Bytes a second over the link, each way alone and both. Other tests may use the link at the
+    same time: the two kinds of copies are measured in turn, and the bound is loose."""
     devices = {}
     for kind in (None, form):
         devices[kind] = device = closing(CudaDevice())

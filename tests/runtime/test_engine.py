@@ -35,14 +35,22 @@ def test_an_engine_says_what_its_pools_look_like(directory):
     assert engine.dtype == engine.kv_dtype == torch.float32 and engine.manifest.vocab_size == 160
     for name in ("fp8", "fp8_e4m3"):
         engine = open_engine(directory, kv_cache_dtype=name)
-        assert engine.kv_shape(10, 32) == (10, 2, 2, 2, 32, 17) and engine.chunk_bytes(32) == 2 * 2 * 2 * 32 * 17
-        assert engine.dtype == torch.float32 and engine.kv_dtype == torch.uint8 and engine.kv_cache_dtype == "fp8"
+        assert (
+            engine.kv_shape(10, 32) == (10, 2, 2, 2, 32, 17)
+            and engine.chunk_bytes(32) == 2 * 2 * 2 * 32 * 17
+        )
+        assert (
+            engine.dtype == torch.float32
+            and engine.kv_dtype == torch.uint8
+            and engine.kv_cache_dtype == "fp8"
+        )
 
 
 def test_tensorrt_s_pools_are_of_the_engine_s_dtype(directory):
     replace(Manifest.read(directory), backend="tensorrt").write(directory)
     with pytest.raises(
-        SettingError, match="--kv-cache-dtype: fp8 needs an engine of the backend reference or inductor"
+        SettingError,
+        match="--kv-cache-dtype: fp8 needs an engine of the backend reference or inductor",
     ):
         open_engine(directory, kv_cache_dtype="fp8")
 
@@ -74,7 +82,11 @@ def test_other_versions(package, directory, monkeypatch):
     here = engine_module.versions()
     monkeypatch.setattr(engine_module, "versions", lambda: here | {package: "99.0"})
     message = refusal(directory)
-    assert f"version of {package} differs" in message and "99.0" in message and here[package] in message
+    assert (
+        f"version of {package} differs" in message
+        and "99.0" in message
+        and here[package] in message
+    )
 
 
 @pytest.fixture
@@ -83,7 +95,9 @@ def compiled(directory):
     (directory / PACKAGE).write_bytes(b"machine code" * 1000)
     digest = files_digest([directory / PACKAGE])
     parity = Compiled(digest, 12_000, 10.0, 0.1, Parity(0.0, 0.0, 0.0, 0.0))
-    manifest = replace(Manifest.read(directory), backend="inductor", target=this_target("cpu"), compiled=parity)
+    manifest = replace(
+        Manifest.read(directory), backend="inductor", target=this_target("cpu"), compiled=parity
+    )
     manifest.write(directory)
     return directory
 
@@ -140,10 +154,14 @@ def test_weights_go_to_the_gpu_once(kind, tmp_path):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     engine = open_engine(tmp_path / "cuda", "cuda")
-    most = sum(tensor.nbytes + 512 for tensor in expected.values()) + 4096  # blocks of 512 bytes; the frequencies
+    # blocks of 512 bytes; the frequencies
+    most = sum(tensor.nbytes + 512 for tensor in expected.values()) + 4096
     assert torch.cuda.max_memory_allocated() - before <= most
     weights = engine._decoder.state_dict()
-    assert all(weights[name].is_cuda and torch.equal(weights[name].cpu(), expected[name]) for name in expected)
+    assert all(
+        weights[name].is_cuda and torch.equal(weights[name].cpu(), expected[name])
+        for name in expected
+    )
 
 
 @pytest.mark.parametrize(

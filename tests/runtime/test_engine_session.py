@@ -15,7 +15,14 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import FinishReason, InvariantError, Request, RequestId, RowResult, Sampling
+from pensieve.scheduler.types import (
+    FinishReason,
+    InvariantError,
+    Request,
+    RequestId,
+    RowResult,
+    Sampling,
+)
 
 COST = CostProfile(8, 0.0, ((1, 1e-3), (64, 1e-2)), 0.0, chunk_bytes=1, link_bytes_per_s=1.0)
 
@@ -45,7 +52,9 @@ class Sevens:
 
 
 def make_session(**settings):
-    config = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, chunk_tokens=8, max_queue=2)
+    config = SchedulerConfig(
+        gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, chunk_tokens=8, max_queue=2
+    )
     return EngineSession(Scheduler(config, COST), Sevens(), **settings)
 
 
@@ -127,7 +136,8 @@ def test_it_sleeps_until_a_grammar_is_compiled():
 
 
 def test_changes_and_deletions_of_conversations():
-    session, answers = make_session(), []
+    session = make_session()
+    answers = []
     session.add(request(1, conversation="a"))
     play(session)
     session.change(Fork("a", "b"))
@@ -144,5 +154,9 @@ def test_changes_and_deletions_of_conversations():
 
 
 def test_only_the_session_surrounds_the_loop():
-    makers = [path for path in sources("runtime") if re.search(r"\bEngineLoop\(", path.read_text(encoding="utf-8"))]
+    makers = [
+        path
+        for path in sources("runtime")
+        if re.search(r"\bEngineLoop\(", path.read_text(encoding="utf-8"))
+    ]
     assert [path.relative_to(ROOT).as_posix() for path in makers] == ["runtime/engine_session.py"]

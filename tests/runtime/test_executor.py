@@ -31,10 +31,21 @@ def executors():
 
     def make(engine=None, host_kv_chunks=32, in_first=False, disk=None, **disturbance) -> Executor:
         config = SchedulerConfig(
-            gpu_kv_chunks=16, host_kv_chunks=host_kv_chunks, max_model_len=36, max_num_seqs=4, chunk_tokens=CHUNK
+            gpu_kv_chunks=16,
+            host_kv_chunks=host_kv_chunks,
+            max_model_len=36,
+            max_num_seqs=4,
+            chunk_tokens=CHUNK,
         )
         device = CpuDevice(**disturbance)
-        executor = Executor(device, engine or FakeEngine(LAYERS), config, group_layers=2, in_first=in_first, disk=disk)
+        executor = Executor(
+            device,
+            engine or FakeEngine(LAYERS),
+            config,
+            group_layers=2,
+            in_first=in_first,
+            disk=disk,
+        )
         made.append(executor)
         return executor
 
@@ -47,7 +58,9 @@ def delay(*slow: Lane, seconds: float = 0.05):
     return lambda lane: seconds if lane in slow else 0.0
 
 
-def first_turn(step: int = 1, seat: int = 0, slots: tuple[int, ...] = (0, 1, 2), prompt=PROMPT, **more) -> StepPlan:
+def first_turn(
+    step: int = 1, seat: int = 0, slots: tuple[int, ...] = (0, 1, 2), prompt=PROMPT, **more
+) -> StepPlan:
     return plan(
         step,
         joins=[join(seat)],
@@ -61,7 +74,9 @@ def first_turn(step: int = 1, seat: int = 0, slots: tuple[int, ...] = (0, 1, 2),
 def second_turn(step: int, seat: int, slots: tuple[int, ...], **more) -> StepPlan:
     """Another two tokens after PROMPT, whose two chunks are in the first two slots."""
     new = span(seat, len(PROMPT), len(PROMPT) + 2)
-    return plan(step, joins=[join(seat)], blocks=[(seat, 0, slots)], spans=[new], token_ids=[3, 4], **more)
+    return plan(
+        step, joins=[join(seat)], blocks=[(seat, 0, slots)], spans=[new], token_ids=[3, 4], **more
+    )
 
 
 SECOND_TURN_TOKEN = next_token([*PROMPT, 3, 4], LAYERS)
@@ -87,7 +102,12 @@ def test_generation_feeds_itself_with_steps_in_flight(executors):
     plans += [plan(n, generate={3: n, 0: 6 + n}) for n in range(3, 5)]
     tokens = run(executor, *plans)
     first, second = reply(PROMPT, 4, LAYERS), reply(other, 3, LAYERS)
-    assert tokens == [(first[0],), (first[1], second[0]), (second[1], first[2]), (second[2], first[3])]
+    assert tokens == [
+        (first[0],),
+        (first[1], second[0]),
+        (second[1], first[2]),
+        (second[2], first[3]),
+    ]
 
 
 def test_a_gpu_cache_alone(executors):
@@ -110,7 +130,8 @@ def test_a_prompt_in_pieces_samples_with_the_last(executors):
 
 
 def test_draws_are_a_function_of_seed_and_position(executors):
-    """A request that recomputes its context in another seat, beside others, continues with the same tokens."""
+    """A request that recomputes its context in another seat, beside others, continues with the same
+    tokens."""
     hot = Sampling(temperature=50.0, top_k=0, top_p=1.0, seed=11)
 
     def continued(executor: Executor, seat: int, prompt: list[int], count: int) -> list[int]:
@@ -144,7 +165,9 @@ def test_hazard_out_copy_waits_for_the_step_that_wrote_the_kv(executors):
         executor,
         first_turn(),
         plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]),
-        second_turn(3, 1, (8, 9, 10), copies=[copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)]),
+        second_turn(
+            3, 1, (8, 9, 10), copies=[copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)]
+        ),
     )
     assert tokens == [(next_token(PROMPT, LAYERS),), (), (SECOND_TURN_TOKEN,)]
 
@@ -161,7 +184,9 @@ def test_hazard_slot_reuse_waits_for_the_out_copy_still_reading(executors):
             copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))],
             after=Tickets(0, 0, 1),
         ),
-        second_turn(3, 2, (8, 9, 10), copies=[copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)]),
+        second_turn(
+            3, 2, (8, 9, 10), copies=[copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)]
+        ),
     )
     assert tokens[1:] == [(next_token(PROMPT[::-1], LAYERS),), (SECOND_TURN_TOKEN,)]
 
@@ -177,14 +202,17 @@ def test_hazard_swap_in_delayed_and_the_step_waits(executors, gated):
     run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]))
     go_on = hold(executor._device, Lane.IN)
     back = copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated)
-    executor.launch(second_turn(3, 1, (8, 9, 10), copies=[back], after=Tickets(0, 0 if gated else 1, 0)))
+    executor.launch(
+        second_turn(3, 1, (8, 9, 10), copies=[back], after=Tickets(0, 0 if gated else 1, 0))
+    )
     assert not executor.done()  # the launch did not wait
     begin = time.perf_counter()
     go_on.set()
     result = executor.wait()
     assert result.tokens == (SECOND_TURN_TOKEN,)
     assert result.completed == Tickets(3, 1, 1)
-    assert time.perf_counter() - begin >= (0.3 if gated else 0.1)  # three groups of layers, or whole records
+    # three groups of layers, or whole records
+    assert time.perf_counter() - begin >= (0.3 if gated else 0.1)
 
 
 def test_the_hazards_would_be_seen_without_gates_and_tickets(executors, monkeypatch):
@@ -270,16 +298,18 @@ def test_launching_or_waiting_too_often_is_refused(executors):
 @dataclass
 class Conversation:
     log: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)  # slots of its chunks, all but the last token's KV
+    # slots of its chunks, all but the last token's KV
+    host: list[int] = field(default_factory=list)
     saved: int = 0  # the OUT ticket that wrote them
 
 
 class TinyScheduler:
-    """Conversations take turns in two seats; between turns their KV is on the host. Slots are given away at once:
-    `busy` remembers the tickets that a slot's next user must wait for."""
+    """Conversations take turns in two seats; between turns their KV is on the host. Slots are given
+    away at once: `busy` remembers the tickets that a slot's next user must wait for."""
 
     def __init__(self, executor: Executor, rng: random.Random):
-        self.executor, self.rng = executor, rng
+        self.executor = executor
+        self.rng = rng
         self.conversations = [Conversation() for _ in range(4)]
         self.gpu, self.host = deque(range(16)), deque(range(32))
         self.busy_gpu = dict.fromkeys(range(16), Tickets())
@@ -296,15 +326,20 @@ class TinyScheduler:
             self.collect()
 
     def collect(self) -> None:
-        for conversation, token in zip(self.in_flight.popleft(), self.executor.wait().tokens, strict=True):
+        for conversation, token in zip(
+            self.in_flight.popleft(), self.executor.wait().tokens, strict=True
+        ):
             assert token == next_token(conversation.log, LAYERS)
             conversation.log.append(token)
 
     def round(self) -> None:
         """A turn of two conversations side by side."""
-        who, generated = self.rng.sample(self.conversations, 2), self.rng.randrange(4)
+        who = self.rng.sample(self.conversations, 2)
+        generated = self.rng.randrange(4)
         gated = self.rng.random() < 0.7
-        pairs, after_in, after = {}, [Tickets()], [Tickets()]
+        pairs = {}
+        after_in = [Tickets()]
+        after = [Tickets()]
         blocks, spans, token_ids, held = [], [], [], []
         for seat, conversation in enumerate(who):
             if len(conversation.log) > 20:
@@ -329,7 +364,12 @@ class TinyScheduler:
             self.host.extend(pairs)
             self.busy_host |= dict.fromkeys(pairs, Tickets(0, self.ins, 0))
         ends = [len(conversation.log) for conversation in who]
-        given = {"joins": [join(0), join(1)], "blocks": blocks, "spans": spans, "token_ids": token_ids}
+        given = {
+            "joins": [join(0), join(1)],
+            "blocks": blocks,
+            "spans": spans,
+            "token_ids": token_ids,
+        }
         self.launch(who, copies=copies, after=latest(after), **given)
         for n in range(generated):
             self.launch(who, generate={seat: end + n for seat, end in enumerate(ends)})
@@ -339,7 +379,8 @@ class TinyScheduler:
 
     def save(self, who: list[Conversation], held: list[list[int]]) -> None:
         self.outs += 1
-        pairs, after = {}, [Tickets(self.step, 0, 0)]
+        pairs = {}
+        after = [Tickets(self.step, 0, 0)]
         for conversation, slots in zip(who, held, strict=True):
             conversation.host = [self.host.popleft() for _ in slots]
             conversation.saved = self.outs
@@ -364,7 +405,9 @@ def latest(tickets: list[Tickets]) -> Tickets:
 def test_random_turns_with_copies_delayed_and_reordered(executors, seed, in_first):
     rng = random.Random(seed)
     executor = executors(
-        in_first=in_first, disturb=lambda lane: rng.choice((0.0, 0.0, 0.001, 0.003)), shuffle=random.Random(seed)
+        in_first=in_first,
+        disturb=lambda lane: rng.choice((0.0, 0.0, 0.001, 0.003)),
+        shuffle=random.Random(seed),
     )
     scheduler = TinyScheduler(executor, rng)
     for _ in range(25):
@@ -385,7 +428,8 @@ def key(number: int) -> ChunkKey:
 
 
 def disk_work(executor: Executor, step: int, **work) -> tuple[list[int], list[int], list[int]]:
-    """(spilled, promoted, failed) of a plan with this work and of the next ones, until all is reported."""
+    """(spilled, promoted, failed) of a plan with this work and of the next ones, until all is
+    reported."""
     got: tuple[list[int], list[int], list[int]] = ([], [], [])
     executor.launch(replace(plan(step), **work))
     while sum(map(len, got)) < sum(map(len, work.values())):
@@ -399,7 +443,8 @@ def disk_work(executor: Executor, step: int, **work) -> tuple[list[int], list[in
 
 
 def test_kv_from_the_disk_is_as_good_as_from_the_host(executors, tmp_path):
-    """Computed, copied out, spilled, its HOST slots overwritten, promoted elsewhere, copied in, and gone on with."""
+    """Computed, copied out, spilled, its HOST slots overwritten, promoted elsewhere, copied in, and
+    gone on with."""
     executor = executors(disk=disk_settings(tmp_path))
     run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 3, 1: 4}, Tickets(1, 0, 0))]))
     spills = (Spill(3, 6, key(0), CHUNK), Spill(4, 7, key(1), 2 * CHUNK))
@@ -427,7 +472,8 @@ def test_a_new_executor_finds_the_records_but_not_those_erased(executors, tmp_pa
 
 
 def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path):
-    """The loop neither spins nor hangs while it is slow; a plan with tokens does not wait at all."""
+    """The loop neither spins nor hangs while it is slow; a plan with tokens does not wait at
+    all."""
     gate = threading.Event()
 
     def slow(file, buffers, offset):
@@ -445,7 +491,8 @@ def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path
     assert 10 * DISK_WAIT_SECONDS <= time.perf_counter() - began < 30
     assert run(executor, first_turn(3011)) == [(next_token(PROMPT, LAYERS),)]
     gate.set()
-    promoted, step = (), 3011
+    promoted = ()
+    step = 3011
     while not promoted:
         executor.launch(plan(step := step + 1))
         promoted = executor.wait().promoted

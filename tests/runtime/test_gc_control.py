@@ -1,4 +1,5 @@
-"""Cyclic garbage is looked for between steps, when there is time, and never by Python itself meanwhile."""
+"""Cyclic garbage is looked for between steps, when there is time, and never by Python itself
+meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import pytest
 from pensieve.runtime import gc_control as garbage
 from pensieve.runtime.gc_control import DUE, SPARE_SECONDS, TOO_MANY, GarbageCollector
 
-DUE_OBJECTS, TOO_MANY_OBJECTS = 2 * DUE, TOO_MANY + DUE  # lists from Python's free list are not counted
+# lists from Python's free list are not counted
+DUE_OBJECTS = 2 * DUE
+TOO_MANY_OBJECTS = TOO_MANY + DUE
 
 
 class Ring:
@@ -52,7 +55,9 @@ def test_a_collector_that_was_off_before_stays_off() -> None:
         gc.enable()
 
 
-def test_it_is_looked_for_once_there_may_be_some_and_there_is_time(collector: GarbageCollector) -> None:
+def test_it_is_looked_for_once_there_may_be_some_and_there_is_time(
+    collector: GarbageCollector,
+) -> None:
     lost = ring()
     assert not collector.due(spare=1.0), "there is next to nothing"
     kept = objects(DUE_OBJECTS)
@@ -71,7 +76,9 @@ def grown_old(collector: GarbageCollector) -> weakref.ref[Ring]:
     return weakref.ref(old)
 
 
-def test_old_objects_are_examined_without_waiting_requests_if_many_are_new(collector: GarbageCollector) -> None:
+def test_old_objects_are_examined_without_waiting_requests_if_many_are_new(
+    collector: GarbageCollector,
+) -> None:
     lost = grown_old(collector)
     kept = objects(DUE_OBJECTS)
     collector.collect_new()

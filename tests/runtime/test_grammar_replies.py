@@ -1,4 +1,5 @@
-"""Replies with grammars through the whole server: the real loop, matcher and HTTP. Some grammars fail on the way."""
+"""Replies with grammars through the whole server: the real loop, matcher and HTTP. Some grammars
+fail on the way."""
 
 from __future__ import annotations
 
@@ -38,15 +39,19 @@ LAYERS, LETTERS = 2, 260
 def ambiguous(secret: str = "b") -> str:
     """Each `a` adds a hundred ways to go on. From about the twentieth on llguidance gives up."""
     rules = [f'r{at}: "a" r{at} | ""' for at in range(100)]
-    return "\n".join([f"start: ({' | '.join(f'r{at}' for at in range(100))}) {json.dumps(secret)}", *rules])
+    return "\n".join(
+        [f"start: ({' | '.join(f'r{at}' for at in range(100))}) {json.dumps(secret)}", *rules]
+    )
 
 
 ENTANGLED = 'start: "xx" X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /[ab]*a[ab]{63}c/'
-"""Its third lexeme has more states than llguidance builds: it gives up when it looks for the allowed tokens."""
+"""Its third lexeme has more states than llguidance builds: it gives up when it looks for the
+allowed tokens."""
 
 
 class LetterEngine(FakeEngine):
-    """With a byte tokenizer's vocabulary. If a grammar forbids the context's token, it gives the first allowed one."""
+    """With a byte tokenizer's vocabulary. If a grammar forbids the context's token, it gives the
+    first allowed one."""
 
     vocab_size = LETTERS
 
@@ -86,7 +91,9 @@ async def server(directory: Path, **settings: Any) -> AsyncIterator[Running]:
     client = EngineClient(theirs)
     try:
         app = create_app(client, about, Tokenizer.load(directory))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=120) as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test", timeout=120
+        ) as http:
             yield Running(http, scheduler)
     finally:
         service.drain(0.0)
@@ -99,7 +106,17 @@ PROMPT = [7, 8, 9, 44, 5]
 
 async def complete(running: Running, grammar: str | None = None, **body: Any) -> httpx.Response:
     form = {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
-    body = {"model": "fake", "prompt": PROMPT, "max_tokens": 60, "ignore_eos": not form, "temperature": 0} | form | body
+    body = (
+        {
+            "model": "fake",
+            "prompt": PROMPT,
+            "max_tokens": 60,
+            "ignore_eos": not form,
+            "temperature": 0,
+        }
+        | form
+        | body
+    )
     return await running.http.post("/v1/completions", json=body)
 
 
@@ -129,7 +146,9 @@ def test_the_client_gets_an_error_and_others_their_replies(
             assert (choice["text"], choice["finish_reason"]) == ("a" + "b" * 30 + "z", "stop")
             await is_unchanged(running)
             for conversation, status in (("lost", 404), ("kept", 200)):
-                assert (await running.http.get(f"/v1/conversations/{conversation}")).status_code == status
+                assert (
+                    await running.http.get(f"/v1/conversations/{conversation}")
+                ).status_code == status
                 assert (conversation in running.scheduler.conversations) == (status == 200)
 
     asyncio.run(work())
@@ -143,7 +162,11 @@ def test_in_a_stream_the_error_comes_behind_what_was_said(tokenizer_directory: P
             *events, error, done = [line[6:] for line in answer.text.splitlines() if line]
             choices = [json.loads(event)["choices"][0] for event in events]
             said = "".join(choice["text"] for choice in choices)
-            assert said and set(said) == {"a"} and not any(choice["finish_reason"] for choice in choices)
+            assert (
+                said
+                and set(said) == {"a"}
+                and not any(choice["finish_reason"] for choice in choices)
+            )
             assert "grammar" in json.loads(error)["error"]["message"] and done == "[DONE]"
             await is_unchanged(running)
             assert (await running.http.get("/v1/conversations/lost")).status_code == 404
@@ -178,10 +201,13 @@ def test_replies_that_are_suspended_go_on_where_they_were(tokenizer_directory: P
         async with server(tokenizer_directory, gpu_kv_chunks=40, generation_reserve=0.0) as running:
             begin_together(running.scheduler, 4)
             text = "".join(chr(ord("a") + at * at % 26) for at in range(200))
-            form, prompts = f'start: "{text}"', ([number, *PROMPT] for number in range(50, 54))
+            form = f'start: "{text}"'
+            prompts = ([number, *PROMPT] for number in range(50, 54))
             ask = (complete(running, form, prompt=prompt, max_tokens=240) for prompt in prompts)
             answers = [answer.json()["choices"][0] for answer in await asyncio.gather(*ask)]
-            assert [(answer["text"], answer["finish_reason"]) for answer in answers] == [(text, "stop")] * 4
+            assert [(answer["text"], answer["finish_reason"]) for answer in answers] == [
+                (text, "stop")
+            ] * 4
             assert running.scheduler.stats().suspensions
 
     asyncio.run(work())
@@ -209,13 +235,22 @@ def test_nothing_that_users_say_is_logged(
             text = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": said}}}
             answer = await running.http.post(
                 "/v1/chat/completions",
-                json={"messages": [{"role": "user", "content": prompt}], "response_format": text, "max_tokens": 50},
+                json={
+                    "messages": [{"role": "user", "content": prompt}],
+                    "response_format": text,
+                    "max_tokens": 50,
+                },
             )
             assert answer.status_code == 200
 
     asyncio.run(work())
-    ours = [record.getMessage() + str(record.__dict__) for record in caplog.records if "pensieve" in record.name]
-    logged = "\n".join([*ours, caplog.text, *capfd.readouterr()]).replace("‧", "")  # llguidance's, between tokens
+    ours = [
+        record.getMessage() + str(record.__dict__)
+        for record in caplog.records
+        if "pensieve" in record.name
+    ]
+    # llguidance's, between tokens
+    logged = "\n".join([*ours, caplog.text, *capfd.readouterr()]).replace("‧", "")
     assert "matcher" in logged, "a failure is logged"
     tokens = [str(byte_tokens(word))[1:-1] for word in (prompt, grammar, said)]
     assert not [word for word in ("marker", *tokens) if word in logged], logged

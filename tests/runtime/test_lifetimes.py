@@ -1,5 +1,5 @@
-"""Data that others still read or write is not touched: buffers in turn, slots until they are erased, pools until
-threads end.
+"""Data that others still read or write is not touched: buffers in turn, slots until they are
+erased, pools until threads end.
 
 Each test fails if the wait that it checks is removed.
 """
@@ -52,8 +52,11 @@ def test_a_pinned_buffer_is_written_again_only_when_the_device_has_passed_it(mon
     monkeypatch.setattr(FakeEvent, "made", [])
     monkeypatch.setattr(step_buffers.torch.cuda, "Event", FakeEvent)
     empty = step_buffers.torch.empty
-    monkeypatch.setattr(step_buffers.torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
-    staging, taken = Staging(pinned=True), []
+    monkeypatch.setattr(
+        step_buffers.torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)
+    )
+    staging = Staging(pinned=True)
+    taken = []
     for step in range(2 * MAX_IN_FLIGHT):
         taken.append(staging.take(8).data_ptr())
         before = sum(event.waits for event in FakeEvent.made)
@@ -69,7 +72,9 @@ def executors(tmp_path):
     made = []
 
     def make(system: SystemCalls) -> Executor:
-        config = SchedulerConfig(gpu_kv_chunks=4, host_kv_chunks=4, max_num_seqs=2, max_model_len=8, chunk_tokens=4)
+        config = SchedulerConfig(
+            gpu_kv_chunks=4, host_kv_chunks=4, max_num_seqs=2, max_model_len=8, chunk_tokens=4
+        )
         disk = DiskSettings(tmp_path, slots=8, engine="ab", system=system)
         made.append(Executor(CpuDevice(), FakeEngine(), config, disk=disk))
         return made[-1]
@@ -82,7 +87,8 @@ def executors(tmp_path):
 def spill(executor: Executor, slot: int) -> int:
     """The last step, with a record in the DISK slot."""
     executor.launch(replace(plan(1), spills=(Spill(0, slot, KEY, 4),)))
-    step, spilled = 1, executor.wait().spilled
+    step = 1
+    spilled = executor.wait().spilled
     while not spilled:
         executor.launch(plan(step := step + 1))
         spilled = executor.wait().spilled
@@ -90,7 +96,8 @@ def spill(executor: Executor, slot: int) -> int:
 
 
 def test_a_plan_that_erases_is_done_when_that_is_done(executors):
-    """Then its slots are free: later data in them must not be erased, and earlier data not be read."""
+    """Then its slots are free: later data in them must not be erased, and earlier data not be
+    read."""
     gate, began = threading.Event(), threading.Event()
 
     def slow(file, buffers, offset):
@@ -122,7 +129,9 @@ def test_what_is_erased_is_flushed(executors, monkeypatch):
     executor = executors(SystemCalls(write=write))
     spill(executor, 5)
     flush = os.fdatasync
-    monkeypatch.setattr(disk_files.os, "fdatasync", lambda file: (calls.append("flushed"), flush(file)))
+    monkeypatch.setattr(
+        disk_files.os, "fdatasync", lambda file: (calls.append("flushed"), flush(file))
+    )
     executor.erase_records([5])
     assert calls[-2:] == ["written", "flushed"]
 
@@ -142,7 +151,9 @@ def test_what_cannot_be_flushed_is_not_erased(executors, monkeypatch):
 
 def test_the_pools_stay_until_the_disk_s_threads_have_ended(executors, monkeypatch):
     """They write to HOST: of memory that is gone the system would make an end of the process."""
-    gate, reading, order = threading.Event(), threading.Event(), []
+    gate = threading.Event()
+    reading = threading.Event()
+    order = []
 
     def slow(file, buffers, offset):
         if offset:

@@ -55,18 +55,29 @@ def test_prompts_have_the_forms_of_vllm(llm):
     for prompts, expected in (
         ({"prompt": "hello"}, [text]),
         ({"prompt_token_ids": [1, 2, 3]}, [ids]),
-        ([{"prompt_token_ids": (1, 2, 3)}, {"prompt": "hello", "multi_modal_data": None}, "hello"], [ids, text, text]),
+        (
+            [
+                {"prompt_token_ids": (1, 2, 3)},
+                {"prompt": "hello", "multi_modal_data": None},
+                "hello",
+            ],
+            [ids, text, text],
+        ),
     ):
         outputs = llm.generate(prompts, GREEDY)
         assert [output.prompt for output in outputs] == [output.prompt for output in expected]
-        assert [output.prompt_token_ids for output in outputs] == [output.prompt_token_ids for output in expected]
+        assert [output.prompt_token_ids for output in outputs] == [
+            output.prompt_token_ids for output in expected
+        ]
         assert [output.outputs for output in outputs] == [output.outputs for output in expected]
     (both,) = llm.generate({"prompt": "shown", "prompt_token_ids": [1, 2, 3]}, GREEDY)
     assert (both.prompt, both.outputs) == ("shown", ids.outputs)
     assert llm.generate([], GREEDY) == []
 
 
-@pytest.mark.parametrize("prompt", [None, 5, {}, {"prompt": 5}, [["a", "b"]], [1, "a"], {"prompt_token_ids": "abc"}])
+@pytest.mark.parametrize(
+    "prompt", [None, 5, {}, {"prompt": 5}, [["a", "b"]], [1, "a"], {"prompt_token_ids": "abc"}]
+)
 def test_other_forms_of_prompts_are_refused(llm, prompt):
     with pytest.raises(RequestError, match="a prompt must be text, token ids"):
         llm.generate(prompt, GREEDY)
@@ -93,11 +104,15 @@ def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
 
 
 def test_several_replies_and_log_probabilities(llm):
-    params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(
+        n=2, seed=1, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
     (output,) = llm.generate("hello there", params)
     assert [reply.index for reply in output.outputs] == [0, 1]
     for reply in output.outputs:
-        assert [token in entry for token, entry in zip(reply.token_ids, reply.logprobs, strict=True)] == [True] * 4
+        assert [
+            token in entry for token, entry in zip(reply.token_ids, reply.logprobs, strict=True)
+        ] == [True] * 4
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
@@ -108,7 +123,9 @@ def test_replies_have_16_tokens_or_as_many_as_are_asked_for_or_fill_the_context(
     with LLM("demo", max_model_len=96, **SIZES) as llm:
 
         def reply(**params):
-            (output,) = getattr(llm, ask)(prompt, SamplingParams(temperature=0, ignore_eos=True, **params))
+            (output,) = getattr(llm, ask)(
+                prompt, SamplingParams(temperature=0, ignore_eos=True, **params)
+            )
             return len(output.prompt_token_ids), len(output.outputs[0].token_ids)
 
         assert reply()[1] == 16
@@ -133,7 +150,9 @@ def test_a_chat_sets_variables_of_the_template(cache, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% if enable_thinking %}Think. {% endif %}{{ messages[0].content }}")
     with LLM("demo", chat_template=str(template), **SIZES) as llm:
-        plain, thinks = llm.generate([QUESTION[0]["content"], "Think. " + QUESTION[0]["content"]], GREEDY)
+        plain, thinks = llm.generate(
+            [QUESTION[0]["content"], "Think. " + QUESTION[0]["content"]], GREEDY
+        )
         for asked, expected in ((None, plain), ({"enable_thinking": True}, thinks)):
             (whole,) = llm.chat(QUESTION, GREEDY, chat_template_kwargs=asked)
             *_, last = llm.stream_chat(QUESTION, GREEDY, chat_template_kwargs=asked)
@@ -144,11 +163,19 @@ def test_a_chat_sets_variables_of_the_template(cache, tmp_path):
 
 def test_a_chat_shows_the_model_its_tools(cache, tmp_path, monkeypatch):
     template = tmp_path / "template.jinja"
-    template.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}")
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-    monkeypatch.delattr("pensieve.runtime.frontend.calls.ToolCallParser")  # calls stay in the text, as in vLLM
+    template.write_text(
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content "
+        "}}"
+    )
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ]
+    # calls stay in the text, as in vLLM
+    monkeypatch.delattr("pensieve.runtime.frontend.calls.ToolCallParser")
     with LLM("demo", chat_template=str(template), **SIZES) as llm:
-        plain, told = llm.generate([QUESTION[0]["content"], "weather " + QUESTION[0]["content"]], GREEDY)
+        plain, told = llm.generate(
+            [QUESTION[0]["content"], "weather " + QUESTION[0]["content"]], GREEDY
+        )
         for asked, expected in ((None, plain), (tools, told)):
             (whole,) = llm.chat(QUESTION, GREEDY, tools=asked)
             *_, last = llm.stream_chat(QUESTION, GREEDY, tools=asked)
@@ -215,7 +242,9 @@ def test_conversations_survive_on_disk(cache, tmp_path):
         store = llm._histories._store
         store.change(Name("", "c"), 1.0, history_ttl=1e-9)
         llm.generate("hello", GREEDY)
-        assert store._db.execute("SELECT count(*) FROM conversations") == [(0,)], "any call deletes what has expired"
+        assert store._db.execute("SELECT count(*) FROM conversations") == [(0,)], (
+            "any call deletes what has expired"
+        )
     # The tokens of the first turn were loaded, or computed again where that is sooner.
     assert second.usage.disk + second.usage.recomputed >= len(first.prompt_token_ids)
 
@@ -234,7 +263,8 @@ def test_wrong_arguments_are_named(cache, llm):
     ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             SamplingParams(**wrong)
-    assert SamplingParams(skip_special_tokens=True) == SamplingParams()  # vLLM's default, which scripts often write
+    # vLLM's default, which scripts often write
+    assert SamplingParams(skip_special_tokens=True) == SamplingParams()
     with pytest.raises(TypeError, match="port"):
         LLM("demo", port=1)
     with pytest.raises(SettingError, match="eviction"):
@@ -252,7 +282,10 @@ def test_the_tokenizer_is_that_of_the_prompts(llm):
     (output,) = llm.generate("hello there", GREEDY)
     assert tokenizer.encode("hello there") == output.prompt_token_ids
     (output,) = llm.chat(QUESTION, GREEDY)
-    assert tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"] == output.prompt_token_ids
+    assert (
+        tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]
+        == output.prompt_token_ids
+    )
 
 
 def test_without_a_tokenizer_there_is_none_to_get(llm, monkeypatch):
@@ -262,7 +295,9 @@ def test_without_a_tokenizer_there_is_none_to_get(llm, monkeypatch):
 
 
 def test_options_have_the_aliases_of_serve():
-    read = read_settings("demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB"))
+    read = read_settings(
+        "demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB")
+    )
     assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, 2**30)
     assert read_settings("demo", None, dict(enable_prefix_caching=True)).reuse
 
@@ -274,10 +309,14 @@ def test_options_have_the_aliases_of_serve():
         (dict(enable_chunked_prefill=True), ": prompts are always cut to max_num_batched_tokens"),
         (dict(enable_chunked_prefill=False), ": prompts are always cut to max_num_batched_tokens"),
         (dict(batching="separate"), ": only benchmarks set it; leave it out"),
-        (dict(swap_in="first"), ": KV is copied in by groups of layers while a step computes; leave it out"),
+        (
+            dict(swap_in="first"),
+            ": KV is copied in by groups of layers while a step computes; leave it out",
+        ),
         (dict(seed=0), ": requests take a seed (offline: SamplingParams(seed=0))"),
         (dict(trust_remote_code=True), ": code of a checkpoint is never run"),
-        (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),  # LLM has no log_level
+        # LLM has no log_level
+        (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),
         (dict(max_batch_size=8), ": use max_num_seqs"),
         (dict(max_seq_len=8), ": use max_model_len"),
         (dict(max_num_seq=3), "; did you mean max_num_seqs?"),
@@ -324,12 +363,25 @@ atexit.register(lambda: print([name for name in names() if name.startswith("lane
 from pensieve import LLM
 LLM("demo", **{SIZES}).chat({QUESTION})
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, pensieve; pensieve.__version__; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, pensieve; pensieve.__version__; print([m for m in ('torch', 'numpy') if m in "
+        "sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_the_clone_is_no_package_of_its_parent_folder(tmp_path):
@@ -354,12 +406,20 @@ def test_a_checkpoint_is_built_once(cache, tmp_path, monkeypatch):
     (built,) = cache.glob("pensieve/engines/*/tiny/manifest.json")
     assert Manifest.read(built.parent).dtype == "bfloat16"
     monkeypatch.delattr(engine_cache, "build_engine")  # not needed any more
-    with LLM(model=tmp_path / "tiny", dtype="bfloat16", quantization=None, tensor_parallel_size=1, **SIZES) as llm:
+    with LLM(
+        model=tmp_path / "tiny",
+        dtype="bfloat16",
+        quantization=None,
+        tensor_parallel_size=1,
+        **SIZES,
+    ) as llm:
         assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs == first.outputs
 
 
 def test_models_that_are_not_here_say_how_they_get_here(cache):
-    with pytest.raises(SettingError, match=r"^model: .*hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+    with pytest.raises(
+        SettingError, match=r"^model: .*hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"
+    ):
         LLM("Qwen/Qwen3-8B")
     with pytest.raises(SettingError, match=r"tensor_parallel_size.*pensieve serve"):
         LLM("demo", tensor_parallel_size=2)

@@ -33,7 +33,9 @@ class Notes:
 
 
 def make_loop():
-    config = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, max_num_seqs=2, chunk_tokens=8)
+    config = SchedulerConfig(
+        gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, max_num_seqs=2, chunk_tokens=8
+    )
     cost = CostProfile(8, 0.0, ((1, 1e-3), (64, 1e-2)), 0.0, chunk_bytes=1, link_bytes_per_s=1.0)
     executor = Notes()
     return EngineLoop(Scheduler(config, cost), executor), executor
@@ -49,7 +51,11 @@ def test_the_next_step_is_launched_before_the_last_one_is_awaited():
             tokens += [token for row in applied.results() for token in row.tokens]
     assert tokens == [7, 7, 7]
     first, second, third = executor.calls[:3]
-    assert (first.split()[0], second.split()[0], third) == ("launch", "launch", first.replace("launch", "wait"))
+    assert (first.split()[0], second.split()[0], third) == (
+        "launch",
+        "launch",
+        first.replace("launch", "wait"),
+    )
 
 
 def test_without_requests_nothing_is_launched():

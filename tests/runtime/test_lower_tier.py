@@ -19,7 +19,10 @@ from .tiny_engine import TinyEngine
 SHAPE = (20, 3, 2, 2, 4, 16)
 HOST_SLOTS = 15
 FORMS = [
-    *(pytest.param(FP8, dtype, id=f"fp8, {dtype}") for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *(
+        pytest.param(FP8, dtype, id=f"fp8, {dtype}")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
     pytest.param(PACKED, torch.bfloat16, id="packed"),
 ]
 
@@ -45,13 +48,16 @@ def test_random_copies_are_coded(closing, form, dtype):
     device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), dtype, form)
     pools = device._pools
     pools[Tier.GPU].copy_(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
-    on_gpu, on_host = pools[Tier.GPU].clone(), pools[Tier.HOST].clone()
+    on_gpu = pools[Tier.GPU].clone()
+    on_host = pools[Tier.HOST].clone()
     assert on_host.shape == (HOST_SLOTS, 3, form.layer_bytes(SHAPE)) and not on_host.any()
     dice = np.random.default_rng(1)
     for _ in range(20):
         count, first = int(dice.integers(0, 10)), int(dice.integers(3))
         layers = range(first, int(dice.integers(first + 1, 4)))
-        gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (20, HOST_SLOTS))
+        gpu_slots, host_slots = (
+            dice.permutation(most)[:count].astype(np.int32) for most in (20, HOST_SLOTS)
+        )
         chosen = slice(layers.start, layers.stop)
         if not count:
             device.copy(Lane.OUT, gpu_slots, host_slots, layers)

@@ -1,4 +1,5 @@
-"""Details that the official client reads: codes of errors, ids of requests, and fields that it adds itself."""
+"""Details that the official client reads: codes of errors, ids of requests, and fields that it adds
+itself."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ def test_what_does_not_fit_the_context_has_a_code(ask: Callable[..., Any]) -> No
         return [await http.post(COMPLETION, json=body) for body in bodies]
 
     answers = [error_of(response) for response in ask(both)]
-    assert answers == [(400, "context_length_exceeded", "prompt"), (400, "context_length_exceeded", "max_tokens")]
+    assert answers == [
+        (400, "context_length_exceeded", "prompt"),
+        (400, "context_length_exceeded", "max_tokens"),
+    ]
 
 
 def test_a_code_survives_the_way_between_processes() -> None:
@@ -84,6 +88,12 @@ def test_what_the_client_has_parsed_may_be_sent_back(ask: Callable[..., Any]) ->
     function = {"name": "weather", "arguments": "{}", "parsed_arguments": {}}
     parsed = [
         {"role": "assistant", "content": "{}", "parsed": {"a": 1}},
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}], "parsed": None},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+            "parsed": None,
+        },
     ]
-    assert ask(lambda http: http.post(CHAT, json={"messages": [*HI, *parsed, *HI]})).status_code == 200
+    assert (
+        ask(lambda http: http.post(CHAT, json={"messages": [*HI, *parsed, *HI]})).status_code == 200
+    )

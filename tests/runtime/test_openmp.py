@@ -12,14 +12,22 @@ import time
 import pytest
 import torch
 
-from pensieve.runtime.openmp import CALM_LOOKS, OF_THE_USER, SharedProcessors, Usage, idle_teams, read_usage
+from pensieve.runtime.openmp import (
+    CALM_LOOKS,
+    OF_THE_USER,
+    SharedProcessors,
+    Usage,
+    idle_teams,
+    read_usage,
+)
 
 
 class Machine:
     """Numbers of a machine with so many processors; each `second` has what other processes used."""
 
     def __init__(self, processors: int = 4, threads: int = 4):
-        self.processors, self.threads = processors, threads
+        self.processors = processors
+        self.threads = threads
         self.now = self.total = self.own = 0.0
         self.teams: list[tuple[int, threading.Event]] = []
         self.shared = SharedProcessors(self.start_team, self.usage)
@@ -51,7 +59,8 @@ def test_threads_sleep_while_another_process_computes():
     assert not machine.second(others=0.2)
     assert machine.second(others=1.0)
     assert machine.second(others=0.4)
-    assert [threads for threads, _ in machine.teams] == [2]  # with the other team 5 threads on 4 processors
+    # with the other team 5 threads on 4 processors
+    assert [threads for threads, _ in machine.teams] == [2]
 
 
 def test_threads_spin_again_when_the_processors_were_free_for_some_looks():
@@ -192,15 +201,16 @@ def with_all_processors(program: str) -> list[int]:
 
 
 def test_a_team_without_work_makes_threads_sleep():
-    """Sleeps of all threads in `REGIONS` parallel regions, with almost no limit to spinning: without, with and without
-    the second team."""
+    """Sleeps of all threads in `REGIONS` parallel regions, with almost no limit to spinning:
+    without, with and without the second team."""
     spinning, sleeping, spinning_again = with_all_processors(f"REGIONS = {REGIONS}\n{PASSES}")
     assert sleeping > REGIONS / 2
     assert max(spinning, spinning_again) < sleeping / 5
 
 
 def test_only_the_thread_of_passes_keeps_a_team():
-    """Threads of teams: after work on the main thread, after a device was loaded there, after copies."""
+    """Threads of teams: after work on the main thread, after a device was loaded there, after
+    copies."""
     main, loaded, copied = with_all_processors(DEVICE)
     assert (main > 0, loaded, copied) == (True, 0, 0)
 

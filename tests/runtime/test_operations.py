@@ -1,4 +1,5 @@
-"""The operators' view of the HTTP process: limits, readiness, one log line for each request, sources, model names."""
+"""The operators' view of the HTTP process: limits, readiness, one log line for each request,
+sources, model names."""
 
 from __future__ import annotations
 
@@ -36,18 +37,30 @@ SOURCES = {"gpu": 2, "host": 0, "disk": 0, "recomputed": 0, "new": 1}  # of its 
 
 
 @contextlib.asynccontextmanager
-async def served(loop: FakeLoop, settings: HTTPSettings = DEFAULTS, **words: Any) -> AsyncIterator[httpx.AsyncClient]:
-    client, about = EngineClient(loop.client_end), replace(ready(), **words)
-    app = create_app(client, about, Tokenizer.load(about.tokenizer) if about.tokenizer else None, settings)
+async def served(
+    loop: FakeLoop, settings: HTTPSettings = DEFAULTS, **words: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    client = EngineClient(loop.client_end)
+    about = replace(ready(), **words)
+    app = create_app(
+        client, about, Tokenizer.load(about.tokenizer) if about.tokenizer else None, settings
+    )
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test"
+        ) as http:
             yield http
     finally:
         await asyncio.to_thread(loop.close)
         await client.closed.wait()
 
 
-def serve(loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitable[Any]], *settings: HTTPSettings, **words: Any):
+def serve(
+    loop: FakeLoop,
+    work: Callable[[httpx.AsyncClient], Awaitable[Any]],
+    *settings: HTTPSettings,
+    **words: Any,
+):
     async def main() -> Any:
         async with served(loop, *settings, **words) as http:
             return await asyncio.wait_for(work(http), 60)
@@ -76,7 +89,10 @@ def test_a_client_has_so_many_open_requests_and_no_more() -> None:
 
     refused, *served = serve(loop, three, HTTPSettings(max_requests_per_client=2))
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["type"] == "rate_limit_error" and "has 2 of 2 sequences open" in refused.text
+    assert (
+        refused.json()["error"]["type"] == "rate_limit_error"
+        and "has 2 of 2 sequences open" in refused.text
+    )
     assert all(response.is_success for response in served)
 
 
@@ -96,7 +112,8 @@ SAID = [{"role": "user", "content": "x"}]
 def test_a_call_counts_as_the_sequences_that_it_asks_for(
     tokenizer_directory: Path, path: str, body: dict[str, Any], sequences: int, param: str | None
 ) -> None:
-    loop, words = FakeLoop(), {"tokenizer": str(tokenizer_directory)}
+    loop = FakeLoop()
+    words = {"tokenizer": str(tokenizer_directory)}
     loop.pause()
 
     async def fill(http: httpx.AsyncClient) -> list[httpx.Response]:
@@ -107,11 +124,15 @@ def test_a_call_counts_as_the_sequences_that_it_asks_for(
         return [refused, await call, await http.post(path, json=body)]
 
     refused, *served = serve(loop, fill, HTTPSettings(max_requests_per_client=sequences), **words)
-    assert refused.status_code == 429 and f"has {sequences} of {sequences} sequences open" in refused.text
+    assert (
+        refused.status_code == 429
+        and f"has {sequences} of {sequences} sequences open" in refused.text
+    )
     assert all(response.is_success for response in served)
     if param is None:
         return
-    loop, settings = FakeLoop(), HTTPSettings(max_requests_per_client=sequences - 1)
+    loop = FakeLoop()
+    settings = HTTPSettings(max_requests_per_client=sequences - 1)
     refused = serve(loop, lambda http: http.post(path, json=body), settings, **words)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
     assert f"{sequences} sequences" in refused.text and not loop.said(Submit)
@@ -131,7 +152,10 @@ def test_a_call_beyond_what_is_left_is_refused_and_leaves_nothing_counted() -> N
         loop.go_on()
         return [*refused, await three, await one, await complete(http, n=4)]
 
-    statuses = [response.status_code for response in serve(loop, work, HTTPSettings(max_requests_per_client=4))]
+    statuses = [
+        response.status_code
+        for response in serve(loop, work, HTTPSettings(max_requests_per_client=4))
+    ]
     assert statuses == [429] * 4 + [200] * 3
 
 
@@ -160,7 +184,8 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
     """Everybody comes while the first request, of owner a at address 1, is open."""
 
     async def main() -> list[str]:
-        leave, came = asyncio.Event(), []
+        leave = asyncio.Event()
+        came = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             came.append(scope["path"])
@@ -180,7 +205,13 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
                 scope[OWNER] = owner
             return limit(scope, None, send)
 
-        names = [("first", "a", "1"), ("a1", "b", "1"), ("a2", "a", "1"), ("b1", "b", "2"), ("c1", "c", "1")]
+        names = [
+            ("first", "a", "1"),
+            ("a1", "b", "1"),
+            ("a2", "a", "1"),
+            ("b1", "b", "2"),
+            ("c1", "c", "1"),
+        ]
         tasks = []
         for name in names:
             tasks.append(asyncio.create_task(call(*name)))
@@ -195,7 +226,9 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
 
 
 @pytest.mark.parametrize("keys", [False, True])
-def test_requests_name_the_owner_of_the_key_or_an_address(tokenizer_directory: Path, keys: bool) -> None:
+def test_requests_name_the_owner_of_the_key_or_an_address(
+    tokenizer_directory: Path, keys: bool
+) -> None:
     """Without keys conversations belong to everybody, from any address."""
     loop = FakeLoop()
 
@@ -211,7 +244,9 @@ def test_requests_name_the_owner_of_the_key_or_an_address(tokenizer_directory: P
             assert (await http.post(path, json=body)).is_success
         app = http._transport.app  # type: ignore[attr-defined]
         transport = httpx.ASGITransport(app, client=("10.0.0.7", 70))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=http.headers) as elsewhere:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers=http.headers
+        ) as elsewhere:
             body = {"messages": SAID, "conversation": "copy", "history": "server"}
             assert (await elsewhere.post("/v1/chat/completions", json=body)).is_success
             listed = (await elsewhere.get("/v1/conversations")).json()["data"]
@@ -235,14 +270,19 @@ def test_grammars_of_one_key_do_not_delay_another_key(
     def checked() -> list[int]:
         return [child for process in children(os.getpid()) for child in children(process)]
 
-    def ask(http: httpx.AsyncClient, key: str, name: str, pattern: str) -> asyncio.Task[httpx.Response]:
+    def ask(
+        http: httpx.AsyncClient, key: str, name: str, pattern: str
+    ) -> asyncio.Task[httpx.Response]:
         grammar = {"grammar": f"start: {name}\n{name}: {pattern}"}
         body = {"prompt": "x", "max_tokens": 2, "structured_outputs": grammar}
         headers = {"authorization": f"Bearer {key}"}
         return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
 
     async def work(http: httpx.AsyncClient) -> None:
-        bad = [ask(http, "one", f"BAD{at}", "/.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}.*/") for at in range(12)]
+        bad = [
+            ask(http, "one", f"BAD{at}", "/.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}.*/")
+            for at in range(12)
+        ]
         await asyncio.to_thread(eventually, checked)
         for name in ("GOOD", "BETTER"):
             assert (await ask(http, "two", name, "/a+/")).is_success
@@ -258,19 +298,34 @@ def test_grammars_of_one_key_do_not_delay_another_key(
 
 def test_pages_of_other_origins_may_use_the_api_if_they_are_named() -> None:
     """A browser asks first, without a key."""
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    asks = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
 
     async def work(http: httpx.AsyncClient) -> list[tuple[int, str | None]]:
         answers = []
         for origin in ("https://one.example", "https://other.example"):
             headers = {"origin": origin}
             answers.append(await http.options("/v1/completions", headers=headers | asks))
-            answers.append(await http.get("/v1/models", headers=headers | {"authorization": "Bearer secret"}))
-        return [(answer.status_code, answer.headers.get("access-control-allow-origin")) for answer in answers]
+            answers.append(
+                await http.get("/v1/models", headers=headers | {"authorization": "Bearer secret"})
+            )
+        return [
+            (answer.status_code, answer.headers.get("access-control-allow-origin"))
+            for answer in answers
+        ]
 
     keys = (key_digest("secret"),)
-    named = serve(FakeLoop(), work, HTTPSettings(api_keys=keys, cors_origins=("https://one.example",)))
-    assert named == [(200, "https://one.example"), (200, "https://one.example"), (400, None), (200, None)]
+    named = serve(
+        FakeLoop(), work, HTTPSettings(api_keys=keys, cors_origins=("https://one.example",))
+    )
+    assert named == [
+        (200, "https://one.example"),
+        (200, "https://one.example"),
+        (400, None),
+        (200, None),
+    ]
     everyone = serve(FakeLoop(), work, HTTPSettings(api_keys=keys, cors_origins=("*",)))
     assert everyone == [(200, "*")] * 4
     assert serve(FakeLoop(), work, HTTPSettings(api_keys=keys)) == [(401, None), (200, None)] * 2
@@ -312,11 +367,17 @@ def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
 def test_messages_in_one_body_are_limited() -> None:
     async def all_three(http: httpx.AsyncClient) -> list[httpx.Response]:
         many = [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)
-        bodies = (("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages"))
+        bodies = (
+            ("/v1/chat/completions", "messages"),
+            ("/v1/responses", "input"),
+            ("/tokenize", "messages"),
+        )
         return [await http.post(path, json={name: many}) for path, name in bodies]
 
     for refused in serve(FakeLoop(), all_three):
-        assert refused.status_code == 400 and str(MOST_MESSAGES) in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 400 and str(MOST_MESSAGES) in refused.json()["error"]["message"]
+        )
 
 
 # -- readiness
@@ -325,8 +386,12 @@ def test_messages_in_one_body_are_limited() -> None:
 PROBES = ("/health", "/ping", "/ready", "/live")
 
 
-@pytest.mark.parametrize(("message", "live"), [(Draining(), 200), (Fatal("the books disagree"), 503)])
-def test_health_tells_whether_requests_are_served_and_live_whether_a_restart_helps(message: object, live: int) -> None:
+@pytest.mark.parametrize(
+    ("message", "live"), [(Draining(), 200), (Fatal("the books disagree"), 503)]
+)
+def test_health_tells_whether_requests_are_served_and_live_whether_a_restart_helps(
+    message: object, live: int
+) -> None:
     loop = FakeLoop()
 
     async def probe(http: httpx.AsyncClient) -> list[int]:
@@ -356,7 +421,9 @@ def test_health_and_the_page_say_which_replica_it_is_and_where_its_histories_are
 def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None:
     async def main() -> tuple[list[int], httpx.Response]:
         door = FrontDoor()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(door), base_url="http://test"
+        ) as http:
             early = asyncio.create_task(complete(http))
             probes = [(await http.get(path)).status_code for path in PROBES]
             assert not early.done()
@@ -376,7 +443,9 @@ def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None
 def test_requests_that_wait_for_a_failing_start_are_answered() -> None:
     async def main() -> httpx.Response:
         door = FrontDoor()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(door), base_url="http://test"
+        ) as http:
             early = asyncio.create_task(complete(http))
             await asyncio.sleep(0)
             door.close()
@@ -396,12 +465,16 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_one_line_at_its_end(lines: Callable[[], list[dict[str, Any]]], stream: bool) -> None:
+def test_a_request_is_one_line_at_its_end(
+    lines: Callable[[], list[dict[str, Any]]], stream: bool
+) -> None:
     answer = serve(FakeLoop(), lambda http: complete(http, conversation="tea", stream=stream))
     (line,) = lines()
     told = json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
     assert line["id"] == told["id"] and line["conversation"] == "tea"
-    counts = [line[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "finish")]
+    counts = [
+        line[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "finish")
+    ]
     assert counts == [3, 2, 4, "stop"]
     assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"] < 1_000_000
 
@@ -418,14 +491,21 @@ def test_only_a_session_with_a_name_is_told(
     assert [line["session"] for line in lines()] == [None, "agent-7"]
 
 
-def test_refused_failed_and_abandoned_requests_have_their_line(lines: Callable[[], list[dict[str, Any]]]) -> None:
+def test_refused_failed_and_abandoned_requests_have_their_line(
+    lines: Callable[[], list[dict[str, Any]]],
+) -> None:
     serve(FakeLoop(queue=0), complete)
-    serve(FakeLoop(say("y" * 100), dies_with=1), lambda http: complete(http, max_tokens=50, stream=True))
+    serve(
+        FakeLoop(say("y" * 100), dies_with=1),
+        lambda http: complete(http, max_tokens=50, stream=True),
+    )
     ends = [(line["finish"], line["status"], line["ttft_ms"] is None) for line in lines()]
     assert ends == [("refused", 429, True), ("error", None, False)]
 
 
-def test_the_owner_is_known_by_a_part_of_the_keys_digest(lines: Callable[[], list[dict[str, Any]]]) -> None:
+def test_the_owner_is_known_by_a_part_of_the_keys_digest(
+    lines: Callable[[], list[dict[str, Any]]],
+) -> None:
     async def ask(http: httpx.AsyncClient) -> httpx.Response:
         return await complete(http, conversation="tea")
 
@@ -440,7 +520,10 @@ def test_the_owner_is_known_by_a_part_of_the_keys_digest(lines: Callable[[], lis
 
 
 def test_several_prompts_are_one_line(lines: Callable[[], list[dict[str, Any]]]) -> None:
-    serve(FakeLoop(say("yyyyyyyy")), lambda http: complete(http, prompt=[[5, 6], [5, 6, 7]], max_tokens=4))
+    serve(
+        FakeLoop(say("yyyyyyyy")),
+        lambda http: complete(http, prompt=[[5, 6], [5, 6, 7]], max_tokens=4),
+    )
     (line,) = lines()
     assert (line["prompt_tokens"], line["generated_tokens"], line["finish"]) == (5, 8, "length")
 
@@ -451,13 +534,18 @@ def test_several_prompts_are_one_line(lines: Callable[[], list[dict[str, Any]]])
 @pytest.mark.parametrize("asked", [False, True])
 def test_usage_says_where_tokens_came_from_if_asked(asked: bool) -> None:
     answer = serve(FakeLoop(), lambda http: complete(http, return_sources=asked)).json()
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2, **(SOURCES if asked else {})}
+    assert answer["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 2,
+        **(SOURCES if asked else {}),
+    }
 
 
 def test_streamed_usage_says_it_too() -> None:
     body = {"return_sources": True, "stream": True, "stream_options": {"include_usage": True}}
     answer = serve(FakeLoop(), lambda http: complete(http, **body))
-    last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+    last = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ][-1]
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2, **SOURCES}
 
 
@@ -492,4 +580,8 @@ def test_a_model_has_several_names_and_the_first_is_told() -> None:
         answers = [await complete(http, model=name) for name in ("fake", "short", "other")]
         return [names, [answer.status_code for answer in answers], answers[1].json()["model"]]
 
-    assert serve(FakeLoop(), ask, aliases=("short",)) == [["fake", "short"], [200, 200, 404], "fake"]
+    assert serve(FakeLoop(), ask, aliases=("short",)) == [
+        ["fake", "short"],
+        [200, 200, 404],
+        "fake",
+    ]

@@ -21,8 +21,12 @@ from . import served
 from .odd_tokenizer import TEMPLATE, merging_tokenizer, save_merging, spaced_tokenizer
 from .text.test_tokenizer import in_bytes, sentencepiece_like
 
-OURS, THEIRS = (Tokenizer(made(), ChatTemplate(TEMPLATE, {})) for made in (merging_tokenizer, spaced_tokenizer))
-HELLO, ANSWER, AGAIN = ({"role": role, "content": x} for role, x in (("user", "a"), ("assistant", "b"), ("user", "ab")))
+OURS, THEIRS = (
+    Tokenizer(made(), ChatTemplate(TEMPLATE, {})) for made in (merging_tokenizer, spaced_tokenizer)
+)
+HELLO, ANSWER, AGAIN = (
+    {"role": role, "content": x} for role, x in (("user", "a"), ("assistant", "b"), ("user", "ab"))
+)
 
 
 @pytest.fixture
@@ -52,8 +56,12 @@ async def talk(histories: TurnManager) -> None:
 
 def test_a_dialogue_is_tokenised_anew(serve: Callable[..., None]) -> None:
     async def go_on(histories: TurnManager) -> None:
-        turn = await histories.open_chat("", "chat", [AGAIN], THEIRS.render_chat, server_history=True)
-        ours, theirs = (tok.encode_rendered(tok.render_chat([HELLO, ANSWER, AGAIN])) for tok in (OURS, THEIRS))
+        turn = await histories.open_chat(
+            "", "chat", [AGAIN], THEIRS.render_chat, server_history=True
+        )
+        ours, theirs = (
+            tok.encode_rendered(tok.render_chat([HELLO, ANSWER, AGAIN])) for tok in (OURS, THEIRS)
+        )
         assert turn.prompt == theirs != ours
         await turn.commit(THEIRS.encode_rendered("b"), "b", ANSWER, b"")
 
@@ -100,8 +108,11 @@ def test_a_reply_behind_many_byte_tokens_is_stored_with_its_ids(serve: Callable[
     serve(tokenizer, work)
 
 
-def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    """Some checkpoints' tokenizers have one token more than the model: in a step it would stop the server."""
+def test_a_token_that_the_model_has_no_embedding_for_is_refused(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Some checkpoints' tokenizers have one token more than the model: in a step it would stop the
+    server."""
     fewer = replace(served.odd_ready(), vocab_size=served.DONE)
     monkeypatch.setattr(served, "odd_ready", lambda: fewer)
 

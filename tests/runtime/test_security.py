@@ -1,4 +1,5 @@
-"""The headers of every answer, the contents of /openapi.json, and paths that no request can reach."""
+"""The headers of every answer, the contents of /openapi.json, and paths that no request can
+reach."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def test_every_answer_says_that_it_loads_nothing(ask: Callable[..., Any]) -> Non
     async def several(http: httpx.AsyncClient) -> list[httpx.Response]:
         paths = ("/health", "/metrics", "/v1/models", "/nothing", "/openapi.json", "/ui")
         stream = {"prompt": [9], "stream": True}
-        return [await http.post("/v1/completions", json=stream), *[await http.get(path) for path in paths]]
+        return [
+            await http.post("/v1/completions", json=stream),
+            *[await http.get(path) for path in paths],
+        ]
 
     for response in ask(several):
         assert response.headers["x-content-type-options"] == "nosniff"
@@ -46,7 +50,8 @@ def test_no_path_from_a_request_to_the_file_system(ask: Callable[..., Any]) -> N
     watching = False
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if watching and event in WATCHED and not str(arguments[0]).endswith(".py"):  # FastAPI names the endpoint
+        # FastAPI names the endpoint
+        if watching and event in WATCHED and not str(arguments[0]).endswith(".py"):
             opened.append(f"{event} {arguments[0]}")
 
     sys.addaudithook(audit)  # for good: Python has no way to take it away
@@ -62,7 +67,9 @@ def test_no_path_from_a_request_to_the_file_system(ask: Callable[..., Any]) -> N
         for name in TRAVERSALS:
             body = {"prompt": "x", "max_tokens": 2, "conversation": name}
             assert (await http.post("/v1/completions", json=body)).is_success
-            assert (await http.post("/v1/completions", json={"prompt": "x", "model": name})).status_code == 404
+            assert (
+                await http.post("/v1/completions", json={"prompt": "x", "model": name})
+            ).status_code == 404
         watching = False
 
     ask(try_all)
@@ -72,7 +79,9 @@ def test_no_path_from_a_request_to_the_file_system(ask: Callable[..., Any]) -> N
 def test_openapi_says_what_bodies_are(ask: Callable[..., Any]) -> None:
     document = ask(lambda http: http.get("/openapi.json")).json()
     for path, method in BODIES:
-        schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+        schema = document["paths"][path][method]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]
         name = schema["$ref"].removeprefix("#/components/schemas/")
         assert document["components"]["schemas"][name]["properties"]
 
@@ -81,5 +90,7 @@ def test_openapi_says_what_bodies_are(ask: Callable[..., Any]) -> None:
 def test_deep_json_is_the_clients_fault(ask: Callable[..., Any], depth: int) -> None:
     response = ask(lambda http: http.post("/v1/completions", content=b'{"prompt": ' + b"[" * depth))
     assert response.status_code == 400
-    response = ask(lambda http: http.post("/v1/completions", content=b'{"a":' * depth + b"1" + b"}" * depth))
+    response = ask(
+        lambda http: http.post("/v1/completions", content=b'{"a":' * depth + b"1" + b"}" * depth)
+    )
     assert response.status_code == 400

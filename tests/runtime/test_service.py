@@ -16,10 +16,27 @@ import pytest
 
 from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
-from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
+from pensieve.runtime.messages import (
+    Abort,
+    Drain,
+    Draining,
+    Erased,
+    Forget,
+    Ready,
+    StepMessage,
+    Submit,
+)
 from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, SHARE_S, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
-from pensieve.scheduler.types import Applied, FinishReason, Request, RequestError, RequestId, RowResult, Sampling
+from pensieve.scheduler.types import (
+    Applied,
+    FinishReason,
+    Request,
+    RequestError,
+    RequestId,
+    RowResult,
+    Sampling,
+)
 from pensieve.scheduler.work import MESSAGE, WorkBudget
 
 
@@ -27,8 +44,11 @@ class Scheduler(SimpleNamespace):
     """Has `known` conversations; `asked` records all calls."""
 
     def __init__(self, **answers: Any):
-        super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
-        self.work, self.has_work = WorkBudget(), lambda now: False
+        super().__init__(
+            asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers
+        )
+        self.work = WorkBudget()
+        self.has_work = lambda now: False
         self.expire = lambda now: []
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
@@ -48,7 +68,8 @@ class Scheduler(SimpleNamespace):
         self.asked.append(("erase", keys))
 
     def take_erased(self) -> list[bool]:
-        erased, self.erased = self.erased, []
+        erased = self.erased
+        self.erased = []
         return erased
 
     def open_requests(self) -> list[RequestId]:
@@ -94,7 +115,12 @@ def service(scheduler: Scheduler, compiling: list[Future[str]]) -> Service:
         wait=lambda: None,
         done=lambda: False,
     )
-    return Service(scheduler, executor, multiprocessing.Pipe()[0], SimpleNamespace(finished=lambda now, seen: None))
+    return Service(
+        scheduler,
+        executor,
+        multiprocessing.Pipe()[0],
+        SimpleNamespace(finished=lambda now, seen: None),
+    )
 
 
 def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
@@ -110,7 +136,9 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     assert message.applied.rows == (end,) and message.disk == DiskCounters(saved=3)
 
 
-def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, scheduler: Scheduler) -> None:
+def test_a_client_whose_reply_is_stuck_is_told_at_once(
+    service: Service, scheduler: Scheduler
+) -> None:
     """The result may bring nothing else: the row was alone, and its token does not count."""
     stuck = RowResult(RequestId(5), error=RequestError(500, "stuck"))
     scheduler.apply = lambda result, now: Applied(rows=(stuck,))
@@ -129,19 +157,24 @@ def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler
     assert service._drained()
 
 
-def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler, caplog: Any) -> None:
+def test_saving_ends_with_the_grace_time(
+    service: Service, scheduler: Scheduler, caplog: Any
+) -> None:
     scheduler.disk.saving = True
     service._take(Drain(0.0))
     assert service._drained() and "before all KV was saved" in caplog.text
 
 
-def test_a_deletion_erases_active_and_inactive_conversations(service: Service, scheduler: Scheduler) -> None:
+def test_a_deletion_erases_active_and_inactive_conversations(
+    service: Service, scheduler: Scheduler
+) -> None:
     tokens = array("i", range(14))
     scheduler.known = {"active": tokens}
     service._take(Forget("active", tokens, 0, b"s"))
     service._take(Forget("active", tokens, 9, b"s"))
     service._take(Forget("stored", tokens, 0, b"s"))
-    service._take(Forget("fork", tokens, 9, b"s"))  # nine tokens are another's too: two whole chunks
+    # nine tokens are another's too: two whole chunks
+    service._take(Forget("fork", tokens, 9, b"s"))
     service._take(Forget(None, tokens, 9, b"s"))  # a response that is not the last of its line
     whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
     assert scheduler.asked == [
@@ -152,19 +185,25 @@ def test_a_deletion_erases_active_and_inactive_conversations(service: Service, s
         ("erase", whole[2:]),
     ]
     assert service._outbox.empty()
-    scheduler.erased, scheduler.apply = [True, False], lambda result, now: Applied()
+    scheduler.erased = [True, False]
+    scheduler.apply = lambda result, now: Applied()
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
     assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
 
 
-def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler: Scheduler) -> None:
-    """The last keys of a long log are looked up while a plan is made; if there is no other work, no result follows."""
+def test_a_deletion_that_ends_without_a_step_is_told(
+    service: Service, scheduler: Scheduler
+) -> None:
+    """The last keys of a long log are looked up while a plan is made; if there is no other work, no
+    result follows."""
 
     def next_plan(now: float) -> None:
-        scheduler.erased, scheduler.next_plan = [True], lambda now: None
+        scheduler.erased = [True]
+        scheduler.next_plan = lambda now: None
 
-    scheduler.next_plan, scheduler.in_flight = next_plan, 0
+    scheduler.next_plan = next_plan
+    scheduler.in_flight = 0
     service._executor.close = lambda: None
     here, there = multiprocessing.Pipe()
     service = Service(scheduler, service._executor, here, SimpleNamespace(slack=lambda now: 0.0))
@@ -201,7 +240,9 @@ def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Sched
     assert service._drain_until < float("inf")
 
 
-def test_a_signal_that_comes_just_before_a_wait_is_heard_soon(service: Service, scheduler: Scheduler) -> None:
+def test_a_signal_that_comes_just_before_a_wait_is_heard_soon(
+    service: Service, scheduler: Scheduler
+) -> None:
     """The signal does not interrupt the wait; its handler runs after it."""
     waits: list[float | None] = []
 
@@ -256,7 +297,9 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     assert said[2].applied.rows == (RowResult(RequestId(7), finish=FinishReason.ABORT),)
 
 
-def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
+def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(
+    service: Service, scheduler: Scheduler
+) -> None:
     def next_plan(now: float) -> None:
         scheduler.asked.append("plan")
         service._inbox.put(Drain(0.0))
@@ -277,13 +320,17 @@ def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service,
     executor.close = lambda: None
     ours, _theirs = multiprocessing.Pipe()
     service = Service(service._scheduler, executor, ours, pace)
-    scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
+    scheduler.next_plan = next_plan
+    scheduler.in_flight = 0
+    scheduler.expire = lambda now: []
     began = time.monotonic()
     service.run(Ready("", 1, 1, (), "", 32, 1))
     assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 60
 
 
-def test_work_in_pieces_goes_on_while_the_device_computes(service: Service, scheduler: Scheduler) -> None:
+def test_work_in_pieces_goes_on_while_the_device_computes(
+    service: Service, scheduler: Scheduler
+) -> None:
     """A step whose time has come is not kept waiting: no further share is done before it."""
 
     def next_plan(now: float) -> None:
@@ -297,12 +344,16 @@ def test_work_in_pieces_goes_on_while_the_device_computes(service: Service, sche
     pace: Any = SimpleNamespace(slack=lambda now: 0.1 if len(scheduler.asked) < 3 else SHARE_S)
     ours, _theirs = multiprocessing.Pipe()
     service = Service(service._scheduler, executor, ours, pace)
-    scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
+    scheduler.next_plan = next_plan
+    scheduler.in_flight = 0
+    scheduler.expire = lambda now: []
     service.run(Ready("", 1, 1, (), "", 32, 1))
     assert scheduler.asked == ["share"] * 3 + ["plan"]
 
 
-def test_messages_wait_for_the_next_step_when_the_budget_is_used_up(service: Service, scheduler: Scheduler) -> None:
+def test_messages_wait_for_the_next_step_when_the_budget_is_used_up(
+    service: Service, scheduler: Scheduler
+) -> None:
     scheduler.work.left = 3 * MESSAGE
     for number in range(5):
         service._inbox.put(Abort(RequestId(number)))

@@ -1,4 +1,5 @@
-"""The requests that may outgrow the context, the answers to the others, and the report of it in a reply."""
+"""The requests that may outgrow the context, the answers to the others, and the report of it in a
+reply."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def test_a_conversation_may_overflow_and_others_may_not(serve: Any) -> None:
                     assert answer["error"]["code"] == "context_length_exceeded"
                 else:
                     details = answer["usage"]["prompt_tokens_details"]
-                    assert (answer["usage"]["prompt_tokens"], details["truncated_tokens"]) == (2500, 500)
+                    assert (answer["usage"]["prompt_tokens"], details["truncated_tokens"]) == (
+                        2500,
+                        500,
+                    )
                     assert server.requests[-1].truncate
             await server.post(COMPLETION, 400, prompt=LONG, truncation="always")
 
@@ -52,7 +56,9 @@ def test_a_streams_usage_says_it_too(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
             options = {"include_usage": True}
-            body = dict(prompt=LONG, max_tokens=3, truncation="auto", stream=True, stream_options=options)
+            body = dict(
+                prompt=LONG, max_tokens=3, truncation="auto", stream=True, stream_options=options
+            )
             response = await server.http.post(COMPLETION, json=body)
             last = json.loads(response.text.split("\n\n")[-3].removeprefix("data: "))
             assert last["usage"]["prompt_tokens_details"]["truncated_tokens"] == 500
@@ -66,7 +72,9 @@ def test_a_reply_is_never_longer_than_a_context(serve: Any, limit: int | None, s
         async with serve() as server:
             messages = [{"role": "user", "content": "hello"}]
             await server.post(CHAT, status, messages=messages, max_tokens=limit, conversation="a")
-            assert [request.max_tokens for request in server.requests] == ([] if status == 400 else [2000])
+            assert [request.max_tokens for request in server.requests] == (
+                [] if status == 400 else [2000]
+            )
 
     run(work())
 

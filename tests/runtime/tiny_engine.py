@@ -1,4 +1,5 @@
-"""Random engines small enough for any device, made without files: the CPU's answers are those the GPU's must equal."""
+"""Random engines small enough for any device, made without files: the CPU's answers are those the
+GPU's must equal."""
 
 from __future__ import annotations
 
@@ -71,10 +72,15 @@ class TinyEngine:
         self.config = CONFIGS[kind]
         self.vocab_size = self.config.vocab_size
         self.manifest = SimpleNamespace(
-            vocab_size=self.vocab_size, decoder=self.config, layers=self.config.layers, tensor_parallel=1
+            vocab_size=self.vocab_size,
+            decoder=self.config,
+            layers=self.config.layers,
+            tensor_parallel=1,
         )
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in Decoder(self.config).state_dict().items()}
+            shapes = {
+                name: tensor.shape for name, tensor in Decoder(self.config).state_dict().items()
+            }
         generator = torch.Generator().manual_seed(0)
         weights = {}
         for name, shape in shapes.items():
@@ -106,8 +112,11 @@ class Reference:
 
     def __call__(self, tokens: Tensor) -> SimpleNamespace:
         """tokens [1, n]; `logits` [1, n, vocab]."""
-        count, chunk = tokens.shape[1], 32
-        pool = torch.zeros(self._engine.kv_shape(-(-count // chunk), chunk), dtype=self._engine.kv_dtype)
+        count = tokens.shape[1]
+        chunk = 32
+        pool = torch.zeros(
+            self._engine.kv_shape(-(-count // chunk), chunk), dtype=self._engine.kv_dtype
+        )
         handle = register_pool(pool)
         table = torch.arange(len(pool)).view(1, -1)
         batch = batch_of([Piece(0, 0, count)], tokens[0], table, torch.arange(count), chunk)

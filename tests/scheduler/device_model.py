@@ -1,11 +1,13 @@
 """A model of the device that executes plans and checks their ordering.
 
-It keeps for every slot its contents (token ids and positions) and the work that has used it, and for every piece of
-work the work that is known to be complete before it begins (vector clocks over the three lanes). So it detects a slot
-that is read before it is written, or rewritten while it is read, and a row that would see another's KV.
+It keeps for every slot its contents (token ids and positions) and the work that has used it, and
+for every piece of work the work that is known to be complete before it begins (vector clocks over
+the three lanes). So it detects a slot that is read before it is written, or rewritten while it is
+read, and a row that would see another's KV.
 
-Disk work is on no lane: it begins when its plan is launched and ends when the test says so (`finish`). Earlier uses of
-its HOST slot must be complete according to the results so far (`known`), and no other work may use its slots meanwhile.
+Disk work is on no lane: it begins when its plan is launched and ends when the test says so
+(`finish`). Earlier uses of its HOST slot must be complete according to the results so far
+(`known`), and no other work may use its slots meanwhile.
 """
 
 from __future__ import annotations
@@ -19,39 +21,56 @@ from pensieve.scheduler.types import RowResult
 
 
 class DeviceModel:
-    """copy_fails  returns whether a copy to HOST fails; None: no copy fails, and each may be read before
-    it is known to be complete
-    salts       request id -> salt; KV computed under one salt differs from KV of the same tokens under another
+    """copy_fails  returns whether a copy to HOST fails; None: no copy fails, and each may be read
+    before it is known to be complete
+    salts       request id -> salt; KV computed under one salt differs from KV of the same tokens
+                under another
     erases      returns whether a record can be erased; None: each can
     """
 
     def __init__(
-        self, gpu_slots, host_slots, chunk_tokens, windows=None, vocabulary=97, copy_fails=None, salts=None, erases=None
+        self,
+        gpu_slots,
+        host_slots,
+        chunk_tokens,
+        windows=None,
+        vocabulary=97,
+        copy_fails=None,
+        salts=None,
+        erases=None,
     ):
         self.chunk_tokens = chunk_tokens
         self.windows = windows
         self.vocabulary = vocabulary
-        self.pools = {"gpu": [{} for _ in range(gpu_slots)], "host": [{} for _ in range(host_slots)]}
+        self.pools = {
+            "gpu": [{} for _ in range(gpu_slots)],
+            "host": [{} for _ in range(host_slots)],
+        }
         self.last_writer = {}  # (tier, slot) -> (lane, ticket)
         self.users = defaultdict(dict)  # (tier, slot) -> {lane: ticket} since the last writer
-        self.clock = {lane: Tickets() for lane in Lane}  # work that is complete when the lane's newest work begins
+        # work that is complete when the lane's newest work begins
+        self.clock = {lane: Tickets() for lane in Lane}
         self.begun = {lane: ([], []) for lane in Lane}  # tickets and their clocks
         self.issued = Tickets()
         self.tables, self.rows, self.last_token = {}, {}, {}
-        self.origins = {}  # seat -> (position of its row's first token, position that the model counts as 0)
+        # seat -> (position of its row's first token, position that the model counts as 0)
+        self.origins = {}
         self.step = self.applied = 0
         self.disk = {}  # slot -> (key, end, content)
         self.work = {}  # DISK slot -> Spill or Promotion
         self.erased = {}  # slot -> step
         self.known = Tickets()
-        self.copy_fails, self.failed_copies = copy_fails, []  # (ticket, HOST slot)
+        # (ticket, HOST slot)
+        self.copy_fails = copy_fails
+        self.failed_copies = []
         self.salts = {} if salts is None else salts
         self.erases = erases
 
     # -- order
 
     def _begin(self, lane, ticket, after):
-        """A piece of work is issued: everything it waits for is issued already and its clock follows from theirs."""
+        """A piece of work is issued: everything it waits for is issued already and its clock
+        follows from theirs."""
         assert ticket > self.issued[lane], "tickets of a lane ascend"
         known = list(self.clock[lane])
         known[lane] = self.issued[lane]
@@ -74,7 +93,9 @@ class DeviceModel:
     def _reads(self, lane, ticket, place):
         writer = self.last_writer.get(place)
         assert writer is not None, f"{place} is read but was never written"
-        assert place not in self._places(being_read=False), f"{place} is read while the disk writes it"
+        assert place not in self._places(being_read=False), (
+            f"{place} is read while the disk writes it"
+        )
         self._ordered(lane, writer, place, "read before it was written")
         self.users[place][lane] = ticket
 
@@ -90,7 +111,9 @@ class DeviceModel:
     def _ordered(self, lane, other, place, what):
         other_lane, other_ticket = other
         if other_lane != lane and self.clock[lane][other_lane] < other_ticket:
-            raise AssertionError(f"{place} {what}: {lane.name} does not wait for {other_lane.name} {other_ticket}")
+            raise AssertionError(
+                f"{place} {what}: {lane.name} does not wait for {other_lane.name} {other_ticket}"
+            )
 
     # -- plans
 
@@ -123,7 +146,9 @@ class DeviceModel:
             row: RowResult(row.request, prompt_logprobs=entries)
             for row, entries in ((self.rows[seat], entries) for seat, entries in scores.items())
         }
-        return StepResult(plan.step, plan.samples, tokens, self.issued, erase_failed=erase_failed, rows=rows)
+        return StepResult(
+            plan.step, plan.samples, tokens, self.issued, erase_failed=erase_failed, rows=rows
+        )
 
     def _copy(self, batch):
         lane = Lane(batch.lane)
@@ -144,14 +169,20 @@ class DeviceModel:
     def newly_failed_copies(self, completed):
         """HOST slots of failed copies out up to that ticket that have not been reported yet."""
         told = tuple(slot for ticket, slot in self.failed_copies if ticket <= completed)
-        self.failed_copies = [(ticket, slot) for ticket, slot in self.failed_copies if ticket > completed]
+        self.failed_copies = [
+            (ticket, slot) for ticket, slot in self.failed_copies if ticket > completed
+        ]
         return told
 
     # -- the disk
 
     def _places(self, being_read=True):
         """HOST slots that the disk writes; with `being_read` also the slots that it reads."""
-        return {("host", work.host) for work in self.work.values() if being_read or not isinstance(work, Spill)}
+        return {
+            ("host", work.host)
+            for work in self.work.values()
+            if being_read or not isinstance(work, Spill)
+        }
 
     def _use_disk(self, plan):
         """Begins the plan's disk work. Returns the slots that could not be erased."""
@@ -175,12 +206,15 @@ class DeviceModel:
                 before |= self.users[place]
                 assert self.disk[work.disk][0] == work.key, "another chunk's record is read"
             for lane, ticket in before.items():
-                assert ticket <= self.known[lane], f"{place}: {lane.name} {ticket} is not known to be complete"
+                assert ticket <= self.known[lane], (
+                    f"{place}: {lane.name} {ticket} is not known to be complete"
+                )
             self.work[work.disk] = work
         return tuple(failed)
 
     def finish(self, slot, succeeds=True, torn=True):
-        """The disk work on that slot ends. A write that fails leaves a `torn` record, or the one before it."""
+        """The disk work on that slot ends. A write that fails leaves a `torn` record, or the one
+        before it."""
         work = self.work.pop(slot)
         if isinstance(work, Spill):
             if succeeds:
@@ -194,9 +228,11 @@ class DeviceModel:
         return work
 
     def _compute(self, plan):
-        """Writes every token first, then reads and samples: as one layer does. Returns the samples, and by seat the KV
-        of each scored position with the next token: they stand for its log probability."""
-        work, offset = [], 0
+        """Writes every token first, then reads and samples: as one layer does. Returns the samples,
+        and by seat the KV of each scored position with the next token: they stand for its log
+        probability."""
+        work = []
+        offset = 0
         for seat, position in zip(plan.generate, plan.positions, strict=True):
             work.append((seat, position, position, [self.last_token[seat]], True, False))
         for span in plan.spans:
@@ -206,15 +242,22 @@ class DeviceModel:
         assert offset == len(plan.token_ids)
         for seat, start, write_from, known, *_ in work:
             self._write(seat, start, write_from, known, plan.step)
-        samples, sampled_rows, scored, scores = [], [], iter(plan.scored), {}
+        samples = []
+        sampled_rows = []
+        scored = iter(plan.scored)
+        scores = {}
         for seat, start, _, known, sampled, scoring in work:
             states = self._attend(seat, start, known, plan.step)
             if scoring:
-                scores[seat] = (*scores.get(seat, ()), *zip(states[: len(states) - sampled], scored, strict=False))
+                scores[seat] = (
+                    *scores.get(seat, ()),
+                    *zip(states[: len(states) - sampled], scored, strict=False),
+                )
             for state in states[len(states) - sampled :]:
                 samples.append(state % self.vocabulary)
                 sampled_rows.append(self.rows[seat])
-            # after drafts the next token is known to the host: which of them is the last one, the device does not know
+            # after drafts the next token is known to the host: which of them is the last one, the
+            # device does not know
             self.last_token[seat] = samples[-1] if sampled == 1 else None
         assert tuple(sampled_rows) == plan.samples
         assert next(scored, None) is None
@@ -222,7 +265,9 @@ class DeviceModel:
 
     def _write(self, seat, start, write_from, known, step):
         origin, zero = self.origins[seat]
-        assert start >= origin and (self.windows is None or start + len(known) <= self.windows.end(origin))
+        assert start >= origin and (
+            self.windows is None or start + len(known) <= self.windows.end(origin)
+        )
         seen = sum(value for _, value in self._row(seat, start - origin))
         for position, token in enumerate(known, start):
             index, offset = divmod(position - origin, self.chunk_tokens)
@@ -230,12 +275,16 @@ class DeviceModel:
             if position >= write_from:
                 if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
                     self._writes(Lane.COMPUTE, step, ("gpu", slot))
-                self.pools["gpu"][slot][offset] = (token, mix(seen, token, position - zero, self._salt(seat)))
+                self.pools["gpu"][slot][offset] = (
+                    token,
+                    mix(seen, token, position - zero, self._salt(seat)),
+                )
             seen += self.pools["gpu"][slot][offset][1]
 
     def _attend(self, seat, start, known, step):
-        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from the tokens that it saw,
-        as far as they are still in the row. Returns the KV of the `known` tokens."""
+        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from the
+        tokens that it saw, as far as they are still in the row. Returns the KV of the `known`
+        tokens."""
         origin, zero = self.origins[seat]
         end = start - origin + len(known)
         for slot in self.tables[seat][: -(-end // self.chunk_tokens)]:
@@ -244,12 +293,13 @@ class DeviceModel:
         whole = not origin or self.windows.mode == RECOMPUTE
         # earlier positions saw more than the row contains
         first = 0 if whole else self.windows.length - self.windows.step
-        seen, values = 0, []
+        seen = 0
+        values = []
         for coordinate, (token, value) in enumerate(self._row(seat, end)):
             position = origin + coordinate
-            assert coordinate < first or value == mix(seen, token, position - zero, self._salt(seat)), (
-                f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
-            )
+            assert coordinate < first or value == mix(
+                seen, token, position - zero, self._salt(seat)
+            ), f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
             assert position < start or token == known[position - start]
             seen += value
             values.append(value)
@@ -266,7 +316,8 @@ class DeviceModel:
 
 
 def mix(seen, token, position, salt=b""):
-    """KV of a token: depends on everything that it sees, on its position for the model, and here also on the salt."""
+    """KV of a token: depends on everything that it sees, on its position for the model, and here
+    also on the salt."""
     return hash((seen, token, position, *salt)) & 0xFFFFFFFF
 
 
@@ -279,7 +330,8 @@ def kv(tokens, windows=None, base=0, salt=b""):
     """The KV of `tokens` from `base` on; nothing before exists."""
     if windows is not None and windows.mode == RECOMPUTE:
         base = windows.start(len(tokens) - 1)
-    sums, values = [0], []
+    sums = [0]
+    values = []
     for position, token in enumerate(tokens[base:], base):
         start = 0 if windows is None else windows.start(position, base)
         zero = start if windows is not None and windows.mode == RECOMPUTE else 0

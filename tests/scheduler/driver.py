@@ -14,14 +14,15 @@ MOST_IN_FLIGHT = 3
 
 
 class Driver(Harness):
-    """One random operation after the other. `truncates`: the share of requests whose context may overflow. `owners`:
-    of the conversations."""
+    """One random operation after the other. `truncates`: the share of requests whose context may
+    overflow. `owners`: of the conversations."""
 
     takes_erased = True
 
     def __init__(self, seed, truncates=0.3, owners=("",), **settings):
         self.random = random.Random(seed)
-        self.truncates, self.owners = truncates, owners
+        self.truncates = truncates
+        self.owners = owners
         super().__init__(chunks_a_step=self.random.choice((0.85, 1, 1, 2, 6)), **settings)
         self.remembered = {}  # logs of earlier lives
         self.openings = [[self.random.randrange(97) for _ in range(14)] for _ in range(3)]
@@ -39,7 +40,14 @@ class Driver(Harness):
         operation = self.random.choices(
             (
                 *(self.add, self.plan, self.apply, self.abort_one, self.finish_one),
-                *(self.fork_one, self.delete_one, self.keep_one, self.lose_some, self.restart_one, self.erase_one),
+                *(
+                    self.fork_one,
+                    self.delete_one,
+                    self.keep_one,
+                    self.lose_some,
+                    self.restart_one,
+                    self.erase_one,
+                ),
             ),
             (12, 40, 40, 3, 4, 1, 1, 1, 2, 0.2 * self.has_disk, 0.2 * self.has_disk),
         )[0]
@@ -57,11 +65,20 @@ class Driver(Harness):
         truncate = self.random.random() < self.truncates
         if len(log) > (180 if truncate else 44):
             log = []
-        start = list(log) if log and self.random.random() < 0.85 else list(self.random.choice(self.openings))
+        start = (
+            list(log)
+            if log and self.random.random() < 0.85
+            else list(self.random.choice(self.openings))
+        )
         if log and self.random.random() < 0.1:
-            start = start[: self.random.randrange(1, len(start) + 1)]  # the client went back: a branch
-        grammar, scores = self.random.random() < 0.1, not truncate and self.random.random() < 0.1
-        new = [self.random.randrange(97) for _ in range(self.random.choice((0, 1, 3, 9, *(30, 70) * truncate)))]
+            # the client went back: a branch
+            start = start[: self.random.randrange(1, len(start) + 1)]
+        grammar = self.random.random() < 0.1
+        scores = not truncate and self.random.random() < 0.1
+        new = [
+            self.random.randrange(97)
+            for _ in range(self.random.choice((0, 1, 3, 9, *(30, 70) * truncate)))
+        ]
         try:
             self.submit(
                 start + new,
@@ -73,7 +90,9 @@ class Driver(Harness):
                 truncate=truncate,
                 salt=b"" if self.random.random() < 0.9 else b"other",
                 expect_next_s=self.random.choice((None, None, 0.0, 2.0)),
-                owner=self.owners[int(name[1]) % len(self.owners)] if name else self.random.choice(self.owners),
+                owner=self.owners[int(name[1]) % len(self.owners)]
+                if name
+                else self.random.choice(self.owners),
                 sampling=Sampling(grammar="g" if grammar else None),
                 prompt_logprobs=1 if scores else None,
                 known=len(start) if name in self.remembered else 0,
@@ -106,7 +125,9 @@ class Driver(Harness):
 
     def reports(self):
         """Some of the work is done, in any order, and some of that fails."""
-        slots = self.random.sample(list(self.device.work), self.random.randint(0, len(self.device.work)))
+        slots = self.random.sample(
+            list(self.device.work), self.random.randint(0, len(self.device.work))
+        )
         return self.report([(slot, self.random.random() > 0.04) for slot in slots])
 
     def completes(self):
@@ -129,12 +150,19 @@ class Driver(Harness):
         candidates = [name for name in self.remembered if name not in self.logs]
         if not candidates:
             return
-        self.counts["erased keys"] += len(self.erase(self.remembered.pop(self.random.choice(candidates))))
+        self.counts["erased keys"] += len(
+            self.erase(self.remembered.pop(self.random.choice(candidates)))
+        )
 
     def pick(self, candidates):
-        """One of the requests: most often of the rarest state that any is in, which is the last one of STATES."""
+        """One of the requests: most often of the rarest state that any is in, which is the last one
+        of STATES."""
         ids = self.random.sample(list(candidates), len(candidates))
-        return ids[0] if self.random.random() < 0.4 else max(ids, key=lambda i: STATES.index(self.state(i)))
+        return (
+            ids[0]
+            if self.random.random() < 0.4
+            else max(ids, key=lambda i: STATES.index(self.state(i)))
+        )
 
     def abort_one(self):
         if self.open:
@@ -148,7 +176,8 @@ class Driver(Harness):
 
     def fork_one(self):
         if self.logs:
-            source, new = self.random.choice(list(self.logs)), f"f{self.random.randrange(4)}"
+            source = self.random.choice(list(self.logs))
+            new = f"f{self.random.randrange(4)}"
             if new not in self.logs and new not in self.scheduler.conversations:
                 self.fork(source, new)
 
@@ -159,10 +188,12 @@ class Driver(Harness):
             self.keep(self.random.choice(list(self.logs)), ttl, self.now + (pinned or 0.0))
 
     def stow(self):
-        """Moves idle chunks to HOST only, as after many other requests: a returning conversation loads all its
-        history."""
+        """Moves idle chunks to HOST only, as after many other requests: a returning conversation
+        loads all its history."""
         store = self.scheduler._store
-        for chunk in [chunk for chunk in store.uncopied if not chunk.copied_for_disk][: store.host.free]:
+        for chunk in [chunk for chunk in store.uncopied if not chunk.copied_for_disk][
+            : store.host.free
+        ]:
             self.place(chunk, "host")
         for chunk in list(store.reclaimable):
             store.release_gpu(chunk)

@@ -1,4 +1,5 @@
-"""The scheduler on the device model: one operation a method, every reply and every log checked against the truth."""
+"""The scheduler on the device model: one operation a method, every reply and every log checked
+against the truth."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ COPIES = {  # by lane and the parity of the ticket
 def profile(chunk_tokens=4, chunks_a_step=3):
     """Costs of a small model: 2.2 ms to compute a chunk, 2 ms / `chunks_a_step` to load one.
 
-    The link copies about `chunks_a_step` chunks in the shortest step. Where it copies fewer than 0.9, early chunks are
-    rather computed and late ones rather loaded.
+    The link copies about `chunks_a_step` chunks in the shortest step. Where it copies fewer than
+    0.9, early chunks are rather computed and late ones rather loaded.
     """
     return analytic_profile(
         chunk_tokens=chunk_tokens,
@@ -70,7 +71,8 @@ class Harness:
         self.windows = self.config.windows
         self._cost = profile(self.config.chunk_tokens, chunks_a_step)
         self.scheduler = Scheduler(self.config, self._cost)
-        self._copy_fails, self._vocabulary = Random(0), vocabulary
+        self._copy_fails = Random(0)
+        self._vocabulary = vocabulary
         self.salts = {}
         self.device = self._new_device()
         self._check = check
@@ -78,14 +80,18 @@ class Harness:
         self.ids = 0
         self.results = deque()
         self.open, self.held, self.logs, self.lives, self.bases = {}, {}, {}, {}, {}
-        self.scores, self.grammars, self.erasing = {}, {}, deque()
+        self.scores = {}
+        self.grammars = {}
+        self.erasing = deque()
         self.counts = Counter()
 
     def _new_device(self):
         config = self.config
         copy_fails = (lambda: self._copy_fails.random() < 0.2) if config.copies_may_fail else None
         sizes = (config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens)
-        return DeviceModel(*sizes, self.windows, self._vocabulary, copy_fails, self.salts, self.erases)
+        return DeviceModel(
+            *sizes, self.windows, self._vocabulary, copy_fails, self.salts, self.erases
+        )
 
     def erases(self):
         """Whether a record can be erased."""
@@ -101,7 +107,9 @@ class Harness:
         """Adds a turn and returns its id. RequestError passes through and changes nothing."""
         request_id = fields.pop("id", self.ids + 1)
         self.ids = max(self.ids, request_id)
-        request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
+        request = Request(
+            request_id, array("i", prompt), max_tokens, conversation=conversation, **fields
+        )
         self.salts[request_id] = request.salt
         self.enter(request)
         if request.sampling.grammar is not None:
@@ -116,8 +124,8 @@ class Harness:
         self.scheduler.add(request, self.now)
 
     def state(self, request_id):
-        """The state of the open request: waiting, suspended, loading, resuming (its history), running, leaving or
-        held."""
+        """The state of the open request: waiting, suspended, loading, resuming (its history),
+        running, leaving or held."""
         queues = self.scheduler._queues
         if request_id in self.held:
             return "held"
@@ -130,10 +138,17 @@ class Harness:
         if all(row.turn.request.id != request_id for row in queues.rows):
             return "saving"  # its last event is kept back
         row = next(row for row in queues.rows if row.turn.request.id == request_id)
-        return "leaving" if row.leaving else "resuming" if row.spans and self.reply(request_id) else "running"
+        return (
+            "leaving"
+            if row.leaving
+            else "resuming"
+            if row.spans and self.reply(request_id)
+            else "running"
+        )
 
     def coming_back(self):
-        """Suspended requests in the batch again whose dropped history is not computed yet, and those loading theirs."""
+        """Suspended requests in the batch again whose dropped history is not computed yet, and
+        those loading theirs."""
         queues = self.scheduler._queues
         rows = [row for row in (*queues.rows, *queues.loading) if row.spans]
         return [row.turn.request.id for row in rows if self.reply(row.turn.request.id)]
@@ -187,8 +202,11 @@ class Harness:
             self.lives[name] = (self._committed(name) or self.now, self.lives[name][1])
 
     def _committed(self, name):
-        """When the conversation was last active, if that may be a turn whose end is kept back; None: as we know it."""
-        conversation = self.scheduler.conversations.get(name) if self.config.save == "sync" else None
+        """When the conversation was last active, if that may be a turn whose end is kept back;
+        None: as we know it."""
+        conversation = (
+            self.scheduler.conversations.get(name) if self.config.save == "sync" else None
+        )
         return None if conversation is None else conversation.active
 
     def _expire(self):
@@ -201,7 +219,10 @@ class Harness:
         if self.config.log_chunks < inf:
             known = [name for name in self.logs if name in self.scheduler.conversations]
             sync = self.config.save == "sync"  # then a log may have changed before its last event
-            logs = [self.scheduler.conversations.tokens(name) if sync else self.logs[name] for name in known]
+            logs = [
+                self.scheduler.conversations.tokens(name) if sync else self.logs[name]
+                for name in known
+            ]
             sizes = [len(log) // self.config.chunk_tokens + 1 for log in logs]
             assert len(known) <= 1 or sum(sizes) <= self.config.log_chunks
             for name in self.logs.keys() - set(known):
@@ -223,18 +244,25 @@ class Harness:
         del self.logs[name]
 
     def erase(self, tokens, salt=b""):
-        """A conversation of an earlier life, of these tokens, is deleted. Returns the keys that it alone had."""
+        """A conversation of an earlier life, of these tokens, is deleted. Returns the keys that it
+        alone had."""
         keys = list(self.scheduler.disk.keys(tokens, salt))
         self.scheduler.disk.erase(keys)
         self.erasing.append(keys)
         return [key for key in keys if self.scheduler._store.find(key) is None]
 
     def _check_erased(self):
-        """Of a deletion that has ended, no record is left, unless another conversation or request uses it. Only where
-        all deletions are the harness's: other tests take the ends themselves."""
+        """Of a deletion that has ended, no record is left, unless another conversation or request
+        uses it. Only where all deletions are the harness's: other tests take the ends
+        themselves."""
         for wholly in self.scheduler.disk.take_erased():
-            store, keys = self.scheduler._store, self.erasing.popleft()
-            gone = {key for key in keys if store.find(key) is None and key not in store.disk._former_slots}
+            store = self.scheduler._store
+            keys = self.erasing.popleft()
+            gone = {
+                key
+                for key in keys
+                if store.find(key) is None and key not in store.disk._former_slots
+            }
             left = [key for key, _, _ in self.device.disk.values() if key in gone]
             assert not (wholly and left), f"records of deleted chunks: {left}"
             self.counts["erased wholly" if wholly else "erased in part"] += 1
@@ -242,14 +270,17 @@ class Harness:
     def lose(self, choose):
         """Some idle chunks are gone, in any tier: such holes are rare with eviction alone."""
         store = self.scheduler._store
-        if idle := [chunk for chunk in store.resident_chunks() if chunk.resident and not chunk.users]:
+        if idle := [
+            chunk for chunk in store.resident_chunks() if chunk.resident and not chunk.users
+        ]:
             for chunk in choose(idle):
                 store.drop(chunk)
                 self.counts["lost"] += 1
 
     def place(self, chunk, tier):
         """The idle GPU chunk is on the "gpu", on "host", on "both", or "dropped"."""
-        store, device = self.scheduler._store, self.device
+        store = self.scheduler._store
+        device = self.device
         if tier in ("host", "both"):
             chunk.host = store.host.take()
             device.pools["host"][chunk.host] = dict(device.pools["gpu"][chunk.gpu])
@@ -263,11 +294,15 @@ class Harness:
     # -- lives
 
     def restart(self, outcomes=()):
-        """Restarts the process: writes in progress are torn, except those of `outcomes` (DISK slots)."""
+        """Restarts the process: writes in progress are torn, except those of `outcomes` (DISK
+        slots)."""
         for slot in list(self.device.work):
             self.device.finish(slot, slot in outcomes)
-        records = [DiskRecord(slot, key, end, 1.0) for slot, (key, end, _) in self.device.disk.items()]
-        before, self.device = self.device, self._new_device()
+        records = [
+            DiskRecord(slot, key, end, 1.0) for slot, (key, end, _) in self.device.disk.items()
+        ]
+        before = self.device
+        self.device = self._new_device()
         self.device.disk = before.disk
         self.scheduler = Scheduler(self.config, self._cost)
         self.scheduler.disk.adopt(records, self.now)
@@ -288,7 +323,9 @@ class Harness:
         self._expire()
         lookup = self.scheduler._lookup
         for turn in self.scheduler._queues.waiting:
-            self.counts["waits for keys"] += turn.waiting_for is not None and lookup.must_wait(turn.waiting_for)
+            self.counts["waits for keys"] += turn.waiting_for is not None and lookup.must_wait(
+                turn.waiting_for
+            )
         if plan is None:
             self.counts["nothing to plan"] += 1
             return None
@@ -299,7 +336,9 @@ class Harness:
             self._note_base(row.turn)
             most = self.config.chunks(self.config.max_model_len)
             assert len(row.chunks) <= most, f"{row.id} holds more than its window sees"
-        self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
+        self.counts["moved on"] += sum(
+            all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins
+        )
         starts = {}
         for span in plan.spans:
             assert span.start < span.end and starts.get(span.seat, -1) < span.start
@@ -317,15 +356,20 @@ class Harness:
         return plan
 
     def _check_target(self, plan):
-        """Beside generation, prompts are predicted to fit into the target; a chunk of them may take longer."""
+        """Beside generation, prompts are predicted to fit into the target; a chunk of them may take
+        longer."""
         target = self.config.target_ms_per_token
         if target is None or not plan.generate or not plan.spans:
             return
-        begins = {row.seat: row.first * self.config.chunk_tokens for row in self.scheduler._queues.rows}
+        begins = {
+            row.seat: row.first * self.config.chunk_tokens for row in self.scheduler._queues.rows
+        }
         seconds = self._cost.plan_seconds(plan, begins)
         longest = self.config.chunk_tokens * self._cost.token_attention(self.config.max_model_len)
         # a row that generates in a span samples at each of its positions
-        generated = sum(span.samples for span in plan.spans if span.end - span.start == span.samples)
+        generated = sum(
+            span.samples for span in plan.spans if span.end - span.start == span.samples
+        )
         least = len(plan.token_ids) - generated <= self.config.chunk_tokens
         assert least or seconds <= target / 1e3 + longest
         self.counts["least prompts" if least else "prompts in time"] += 1
@@ -337,7 +381,9 @@ class Harness:
         result = replace(self.results.popleft(), **self.reports())
         if not self.completes():
             result = replace(result, completed=self.device.known)
-        result = replace(result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out))
+        result = replace(
+            result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out)
+        )
         stuck = [row for row in result.samples if self.gets_stuck(row)]
         errors = {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
         result = replace(result, rows={**result.rows, **errors})
@@ -365,7 +411,11 @@ class Harness:
             if request.prompt_logprobs is not None:
                 assert len(self.scores.get(event.request, ())) == len(request.prompt) - 1
             begun = self.bases[event.request]
-            seen_from = self.windows.start(len(request.prompt) + len(reply) - 2, begun) if self.windows else 0
+            seen_from = (
+                self.windows.start(len(request.prompt) + len(reply) - 2, begun)
+                if self.windows
+                else 0
+            )
             assert event.truncated == seen_from
             if event.usage is not None:
                 self._note_usage(request, event.usage, event.truncated)
@@ -381,9 +431,12 @@ class Harness:
 
     def _take_token(self, request_id, token):
         request, reply = self.open[request_id]
-        base, context = self.bases[request_id], [*request.prompt, *reply]
+        base = self.bases[request_id]
+        context = [*request.prompt, *reply]
         expected = next_token(context, self.windows, base, self._vocabulary, request.salt)
-        assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
+        assert token == expected, (
+            f"request {request_id}: token {len(reply)} is {token}, not {expected}"
+        )
         reply.append(token)
         self.counts["tokens"] += 1
 
@@ -392,7 +445,8 @@ class Harness:
         return False
 
     def _check_grammars(self, plan):
-        """A row with a grammar generates only from a token that is known. Its grammar is freed once, when it ended."""
+        """A row with a grammar generates only from a token that is known. Its grammar is freed
+        once, when it ended."""
         for request_id in plan.ended:
             assert request_id not in self.open or self.config.save == "sync"
             del self.grammars[request_id]
@@ -444,7 +498,9 @@ class Harness:
         self.counts["overflows"] += truncated > 0
         self.counts["begun anew"] += self.bases[request.id] > 0
         sources = ("gpu", "host", "disk", "recomputed", "new")
-        assert total == len(request.prompt) and min(getattr(usage, source) for source in sources) >= 0, usage
+        assert (
+            total == len(request.prompt) and min(getattr(usage, source) for source in sources) >= 0
+        ), usage
         for source in sources:
             self.counts[f"{source} tokens"] += getattr(usage, source)
 
@@ -455,10 +511,13 @@ class Harness:
         if self.config.save == "sync" and name not in self.scheduler.conversations:
             name = None  # deleted while the end was kept back
         if name is not None:
-            old, new = self.logs.get(name, array("i")), request.prompt + array("i", reply[:tokens])
+            old = self.logs.get(name, array("i"))
+            new = request.prompt + array("i", reply[:tokens])
             self.counts["branches"] += old != new[: len(old)]
             # If the ends of two turns are kept back, the turn committed last need not end last.
-            self.logs[name] = new if self.config.save != "sync" else self.scheduler.conversations.tokens(name)
+            self.logs[name] = (
+                new if self.config.save != "sync" else self.scheduler.conversations.tokens(name)
+            )
             if name in self.lives:
                 self._active(name)
             else:
@@ -490,7 +549,11 @@ class Harness:
         request_id = self.submit(prompt, max_tokens, conversation, **fields)
         before = Counter(self.counts)
         self.run(request_id)
-        return {k.removesuffix(" tokens"): v for k, v in (self.counts - before).items() if k.endswith(" tokens")}
+        return {
+            k.removesuffix(" tokens"): v
+            for k, v in (self.counts - before).items()
+            if k.endswith(" tokens")
+        }
 
     # -- proof
 
@@ -505,8 +568,8 @@ class Harness:
             assert self.scheduler.conversations.tokens(name) == log
 
     def drain(self):
-        """Ends all open requests within a bounded number of steps (so none starves), and checks that nothing is left
-        behind."""
+        """Ends all open requests within a bounded number of steps (so none starves), and checks
+        that nothing is left behind."""
         for _ in range(10_000):
             for request_id in list(self.held):
                 self.finish(request_id, len(self.reply(request_id)))
@@ -514,7 +577,9 @@ class Harness:
                 break
             to_come = bool(self.results) or self.scheduler.disk.busy
             plan = self.tick()
-            assert plan or to_come or not self.open, "requests are left, and nothing is to come that lets them go on"
+            assert plan or to_come or not self.open, (
+                "requests are left, and nothing is to come that lets them go on"
+            )
         assert not self.open, f"{len(self.open)} requests never ended"
         assert self.scheduler.idle
         self.check_logs()

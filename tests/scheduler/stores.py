@@ -20,7 +20,13 @@ SIZE = 4
 
 def a_store(gpu=8, host=8, eviction="lru", disk=0, **settings):
     config = SchedulerConfig(
-        gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0, disk_kv_chunks=disk, **settings
+        gpu,
+        host,
+        max_model_len=1,
+        chunk_tokens=SIZE,
+        generation_reserve=0.0,
+        disk_kv_chunks=disk,
+        **settings,
     )
     return ChunkStore(config, eviction_policy(eviction, profile(SIZE)))
 
@@ -58,4 +64,8 @@ def an_evictor(store, now, step=1):
 def check(store, held=(), claims=None):
     """Books of a store whose chunks in `held` are held by one row each."""
     store.end_plan()
-    check_store(store, dict.fromkeys(held, 1), {chunk: Claims(count) for chunk, count in (claims or {}).items()})
+    check_store(
+        store,
+        dict.fromkeys(held, 1),
+        {chunk: Claims(count) for chunk, count in (claims or {}).items()},
+    )

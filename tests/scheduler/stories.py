@@ -1,4 +1,5 @@
-"""Starting states of the hazard tests: small pools, histories that were moved away, requests in progress."""
+"""Starting states of the hazard tests: small pools, histories that were moved away, requests in
+progress."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ FLUSH = range(100, 160)  # a prompt of 15 chunks; with its reply it fills a pool
 
 
 def off_gpu(harness, name="a", tokens=18):
-    """A conversation of `tokens` and two more tokens; another request's long prompt has moved all its chunks away."""
+    """A conversation of `tokens` and two more tokens; another request's long prompt has moved all
+    its chunks away."""
     harness.turn(range(tokens), 2, name)
     harness.turn(FLUSH, 4)
     tail = harness.scheduler.conversations.get(name).tail
@@ -20,7 +22,8 @@ def off_gpu(harness, name="a", tokens=18):
 
 
 def loading_early(harness):
-    """A running request, and one whose swap-in (5 chunks, one or two in a step) has begun before it has a seat."""
+    """A running request, and one whose swap-in (5 chunks, one or two in a step) has begun before it
+    has a seat."""
     prompt = off_gpu(harness)
     running = harness.submit([50, 51], 40)
     harness.tick()

@@ -1,4 +1,5 @@
-"""The batch: joining, suspending, resuming, loading ahead, the two modes; and that no request starves."""
+"""The batch: joining, suspending, resuming, loading ahead, the two modes; and that no request
+starves."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_long_prompts_come_in_pieces_within_the_token_budget():
 
 
 def test_new_requests_leave_the_reserve_free():
-    """24 chunks, half of them reserved: a second request of 6 chunks must wait, an empty batch ignores the reserve."""
+    """24 chunks, half of them reserved: a second request of 6 chunks must wait, an empty batch
+    ignores the reserve."""
     harness = Harness(generation_reserve=0.5, max_model_len=48)
     first = harness.submit(range(44), 3)
     assert harness.tick().spans
@@ -75,8 +77,8 @@ def test_new_requests_leave_the_reserve_free():
 
 
 def test_a_hit_is_not_counted_as_room():
-    """A held reply keeps 8 of 16 slots. The history of 6 chunks is there, idle; with 3 more all slots would be needed
-    and one more: the slots of hits cannot be taken for the same request."""
+    """A held reply keeps 8 of 16 slots. The history of 6 chunks is there, idle; with 3 more all
+    slots would be needed and one more: the slots of hits cannot be taken for the same request."""
     harness = Harness(**TIGHT)
     harness.turn(range(23), 2, "a")
     held = harness.submit(range(200, 230), 3, confirm=True)
@@ -102,9 +104,15 @@ def test_a_head_that_does_not_fit_blocks_those_behind_it():
 
 
 def test_generation_does_not_take_the_room_that_was_made_for_the_head():
-    """Four rows take a slot a step between them, 24 chunks lie idle: room for 10 is made and is still there when the
-    head is looked at again."""
-    harness = Harness(gpu_kv_chunks=40, host_kv_chunks=40, max_model_len=128, generation_reserve=0, swap_out_below=0)
+    """Four rows take a slot a step between them, 24 chunks lie idle: room for 10 is made and is
+    still there when the head is looked at again."""
+    harness = Harness(
+        gpu_kv_chunks=40,
+        host_kv_chunks=40,
+        max_model_len=128,
+        generation_reserve=0,
+        swap_out_below=0,
+    )
     harness.turn(range(95), 2, "idle")
     rows = [harness.submit([10 * length] * length, 50) for length in (1, 2, 3, 4)]
     harness.run_until(lambda: harness.scheduler._store.available < 9)
@@ -129,7 +137,10 @@ def test_a_turn_whose_history_is_here_passes_one_that_must_be_computed(order):
     harness.now += 0.1
     harness.run(running)
     harness.tick()
-    assert states(harness, (lost, kept)) == [["waiting", "running"], ["running", "waiting"]][order == "arrival"]
+    assert (
+        states(harness, (lost, kept))
+        == [["waiting", "running"], ["running", "waiting"]][order == "arrival"]
+    )
     harness.drain()
 
 
@@ -142,7 +153,8 @@ def test_seats_bound_the_batch():
 
 
 def test_a_long_history_loads_ahead_of_its_seat_and_stalls_no_row():
-    """Per step no more is loaded than the link carries meanwhile; the running request gets its token in every step."""
+    """Per step no more is loaded than the link carries meanwhile; the running request gets its
+    token in every step."""
     harness = Harness(chunks_a_step=1, host_kv_chunks=32)
     harness.turn(range(50), 2, "a")
     conversation = harness.scheduler.conversations.get("a")
@@ -165,7 +177,8 @@ def test_a_long_history_loads_ahead_of_its_seat_and_stalls_no_row():
 
 
 def test_one_shortage_suspends_the_latest_arrival_alone():
-    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one row leaves, not two."""
+    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one row
+    leaves, not two."""
     harness = Harness(**TIGHT, max_num_seqs=3)
     requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
     harness.run_until(lambda: harness.scheduler.stats().suspensions)
@@ -178,7 +191,8 @@ def test_one_shortage_suspends_the_latest_arrival_alone():
 
 
 def test_suspended_slots_on_their_way_free_count():
-    """With steps in flight the leaving row's slots come later. Until then no other row is suspended for them."""
+    """With steps in flight the leaving row's slots come later. Until then no other row is suspended
+    for them."""
     harness = Harness(**TIGHT, max_num_seqs=3)
     requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
     harness.launch()
@@ -202,7 +216,11 @@ def test_while_a_suspended_request_waits_no_later_arrival_joins():
     order = []
     while late in harness.open:
         harness.tick()
-        order += [r for r in (second, late) if r in harness.open and harness.state(r) == "running" and r not in order]
+        order += [
+            r
+            for r in (second, late)
+            if r in harness.open and harness.state(r) == "running" and r not in order
+        ]
     assert order[0] == second and first not in harness.open
     harness.drain()
 
@@ -210,7 +228,8 @@ def test_while_a_suspended_request_waits_no_later_arrival_joins():
 def test_the_suspended_resume_by_arrival():
     harness = Harness(**TIGHT, max_num_seqs=4)
     requests = [harness.submit(range(100 * n, 100 * n + 12), 36, f"c{n}") for n in range(4)]
-    suspended, resumed = [], 0
+    suspended = []
+    resumed = 0
     while harness.open:
         harness.tick()
         now = dict(zip(requests, states(harness, requests), strict=True))
@@ -224,11 +243,14 @@ def test_the_suspended_resume_by_arrival():
 
 @pytest.mark.parametrize("shared", [44, 41])
 def test_a_reservation_is_cancelled_before_an_older_row_is_suspended(shared):
-    """The request that still loads its history gives its slots back, and gets them again later. With 41 tokens in
-    common it has one token of the tail's three: no more when it comes back."""
+    """The request that still loads its history gives its slots back, and gets them again later.
+    With 41 tokens in common it has one token of the tail's three: no more when it comes back."""
     harness = Harness(chunks_a_step=1, **TIGHT | {"host_kv_chunks": 32})
     harness.turn(range(40), 4, "a")
-    for chunk in (*harness.scheduler.conversations.get("a").chunks, harness.scheduler.conversations.get("a").tail):
+    for chunk in (
+        *harness.scheduler.conversations.get("a").chunks,
+        harness.scheduler.conversations.get("a").tail,
+    ):
         harness.place(chunk, "host")
     running = harness.submit(range(200, 215), 30)
     harness.tick()
@@ -256,7 +278,12 @@ def test_separate_batching_never_mixes_and_puts_prompts_first():
     assert harness.tick().generate
     harness.submit(range(20, 36), 5)
     plans = [harness.tick() for _ in range(4)]
-    assert [(len(plan.generate), len(plan.spans)) for plan in plans] == [(0, 1), (0, 1), (2, 0), (2, 0)]
+    assert [(len(plan.generate), len(plan.spans)) for plan in plans] == [
+        (0, 1),
+        (0, 1),
+        (2, 0),
+        (2, 0),
+    ]
     assert harness.state(first) == "running"
     harness.drain()
 
@@ -286,7 +313,8 @@ def begin(harness, prompt, generating=True):
     if generating:
         harness.submit([1, 2], 60)
         harness.tick()
-    request, plans = harness.submit(prompt, 2), []
+    request = harness.submit(prompt, 2)
+    plans = []
     while not plans or not any(row.request == request for row in plans[-1].samples):
         plans.append(harness.tick())
     harness.drain()
@@ -297,17 +325,26 @@ def most_that_fit(plan, cost, seconds):
     """The slow twin: adds one token after the other to the plan's only span."""
     span = plan.spans[0]
     for tokens in count(1):
-        longer = replace(plan, spans=(span._replace(end=span.start + tokens),), token_ids=array("i", [0] * tokens))
+        longer = replace(
+            plan,
+            spans=(span._replace(end=span.start + tokens),),
+            token_ids=array("i", [0] * tokens),
+        )
         if cost.plan_seconds(longer) > seconds:
             return tokens - 1
 
 
-@pytest.mark.parametrize(("target", "attention"), [(5.0, 0.3e-3), (7.7, 0.3e-3), (12.0, 0.3e-3), (7.7, 0.0)])
-def test_beside_generation_a_step_takes_the_prompt_tokens_that_fit_into_the_target(target, attention):
+@pytest.mark.parametrize(
+    ("target", "attention"), [(5.0, 0.3e-3), (7.7, 0.3e-3), (12.0, 0.3e-3), (7.7, 0.0)]
+)
+def test_beside_generation_a_step_takes_the_prompt_tokens_that_fit_into_the_target(
+    target, attention
+):
     """A token takes 0.55 ms and a little more with context, the step 1 ms."""
     harness = Harness(target_ms_per_token=target)
     cost = replace(harness._cost, attention=((64, attention),))
-    harness.scheduler, harness._cost = Scheduler(harness.config, cost), cost
+    harness.scheduler = Scheduler(harness.config, cost)
+    harness._cost = cost
     plans = begin(harness, range(100, 150))
     for plan in plans[:-1]:
         most = most_that_fit(plan, cost, target / 1e3)
@@ -328,10 +365,13 @@ def test_a_step_takes_a_chunk_of_prompts_however_short_the_target(target):
 def test_the_longer_the_context_the_fewer_tokens_fit():
     harness = Harness(target_ms_per_token=14.0)
     cost = replace(harness._cost, attention=((64, 12e-3),))  # a token at 64 takes 3 ms more
-    harness.scheduler, harness._cost = Scheduler(harness.config, cost), cost
+    harness.scheduler = Scheduler(harness.config, cost)
+    harness._cost = cost
     plans = begin(harness, range(100, 150))
     sizes = [len(plan.token_ids) for plan in plans]
-    assert sizes[0] > 8 and sizes[:-1] == sorted(sizes[:-1], reverse=True) and sizes[-2] == 4, "a chunk at least"
+    assert sizes[0] > 8 and sizes[:-1] == sorted(sizes[:-1], reverse=True) and sizes[-2] == 4, (
+        "a chunk at least"
+    )
     for plan, size in zip(plans, sizes, strict=True):
         assert size <= 4 or cost.plan_seconds(plan) <= 14e-3
 
@@ -416,7 +456,12 @@ def test_results_come_in_the_order_of_their_plans():
 
 def test_stats_add_up():
     harness = Harness()
-    assert harness.scheduler.stats().slots["gpu"] == {"free": 24, "reclaimable": 0, "idle": 0, "in_use": 0}
+    assert harness.scheduler.stats().slots["gpu"] == {
+        "free": 24,
+        "reclaimable": 0,
+        "idle": 0,
+        "in_use": 0,
+    }
     harness.turn(range(21), 1, "a")
     harness.place(harness.scheduler.conversations.get("a").chunks[0], "both")
     harness.place(harness.scheduler.conversations.get("a").chunks[1], "host")
@@ -431,7 +476,10 @@ def test_stats_add_up():
     assert set(harness.scheduler.open_requests()) == set(harness.open) and waiting in harness.open
     harness.drain()
     stats = harness.scheduler.stats()
-    copied = {name: harness.counts[name] for name in ("gated swap-ins", "early swap-ins", "evictions", "saves")}
+    copied = {
+        name: harness.counts[name]
+        for name in ("gated swap-ins", "early swap-ins", "evictions", "saves")
+    }
     assert stats.swapped_in == copied["gated swap-ins"] + copied["early swap-ins"]
     assert stats.swapped_out == copied["evictions"] + copied["saves"]
 
@@ -440,7 +488,9 @@ def test_nothing_to_do_is_no_plan_and_no_step():
     harness = Harness()
     assert harness.launch() is None and harness.scheduler.idle
     request = harness.submit([1], 1)
-    assert harness.launch().step == 1 and harness.launch() is None and harness.scheduler.in_flight == 1
+    assert (
+        harness.launch().step == 1 and harness.launch() is None and harness.scheduler.in_flight == 1
+    )
     harness.apply()
     assert harness.scheduler.idle and request not in harness.open
     assert harness.scheduler.abort(request, 1.0) is None, "unknown ids have ended"
@@ -452,7 +502,8 @@ def test_a_suspended_row_keeps_its_seat_until_its_launched_steps_are_applied():
     request = harness.submit(range(9), 20)
     harness.tick()
     harness.launch()
-    queues, scheduler = harness.scheduler._queues, harness.scheduler
+    queues = harness.scheduler._queues
+    scheduler = harness.scheduler
     queues.suspend(queues.rows[0])
     queues.release_suspended(scheduler._applied, harness.now)
     assert harness.state(request) == "leaving"

@@ -1,4 +1,5 @@
-"""Random operations with settings drawn at random: combinations of features that no list of cases names."""
+"""Random operations with settings drawn at random: combinations of features that no list of cases
+names."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from random import Random
 
 import pytest
 
-from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, PLAIN_POLICIES, QUEUE_ORDERS, SAVE_MODES
+from pensieve.scheduler.config import (
+    BATCHING_MODES,
+    EVICTION_POLICIES,
+    PLAIN_POLICIES,
+    QUEUE_ORDERS,
+    SAVE_MODES,
+)
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.planning import admission
 from pensieve.scheduler.turns import drafts
@@ -25,10 +32,22 @@ def drawn(seed):
     """Settings of a driver."""
     draw = Random(f"settings {seed}")
     pick = draw.choice
-    size, length, reserve = pick((4, 4, 4, 1, 8)), pick((64, 64, 48, 33, 30)), pick((0.0, 0.1, 0.25))
+    size, length, reserve = (
+        pick((4, 4, 4, 1, 8)),
+        pick((64, 64, 48, 33, 30)),
+        pick((0.0, 0.1, 0.25)),
+    )
     needed = -(-length // size)
-    gpu = next(n for n in range(pick((needed + 1, needed + 2, 2 * needed)), 999) if n - int(reserve * n) >= needed)
-    host, seats, batching = pick((0, 4, 16, 16, 60)), pick((1, 2, 3, 6, 6, 12, 20)), pick(BATCHING_MODES)
+    gpu = next(
+        n
+        for n in range(pick((needed + 1, needed + 2, 2 * needed)), 999)
+        if n - int(reserve * n) >= needed
+    )
+    host, seats, batching = (
+        pick((0, 4, 16, 16, 60)),
+        pick((1, 2, 3, 6, 6, 12, 20)),
+        pick(BATCHING_MODES),
+    )
     return {
         "chunk_tokens": size,
         "max_model_len": length,
@@ -66,7 +85,9 @@ def totals():
     return Counter()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= FAST)) for n in range(SEEDS)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= FAST)) for n in range(SEEDS)]
+)
 def test_random_operations_with_random_settings(seed, totals, monkeypatch):
     if seed % 2:
         monkeypatch.setattr(drafts, "FIRST_MEAN", 1e9)  # every match is drafted
@@ -79,8 +100,25 @@ def test_random_operations_with_random_settings(seed, totals, monkeypatch):
 @pytest.mark.parametrize(
     "event",
     [
-        *("overflows", "moved on", "suspensions", "drafted", "accepted", "scored", "stuck", "timed out", "expired"),
-        *("erased wholly", "erased in part", "failed reads", "failed_copies", "early swap-ins", "restarts"),
+        *(
+            "overflows",
+            "moved on",
+            "suspensions",
+            "drafted",
+            "accepted",
+            "scored",
+            "stuck",
+            "timed out",
+            "expired",
+        ),
+        *(
+            "erased wholly",
+            "erased in part",
+            "failed reads",
+            "failed_copies",
+            "early swap-ins",
+            "restarts",
+        ),
         *(f"aborted {state}" for state in STATES),
     ],
 )

@@ -13,11 +13,25 @@ from .harness import SMALL, Harness
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *((name, 0) for name in ("gpu_kv_chunks", "max_model_len", "max_num_seqs", "chunk_tokens", "max_queue")),
+        *(
+            (name, 0)
+            for name in (
+                "gpu_kv_chunks",
+                "max_model_len",
+                "max_num_seqs",
+                "chunk_tokens",
+                "max_queue",
+            )
+        ),
         *(("queue_timeout", 0.0), ("queue_timeout", float("inf"))),
         *(("max_num_batched_tokens", 0), ("max_num_batched_tokens", 5), ("host_kv_chunks", -1)),
         *(("target_ms_per_token", value) for value in (0.0, -1.0, float("inf"), float("nan"))),
-        *(("swap_out_below", -0.1), ("swap_out_below", 1.1), ("generation_reserve", -0.1), ("generation_reserve", 2.0)),
+        *(
+            ("swap_out_below", -0.1),
+            ("swap_out_below", 1.1),
+            ("generation_reserve", -0.1),
+            ("generation_reserve", 2.0),
+        ),
         *(("eviction", "random"), ("batching", "both"), ("queue_order", "lifo")),
         ("max_model_len", 89),
         *(("overflow", "never"), ("overflow_ratio", 0.0), ("overflow_ratio", 1.0)),
@@ -45,19 +59,32 @@ def test_the_largest_context_fits_and_leaves_the_reserve():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        *(({"prompt": []}, "prompt"), ({"max_tokens": 0}, "max_tokens"), ({"min_tokens": 5}, "min_tokens")),
+        *(
+            ({"prompt": []}, "prompt"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"min_tokens": 5}, "min_tokens"),
+        ),
         ({"min_tokens": -1}, "min_tokens"),
     ],
 )
 def test_a_bad_request_names_its_field(fields, param):
     with pytest.raises(RequestError) as error:
-        Request(**{"id": 1, "prompt": Harness.tokens([1]), "max_tokens": 4} | {"prompt": [1]} | fields)
+        Request(
+            **{"id": 1, "prompt": Harness.tokens([1]), "max_tokens": 4} | {"prompt": [1]} | fields
+        )
     assert (error.value.status, error.value.param) == (400, param)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}],
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"seed": -1},
+    ],
 )
 def test_bad_sampling_names_its_field(fields):
     with pytest.raises(RequestError) as error:

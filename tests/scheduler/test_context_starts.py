@@ -1,5 +1,6 @@
-"""Where an overflowed context starts. Each place that derives it is compared with one plain definition
-(docs/design/overflow.md), in random conversations with branches, forks, losses and suspensions.
+"""Where an overflowed context starts. Each place that derives it is compared with one plain
+definition (docs/design/overflow.md), in random conversations with branches, forks, losses and
+suspensions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TURNS = 30
 
 @cache
 def sees_from(position, base, length, step):
-    """The first position that `position` sees: the window moves on by a step whenever it is full."""
+    """The first position that `position` sees: the window moves on by a step whenever it is
+    full."""
     start = base
     for filled in range(base, position + 1):
         if filled - start == length:
@@ -36,7 +38,8 @@ def sees_from(position, base, length, step):
 
 
 class Starts(Harness):
-    """One turn after the other. `lowest`: the starts at which the choice of waiting turns begins."""
+    """One turn after the other. `lowest`: the starts at which the choice of waiting turns
+    begins."""
 
     def __init__(self, seed, size, length, ratio, mode):
         self.random = Random(seed)
@@ -59,13 +62,16 @@ class Starts(Harness):
         return sees_from(position, base, self.windows.length, self.windows.step)
 
     def chain(self, tokens, base):
-        """The keys of the full chunks of a context that starts at `base`, by the index of the chunk."""
-        size, digest = self.config.chunk_tokens, self.windows.digest
+        """The keys of the full chunks of a context that starts at `base`, by the index of the
+        chunk."""
+        size = self.config.chunk_tokens
+        digest = self.windows.digest
         parts = (self.config.seed, size.to_bytes(4, "little"), b"")
         key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
         if base:
             key = hashlib.sha256(key + digest + base.to_bytes(8, "little")).digest()
-        keys, outgrown = {}, False
+        keys = {}
+        outgrown = False
         for end in range(base + size, len(tokens) + 1, size):
             if not outgrown and self.sees_from(end - 1, base) > base:
                 outgrown = True
@@ -75,11 +81,12 @@ class Starts(Harness):
         return keys
 
     def remembered(self, prompt, conversation):
-        """The start at which the choice begins: the conversation's, if the prompt goes on behind it and may start
-        there."""
+        """The start at which the choice begins: the conversation's, if the prompt goes on behind it
+        and may start there."""
         if conversation is None:
             return 0
-        base, common = conversation.context_start, common_prefix(conversation.tokens, prompt)
+        base = conversation.context_start
+        common = common_prefix(conversation.tokens, prompt)
         return base if common > base and self.sees_from(len(prompt) - 1, 0) >= base else 0
 
     def choice(self, prompt, conversation):
@@ -100,9 +107,10 @@ class Starts(Harness):
         return anew
 
     def to_compute(self, prompt, conversation, base):
-        """Tokens that must be computed from this start. Each missing position needs all that it saw. What lies behind
-        the first window of such a row is computed too."""
-        count, there = len(prompt), self.there(prompt, conversation, base)
+        """Tokens that must be computed from this start. Each missing position needs all that it
+        saw. What lies behind the first window of such a row is computed too."""
+        count = len(prompt)
+        there = self.there(prompt, conversation, base)
         start = self.sees_from(count - 1, base)
         while True:
             missing = [position for position in range(start, count) if position not in there]
@@ -116,7 +124,8 @@ class Starts(Harness):
 
     def there(self, prompt, conversation, base):
         """The positions whose KV is in a tier."""
-        size, store = self.config.chunk_tokens, self.scheduler._store
+        size = self.config.chunk_tokens
+        store = self.scheduler._store
         positions = set()
         for index, key in self.chain(prompt, base).items():
             if (chunk := store.find(key)) is not None and chunk.resident:
@@ -141,7 +150,10 @@ class Starts(Harness):
     def launch(self):
         waiting = [turn for turn in self.scheduler._queues.waiting if turn.usage is None]
         conversations = self.scheduler.conversations
-        expected = {turn: self.choice(turn.request.prompt, conversations.of(turn.request)) for turn in waiting}
+        expected = {
+            turn: self.choice(turn.request.prompt, conversations.of(turn.request))
+            for turn in waiting
+        }
         plan = super().launch()
         for turn, base in expected.items():
             if turn.usage is not None:
@@ -154,13 +166,22 @@ class Starts(Harness):
 
     def check_rows(self, plan):
         size = self.config.chunk_tokens
-        planned = {seat: {position} for seat, position in zip(plan.generate, plan.positions, strict=True)}
+        planned = {
+            seat: {position} for seat, position in zip(plan.generate, plan.positions, strict=True)
+        }
         for span in plan.spans:
             planned.setdefault(span.seat, set()).update(range(span.start, span.end))
         for row in self.scheduler._queues.rows:
-            base, first = row.turn.context_start, row.first * size
-            assert self.sees_from(row.window_end - 1, base) == first < self.sees_from(row.window_end, base)
-            assert {self.sees_from(position, base) for position in planned.get(row.seat, ())} <= {first}
+            base = row.turn.context_start
+            first = row.first * size
+            assert (
+                self.sees_from(row.window_end - 1, base)
+                == first
+                < self.sees_from(row.window_end, base)
+            )
+            assert {self.sees_from(position, base) for position in planned.get(row.seat, ())} <= {
+                first
+            }
             self.counts["windows moved on"] += base < first
 
     def apply(self):
@@ -179,14 +200,17 @@ class Starts(Harness):
             self.check_log(request.conversation, self.bases[request_id])
 
     def check_log(self, name, base):
-        """What the conversation claims is what its next turn sees; a deletion knows all of its keys."""
-        conversation, size = self.scheduler.conversations.get(name), self.config.chunk_tokens
+        """What the conversation claims is what its next turn sees; a deletion knows all of its
+        keys."""
+        conversation = self.scheduler.conversations.get(name)
+        size = self.config.chunk_tokens
         tokens = conversation.tokens
         assert conversation.context_start == base
         assert conversation.first == self.sees_from(len(tokens) - 1, base) // size
         chain = self.chain(tokens, base)
         keys = list(chain.values())
-        full = (len(tokens) - 1) // size - base // size  # the last token has no KV, unless the row had gone on
+        # the last token has no KV, unless the row had gone on
+        full = (len(tokens) - 1) // size - base // size
         assert conversation.keys[base // size :] in (keys[:full], keys)
         deleted = set(self.scheduler.disk.keys(tokens, b""))
         assert deleted.issuperset(chain.values())
@@ -201,18 +225,27 @@ class Starts(Harness):
 
     def play(self):
         for _ in range(TURNS):
-            name = self.random.choice(("a", "b", None, *(name for name in self.logs if name.startswith("f"))))
+            name = self.random.choice(
+                ("a", "b", None, *(name for name in self.logs if name.startswith("f")))
+            )
             log = self.logs.get(name) or self.random.choice([*self.logs.values(), []])
             if log and self.random.random() < 0.2:
                 log = log[: self.random.randrange(1, len(log) + 1)]
             most = self.windows.length
-            new = [self.random.randrange(97) for _ in range(self.random.choice((1, 2, 5, most // 2, most, 2 * most)))]
-            request = self.submit([*log, *new], self.random.choice((1, 3, most // 2, most)), name, truncate=True)
+            new = [
+                self.random.randrange(97)
+                for _ in range(self.random.choice((1, 2, 5, most // 2, most, 2 * most)))
+            ]
+            request = self.submit(
+                [*log, *new], self.random.choice((1, 3, most // 2, most)), name, truncate=True
+            )
             while request in self.open:
                 if self.random.random() < 0.05:
                     self.suspend_now()
                 if self.random.random() < 0.1:
-                    self.lose(lambda idle: self.random.sample(idle, self.random.choice((1, len(idle)))))
+                    self.lose(
+                        lambda idle: self.random.sample(idle, self.random.choice((1, len(idle))))
+                    )
                 self.tick()
             if self.random.random() < 0.3:
                 self.lose(lambda idle: self.random.sample(idle, self.random.randint(1, len(idle))))
@@ -221,7 +254,8 @@ class Starts(Harness):
         self.drain()
 
     def fork_one(self):
-        source, new = self.random.choice(list(self.logs)), f"f{self.random.randrange(3)}"
+        source = self.random.choice(list(self.logs))
+        new = f"f{self.random.randrange(3)}"
         if new not in self.logs:
             self.fork(source, new)
             self.check_log(new, self.scheduler.conversations.get(source).context_start)

@@ -18,7 +18,8 @@ SHAPES = [(16, 8), (18, 8), (16, 4), (15, 12), (9, 4)]
 @pytest.mark.parametrize(("length", "step"), SHAPES)
 @pytest.mark.parametrize("base", [0, 1, 3])
 def test_windows_move_on_by_a_step_whenever_they_are_full(length, step, base):
-    windows, base = ContextWindow(length, step), base * step
+    windows = ContextWindow(length, step)
+    base = base * step
     start = base
     for position in range(base, base + 100):
         if position - start == length:
@@ -52,8 +53,11 @@ def test_the_model_counts_positions_from_zero_where_kv_is_kept():
     ],
 )
 def test_the_reach_of_what_is_missing(missing, start):
-    """`start(40)` is 32: each missing position needs the positions that it saw, and those need theirs."""
-    reach = ContextWindow(16, 8).reach(40, 0, lambda first: min((p for p in missing if p >= first), default=41))
+    """`start(40)` is 32: each missing position needs the positions that it saw, and those need
+    theirs."""
+    reach = ContextWindow(16, 8).reach(
+        40, 0, lambda first: min((p for p in missing if p >= first), default=41)
+    )
     assert reach == start
 
 
@@ -63,7 +67,9 @@ def test_contexts_too_short_for_a_step_of_whole_chunks_do_not_overflow():
 
     assert windows(max_model_len=7) is None
     assert windows(max_model_len=8) == ContextWindow(8, 4)
-    assert windows(max_model_len=70, overflow_ratio=0.3, overflow=RECOMPUTE) == ContextWindow(70, 20, RECOMPUTE)
+    assert windows(max_model_len=70, overflow_ratio=0.3, overflow=RECOMPUTE) == ContextWindow(
+        70, 20, RECOMPUTE
+    )
 
 
 def keys_of(windows, base=0, tokens=TOKENS, seed=b"seed"):
@@ -107,7 +113,8 @@ def test_a_base_begins_a_chain_of_its_own():
 
 def test_a_chain_goes_on_where_it_ended():
     for base in (0, 8):
-        chunk_keys, keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8)), []
+        chunk_keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8))
+        keys = []
         for end in (3, 9, 16, 17, 40, len(TOKENS)):
             chunk_keys.extend(keys, base, b"salt", TOKENS, end)
         assert keys == keys_of(ContextWindow(16, 8), base)

@@ -105,24 +105,38 @@ def test_a_layer_with_a_window_reads_no_more_than_its_window():
         assert profile.recompute(context) < without.recompute(context)
     assert made(windows=(0, 0, 0)) == without
     flat = made(windows=(100, 8, 8))
-    assert flat.recompute(1000) == flat.recompute(100) == pytest.approx(flat.chunk_seconds + 32 * 4 * 128 * 116 / 1e12)
+    assert (
+        flat.recompute(1000)
+        == flat.recompute(100)
+        == pytest.approx(flat.chunk_seconds + 32 * 4 * 128 * 116 / 1e12)
+    )
 
 
-MEASURED = dict(steps=((1, 2.0), (32, 3.0), (128, 9.0)), row_attention=((64, 0.5), (128, 1.5)), out_bytes_per_s=2000.0)
+MEASURED = dict(
+    steps=((1, 2.0), (32, 3.0), (128, 9.0)),
+    row_attention=((64, 0.5), (128, 1.5)),
+    out_bytes_per_s=2000.0,
+)
 
 
 def test_at_the_break_even_a_history_is_read_as_quickly_as_it_is_computed():
     cost = a_profile()
-    chunks, computed = 4, 10.5 + 11 + 12 + 13  # 0.25 s each to copy in
+    # 0.25 s each to copy in
+    chunks = 4
+    computed = 10.5 + 11 + 12 + 13
     assert cost.break_even_disk(140) == pytest.approx(4000 / (computed - chunks * 0.25))
     assert a_profile(link_bytes_per_s=1000 / 11).break_even_disk(64) == math.inf
 
 
 def test_a_measured_step_is_read_off_its_curve():
     profile = a_profile(**MEASURED)
-    assert [profile.step(tokens) for tokens in (1, 32, 80, 128, 256)] == pytest.approx([2.0, 3.0, 6.0, 9.0, 18.0])
+    assert [profile.step(tokens) for tokens in (1, 32, 80, 128, 256)] == pytest.approx(
+        [2.0, 3.0, 6.0, 9.0, 18.0]
+    )
     assert profile.step(32, context=128) == pytest.approx(3.0 + 3.0)
-    assert profile.step(30, 128, rows=2, rows_context=96) == pytest.approx(3.0 + 30 / 32 * 3.0 + 2 * 1.0)
+    assert profile.step(30, 128, rows=2, rows_context=96) == pytest.approx(
+        3.0 + 30 / 32 * 3.0 + 2 * 1.0
+    )
     assert profile.recompute(128) == a_profile().recompute(128)
 
 
@@ -136,8 +150,12 @@ def test_the_tokens_that_fit_are_as_many_as_one_after_the_other_finds(rows, meas
 
 
 def test_unmeasured_rows_cost_their_share_of_a_chunk():
-    assert a_profile().step(0, rows=6, rows_context=128) == pytest.approx(a_profile().step(6, context=128))
-    assert a_profile().step(64, 128, rows=6, rows_context=64) == pytest.approx(100.0 + 26.0 + 6 / 32 * 11.0)
+    assert a_profile().step(0, rows=6, rows_context=128) == pytest.approx(
+        a_profile().step(6, context=128)
+    )
+    assert a_profile().step(64, 128, rows=6, rows_context=64) == pytest.approx(
+        100.0 + 26.0 + 6 / 32 * 11.0
+    )
 
 
 def test_a_chunk_is_saved_at_its_own_speed():
@@ -164,7 +182,8 @@ def test_impossible_costs_are_refused(change):
         a_profile(**change)
 
 
-# The mark for swapping out ahead of time. A step is 16 chunks of 4 tokens; of the pool's 1000 chunks 100 are reserved.
+# The mark for swapping out ahead of time. A step is 16 chunks of 4 tokens; of the pool's 1000
+# chunks 100 are reserved.
 
 POOL = SchedulerConfig(
     gpu_kv_chunks=1000,
@@ -178,7 +197,9 @@ POOL = SchedulerConfig(
 
 def mark(save_s, step_s=1.0, config=POOL):
     """The mark of a model that takes `step_s` for a full step, and for generating."""
-    cost = CostProfile(4, step_s / 16, ((4, 0.0),), 0.0, 1000, 1e9, ((1, step_s), (64, step_s)), (), 1000 / save_s)
+    cost = CostProfile(
+        4, step_s / 16, ((4, 0.0),), 0.0, 1000, 1e9, ((1, step_s), (64, step_s)), (), 1000 / save_s
+    )
     return propose_swap_out_below(cost, config)
 
 
@@ -193,7 +214,8 @@ def test_copying_takes_time_too():
 
 
 def test_a_slow_link_needs_slots_for_what_it_falls_behind():
-    # 16 chunks a step are taken and 4 freed: of the longest context's 100, 75 are missing, and copying lasts 4 steps.
+    # 16 chunks a step are taken and 4 freed: of the longest context's 100, 75 are missing, and
+    # copying lasts 4 steps.
     assert mark(save_s=1 / 4) == pytest.approx(0.1 + 0.001 * (7 * 16 + 75), abs=0.01)
     assert mark(save_s=1e6) == 1.0
     assert mark(save_s=1 / 4, config=replace(POOL, max_model_len=800)) > mark(save_s=1 / 4)
@@ -208,7 +230,10 @@ def test_generation_counts_where_it_takes_more_slots():
 
 
 def test_the_mark_falls_as_the_pool_grows_and_is_a_setting_that_works():
-    marks = [mark(1 / 20, config=replace(POOL, gpu_kv_chunks=chunks)) for chunks in (200, 1000, 5000, 100_000)]
+    marks = [
+        mark(1 / 20, config=replace(POOL, gpu_kv_chunks=chunks))
+        for chunks in (200, 1000, 5000, 100_000)
+    ]
     assert marks == sorted(marks, reverse=True) and marks[-1] > POOL.generation_reserve
     for share in marks:
         replace(POOL, swap_out_below=share)
@@ -216,12 +241,19 @@ def test_the_mark_falls_as_the_pool_grows_and_is_a_setting_that_works():
 
 @pytest.mark.slow
 def test_the_proposed_mark_serves_as_quickly_as_a_higher_one():
-    words = "--synthetic ultrachat --sessions 80 --sessions-per-s 4 --think-s 8 --eviction retention"
-    words += " --gpu-kv-bytes 8GiB --host-kv-bytes 64GiB --max-num-seqs 64 --max-num-batched-tokens 1024"
+    words = (
+        "--synthetic ultrachat --sessions 80 --sessions-per-s 4 --think-s 8 --eviction retention"
+    )
+    words += (
+        " --gpu-kv-bytes 8GiB --host-kv-bytes 64GiB --max-num-seqs 64 --max-num-batched-tokens 1024"
+    )
     (run,) = plan_runs(parser().parse_args(words.split()))
     proposed = propose_swap_out_below(run.cost, run.config)
     assert 0.1 < proposed < 0.25
-    reports = [simulate(replace(run.config, swap_out_below=m), run.cost, run.sessions) for m in (0.1, proposed, 0.5)]
+    reports = [
+        simulate(replace(run.config, swap_out_below=m), run.cost, run.sessions)
+        for m in (0.1, proposed, 0.5)
+    ]
     late, good, generous = (report.ttft_p99 for report in reports)
     assert good <= 1.02 * generous and good < 0.9 * late
     assert reports[1].swapped_out < reports[2].swapped_out

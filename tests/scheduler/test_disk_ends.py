@@ -1,4 +1,5 @@
-"""Waits that must end: for the disk, for prefetches, for outputs that are kept back, and for deletions."""
+"""Waits that must end: for the disk, for prefetches, for outputs that are kept back, and for
+deletions."""
 
 from array import array
 
@@ -149,7 +150,8 @@ def test_a_deletion_reaches_what_lies_behind_a_hole():
 
 
 def test_keys_of_a_log_that_outgrew_its_context_are_looked_for_a_few_at_a_time():
-    """Their number is the square of the log's length, which must burden neither the loop nor memory."""
+    """Their number is the square of the log's length, which must burden neither the loop nor
+    memory."""
     config = SchedulerConfig(64, 16, 64, chunk_tokens=4, disk_kv_chunks=32, overflow="keep")
     scheduler = Scheduler(config, profile())
     log = array("i", range(4000))
@@ -179,12 +181,13 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
 
 
 def test_a_deletion_has_ended_when_its_records_are_erased():
-    """Also if a spill might have taken the slot: a record that is overwritten without a flush returns after a power
-    failure."""
+    """Also if a spill might have taken the slot: a record that is overwritten without a flush
+    returns after a power failure."""
     harness = Harness(disk_kv_chunks=8, host_kv_chunks=8)
     harness.turn(range(16), 4, "a")
     rest(harness)
-    scheduler, slots = harness.scheduler, set(harness.device.disk)
+    scheduler = harness.scheduler
+    slots = set(harness.device.disk)
     harness.delete("a")
     assert scheduler.disk.take_erased() == [] and scheduler.disk.saving
     scheduler.disk.erase([b"unknown"])
@@ -202,11 +205,15 @@ def test_a_slot_that_cannot_be_erased_is_used_no_more():
     harness = Harness(disk_kv_chunks=8)
     harness.turn(range(16), 4, "a")
     rest(harness)
-    scheduler, slots = harness.scheduler, tuple(harness.device.disk)
+    scheduler = harness.scheduler
+    slots = tuple(harness.device.disk)
     scheduler.conversations.delete("a")
     plan = scheduler.next_plan(harness.now)
     assert sorted(plan.erased) == sorted(slots)
-    scheduler.apply(StepResult(plan.step, (), (), scheduler._store.completed, erase_failed=slots[:1]), harness.now)
+    scheduler.apply(
+        StepResult(plan.step, (), (), scheduler._store.completed, erase_failed=slots[:1]),
+        harness.now,
+    )
     assert scheduler.disk.take_erased() == [False]
     scheduler.check()
     assert scheduler.stats().slots["disk"] == {"free": 7, "copy": 0, "idle": 0, "moving": 1}
@@ -226,7 +233,8 @@ def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_com
     harness.abort(waiting)
     store = harness.scheduler._store
     chunk = store.find(keys[0])
-    assert store.publish(store.new(chunk.end, harness.now), keys[0]) is chunk and chunk.users == 1  # some row's
+    # some row's
+    assert store.publish(store.new(chunk.end, harness.now), keys[0]) is chunk and chunk.users == 1
     harness.delete("a")
     harness.in_time = True
     rest(harness)
@@ -234,7 +242,8 @@ def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_com
 
 
 def evicted(harness):
-    """The keys and DISK slots of conversation a, whose records have been given up since the last plan."""
+    """The keys and DISK slots of conversation a, whose records have been given up since the last
+    plan."""
     harness.turn(range(16), 4, "a")
     rest(harness)
     store = harness.scheduler._store
@@ -250,7 +259,8 @@ def evicted(harness):
 def test_a_deletion_knows_of_a_record_that_was_evicted_and_cannot_be_erased(when):
     harness = Harness(disk_kv_chunks=8)
     keys, slots = evicted(harness)
-    left, scheduler = harness.device.disk[slots[0]][0], harness.scheduler
+    left = harness.device.disk[slots[0]][0]
+    scheduler = harness.scheduler
     if when == "vacated":
         harness.delete("a")
     plan = scheduler.next_plan(harness.now)
@@ -270,7 +280,8 @@ def test_a_deletion_knows_of_a_record_that_was_evicted_and_cannot_be_erased(when
 
 
 def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
-    """Else it comes back if the process is killed before, or if the write fails and the slot cannot be erased."""
+    """Else it comes back if the process is killed before, or if the write fails and the slot cannot
+    be erased."""
     harness = SlowDisk(disk_kv_chunks=4)
     harness.in_time = True
     only_on_disk(harness)
@@ -300,7 +311,8 @@ def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving
         harness.in_time = False
     while not harness.device.work:
         harness.tick()
-    keys, store = list(harness.scheduler.disk.keys(harness.logs["a"], b"")), harness.scheduler._store
+    keys = list(harness.scheduler.disk.keys(harness.logs["a"], b""))
+    store = harness.scheduler._store
     slots = list(harness.device.work)
     for request in list(harness.open):
         harness.abort(request)
@@ -316,7 +328,8 @@ def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving
 
 
 def test_of_a_reply_cut_where_a_chunk_ends_that_chunk_is_erased_too():
-    """The row had gone on, so the log's last token has KV as well: its chunk is full, and was saved."""
+    """The row had gone on, so the log's last token has KV as well: its chunk is full, and was
+    saved."""
     harness = Harness(disk_kv_chunks=60)
     request = harness.submit(range(13), 12, "a", confirm=True)
     harness.run(request)

@@ -1,4 +1,5 @@
-"""Rows that check drafts: what a step computes for them, what counts of it, and that nothing else changes."""
+"""Rows that check drafts: what a step computes for them, what counts of it, and that nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -19,17 +20,38 @@ from .harness import profile
 
 OPERATIONS = 1500
 EVENTS = (
-    *("gpu tokens", "host tokens", "disk tokens", "recomputed tokens", "drafts", "accepted", "suspensions", "drops"),
-    *("overflows", "moved on", "begun anew", "branches", "forks", "restarts", "aborted running", "finished running"),
+    *(
+        "gpu tokens",
+        "host tokens",
+        "disk tokens",
+        "recomputed tokens",
+        "drafts",
+        "accepted",
+        "suspensions",
+        "drops",
+    ),
+    *(
+        "overflows",
+        "moved on",
+        "begun anew",
+        "branches",
+        "forks",
+        "restarts",
+        "aborted running",
+        "finished running",
+    ),
 )
 
 
 class KeyedDriver(Driver):
-    """Checks that a chunk has a key only if it holds that key's tokens: none that was drafted and has not come true."""
+    """Checks that a chunk has a key only if it holds that key's tokens: none that was drafted and
+    has not come true."""
 
     def check(self):
         super().check()
-        size, queues, store = self.config.chunk_tokens, self.scheduler._queues, self.scheduler._store
+        size = self.config.chunk_tokens
+        queues = self.scheduler._queues
+        store = self.scheduler._store
         for turn in (*queues.waiting, *(row.turn for row in queues.joined())):
             made = []
             self.scheduler._chunk_keys.extend(
@@ -59,7 +81,8 @@ def totals():
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_with_drafts(seed, batching, overflow, always, totals):
-    """The model has two words, so matches are frequent, and each draft comes true half of the time."""
+    """The model has two words, so matches are frequent, and each draft comes true half of the
+    time."""
     driver = KeyedDriver(
         seed,
         vocabulary=2,
@@ -87,8 +110,15 @@ def test_everything_happened(event, totals):
 
 
 def play(drawn, prompt, max_tokens=9, seats=64, **fields):
-    """The plans, and the tokens of each step, of a request whose samples are `drawn`: of each position its own."""
-    config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
+    """The plans, and the tokens of each step, of a request whose samples are `drawn`: of each
+    position its own."""
+    config = dict(
+        gpu_kv_chunks=40,
+        host_kv_chunks=0,
+        max_model_len=100,
+        max_num_batched_tokens=64,
+        chunk_tokens=8,
+    )
     made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
     whole = [*map(ord, prompt), *map(ord, drawn)]
     made.add(Request(RequestId(1), array("i", map(ord, prompt)), max_tokens, **fields), 0.0)
@@ -99,7 +129,9 @@ def play(drawn, prompt, max_tokens=9, seats=64, **fields):
         ends = [position + 1 for position in plan.positions]
         for span in plan.spans:
             ends += range(span.end - span.samples + 1, span.end + 1)
-        applied = made.apply(StepResult(plan.step, plan.samples, tuple(whole[end] for end in ends)), 0.0)
+        applied = made.apply(
+            StepResult(plan.step, plan.samples, tuple(whole[end] for end in ends)), 0.0
+        )
         made.check()
         plans.append(plan)
         results = list(applied.results())
@@ -114,9 +146,15 @@ PROMPT = "abcd12345678+abcd"
 
 def test_a_step_checks_drafts_and_gives_the_right_ones_and_one_token_more():
     made, plans, said, _ = play("12345X6789..", PROMPT, 12)
-    assert said[:2] == ["1", "2345X"], "the first is of the prompt's step; of eight drafts four were right"
+    assert said[:2] == ["1", "2345X"], (
+        "the first is of the prompt's step; of eight drafts four were right"
+    )
     (span,) = plans[1].spans
-    assert (span.start, span.samples, "".join(map(chr, plans[1].token_ids))) == (len(PROMPT), 9, "12345678+")
+    assert (span.start, span.samples, "".join(map(chr, plans[1].token_ids))) == (
+        len(PROMPT),
+        9,
+        "12345678+",
+    )
     assert "".join(said) == "12345X6789.."
     stats = made.stats()
     assert (stats.drafts, stats.drafted, stats.accepted) == (1, 8, 4)
@@ -127,9 +165,13 @@ def test_all_drafts_come_true():
 
 
 def test_tokens_behind_a_stop_id_are_cut():
-    _, _, said, events = play("12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=2)
+    _, _, said, events = play(
+        "12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=2
+    )
     assert said == ["1", "234"] and events[-1].finish is FinishReason.STOP
-    _, _, said, events = play("12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=5)
+    _, _, said, events = play(
+        "12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=5
+    )
     assert said[1] == "2345678." and events[-1].finish is FinishReason.LENGTH
 
 
@@ -140,7 +182,13 @@ def test_no_more_is_drafted_than_the_reply_may_have():
 
 
 def test_other_rows_generate_in_the_step_that_a_row_skips():
-    config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
+    config = dict(
+        gpu_kv_chunks=40,
+        host_kv_chunks=0,
+        max_model_len=100,
+        max_num_batched_tokens=64,
+        chunk_tokens=8,
+    )
     made = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
     for number, prompt in ((1, PROMPT), (2, "qrstuvwxyz")):
         made.add(Request(RequestId(number), array("i", map(ord, prompt)), 20), 0.0)
@@ -154,7 +202,13 @@ def test_other_rows_generate_in_the_step_that_a_row_skips():
 
 @pytest.mark.parametrize("seats", [1, 2, 3])
 def test_without_seats_for_two_drafts_nothing_is_drafted_and_no_step_is_skipped(seats):
-    config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
+    config = dict(
+        gpu_kv_chunks=40,
+        host_kv_chunks=0,
+        max_model_len=100,
+        max_num_batched_tokens=64,
+        chunk_tokens=8,
+    )
     made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
     made.add(Request(RequestId(1), array("i", map(ord, PROMPT)), 20), 0.0)
     assert len(made.next_plan(0.0).spans) == 1
@@ -169,10 +223,18 @@ def test_a_single_draft_is_checked_only_if_it_ends_the_reply():
 
 
 def test_drafts_leave_half_of_the_budget_to_prompts():
-    """Two replies that repeat themselves, as many seats as tokens in a step, and a prompt that comes later."""
-    config = dict(gpu_kv_chunks=99, host_kv_chunks=0, max_model_len=300, max_num_batched_tokens=12, chunk_tokens=8)
+    """Two replies that repeat themselves, as many seats as tokens in a step, and a prompt that
+    comes later."""
+    config = dict(
+        gpu_kv_chunks=99,
+        host_kv_chunks=0,
+        max_model_len=300,
+        max_num_batched_tokens=12,
+        chunk_tokens=8,
+    )
     made = Scheduler(SchedulerConfig(**config, max_num_seqs=12, speculate="lookup"), profile())
-    prompt, word = array("i", range(1000, 1040)), "abcdefghijk" * 30
+    prompt = array("i", range(1000, 1040))
+    word = "abcdefghijk" * 30
     for number in (1, 2):
         made.add(Request(RequestId(number), array("i", map(ord, word[:40])), 200), 0.0)
     taken = []

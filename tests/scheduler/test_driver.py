@@ -1,4 +1,5 @@
-"""Two hundred thousand random operations over every setting; the books are checked after each of them."""
+"""Two hundred thousand random operations over every setting; the books are checked after each of
+them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def runs():
             "chunk_tokens": 1 if seed == 3 else 4,
             "gpu_kv_chunks": GPU_CHUNKS[seed],
             "max_num_batched_tokens": (24, 7, 12, 7)[seed],
-            "target_ms_per_token": (None, 4.5, 8.0)[number // 2 % 3] if batching == "unified" else None,
+            "target_ms_per_token": (None, 4.5, 8.0)[number // 2 % 3]
+            if batching == "unified"
+            else None,
             "reuse": number % 11 != 0,
             "overflow": OVERFLOW_MODES[number % 2],
             "overflow_ratio": (0.5, 0.5, 0.25, 0.8)[(number // 3) % 4],
@@ -49,7 +52,10 @@ RUNS = list(runs())
 
 
 def name(run):
-    return "-".join(f"{value}" if key == "eviction" else f"{key.split('_')[0]}={value}" for key, value in run.items())
+    return "-".join(
+        f"{value}" if key == "eviction" else f"{key.split('_')[0]}={value}"
+        for key, value in run.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,9 @@ def totals():
 
 
 @pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[pytest.mark.slow] * (run["seed"] % 4 in (1, 2))) for run in RUNS], ids=name
+    "run",
+    [pytest.param(run, marks=[pytest.mark.slow] * (run["seed"] % 4 in (1, 2))) for run in RUNS],
+    ids=name,
 )
 def test_random_operations(run, totals):
     Driver(**run).play(-(-OPERATIONS // len(RUNS)), totals)
@@ -82,9 +90,19 @@ def test_random_operations(run, totals):
             "restarts",
             "failed_copies",
         ),
-        *("branches", "forks", "deletes", "pins", "expired", "forgotten", "refused 429", "refused 400"),
+        *(
+            "branches",
+            "forks",
+            "deletes",
+            "pins",
+            "expired",
+            "forgotten",
+            "refused 429",
+            "refused 400",
+        ),
         *(f"aborted {state}" for state in STATES),
-        *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet
+        # a waiting turn has no reply yet
+        *(f"finished {state}" for state in STATES if state != "waiting"),
     ],
 )
 def test_everything_happened(event, totals):

@@ -1,4 +1,5 @@
-"""Hazards (docs/design/hazards.md) of rows, keys and conversations, each a short story of a possible failure.
+"""Hazards (docs/design/hazards.md) of rows, keys and conversations, each a short story of a
+possible failure.
 
 The device model below checks every read, write, wait and token; the tests check further conditions.
 """
@@ -20,8 +21,8 @@ from .stories import TIGHT, loading_early, off_gpu, suspended
 
 
 def test_a_row_that_ended_runs_once_more_and_is_freed_once():
-    """Three steps are in flight when the first one brings the stop id; the row's slots are freed once, after the
-    third."""
+    """Three steps are in flight when the first one brings the stop id; the row's slots are freed
+    once, after the third."""
     harness = Harness()
     prompt = list(range(15))
     stop = next_token(prompt)
@@ -53,8 +54,8 @@ def test_a_resumed_row_gets_a_new_epoch_and_all_its_slots_anew():
 
 
 def test_a_reply_cut_while_its_dropped_history_is_recomputed_leaves_no_false_tail():
-    """Suspended, dropped, resumed: then a stop string ends it before its tail is computed again. The tail's slot
-    contains another request's data."""
+    """Suspended, dropped, resumed: then a stop string ends it before its tail is computed again.
+    The tail's slot contains another request's data."""
     harness = Harness(**TIGHT | {"host_kv_chunks": 0, "max_num_batched_tokens": 4})
     older = harness.submit(range(20), 44, "old")
     younger = harness.submit(range(40, 60), 30, "young", confirm=True)
@@ -82,7 +83,8 @@ def test_a_suspended_request_that_finishes_while_it_waits_keeps_its_tail(tokens)
 
 @pytest.mark.parametrize("kept", range(1, 7))
 def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
-    """Suspended, moved to HOST, on its way back: the tail has a GPU slot that holds nothing yet when the turn ends."""
+    """Suspended, moved to HOST, on its way back: the tail has a GPU slot that holds nothing yet
+    when the turn ends."""
     harness = Harness(chunks_a_step=1)
     harness.submit([50, 51], 40)
     request = harness.submit(range(20), 20, "a", confirm=True)
@@ -115,8 +117,9 @@ def test_an_abort_of_a_suspended_request_drops_its_tail():
 
 
 def test_a_tail_that_another_row_completed_is_not_left_behind(monkeypatch):
-    """A client sends its history with the reply that is still being generated, and is suspended in mid-chunk. The other
-    row completes the same chunk, so the returning row holds that chunk. Its own chunk is then unused."""
+    """A client sends its history with the reply that is still being generated, and is suspended in
+    mid-chunk. The other row completes the same chunk, so the returning row holds that chunk. Its
+    own chunk is then unused."""
     harness = Harness(max_num_seqs=2, max_num_batched_tokens=12)
     older = harness.submit(range(28), 28)
     reply = []
@@ -141,7 +144,8 @@ def test_a_tail_that_another_row_completed_is_not_left_behind(monkeypatch):
 
 @pytest.mark.parametrize("reached", ["gated", "early", "unissued"])
 def test_an_abort_with_a_swap_in_in_flight(reached):
-    """The client leaves while its history is being copied. The slots are free at once; their next user waits."""
+    """The client leaves while its history is being copied. The slots are free at once; their next
+    user waits."""
     harness = Harness(chunks_a_step=1, **TIGHT)
     if reached == "gated":
         request = harness.submit(off_gpu(harness), 4, "a")
@@ -236,7 +240,11 @@ def test_a_key_holds_everything_that_changes_kv():
     first = chunk_key(roots["as is"], prompt, 0, 4)
     assert first == chunk_key(root_key(b"weights", 4, b"salt"), Harness.tokens(range(9)), 0, 4)
     keys = [chunk_key(root, prompt, 0, 4) for root in roots.values()]
-    keys += [chunk_key(first, prompt, 0, 4), chunk_key(first, prompt, 4, 8), chunk_key(roots["as is"], prompt, 4, 8)]
+    keys += [
+        chunk_key(first, prompt, 0, 4),
+        chunk_key(first, prompt, 4, 8),
+        chunk_key(roots["as is"], prompt, 4, 8),
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -253,7 +261,8 @@ def test_the_seed_of_the_settings_reaches_the_keys():
 
 
 def test_two_requests_of_one_conversation_in_flight_at_once():
-    """Only one of them can append to the tail; the other computes its own. The id names the branch that ends last."""
+    """Only one of them can append to the tail; the other computes its own. The id names the branch
+    that ends last."""
     harness = Harness()
     harness.turn(range(18), 2, "a")
     log = harness.logs["a"]
@@ -271,7 +280,8 @@ def test_two_requests_of_one_conversation_in_flight_at_once():
 
 @pytest.mark.parametrize("kept", range(1, 9))
 def test_a_reply_cut_in_the_middle_of_a_chunk_is_continued(kept):
-    """A stop string ends the reply after `kept` tokens; more were generated, and more is in flight."""
+    """A stop string ends the reply after `kept` tokens; more were generated, and more is in
+    flight."""
     harness = Harness()
     request = harness.submit(range(10), 20, "a", confirm=True)
     while len(harness.reply(request)) < 8:
@@ -301,12 +311,17 @@ def test_a_second_request_with_the_same_long_prompt_waits_and_then_hits():
 
 
 def test_a_scored_prompt_is_computed_again_in_pieces_and_written_nowhere():
-    """Its chunks are cached and perhaps others read them now: suppression must survive every cut of the span."""
+    """Its chunks are cached and perhaps others read them now: suppression must survive every cut of
+    the span."""
     harness = Harness(max_num_batched_tokens=6)
     harness.turn(range(16), 1)
     harness.submit(range(16), 3, prompt_logprobs=0)
     spans = [span for _ in range(3) for span in harness.launch().spans]
-    assert [(span.start, span.end, span.write_from) for span in spans] == [(0, 6, 16), (6, 12, 16), (12, 16, 16)]
+    assert [(span.start, span.end, span.write_from) for span in spans] == [
+        (0, 6, 16),
+        (6, 12, 16),
+        (12, 16, 16),
+    ]
 
 
 def test_a_chunk_that_is_still_loading_is_waited_for():
@@ -328,8 +343,8 @@ def test_a_chunk_that_is_still_loading_is_waited_for():
 
 
 def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(monkeypatch):
-    """Two requests of one document are suspended and their chunks dropped. The older one recomputes it, the younger one
-    waits for that. A new request, small enough to fit, stays behind it."""
+    """Two requests of one document are suspended and their chunks dropped. The older one recomputes
+    it, the younger one waits for that. A new request, small enough to fit, stays behind it."""
     harness = Harness(max_num_batched_tokens=6)
     elder = harness.submit(range(20), 20)
     younger = harness.submit([*range(20), 70], 20)
@@ -363,7 +378,8 @@ def test_a_request_that_waits_for_a_key_is_released_when_its_row_is_aborted():
 
 
 def test_a_fully_cached_prompt_computes_its_last_token_and_writes_nothing():
-    """Its KV is there and shared; computing it once more gives the sample, but must not touch the chunk."""
+    """Its KV is there and shared; computing it once more gives the sample, but must not touch the
+    chunk."""
     harness = Harness()
     harness.turn(range(16), 1)
     harness.submit(range(16), 3)

@@ -1,4 +1,5 @@
-"""Hazards (docs/design/hazards.md) of slots, copies and tails, each a short story of a possible failure.
+"""Hazards (docs/design/hazards.md) of slots, copies and tails, each a short story of a possible
+failure.
 
 The device model below checks every read, write, wait and token; the tests check further conditions.
 """
@@ -29,8 +30,8 @@ class Uses:
         self.step = 0
 
     def use(self, lane):
-        """The lane's work of the next plan on GPU slot 0 (and HOST slot 0). Returns (its ticket, the tickets that it
-        waits for)."""
+        """The lane's work of the next plan on GPU slot 0 (and HOST slot 0). Returns (its ticket,
+        the tickets that it waits for)."""
         self.step += 1
         copies = StepCopies(self.step, self.gpu, self.host)
         if lane == Lane.COMPUTE:
@@ -44,7 +45,8 @@ class Uses:
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(Lane, 2)))
 def test_a_slot_changes_hands_only_behind_its_last_use(first, second):
-    """After any last use of the slot, work on another lane that gets the slot waits for exactly that use."""
+    """After any last use of the slot, work on another lane that gets the slot waits for exactly
+    that use."""
     uses = Uses()
     ticket, _ = uses.use(first)
     _, after = uses.use(second)
@@ -53,7 +55,8 @@ def test_a_slot_changes_hands_only_behind_its_last_use(first, second):
 
 
 def test_a_swap_out_waits_for_the_step_that_wrote_the_kv():
-    """The reply ended, but its last step may still run when the plan that evicts its chunks is issued."""
+    """The reply ended, but its last step may still run when the plan that evicts its chunks is
+    issued."""
     harness = Harness(**TIGHT)
     harness.turn(range(18), 2, "a")
     last = harness.device.step
@@ -63,7 +66,8 @@ def test_a_swap_out_waits_for_the_step_that_wrote_the_kv():
 
 
 def test_slots_of_an_aborted_row_wait_for_its_launched_step():
-    """The client leaves while two steps of its row are in flight; a swap-in gets the slots they write."""
+    """The client leaves while two steps of its row are in flight; a swap-in gets the slots they
+    write."""
     harness = Harness(**TIGHT)
     prompt = off_gpu(harness)
     leaver = harness.submit(range(200, 252), 8)
@@ -100,10 +104,11 @@ def test_a_swap_in_waits_for_the_swap_out_of_the_same_chunk():
 
 
 def test_one_plan_never_uses_a_host_slot_twice():
-    """Copies of one batch run in any order, so a HOST slot that a plan reads is not a target in that plan.
+    """Copies of one batch run in any order, so a HOST slot that a plan reads is not a target in
+    that plan.
 
-    HOST is as small as the history that is being loaded, and a large request needs room: its victims must wait, even
-    for the slot of the tail, whose copy ends with this very swap-in.
+    HOST is as small as the history that is being loaded, and a large request needs room: its
+    victims must wait, even for the slot of the tail, whose copy ends with this very swap-in.
     """
     harness = Harness(**TIGHT | {"host_kv_chunks": 5})
     prompt = off_gpu(harness)
@@ -120,7 +125,8 @@ def test_one_plan_never_uses_a_host_slot_twice():
 
 
 def test_a_swapped_in_tail_does_not_land_over_freshly_written_tokens():
-    """The tail's copy is issued, then its row appends to it: the step that appends waits, by gate or by ticket."""
+    """The tail's copy is issued, then its row appends to it: the step that appends waits, by gate
+    or by ticket."""
     harness = Harness(**TIGHT)
     harness.submit(off_gpu(harness), 4, "a")
     plan = harness.tick()
@@ -129,13 +135,15 @@ def test_a_swapped_in_tail_does_not_land_over_freshly_written_tokens():
     assert swap_in.gated and tail_slot in swap_in.targets
     assert plan.spans[0].start == 19 and plan.spans[0].write_from == 19
     tail = harness.scheduler._queues.rows[0].chunks[4]
-    assert tail.gpu == tail_slot and tail.host == NO_SLOT, "the copy on HOST ends, for it will lack the new tokens"
+    assert tail.gpu == tail_slot and tail.host == NO_SLOT, (
+        "the copy on HOST ends, for it will lack the new tokens"
+    )
     harness.drain()
 
 
 def test_a_gated_tail_does_not_hold_up_the_whole_step():
-    """Nearly every returning conversation brings a tail. Its gates order it layer by layer; a wait for the whole
-    swap-in would take the overlap away from all of it."""
+    """Nearly every returning conversation brings a tail. Its gates order it layer by layer; a wait
+    for the whole swap-in would take the overlap away from all of it."""
     harness = Harness(**TIGHT)
     harness.submit(off_gpu(harness), 4, "a")
     plan = harness.tick()
@@ -145,12 +153,14 @@ def test_a_gated_tail_does_not_hold_up_the_whole_step():
 
 
 def test_the_tail_is_loaded_last_and_so_is_gated():
-    """A later chunk of the same prefix can outlive the keyed twin of the tail. The tail comes last all the same: a
-    tail loaded early could be evicted by the very plan that loads it, and would wait for itself."""
+    """A later chunk of the same prefix can outlive the keyed twin of the tail. The tail comes last
+    all the same: a tail loaded early could be evicted by the very plan that loads it, and would
+    wait for itself."""
     harness = Harness(**TIGHT)
     harness.turn(range(20), 1)
     harness.turn(range(10), 1, "a")
-    store, size = harness.scheduler._store, 4
+    store = harness.scheduler._store
+    size = 4
     key = root_key(b"", size, b"")
     for start in (0, 4, 8):
         key = chunk_key(key, Harness.tokens(range(20)), start, start + size)
@@ -168,7 +178,8 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
 
 
 def test_a_host_copy_of_a_tail_ends_when_the_tail_grows():
-    """Its copy lacks the new tokens; a later user of the copy would read tokens that were never written."""
+    """Its copy lacks the new tokens; a later user of the copy would read tokens that were never
+    written."""
     harness = Harness(**TIGHT | {"swap_out_below": 1.0, "host_kv_chunks": 64})
     harness.turn(range(17), 2, "a")
     tail = harness.scheduler.conversations.get("a").tail
@@ -190,8 +201,9 @@ def test_a_host_copy_of_a_tail_ends_when_the_tail_grows():
 
 
 def test_no_work_waits_for_work_issued_later():
-    """Lanes that waited for each other in a circle would stand still for ever. Every copy batch of a plan that has all
-    four kinds waits at most for batches before it (the device model asserts that for every plan of every test)."""
+    """Lanes that waited for each other in a circle would stand still for ever. Every copy batch of
+    a plan that has all four kinds waits at most for batches before it (the device model asserts
+    that for every plan of every test)."""
     gpu, host = SlotPool(8), SlotPool(8)
     copies = StepCopies(3, gpu, host)
     for batch, source, target in (

@@ -1,4 +1,5 @@
-"""Rows whose replies have ended and wait for their length. A plain model says what they pin, and what a log gets."""
+"""Rows whose replies have ended and wait for their length. A plain model says what they pin, and
+what a log gets."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ OPERATIONS = 900
 RUNS = [
     {"seed": 1, "host_kv_chunks": 0},
     {"seed": 2, "host_kv_chunks": 16, "chunk_tokens": 1, "gpu_kv_chunks": 72},
-    {"seed": 3, "host_kv_chunks": 16, "disk_kv_chunks": 40, "save": "async", "copies_may_fail": True},
+    {
+        "seed": 3,
+        "host_kv_chunks": 16,
+        "disk_kv_chunks": 40,
+        "save": "async",
+        "copies_may_fail": True,
+    },
     {"seed": 4, "host_kv_chunks": 16, "disk_kv_chunks": 90, "save": "sync"},
     {"seed": 5, "host_kv_chunks": 16, "disk_kv_chunks": 20, "save": "sync", "batching": "separate"},
     {"seed": 6, "host_kv_chunks": 16, "speculate": "lookup"},
@@ -24,7 +31,8 @@ RUNS = [
 
 
 def plain_keys(config, salt, tokens):
-    """The keys of the full chunks of `tokens`, a context from position 0 that fits into the model's length."""
+    """The keys of the full chunks of `tokens`, a context from position 0 that fits into the model's
+    length."""
     size = config.chunk_tokens
     parts = (config.seed, size.to_bytes(4, "little"), salt)
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
@@ -41,7 +49,8 @@ def reply_ended(request, reply):
 
 
 class HeldRows(Driver):
-    """Turns of which most are confirmed. After each operation the pinned chunks are those of the model."""
+    """Turns of which most are confirmed. After each operation the pinned chunks are those of the
+    model."""
 
     def __init__(self, **settings):
         super().__init__(truncates=0.0, max_queue=12, **settings)
@@ -82,7 +91,8 @@ class HeldRows(Driver):
 
     def check(self):
         super().check()
-        scheduler, store = self.scheduler, self.scheduler._store
+        scheduler = self.scheduler
+        store = self.scheduler._store
         held = self.model_held()
         assert set(scheduler._held) == held
         users = Counter(chunk for row in scheduler._queues.joined() for chunk in row.chunks)
@@ -93,13 +103,16 @@ class HeldRows(Driver):
         self.counts["most held"] = max(self.counts["most held"], len(held))
 
     def pinned_by(self, request_id):
-        """The chunks of a held reply: all its full chunks, each the owner of its key or a copy of it, and then a tail
-        and the chunks into which the row had gone on."""
+        """The chunks of a held reply: all its full chunks, each the owner of its key or a copy of
+        it, and then a tail and the chunks into which the row had gone on."""
         request, reply = self.open[request_id]
         context = self.context(request_id, len(reply))
-        chunks, size = self.scheduler._held[request_id].chunks, self.config.chunk_tokens
+        chunks = self.scheduler._held[request_id].chunks
+        size = self.config.chunk_tokens
         full = (len(context) - 1) // size
-        for chunk, key in zip(chunks[:full], plain_keys(self.config, request.salt, context), strict=False):
+        for chunk, key in zip(
+            chunks[:full], plain_keys(self.config, request.salt, context), strict=False
+        ):
             assert chunk.key in (key, None) and chunk.tokens == size and chunk.gpu != NO_SLOT
             self.counts["copies held"] += chunk.key is None
         assert full <= len(chunks) <= full + 2 + MOST_DRAFTS // size
@@ -109,7 +122,9 @@ class HeldRows(Driver):
         request, reply = self.open[request_id]
         row = self.scheduler._held.get(request_id)
         size = self.config.chunk_tokens
-        copies = row is not None and any(chunk.key is None and chunk.tokens == size for chunk in row.chunks)
+        copies = row is not None and any(
+            chunk.key is None and chunk.tokens == size for chunk in row.chunks
+        )
         computed = len(request.prompt) + len(reply) - 1
         context = self.context(request_id, tokens)
         super().finish(request_id, tokens)
@@ -117,7 +132,8 @@ class HeldRows(Driver):
             self.check_committed(request, context, computed)
 
     def check_committed(self, request, context, computed):
-        """The conversation claims all of its KV. Its tail is missing only if its chunk belongs to a longer context."""
+        """The conversation claims all of its KV. Its tail is missing only if its chunk belongs to a
+        longer context."""
         conversation = self.scheduler.conversations.get(request.conversation)
         assert conversation.tokens == context
         full, rest = divmod(len(context) - 1, self.config.chunk_tokens)

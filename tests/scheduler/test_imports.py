@@ -1,4 +1,5 @@
-"""The scheduler decides with the standard library alone: no torch, numpy, CUDA or MPI, and no other room."""
+"""The scheduler decides with the standard library alone: no torch, numpy, CUDA or MPI, and no other
+room."""
 
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ print(len(modules))
 
 def probe(folder, modules):
     return subprocess.run(
-        [sys.executable, "-I", "-S", "-c", PROBE, str(folder), *modules], capture_output=True, text=True
+        [sys.executable, "-I", "-S", "-c", PROBE, str(folder), *modules],
+        capture_output=True,
+        text=True,
     )
 
 
 def test_the_scheduler_imports_the_standard_library_only():
     """In a fresh interpreter without site packages."""
-    paths = [path.relative_to(FOLDER) for path in FOLDER.rglob("*.py") if path.name != "__init__.py"]
+    paths = [
+        path.relative_to(FOLDER) for path in FOLDER.rglob("*.py") if path.name != "__init__.py"
+    ]
     modules = [".".join(path.with_suffix("").parts) for path in paths]
     assert "scheduler" in modules and "plan" in modules
     done = probe(FOLDER, modules)
@@ -73,7 +78,8 @@ ORDER = (
 
 
 def imports_within(path):
-    """The scheduler's modules that a module imports, those for type checks included, as paths below the scheduler."""
+    """The scheduler's modules that a module imports, those for type checks included, as paths below
+    the scheduler."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = path.parents[node.level - 1].relative_to(FOLDER)
@@ -84,9 +90,14 @@ def imports_within(path):
 def test_modules_import_earlier_parts_and_form_no_circle():
     place = {part: number for number, parts in enumerate(ORDER) for part in parts}
     paths = [path for path in FOLDER.rglob("*.py") if path.name != "__init__.py"]
-    imports = {path.relative_to(FOLDER).with_suffix(""): set(imports_within(path)) for path in paths}
+    imports = {
+        path.relative_to(FOLDER).with_suffix(""): set(imports_within(path)) for path in paths
+    }
     for module, imported in imports.items():
-        assert all(place[other.parts[0]] <= place[module.parts[0]] for other in imported), (module, imported)
+        assert all(place[other.parts[0]] <= place[module.parts[0]] for other in imported), (
+            module,
+            imported,
+        )
     while imports:
         leaves = [module for module, imported in imports.items() if not imported & imports.keys()]
         assert leaves, f"these modules import each other in a circle: {sorted(map(str, imports))}"

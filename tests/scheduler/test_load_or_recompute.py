@@ -1,9 +1,9 @@
-"""A turn's history is loaded or recomputed: the chosen way is never much slower than the better one. And the overlap of
-loading with compute, compared with CachedAttention's read buffer.
+"""A turn's history is loaded or recomputed: the chosen way is never much slower than the better
+one. And the overlap of loading with compute, compared with CachedAttention's read buffer.
 
-On a virtual clock, with the costs of a Llama-3-8B measured on an H200 (docs/measured/steps.md), for disks and links
-around the speed at which both ways take equally long. To force one way, the scheduler gets costs that the device does
-not have.
+On a virtual clock, with the costs of a Llama-3-8B measured on an H200 (docs/measured/steps.md), for
+disks and links around the speed at which both ways take equally long. To force one way, the
+scheduler gets costs that the device does not have.
 """
 
 from array import array
@@ -17,7 +17,13 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import Lane, StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.sim.simulator import STEPS_IN_FLIGHT, Session, SessionTurn, VirtualDevice, simulate
+from pensieve.scheduler.sim.simulator import (
+    STEPS_IN_FLIGHT,
+    Session,
+    SessionTurn,
+    VirtualDevice,
+    simulate,
+)
 from pensieve.scheduler.types import DiskRecord, Request, RequestId, Usage
 
 SIZE, NEW_TOKENS = 32, 32
@@ -32,7 +38,11 @@ H200 = CostProfile(
     row_attention=((1024, 0.04e-3), (16384, 0.6e-3)),
 )
 CONFIG = SchedulerConfig(
-    gpu_kv_chunks=4000, host_kv_chunks=1500, disk_kv_chunks=1500, max_model_len=40_000, chunk_tokens=SIZE
+    gpu_kv_chunks=4000,
+    host_kv_chunks=1500,
+    disk_kv_chunks=1500,
+    max_model_len=40_000,
+    chunk_tokens=SIZE,
 )
 AROUND = (0.2, 0.8, 0.95, 1.05, 1.25, 5.0)
 INSTANTLY = 1e15  # bytes/s
@@ -55,8 +65,8 @@ WAYS = (always_load, never_load, as_it_is)
 
 
 class Served(NamedTuple):
-    """Seconds from a turn's arrival to its first token, and from each request's to its end, summed; the sources of the
-    turn's history; the plans."""
+    """Seconds from a turn's arrival to its first token, and from each request's to its end, summed;
+    the sources of the turn's history; the plans."""
 
     first_token: float
     total: float
@@ -65,14 +75,22 @@ class Served(NamedTuple):
 
 
 def serve(cost, belief, history, rows=0, reply=1):
-    """A turn with that many tokens on DISK, beside rows that generate; replies are of `reply` tokens."""
-    scheduler, device = Scheduler(CONFIG, belief(cost)), VirtualDevice(cost)
+    """A turn with that many tokens on DISK, beside rows that generate; replies are of `reply`
+    tokens."""
+    scheduler = Scheduler(CONFIG, belief(cost))
+    device = VirtualDevice(cost)
     prompt = array("i", range(1, history + NEW_TOKENS + 1))
     records = enumerate(scheduler.disk.keys(prompt[:history], b""))
-    scheduler.disk.adopt([DiskRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records], 0.0)
+    scheduler.disk.adopt(
+        [DiskRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records], 0.0
+    )
     arrivals = deque((0.0, array("i", [10**6 + row]) * 64) for row in range(rows))
     arrivals.append((TURN_AT, prompt))
-    arrived, ended, plans, launched, now = [], [], [], deque(), 0.0
+    arrived = []
+    ended = []
+    plans = []
+    launched = deque()
+    now = 0.0
     first_token = usage = None
     while arrivals or not scheduler.idle:
         while arrivals and arrivals[0][0] <= now:
@@ -86,10 +104,13 @@ def serve(cost, belief, history, rows=0, reply=1):
         if len(launched) >= (STEPS_IN_FLIGHT if plan is not None else 1):
             done, end = launched.popleft()
             now = max(now, end)
-            result = StepResult(done.step, done.samples, (7,) * len(done.samples), *device.reports(now))
+            result = StepResult(
+                done.step, done.samples, (7,) * len(done.samples), *device.reports(now)
+            )
             for output in scheduler.apply(result, now).rows:
                 if output.usage is not None and output.request == rows + 1:
-                    first_token, usage = now - TURN_AT, output.usage
+                    first_token = now - TURN_AT
+                    usage = output.usage
                 if output.finish is not None:
                     ended.append(now)
         elif plan is None:
@@ -112,7 +133,8 @@ def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
         if tier == "disk":
             cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
         else:
-            even = replace(H200, link_bytes_per_s=INSTANTLY).break_even_disk(history)  # of one copy, not two
+            # of one copy, not two
+            even = replace(H200, link_bytes_per_s=INSTANTLY).break_even_disk(history)
             cost = replace(H200, link_bytes_per_s=times * even, disk_read_bytes_per_s=INSTANTLY)
         loaded, computed, chosen = all_ways(cost, history)
         assert chosen.first_token <= 1.1 * min(loaded.first_token, computed.first_token), times
@@ -121,7 +143,8 @@ def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
 
 
 def test_beside_rows_it_is_the_delay_of_all_that_counts():
-    """A request that reads a disk waits alone; one that computes delays every row that has not ended meanwhile."""
+    """A request that reads a disk waits alone; one that computes delays every row that has not
+    ended meanwhile."""
     rows, history = 8, 2048
     for times in (0.5 / (1 + rows), 0.8 / (1 + rows), 1.25 / (1 + rows), 0.5):
         cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
@@ -137,17 +160,20 @@ def test_what_is_measured_wrongly_costs_no_more_than_the_error():
         better = min(way.first_token for way in all_ways(cost, 8192))
         for error in (0.9, 1.1):
             believed = replace(cost, disk_read_bytes_per_s=error * cost.disk_read_bytes_per_s)
-            assert serve(cost, lambda _, told=believed: told, 8192).first_token <= 1.12 * better, (times, error)
+            assert serve(cost, lambda _, told=believed: told, 8192).first_token <= 1.12 * better, (
+                times,
+                error,
+            )
 
 
 @pytest.mark.parametrize("history", [2048, 8192, 32_768])
 @pytest.mark.parametrize("rows", [4, 32])
 def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, rows):
-    """CachedAttention, section 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), the part of the copy that a step is too
-    short to hide.
+    """CachedAttention, section 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), the part of the
+    copy that a step is too short to hide.
 
-    T_pref L_new is the step that the row joins. Its own tokens are negligible in it, and a step's copies are whole
-    chunks. So more is loaded before, by less than the link copies in two steps.
+    T_pref L_new is the step that the row joins. Its own tokens are negligible in it, and a step's
+    copies are whole chunks. So more is loaded before, by less than the link copies in two steps.
     """
     cost = replace(H200, disk_read_bytes_per_s=INSTANTLY)
     plans = serve(cost, always_load, history, rows, reply=300).plans
@@ -165,12 +191,15 @@ def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, ro
 
 @pytest.mark.slow
 def test_a_read_buffer_for_the_queue_would_gain_next_to_nothing():
-    """All seats are taken, so histories of waiting requests stay on HOST. A link that takes no time gives the bound
-    of what earlier loading could gain: a wait shorter by one history's copy, and the seats that are empty during the
-    copy."""
+    """All seats are taken, so histories of waiting requests stay on HOST. A link that takes no time
+    gives the bound of what earlier loading could gain: a wait shorter by one history's copy, and
+    the seats that are empty during the copy."""
     seats, sessions, rate = 16, 200, 25.0
     config = SchedulerConfig(
-        gpu_kv_chunks=(seats + 3) * 300, host_kv_chunks=sessions * 270, max_model_len=9000, max_num_seqs=seats
+        gpu_kv_chunks=(seats + 3) * 300,
+        host_kv_chunks=sessions * 270,
+        max_model_len=9000,
+        max_num_seqs=seats,
     )
     first, second = SessionTurn(0, 8192, 1), SessionTurn(8192, NEW_TOKENS, 100)
     thinking = [0.3 * (sessions - number) + number / rate for number in range(sessions)]
@@ -183,6 +212,7 @@ def test_a_read_buffer_for_the_queue_would_gain_next_to_nothing():
         for link in (H200.link_bytes_per_s, INSTANTLY)
     )
     copy = 8192 / SIZE * H200.load()
-    assert as_it_is.usage.host > 0.9 * sessions * 8192 and as_it_is.ttft_p50 > 10 * copy  # it does queue
+    # it does queue
+    assert as_it_is.usage.host > 0.9 * sessions * 8192 and as_it_is.ttft_p50 > 10 * copy
     assert as_it_is.seconds < 1.02 * without_time.seconds
     assert as_it_is.ttft_p50 < 1.05 * without_time.ttft_p50

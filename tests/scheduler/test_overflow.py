@@ -1,4 +1,5 @@
-"""Contexts that outgrow the model's: the KV that is kept, contexts that begin again, and right replies in all cases."""
+"""Contexts that outgrow the model's: the KV that is kept, contexts that begin again, and right
+replies in all cases."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from itertools import product
 import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES
-from pensieve.scheduler.context_window import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, check_length
+from pensieve.scheduler.context_window import (
+    KEEP,
+    LONGEST_LOG,
+    OVERFLOW_MODES,
+    RECOMPUTE,
+    check_length,
+)
 from pensieve.scheduler.types import Request, RequestError
 
 from .driver import Driver
@@ -37,7 +44,9 @@ def test_a_prompt_cannot_have_any_length():
     with pytest.raises(RequestError, match="1048576") as refused:
         harness.submit([7] * (LONGEST_LOG + 1), 4, truncate=True)
     assert (refused.value.status, refused.value.param) == (400, "prompt")
-    check_length(Request(1, array("i", bytes(4 * LONGEST_LOG)), 4, truncate=True), WINDOW, harness.windows)
+    check_length(
+        Request(1, array("i", bytes(4 * LONGEST_LOG)), 4, truncate=True), WINDOW, harness.windows
+    )
 
 
 def test_the_predicted_work_is_that_of_the_tokens_seen():
@@ -51,7 +60,8 @@ def test_the_predicted_work_is_that_of_the_tokens_seen():
 
 
 def test_kept_kv_serves_on_however_long_a_conversation_becomes():
-    """Each turn computes its new tokens and the last one's last sample, in prompts and replies that cross windows."""
+    """Each turn computes its new tokens and the last one's last sample, in prompts and replies that
+    cross windows."""
     harness = a_harness(overflow=KEEP)
     for number, usage in enumerate(talk(harness, "a", 20)):
         assert usage.get("new") == 3 + (number > 0) and "recomputed" not in usage
@@ -70,8 +80,8 @@ def test_without_kept_kv_a_window_is_computed_anew_at_each_step():
 
 @pytest.mark.parametrize("batching", BATCHING_MODES)
 def test_a_reply_alone_goes_on_in_its_next_window_though_nothing_else_happens(batching):
-    """It was queued again in a plan of generation, after the queue had been checked, and stayed there until a message
-    came."""
+    """It was queued again in a plan of generation, after the queue had been checked, and stayed
+    there until a message came."""
     harness = a_harness(overflow=RECOMPUTE, batching=batching)
     harness.submit(range(WINDOW - 4), 12, truncate=True)
     while harness.open:
@@ -87,8 +97,8 @@ def test_a_client_without_an_id_finds_the_same_chunks():
 
 
 def test_both_find_what_began_at_another_base():
-    """A prompt longer than all windows begins a new context; the id remembers its start, without one each base is
-    tried."""
+    """A prompt longer than all windows begins a new context; the id remembers its start, without
+    one each base is tried."""
     harness = a_harness()
     prompt = list(range(100))
     assert harness.turn(prompt, 6, "a", truncate=True) == {"new": 100 - 80}
@@ -148,10 +158,17 @@ def test_a_newer_chunk_that_is_lost_is_computed_alone():
     talk(harness, "a", 12)
     seen = harness.scheduler.conversations.get("a").chunks
     last = seen[-1]
-    assert last.end - 4 >= harness.windows.end(harness.windows.start(len(harness.logs["a"]) - 1)) - STEP
+    assert (
+        last.end - 4
+        >= harness.windows.end(harness.windows.start(len(harness.logs["a"]) - 1)) - STEP
+    )
     harness.lose(lambda idle: [last])
     usage = harness.turn([*harness.logs["a"], 1, 2, 3], 2, "a", truncate=True)
-    assert usage["recomputed"] >= 4 and usage["gpu"] >= 4 * (len(seen) - 1) and harness.bases[harness.ids] == 0
+    assert (
+        usage["recomputed"] >= 4
+        and usage["gpu"] >= 4 * (len(seen) - 1)
+        and harness.bases[harness.ids] == 0
+    )
 
 
 @pytest.mark.parametrize("mode", OVERFLOW_MODES)
@@ -214,7 +231,10 @@ def test_nothing_is_left_of_a_deleted_conversation(mode):
     harness = a_harness(overflow=mode, host_kv_chunks=0)
     harness.turn(range(90), 6, "a", truncate=True)
     talk(harness, "a", 8)
-    assert len([chunk for chunk in harness.scheduler._store.resident_chunks() if chunk.resident]) > WINDOW // 4
+    assert (
+        len([chunk for chunk in harness.scheduler._store.resident_chunks() if chunk.resident])
+        > WINDOW // 4
+    )
     harness.delete("a")
     while harness.scheduler.has_work(harness.now):
         harness.scheduler.go_on(harness.now)
@@ -228,7 +248,8 @@ def test_chunks_on_disk_serve_contexts_that_overflow():
         for name in ("a", "b", "c"):
             talk(harness, name, 5)
     assert harness.counts["disk tokens"] > 40 and harness.counts["moved on"] > 8
-    assert list(harness.bases.values()).count(0) > 30  # of 45: tails do not go to DISK, and some are lost
+    # of 45: tails do not go to DISK, and some are lost
+    assert list(harness.bases.values()).count(0) > 30
     harness.drain()
 
 
@@ -264,6 +285,14 @@ def test_random_conversations_over_many_windows(mode, seed, totals):
 def test_everything_happened(mode, totals):
     if totals["runs"] < len(RUNS):
         pytest.skip("only some of the runs were selected")
-    events = ["overflows", "begun anew", "suspensions", "host tokens", "gpu tokens", "recomputed tokens", "drops"]
+    events = [
+        "overflows",
+        "begun anew",
+        "suspensions",
+        "host tokens",
+        "gpu tokens",
+        "recomputed tokens",
+        "drops",
+    ]
     for event in [*events, *(["moved on"] if mode != RECOMPUTE else [])]:
         assert totals[f"{mode} {event}"], f"{event} never occurred with {mode}"

@@ -1,4 +1,5 @@
-"""The order of service: smaller priorities, then earlier arrivals; and requests that wait too long."""
+"""The order of service: smaller priorities, then earlier arrivals; and requests that wait too
+long."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def order_of_first_tokens(harness, requests):
     order = []
     while harness.open:
         harness.tick()
-        order += [r for r in requests if r not in order and (r not in harness.open or harness.reply(r))]
+        order += [
+            r for r in requests if r not in order and (r not in harness.open or harness.reply(r))
+        ]
     return order
 
 
@@ -29,7 +32,8 @@ def test_smaller_priorities_are_served_first_equal_ones_by_arrival():
     running = harness.submit([1], 4)
     harness.tick()
     late, soon, default, urgent, soon_too = (
-        harness.submit([10 + n], 2, priority=priority) for n, priority in enumerate((7, 1, 0, -3, 1))
+        harness.submit([10 + n], 2, priority=priority)
+        for n, priority in enumerate((7, 1, 0, -3, 1))
     )
     order = order_of_first_tokens(harness, (running, late, soon, default, urgent, soon_too))
     assert order == [running, urgent, default, soon, soon_too, late]
@@ -47,12 +51,19 @@ def test_a_seat_is_not_taken_back():
     harness.drain()
 
 
-@pytest.mark.parametrize(("priorities", "suspended"), [((5, 0, 0), 0), ((0, 5, 0), 1), ((0, 5, 5), 2), ((1, 1, 0), 1)])
+@pytest.mark.parametrize(
+    ("priorities", "suspended"), [((5, 0, 0), 0), ((0, 5, 0), 1), ((0, 5, 5), 2), ((1, 1, 0), 1)]
+)
 def test_a_shortage_suspends_the_lowest_priority_then_the_latest_arrival(priorities, suspended):
     harness = Harness(**TIGHT, max_num_seqs=3)
-    requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}", priority=p) for n, p in enumerate(priorities)]
+    requests = [
+        harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}", priority=p)
+        for n, p in enumerate(priorities)
+    ]
     harness.run_until(lambda: harness.scheduler.stats().suspensions)
-    assert [harness.state(request) == "suspended" for request in requests] == [n == suspended for n in range(3)]
+    assert [harness.state(request) == "suspended" for request in requests] == [
+        n == suspended for n in range(3)
+    ]
     harness.drain()
 
 
@@ -71,7 +82,9 @@ def test_requests_before_a_suspended_one_join_and_those_behind_it_wait():
 
 def test_no_request_starves_behind_equal_or_lower_priorities():
     harness = Harness(**TIGHT, max_num_seqs=4)
-    long_ones = [harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}", priority=2) for n in range(3)]
+    long_ones = [
+        harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}", priority=2) for n in range(3)
+    ]
     for number in range(600):
         if number % 2 == 0:
             try:

@@ -7,9 +7,12 @@ from .harness import Harness
 
 def told(harness, most=1000):
     """All ranges, one after the other."""
-    found, start = [], 0
+    found = []
+    start = 0
     while True:
-        chunk_tokens, entries, following, begun = harness.scheduler.conversations.residency(start, most)
+        chunk_tokens, entries, following, begun = harness.scheduler.conversations.residency(
+            start, most
+        )
         assert (chunk_tokens, begun) == (harness.config.chunk_tokens, start)
         start = following
         found.append(entries)

@@ -14,13 +14,23 @@ from pensieve.scheduler.plan import Span, StepResult
 from pensieve.scheduler.planning.lookup import _scoring
 from pensieve.scheduler.planning.plan_builder import MOST_SCORED
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import Request, RequestError, RequestId, RowId, RowResult, Sampling, TokenLogprobs
+from pensieve.scheduler.types import (
+    Request,
+    RequestError,
+    RequestId,
+    RowId,
+    RowResult,
+    Sampling,
+    TokenLogprobs,
+)
 
 GRAMMAR = Sampling(grammar="anything")
 
 
 def scheduler(**settings) -> Scheduler:
-    defaults = dict(gpu_kv_chunks=400, host_kv_chunks=0, max_model_len=2000, max_num_batched_tokens=1000)
+    defaults = dict(
+        gpu_kv_chunks=400, host_kv_chunks=0, max_model_len=2000, max_num_batched_tokens=1000
+    )
     config = SchedulerConfig(**(defaults | settings))
     cost = analytic_profile(
         chunk_tokens=32,
@@ -40,12 +50,20 @@ def request(number: int, tokens: int, max_tokens: int = 9, **options) -> Request
     return Request(RequestId(number), array("i", range(tokens)), max_tokens, **options)
 
 
-def result(plan, token: int = 7, scored_row: RowId | None = None, stuck: Sequence[RowId] = ()) -> StepResult:
-    """Every sample is `token`; the score of a known token is its id, and all spans that score are of one row."""
-    rows = {row: RowResult(row.request, (token,), logprobs=(TokenLogprobs(-1.0, 1),)) for row in plan.samples}
+def result(
+    plan, token: int = 7, scored_row: RowId | None = None, stuck: Sequence[RowId] = ()
+) -> StepResult:
+    """Every sample is `token`; the score of a known token is its id, and all spans that score are
+    of one row."""
+    rows = {
+        row: RowResult(row.request, (token,), logprobs=(TokenLogprobs(-1.0, 1),))
+        for row in plan.samples
+    }
     if plan.scored:
         entries = tuple(TokenLogprobs(-float(known), 1) for known in plan.scored)
-        rows[scored_row] = rows.get(scored_row, RowResult(scored_row.request))._replace(prompt_logprobs=entries)
+        rows[scored_row] = rows.get(scored_row, RowResult(scored_row.request))._replace(
+            prompt_logprobs=entries
+        )
     rows |= {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
     return StepResult(plan.step, plan.samples, (token,) * len(plan.samples), rows=rows)
 
@@ -66,7 +84,8 @@ def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
-    """Even if the token would be its last one. The other row, and its own KV as cache, are unchanged."""
+    """Even if the token would be its last one. The other row, and its own KV as cache, are
+    unchanged."""
     made = scheduler()
     for number in (1, 2):
         asked = request(number, 40, 2, sampling=GRAMMAR, conversation=f"c{number}", confirm=confirm)
@@ -126,11 +145,14 @@ def test_scoring_spans_cover_all_that_is_left_and_write_what_they_did(position):
 
 
 def test_a_prompt_is_scored_in_pieces_once_each_token():
-    """With the prompt not cached, then fully cached: the pieces stay small and no cached chunk is written again."""
+    """With the prompt not cached, then fully cached: the pieces stay small and no cached chunk is
+    written again."""
     made = scheduler()
     for number, choice in ((1, 0), (2, 1)):
         made.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
-        entries, usage, scored_row = [], None, None
+        entries = []
+        usage = None
+        scored_row = None
         while usage is None:
             plan = made.next_plan(0.0)
             scored_row = plan.joins[0].row if plan.joins else scored_row
@@ -162,7 +184,9 @@ def test_seats_are_told_the_tokens_so_far_where_the_next_one_depends_on_them():
 
 
 def test_a_resumed_seat_is_told_its_reply():
-    made = scheduler(gpu_kv_chunks=5, host_kv_chunks=5, max_model_len=120, max_num_seqs=2, generation_reserve=0.0)
+    made = scheduler(
+        gpu_kv_chunks=5, host_kv_chunks=5, max_model_len=120, max_num_seqs=2, generation_reserve=0.0
+    )
     asked = dict(max_tokens=50, sampling=Sampling(repetition_penalty=2.0))
     made.add(Request(RequestId(1), array("i", range(40)), **asked), 0.0)
     made.add(Request(RequestId(2), array("i", range(100, 140)), **asked), 0.0)
@@ -182,12 +206,15 @@ def test_a_resumed_seat_is_told_its_reply():
 
 def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_back():
     """A suspended request is not reported: its matcher is needed again."""
-    made = scheduler(gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0)
+    made = scheduler(
+        gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0
+    )
     for number in range(1, 6):
         kind = Sampling() if number == 5 else GRAMMAR
         prompt = array("i", range(100 * number, 100 * number + 40))
         made.add(Request(RequestId(number), prompt, 50, sampling=kind, confirm=number == 2), 0.0)
-    joins, ended = Counter(), []
+    joins = Counter()
+    ended = []
     for step in range(1, 2000):
         plan = made.next_plan(float(step))
         if plan is not None:

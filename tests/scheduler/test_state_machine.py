@@ -1,4 +1,5 @@
-"""The same operations as the driver's, chosen and shrunk by Hypothesis: a failure comes as the shortest story."""
+"""The same operations as the driver's, chosen and shrunk by Hypothesis: a failure comes as the
+shortest story."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_ids = frozenset(range(0, 97, 8)) if stop else frozenset()
         try:
             fields = {"salt": salt, "stop_ids": stop_ids, "confirm": confirm, "priority": priority}
-            self.harness.submit([*start, *new], max_tokens, name, min_tokens=1, truncate=truncate, **fields)
+            self.harness.submit(
+                [*start, *new], max_tokens, name, min_tokens=1, truncate=truncate, **fields
+            )
         except RequestError as refusal:
             assert refusal.status in (400, 429)
 
@@ -159,13 +162,16 @@ class SlowDisk(Harness):
     """
 
     def __init__(self, **settings):
-        self.done, self.in_time = {}, False
+        self.done = {}
+        self.in_time = False
         super().__init__(**settings)
 
     def reports(self):
         if self.in_time:
             return super().reports()
-        outcomes = [(slot, succeeds) for slot, succeeds in self.done.items() if slot in self.device.work]
+        outcomes = [
+            (slot, succeeds) for slot, succeeds in self.done.items() if slot in self.device.work
+        ]
         self.done.clear()
         return self.report(outcomes)
 
@@ -179,7 +185,8 @@ TestScheduler.settings = settings(
     max_examples=120,
     stateful_step_count=50,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # by the wall clock: of the machine, not of the test
+    # by the wall clock: of the machine, not of the test
+    suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,
     print_blob=False,
 )

@@ -1,4 +1,5 @@
-"""The time of the next plan, with a simulated clock: late enough to be useful, early enough for the device."""
+"""The time of the next plan, with a simulated clock: late enough to be useful, early enough for the
+device."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.step_timing import StepTiming
 from tests.runtime.fake_engine import plan, span
 
-COST = CostProfile(32, 0.0, ((32, 0.0),), 0.0, 1, 1.0, steps=((1, 0.005), (1001, 0.025)))  # 5 ms and 20 us a token
+# 5 ms and 20 us a token
+COST = CostProfile(32, 0.0, ((32, 0.0),), 0.0, 1, 1.0, steps=((1, 0.005), (1001, 0.025)))
 HOST_S = 0.001  # to plan and launch a step
 
 
@@ -18,7 +20,9 @@ class Loop:
     """A loop and its device: `real` gives a plan's seconds. A request waits at all times."""
 
     def __init__(self, real: Callable[[float], float], host: Callable[[], float] = lambda: HOST_S):
-        self.pace, self.real, self.host = StepTiming(COST), real, host
+        self.pace = StepTiming(COST)
+        self.real = real
+        self.host = host
         self.now = self.free = self.idle = 0.0
         self.ends: list[float] = []
         self.closed: list[float] = []  # from the beginning of each step's plan until it began
@@ -55,7 +59,8 @@ def test_a_step_is_open_until_shortly_before_it_begins() -> None:
     before = loop.idle
     for _ in range(1000):
         loop.step()
-    assert HOST_S < mean(loop.closed[400:]) < HOST_S + 0.0015  # planned with the one before it running: 10 ms
+    # planned with the one before it running: 10 ms
+    assert HOST_S < mean(loop.closed[400:]) < HOST_S + 0.0015
     assert loop.idle - before < 1e-3
 
 
@@ -69,7 +74,10 @@ def test_at_first_nothing_is_known_and_nothing_is_risked() -> None:
 def test_steps_that_vary_leave_the_device_busy() -> None:
     """Also if the profile's cost of tokens is wrong by half."""
     dice = random.Random(1)
-    loop = Loop(lambda seconds: (seconds + 0.005) / 2 * dice.uniform(0.95, 1.05), lambda: HOST_S * dice.uniform(0.5, 2))
+    loop = Loop(
+        lambda seconds: (seconds + 0.005) / 2 * dice.uniform(0.95, 1.05),
+        lambda: HOST_S * dice.uniform(0.5, 2),
+    )
     for _ in range(4000):
         loop.step(dice.choice([0, 0, 0, 40, 300]))
     assert loop.idle < 1e-3 * loop.now
@@ -91,10 +99,14 @@ def test_a_host_that_hesitates_now_and_then_is_given_more_time() -> None:
 def test_rare_pauses_of_the_host_do_not_close_every_plan_early() -> None:
     """One in 200 is late: that costs less than if all plans waited for the longest pause."""
     dice = random.Random(3)
-    loop = Loop(lambda seconds: 2 * seconds, lambda: HOST_S + (0.005 if dice.random() < 0.005 else 0.0))
+    loop = Loop(
+        lambda seconds: 2 * seconds, lambda: HOST_S + (0.005 if dice.random() < 0.005 else 0.0)
+    )
     for _ in range(10_000):
         loop.step()
-    assert mean(loop.closed[2000:]) < 0.003, "it was 0.0060 with the longest pause as the time to allow for"
+    assert mean(loop.closed[2000:]) < 0.003, (
+        "it was 0.0060 with the longest pause as the time to allow for"
+    )
     assert loop.idle < 5e-3 * loop.now
 
 
@@ -103,7 +115,8 @@ def test_steps_that_become_quicker_are_noticed() -> None:
     loop = Loop(lambda seconds: speed * seconds)
     for _ in range(400):
         loop.step()
-    before, speed = loop.idle, 1.0
+    before = loop.idle
+    speed = 1.0
     for _ in range(400):
         loop.step()
     assert 0 < loop.idle - before < 0.05

@@ -1,4 +1,5 @@
-"""Work that is done in pieces over several steps: prompts, forks, pins, deletions, releases, time-outs."""
+"""Work that is done in pieces over several steps: prompts, forks, pins, deletions, releases,
+time-outs."""
 
 from array import array
 
@@ -12,7 +13,11 @@ from .harness import Harness
 
 CHUNKS = 4 * LARGEST_PIECE  # of a conversation whose work takes several pieces
 LENGTH = 4 * CHUNKS
-LARGE = {"gpu_kv_chunks": 4 * CHUNKS, "max_model_len": 3 * LENGTH, "max_num_batched_tokens": 2 * LENGTH}
+LARGE = {
+    "gpu_kv_chunks": 4 * CHUNKS,
+    "max_model_len": 3 * LENGTH,
+    "max_num_batched_tokens": 2 * LENGTH,
+}
 
 
 def large(**settings):
@@ -26,7 +31,9 @@ class Unhurried(Harness):
     """Conversations may end later than their time."""
 
     def _expire(self):
-        self.logs = {name: log for name, log in self.logs.items() if name in self.scheduler.conversations}
+        self.logs = {
+            name: log for name, log in self.logs.items() if name in self.scheduler.conversations
+        }
 
 
 def used_up(harness):
@@ -65,7 +72,8 @@ def rest(harness):
 
 
 def test_a_backlog_does_its_work_in_order_and_in_pieces():
-    budget, done = WorkBudget(5), []
+    budget = WorkBudget(5)
+    done = []
 
     def work(name, pieces, units):
         for piece in range(pieces):
@@ -74,7 +82,9 @@ def test_a_backlog_does_its_work_in_order_and_in_pieces():
 
     backlog = Backlog(budget)
     backlog.begin(work("a", 3, 2))
-    assert (len(done), budget.left) == (2, 1), "half of the budget is for messages, but for the rest of a piece"
+    assert (len(done), budget.left) == (2, 1), (
+        "half of the budget is for messages, but for the rest of a piece"
+    )
     backlog.begin(work("b", 2, 1))
     backlog.go_on()
     assert (len(done), budget.left) == (3, -1) and backlog, "one piece more than the budget"
@@ -86,7 +96,8 @@ def test_a_backlog_does_its_work_in_order_and_in_pieces():
 
 
 def test_work_waits_for_what_an_earlier_backlog_had_when_it_began():
-    budget, done = WorkBudget(4), []
+    budget = WorkBudget(4)
+    done = []
 
     def work(name, pieces):
         for _ in range(pieces):
@@ -172,7 +183,9 @@ def test_a_fork_shares_tokens_keys_and_chunks():
     harness = large()
     harness.fork("a", "b")
     source, fork = map(harness.scheduler.conversations.get, "ab")
-    assert fork.tokens is source.tokens and fork.keys is source.keys and fork.chunks is source.chunks
+    assert (
+        fork.tokens is source.tokens and fork.keys is source.keys and fork.chunks is source.chunks
+    )
 
 
 def test_a_chunk_that_is_dropped_before_its_fork_claims_it_ends_the_fork_s_claims():
@@ -212,12 +225,18 @@ def test_a_deletion_behind_a_fork_drops_what_the_fork_does_not_claim():
     harness.delete("a")
     assert "a" not in harness.scheduler.conversations
     rest(harness)
-    assert [chunk.claims for chunk in chunks] == [1] * CHUNKS and all(chunk.resident for chunk in chunks)
+    assert [chunk.claims for chunk in chunks] == [1] * CHUNKS and all(
+        chunk.resident for chunk in chunks
+    )
     harness.delete("b")
     plan(harness)
-    assert any(chunk.resident for chunk in chunks) and harness.scheduler.disk.take_erased() == [True]
+    assert any(chunk.resident for chunk in chunks) and harness.scheduler.disk.take_erased() == [
+        True
+    ]
     rest(harness)
-    assert not any(chunk.resident for chunk in chunks) and harness.scheduler.disk.take_erased() == [True]
+    assert not any(chunk.resident for chunk in chunks) and harness.scheduler.disk.take_erased() == [
+        True
+    ]
 
 
 def test_a_name_may_be_used_again_while_its_deletion_goes_on():
@@ -241,7 +260,9 @@ def test_pins_that_change_many_times_cost_one_walk():
     while harness.scheduler.has_work(harness.now):
         plan(harness)
         plans += 1
-    assert {chunk.pins for chunk in conversations.get("a").chunks} == {1} and plans < 2 * CHUNKS / LARGEST_PIECE + 3
+    assert {chunk.pins for chunk in conversations.get("a").chunks} == {
+        1
+    } and plans < 2 * CHUNKS / LARGEST_PIECE + 3
 
 
 def test_conversations_that_expire_together_end_over_several_steps():
@@ -253,7 +274,8 @@ def test_conversations_that_expire_together_end_over_several_steps():
     plan(harness)
     left = len(harness.scheduler.conversations)
     assert 20 < left < 30
-    request = harness.submit([29] * 9, 1, "29")  # the last to end by itself: a turn must not revive it
+    # the last to end by itself: a turn must not revive it
+    request = harness.submit([29] * 9, 1, "29")
     assert "29" not in harness.scheduler.conversations
     harness.run(request)
     rest(harness)
@@ -261,7 +283,9 @@ def test_conversations_that_expire_together_end_over_several_steps():
 
 
 def test_logs_that_are_too_large_are_dropped_over_several_steps():
-    harness = Unhurried(log_chunks=200, gpu_kv_chunks=200, max_model_len=600, max_num_batched_tokens=600)
+    harness = Unhurried(
+        log_chunks=200, gpu_kv_chunks=200, max_model_len=600, max_num_batched_tokens=600
+    )
     for number in range(60):
         harness.turn([number] * 9, 1, str(number))
     little(harness, most=9)
@@ -306,8 +330,12 @@ def test_a_short_prompt_waits_for_a_piece_of_each_long_one():
 
 
 def test_choices_share_their_prompt_and_hash_it_once(monkeypatch):
-    harness, hashed, chunk_key = Harness(check=False, max_queue=20, **LARGE), [], chunk_keys.chunk_key
-    monkeypatch.setattr(chunk_keys, "chunk_key", lambda *args: hashed.append(args) or chunk_key(*args))
+    harness = Harness(check=False, max_queue=20, **LARGE)
+    hashed = []
+    chunk_key = chunk_keys.chunk_key
+    monkeypatch.setattr(
+        chunk_keys, "chunk_key", lambda *args: hashed.append(args) or chunk_key(*args)
+    )
     prompt = array("i", range(LENGTH))
     for choice in range(20):
         conversation = "a" if choice == 0 else None

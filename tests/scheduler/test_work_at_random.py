@@ -1,5 +1,5 @@
-"""Random operations with contexts of many pieces and small budgets of work; the books are checked after each of them,
-and every reply at its end."""
+"""Random operations with contexts of many pieces and small budgets of work; the books are checked
+after each of them, and every reply at its end."""
 
 from collections import Counter
 
@@ -25,7 +25,9 @@ class Piecemeal(Driver):
 
     def __init__(self, seed, **settings):
         super().__init__(seed, **(SETTINGS | settings))
-        self.openings = [[self.random.randrange(97) for _ in range(4 * LARGEST_PIECE)] for _ in range(3)]
+        self.openings = [
+            [self.random.randrange(97) for _ in range(4 * LARGEST_PIECE)] for _ in range(3)
+        ]
 
     def step(self):
         work = self.scheduler.work
@@ -53,18 +55,25 @@ class Piecemeal(Driver):
         start = list(self.logs.get(name, ())) or list(self.random.choice(self.openings))
         if self.random.random() < 0.3:
             start = start[: self.random.randrange(1, len(start) + 1)]
-        prompt = start + [self.random.randrange(97) for _ in range(self.random.choice((0, 1, 9, 70)))]
+        prompt = start + [
+            self.random.randrange(97) for _ in range(self.random.choice((0, 1, 9, 70)))
+        ]
         if len(prompt) > 5 * LARGEST_PIECE:
             prompt = prompt[:9]
-        most, confirm = self.random.choice((1, 3, 20)), self.random.random() < 0.5
+        most = self.random.choice((1, 3, 20))
+        confirm = self.random.random() < 0.5
         try:
-            self.submit(prompt, most, name, confirm=confirm, priority=self.random.choice((0, 0, 0, 1)))
+            self.submit(
+                prompt, most, name, confirm=confirm, priority=self.random.choice((0, 0, 0, 1))
+            )
         except RequestError as refusal:
             self.counts[f"refused {refusal.status}"] += 1
 
     def _expire(self):
         """Conversations may end later than their time."""
-        self.logs = {name: log for name, log in self.logs.items() if name in self.scheduler.conversations}
+        self.logs = {
+            name: log for name, log in self.logs.items() if name in self.scheduler.conversations
+        }
         self.lives = {name: life for name, life in self.lives.items() if name in self.logs}
 
     def drain(self):
@@ -88,4 +97,6 @@ class Piecemeal(Driver):
 def test_the_books_agree_between_any_two_pieces(settings, seed):
     totals = Counter()
     Piecemeal(seed, **settings).play(OPERATIONS, totals)
-    assert totals["in pieces"] and totals["releases in pieces"] and totals["forks"] and totals["ended"]
+    assert (
+        totals["in pieces"] and totals["releases in pieces"] and totals["forks"] and totals["ended"]
+    )

@@ -1,4 +1,5 @@
-"""A server for the terminal chat: it keeps conversations as lists of messages and repeats the user's text."""
+"""A server for the terminal chat: it keeps conversations as lists of messages and repeats the
+user's text."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class FakeServer(ThreadingHTTPServer):
-    """A context manager. `conversations`: id -> messages, by creation; `bodies`: all received bodies.
+    """A context manager. `conversations`: id -> messages, by creation; `bodies`: all received
+    bodies.
 
     The message "wait" gets an endless answer: `stopped` is set when the client hangs up.
     """
@@ -47,18 +49,27 @@ class Handler(BaseHTTPRequestHandler):
             self._answer({"data": [{"id": "fake"}]})
         elif address.path == "/metrics":
             self._send(
-                200, b'# HELP x\npensieve:num_requests_running 1.0\npensieve:kv_slots{tier="gpu"} 7.0\nother 1\n'
+                200,
+                b'# HELP x\npensieve:num_requests_running 1.0\npensieve:kv_slots{tier="gpu"} '
+                b"7.0\nother 1\n",
             )
         elif address.path != "/v1/conversations":
             name = unquote(address.path.split("/")[3])
             known = name in self.server.conversations
-            self._answer({"id": name} if known else {"error": {"message": "unknown"}}, 200 if known else 404)
+            self._answer(
+                {"id": name} if known else {"error": {"message": "unknown"}}, 200 if known else 404
+            )
         else:
             query = parse_qs(address.query)
             ids = list(self.server.conversations)
             first = ids.index(query["after"][0]) + 1 if "after" in query else 0
             page = ids[first : first + 2]  # the fake's pages are short
-            self._answer({"data": [{"id": name, "tokens": 7} for name in page], "has_more": first + 2 < len(ids)})
+            self._answer(
+                {
+                    "data": [{"id": name, "tokens": 7} for name in page],
+                    "has_more": first + 2 < len(ids),
+                }
+            )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -87,7 +98,10 @@ class Handler(BaseHTTPRequestHandler):
         if text == "too much":
             self._answer({"error": {"message": "the queue is full"}}, 429)
             return
-        if body.get("history") == "server" and body["conversation"] not in self.server.conversations:
+        if (
+            body.get("history") == "server"
+            and body["conversation"] not in self.server.conversations
+        ):
             self._answer({"error": {"message": "there is no such conversation"}}, 404)
             return
         self.send_response(200)
@@ -102,16 +116,33 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.stopped.set()
             return
         if text == "break":
-            self.wfile.write(b'data: {"error": {"message": "the books disagree"}}\n\ndata: [DONE]\n\n')
+            self.wfile.write(
+                b'data: {"error": {"message": "the books disagree"}}\n\ndata: [DONE]\n\n'
+            )
             return
         history = self.server.conversations.setdefault(body["conversation"], [])
         history.append(text)
         self._event(delta={"role": "assistant", "content": ""})
         for word in f"you said {text}".split(" "):
             self._event(delta={"content": word + " "})
-        sources = {"cached_tokens": 192, "gpu": 128, "host": 64, "disk": 0, "recomputed": 5, "new": 17}
-        usage = {"prompt_tokens": 214, "completion_tokens": len(text), "prompt_tokens_details": sources}
-        self.wfile.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
+        sources = {
+            "cached_tokens": 192,
+            "gpu": 128,
+            "host": 64,
+            "disk": 0,
+            "recomputed": 5,
+            "new": 17,
+        }
+        usage = {
+            "prompt_tokens": 214,
+            "completion_tokens": len(text),
+            "prompt_tokens_details": sources,
+        }
+        self.wfile.write(
+            b"data: "
+            + json.dumps({"choices": [], "usage": usage}).encode()
+            + b"\n\ndata: [DONE]\n\n"
+        )
 
     def _event(self, delta):
         event = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None}

@@ -34,7 +34,9 @@ def piped(server, *lines, options=()):
     environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
     environment |= {"PYTHONIOENCODING": "utf-8"}
     text = "".join(line + "\n" for line in lines)
-    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=environment)
+    return subprocess.run(
+        command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=environment
+    )
 
 
 def test_the_terminal_and_the_page_begin_with_one_temperature(capsys):
@@ -47,17 +49,32 @@ def test_the_terminal_and_the_page_begin_with_one_temperature(capsys):
 
 
 def test_a_script_talks_through_a_pipe(server):
-    options = ("--conversation", "tea", "--max-tokens", "9", "--temperature", "0", "--api-key", "secret")
+    options = (
+        "--conversation",
+        "tea",
+        "--max-tokens",
+        "9",
+        "--temperature",
+        "0",
+        "--api-key",
+        "secret",
+    )
     done = piped(server, "hello there", "", "and now?", options=options)
     assert (done.returncode, done.stderr) == (0, "")
     first, first_line, second, second_line = done.stdout.splitlines()
     assert (first.strip(), second.strip()) == ("you said hello there", "you said and now?")
-    assert re.fullmatch(LINE, first_line) and re.fullmatch(LINE, second_line), "no escape codes, no prompts"
+    assert re.fullmatch(LINE, first_line) and re.fullmatch(LINE, second_line), (
+        "no escape codes, no prompts"
+    )
     assert server.conversations == {"tea": ["hello there", "and now?"]}
     assert server.keys == ["Bearer secret"] * 2
     first, body = server.bodies
-    assert body["messages"] == [{"role": "user", "content": "and now?"}], "the server keeps the history"
-    assert "history" not in first and body["history"] == "server", "there is none before the first turn"
+    assert body["messages"] == [{"role": "user", "content": "and now?"}], (
+        "the server keeps the history"
+    )
+    assert "history" not in first and body["history"] == "server", (
+        "there is none before the first turn"
+    )
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 9, 0.0)
     assert body["return_sources"] and body["stream_options"] == {"include_usage": True}
 
@@ -65,17 +82,34 @@ def test_a_script_talks_through_a_pipe(server):
 def test_commands(server):
     done = piped(
         server,
-        *("one", "/fork a/b ü", "two", "/list", "/drop", "three", "/drop first", "/new fourth", "four"),
-        *("/stats", "/help", "/nonsense", "/quit", "never said"),
+        "one",
+        "/fork a/b ü",
+        "two",
+        "/list",
+        "/drop",
+        "three",
+        "/drop first",
+        "/new fourth",
+        "four",
+        "/stats",
+        "/help",
+        "/nonsense",
+        "/quit",
+        "never said",
         options=("--conversation", "first"),
     )
     assert (done.returncode, done.stderr) == (0, "")
     out = done.stdout
-    assert "this is a/b ü, a copy of first" in out and "  first (7 tokens)\n* a/b ü (7 tokens)\n" in out
+    assert (
+        "this is a/b ü, a copy of first" in out
+        and "  first (7 tokens)\n* a/b ü (7 tokens)\n" in out
+    )
     assert "a/b ü is gone\nthis is chat-" in out and "first is gone\nthis is fourth" in out
     (third,) = (name for name in server.conversations if name.startswith("chat-"))
     assert server.conversations == {third: ["three"], "fourth": ["four"]}
-    assert "4 replies, 15 tokens; prompts: GPU 512 · host 256 · disk 0 · recomputed 20 · new 68" in out
+    assert (
+        "4 replies, 15 tokens; prompts: GPU 512 · host 256 · disk 0 · recomputed 20 · new 68" in out
+    )
     assert "first token: median" in out
     assert 'num_requests_running 1.0\nkv_slots{tier="gpu"} 7.0\n' in out and "other" not in out
     assert out.count("/fork [name]") == 2 and "there is no command /nonsense" in out
@@ -84,7 +118,15 @@ def test_commands(server):
 
 def test_a_stored_conversation_goes_on(server):
     server.conversations["tea"] = ["before"]
-    piped(server, "after", "/new coffee", "black", "/new tea", "at last", options=("--conversation", "tea"))
+    piped(
+        server,
+        "after",
+        "/new coffee",
+        "black",
+        "/new tea",
+        "at last",
+        options=("--conversation", "tea"),
+    )
     assert server.conversations == {"tea": ["before", "after", "at last"], "coffee": ["black"]}
     assert [body.get("history") for body in server.bodies] == ["server", None, "server"]
 
@@ -108,10 +150,15 @@ def test_what_the_server_refuses_is_told_and_the_chat_goes_on(server):
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("http://127.0.0.1:9", "refused; `pensieve serve PATH` starts"), ("localhost", "is not an address")],
+    [
+        ("http://127.0.0.1:9", "refused; `pensieve serve PATH` starts"),
+        ("localhost", "is not an address"),
+    ],
 )
 def test_no_server(url, message):
-    done = subprocess.run([*CHAT, "--url", url], input="hi\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*CHAT, "--url", url], input="hi\n", capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -122,7 +169,8 @@ class Terminal:
         self.pid, self._file = pty.fork()
         if self.pid == 0:
             os.environ["TERM"] = "dumb"
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored if the tests run in the background
+            # it is ignored if the tests run in the background
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(sys.executable, [*CHAT, *options])
         self._seen = ""
 
@@ -142,8 +190,9 @@ class Terminal:
     def leave(self, key, seconds=30):
         """Presses the key until the chat has ended; returns its exit status.
 
-        One key would be enough, except for a gap in Python's readline: a signal between the prompt and the next wait is
-        only seen with the next key. A second signal might hit an interpreter that is ending.
+        One key would be enough, except for a gap in Python's readline: a signal between the prompt
+        and the next wait is only seen with the next key. A second signal might hit an interpreter
+        that is ending.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:

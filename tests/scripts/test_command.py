@@ -57,7 +57,10 @@ def test_numbers_have_bounds():
 def test_lines_stand_below_their_titles():
     columns = {"name": ("name", "<6"), "rate": ("requests/s", "6.2f"), "tokens": ("tokens", "9,")}
     titles = title_line(columns)
-    rows = [{"name": "a", "rate": 1.5, "tokens": 12345}, {"name": "longer", "rate": None, "tokens": 7}]
+    rows = [
+        {"name": "a", "rate": 1.5, "tokens": 12345},
+        {"name": "longer", "rate": None, "tokens": 7},
+    ]
     assert titles == "name    requests/s     tokens"
     assert [result_line(columns, row) for row in rows] == [
         "a             1.50     12,345",

@@ -1,4 +1,5 @@
-"""Every command answers questions about itself at once, in one line where it is asked something wrong."""
+"""Every command answers questions about itself at once, in one line where it is asked something
+wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ import pytest
 
 from pensieve.scripts.pensieve import COMMANDS
 
-HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "transformers", "tokenizers", "jinja2"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "transformers",
+    "tokenizers",
+    "jinja2",
+}
 HEAVY |= {"pensieve.scheduler.scheduler"}
 PROGRAMS = {
     "pensieve": ("pensieve.scripts.pensieve", ()),
@@ -34,7 +45,9 @@ def answer(program: str, *words: str) -> tuple[subprocess.CompletedProcess[str],
     """Its output, the modules that it imported, and its processor seconds."""
     module, first = PROGRAMS[program]
     before = sum(os.times()[2:4])
-    done = subprocess.run([sys.executable, "-c", PROBE, module, *first, *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, module, *first, *words], capture_output=True, text=True
+    )
     *lines, last = done.stderr.splitlines()
     done.stderr = "".join(f"{line}\n" for line in lines)
     assert last.startswith("imported:"), done.stderr
@@ -66,21 +79,31 @@ def test_the_command_itself_imports_little() -> None:
 
 def test_an_unknown_command_is_answered_with_the_closest_one() -> None:
     done, imported, _ = answer("pensieve", "sevre")
-    assert (done.returncode, done.stderr) == (2, "pensieve: there is no command sevre; did you mean serve?\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "pensieve: there is no command sevre; did you mean serve?\n",
+    )
     assert not imported & HEAVY
     assert "there is serve, chat," in answer("pensieve", "zzz")[0].stderr
 
 
 def test_a_wrong_value_is_one_line() -> None:
     done, imported, _ = answer("serve", "demo", "--port", "high")
-    assert (done.returncode, done.stderr) == (2, "pensieve serve: argument --port: invalid int value: 'high'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "pensieve serve: argument --port: invalid int value: 'high'\n",
+    )
     assert not imported & HEAVY
 
 
 @pytest.mark.parametrize("words", [(), ("--port", "1")])
 def test_a_server_of_nothing_is_told_what_to_do(words: tuple[str, ...]) -> None:
     done, imported, _ = answer("serve", *words)
-    assert done.returncode == 2 and "`demo` for a small model" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and "`demo` for a small model" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert not imported & HEAVY
 
 
@@ -88,7 +111,9 @@ def test_tensorrt_llms_names_of_options_are_known() -> None:
     from pensieve.scripts.build_engine import parser
 
     ours = parser().parse_args(["--checkpoint", "a", "--output", "b", "--tensor-parallel", "2"])
-    assert parser().parse_args(["--checkpoint_dir", "a", "--output_dir=b", "--tp_size", "2"]) == ours
+    assert (
+        parser().parse_args(["--checkpoint_dir", "a", "--output_dir=b", "--tp_size", "2"]) == ours
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +124,9 @@ def test_tensorrt_llms_names_of_options_are_known() -> None:
         ("--gemm_plugin", "there are no plugins to choose; leave it out"),
     ],
 )
-def test_other_options_of_tensorrt_llm_have_a_hint(theirs: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_options_of_tensorrt_llm_have_a_hint(
+    theirs: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from pensieve.scripts.build_engine import parser
 
     with pytest.raises(SystemExit):

@@ -39,7 +39,10 @@ def found(device: str, state: Path) -> dict[str, Finding]:
 def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
     """Without a GPU, problems are reported only where one is required."""
     findings = found("cuda", bare)
-    assert findings["driver"].level is Level.PROBLEM and "nvidia-smi is not there" in findings["driver"].found
+    assert (
+        findings["driver"].level is Level.PROBLEM
+        and "nvidia-smi is not there" in findings["driver"].found
+    )
     assert findings["compiler"].level is findings["mpi"].level is Level.OPTIONAL
     assert all(finding.advice for finding in findings.values() if finding.level is not Level.OK)
     assert found("cpu", bare)["driver"].level is Level.OPTIONAL
@@ -48,13 +51,18 @@ def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("#!/bin/sh\necho 'no devices were found' >&2\nexit 6\n", "nvidia-smi fails: no devices were found"),
+        (
+            "#!/bin/sh\necho 'no devices were found' >&2\nexit 6\n",
+            "nvidia-smi fails: no devices were found",
+        ),
         ("#!/bin/sh\nexit 9\n", "nvidia-smi fails: exit status 9"),
         ("no program at all", "nvidia-smi cannot be run"),
         ("#!/bin/sh\nwhile :; do :; done\n", "nvidia-smi does not answer"),
     ],
 )
-def test_a_driver_that_fails_is_a_finding(bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+def test_a_driver_that_fails_is_a_finding(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
     program(bare, "nvidia-smi", text)
     if "while" in text:  # the others answer, if it takes them a second to start
         monkeypatch.setattr(doctor, "PROGRAM_S", 1)
@@ -63,13 +71,21 @@ def test_a_driver_that_fails_is_a_finding(bare: Path, monkeypatch: pytest.Monkey
 
 
 def test_gpus_are_looked_at_one_by_one(bare: Path) -> None:
-    program(bare, "nvidia-smi", GOOD + "echo 'Tesla V100, 580.1, 32768 MiB, 7.0'\necho 'odd line'\n")
+    program(
+        bare, "nvidia-smi", GOOD + "echo 'Tesla V100, 580.1, 32768 MiB, 7.0'\necho 'odd line'\n"
+    )
     findings = found("cuda", bare)
-    assert [findings[f"gpu {at}"].level for at in range(3)] == [Level.OK, Level.PROBLEM, Level.PROBLEM]
+    assert [findings[f"gpu {at}"].level for at in range(3)] == [
+        Level.OK,
+        Level.PROBLEM,
+        Level.PROBLEM,
+    ]
     assert "8.0" in findings["gpu 1"].advice
 
 
-def test_the_compiler_is_the_one_that_builds_use(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_the_one_that_builds_use(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program(bare, "my-cc", "#!/bin/sh\necho 'my compiler 1.0'\n")
     monkeypatch.setenv("CXX", "my-cc")
     compiler = found("cpu", bare)["compiler"]
@@ -92,7 +108,9 @@ def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
         (503, True, Level.PROBLEM, "http://127.0.0.1:PORT"),
     ],
 )
-def test_a_server_that_runs_says_which_it_is(status: int, healthy: bool, level: Level, said: str) -> None:
+def test_a_server_that_runs_says_which_it_is(
+    status: int, healthy: bool, level: Level, said: str
+) -> None:
     histories = {"store": "PostgreSQL", "healthy": healthy, "reason": "make room"}
     health = {"replica": "one-1", "histories": histories}
 
@@ -102,18 +120,24 @@ def test_a_server_that_runs_says_which_it_is(status: int, healthy: bool, level: 
 
     with FakeServer(Health) as server:
         found = doctor._replica(server.url)
-    assert found.level is level and found.found.replace(server.url.rpartition(":")[2], "PORT").endswith(said)
+    assert found.level is level and found.found.replace(
+        server.url.rpartition(":")[2], "PORT"
+    ).endswith(said)
     assert (status == 503) == ("not ready" in found.advice)
     assert healthy == ("make room" not in found.advice)
     gone = doctor._replica(server.url)
     assert gone.level is Level.PROBLEM and "refused" in gone.advice
 
 
-@pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.OPTIONAL, 0), (Level.PROBLEM, 1)])
+@pytest.mark.parametrize(
+    ("level", "status"), [(Level.OK, 0), (Level.OPTIONAL, 0), (Level.PROBLEM, 1)]
+)
 def test_the_exit_status_counts_problems_only(
     level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def examine(device: str, state_dir: Path, history_url: str | None, urls: list[str]) -> list[Finding]:
+    def examine(
+        device: str, state_dir: Path, history_url: str | None, urls: list[str]
+    ) -> list[Finding]:
         return [Finding("thing", level, "is so", "do this")]
 
     monkeypatch.setattr(doctor, "look", examine)
@@ -126,8 +150,18 @@ def test_the_exit_status_counts_problems_only(
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pensieve.scripts.pensieve", "doctor", "--device", "cpu", "--json"]
-    ran = subprocess.run([*command, "--state-dir", tmp_path], capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "pensieve.scripts.pensieve",
+        "doctor",
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    ran = subprocess.run(
+        [*command, "--state-dir", tmp_path], capture_output=True, text=True, timeout=300
+    )
     names = {finding["name"] for finding in json.loads(ran.stdout)["findings"]}
     assert {"torch", "compiler", "mpi", "tensorrt", "memory", "disk", "/dev/shm"} <= names
     assert ran.returncode in (0, 1) and not ran.stderr

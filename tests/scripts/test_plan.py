@@ -1,4 +1,5 @@
-"""The plan: the largest rate is found, more load needs more GPUs, and wrong input is answered in one line."""
+"""The plan: the largest rate is found, more load needs more GPUs, and wrong input is answered in
+one line."""
 
 from __future__ import annotations
 
@@ -17,8 +18,30 @@ SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 LLAMA = SHAPES / "llama-3-8b.json"
 MEASURED = SHAPES / "h200" / "llama-3-8b.json"
 SMALL = [
-    *("--config", str(LLAMA), "--profile", str(MEASURED), "--synthetic", "sharegpt", "--load", "2,40"),
-    *("--seconds", "8", "--measure-s", "5", "--ramp-s", "2", "--seeds", "0", "--jobs", "1", "--chunk-tokens", "128"),
+    *(
+        "--config",
+        str(LLAMA),
+        "--profile",
+        str(MEASURED),
+        "--synthetic",
+        "sharegpt",
+        "--load",
+        "2,40",
+    ),
+    *(
+        "--seconds",
+        "8",
+        "--measure-s",
+        "5",
+        "--ramp-s",
+        "2",
+        "--seeds",
+        "0",
+        "--jobs",
+        "1",
+        "--chunk-tokens",
+        "128",
+    ),
     *("--gpu-kv-bytes", "6GiB", "--host-kv-bytes", "4GiB", "--think-s", "5"),
     *("--max-num-seqs", "4"),
 ]
@@ -36,7 +59,9 @@ def test_the_largest_good_rate_is_found():
 
 
 def test_targets_that_an_idle_replica_misses_are_named():
-    with pytest.raises(SettingError, match="--ms-per-token, --ttft-ms-p95: an idle replica misses them"):
+    with pytest.raises(
+        SettingError, match="--ms-per-token, --ttft-ms-p95: an idle replica misses them"
+    ):
         plan.bisect(lambda rate: False, guess=1.0)
 
 
@@ -67,7 +92,9 @@ def test_a_margin_is_a_harder_target(capsys):
 def test_the_table_names_the_cheapest_size_of_host_memory():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
     sizes = ((0, [1.0]), (2**32, [2.0]), (2**33, [2.0]))
-    found = [plan.plan_row(args, load, size, rates) for load in (2.0, 40.0) for size, rates in sizes]
+    found = [
+        plan.plan_row(args, load, size, rates) for load in (2.0, 40.0) for size, rates in sizes
+    ]
     titles, *lines, best, sure, source = plan.table("NVIDIA H200, 2026-11-20", found)
     assert titles.split()[:2] == ["host", "GiB/GPU"]
     assert [line.split()[:2] for line in lines[:2]] == [["0", "2"], ["4", "2"]]
@@ -94,21 +121,27 @@ def test_a_shape_is_read_from_a_config():
 
 def test_only_the_experts_that_a_token_uses_are_computed():
     shape = read_shape(SHAPES / "qwen3-30b-a3b.json", ranks=1)
-    assert shape.parameters == pytest.approx(30.5e9, rel=0.01) and shape.active_parameters == pytest.approx(
-        3.3e9, rel=0.02
-    )
+    assert shape.parameters == pytest.approx(
+        30.5e9, rel=0.01
+    ) and shape.active_parameters == pytest.approx(3.3e9, rel=0.02)
     gpt_oss = read_shape(SHAPES / "gpt-oss-20b.json", ranks=1)
     assert gpt_oss.parameters == pytest.approx(20.9e9, rel=0.01)
-    assert gpt_oss.active_parameters == pytest.approx(3.6e9 + 201088 * 2880, rel=0.02)  # and the embeddings
+    # and the embeddings
+    assert gpt_oss.active_parameters == pytest.approx(3.6e9 + 201088 * 2880, rel=0.02)
     sizes = dict(chunk_tokens=32, max_context=4096, memory_bytes_per_s=1e12, link_bytes_per_s=1e10)
     cost = shape.cost(flops_per_s=1e14, **sizes)
     assert cost.chunk_seconds == pytest.approx(32 * 2 * shape.active_parameters / 1e14)
     assert cost.step_base_seconds == pytest.approx(2 * shape.parameters / 1e12)
-    assert read_shape(SHAPES / "llama-3-8b.json", ranks=1).active_parameters == read_shape(LLAMA, ranks=1).parameters
+    assert (
+        read_shape(SHAPES / "llama-3-8b.json", ranks=1).active_parameters
+        == read_shape(LLAMA, ranks=1).parameters
+    )
 
 
 def test_long_contexts_cost_no_more_attention_than_the_windows(tmp_path):
-    config = json.loads((SHAPES / "llama-3-8b.json").read_text()) | {"architectures": ["MistralForCausalLM"]}
+    config = json.loads((SHAPES / "llama-3-8b.json").read_text()) | {
+        "architectures": ["MistralForCausalLM"]
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 1000}))
     shape = read_shape(tmp_path / "config.json", ranks=1)
     assert shape.windows == (1000,) * 32
@@ -137,10 +170,16 @@ def test_costs_by_larger_chunks_are_the_same_costs():
         (["--ms-per-token", "20", "--jobs", "0"], "--jobs: must be at least 1"),
         (["--ms-per-token", "20", "--margin", "1"], "--measure-s, --margin: must be below"),
         (["--ms-per-token", "20", "--config", "none.json"], "--config: none.json does not exist"),
-        (["--ms-per-token", "20", "--config", str(SHAPES / "opt-13b.json")], "is of another model than --config"),
+        (
+            ["--ms-per-token", "20", "--config", str(SHAPES / "opt-13b.json")],
+            "is of another model than --config",
+        ),
         (["--ms-per-token", "20", "--profile", str(LLAMA)], "run `pensieve profile` again"),
         (["--ms-per-token", "20", "--tensor-parallel", "3"], "--tensor-parallel: 32 heads"),
-        (["--ms-per-token", "20", "--gpu-kv-bytes", "auto", "--gpu-memory", "16GiB"], "use more GPUs a replica"),
+        (
+            ["--ms-per-token", "20", "--gpu-kv-bytes", "auto", "--gpu-memory", "16GiB"],
+            "use more GPUs a replica",
+        ),
         (["--ms-per-token", "0.01"], "an idle replica misses them"),
     ],
 )

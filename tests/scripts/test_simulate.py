@@ -9,7 +9,8 @@ import pytest
 from pensieve.scheduler.config import EVICTION_POLICIES
 from pensieve.scripts.simulate import main
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside the repository, not part of it
+# beside the repository, not part of it
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 SMALL = [
     "--synthetic",
     "sharegpt",
@@ -32,7 +33,9 @@ def json_lines(capsys):
 def test_one_json_line_for_each_policy_and_host_size(capsys):
     assert main([*SMALL, "--host-kv-bytes", "0,1GiB", "--json"]) == 0
     runs = json_lines(capsys)
-    assert [(run["host_kv_bytes"], run["eviction"]) for run in runs] == list(product((0, 2**30), EVICTION_POLICIES))
+    assert [(run["host_kv_bytes"], run["eviction"]) for run in runs] == list(
+        product((0, 2**30), EVICTION_POLICIES)
+    )
     assert len({sum(run["usage"].values()) for run in runs}) == 1
     assert len({run["generated"] for run in runs}) == 1
 
@@ -48,7 +51,16 @@ def test_the_table_is_aligned_and_does_not_depend_on_the_number_of_processes(cap
 
 
 def test_a_disk_brings_back_what_host_has_lost(capsys):
-    options = [*SMALL, "--sessions", "40", "--gpu-kv-bytes", "1.5GiB", "--host-kv-bytes", "0.5GiB", "--json"]
+    options = [
+        *SMALL,
+        "--sessions",
+        "40",
+        "--gpu-kv-bytes",
+        "1.5GiB",
+        "--host-kv-bytes",
+        "0.5GiB",
+        "--json",
+    ]
     options += ["--eviction", "lru", "--warm-up", "20"]
     assert main([*options, "--disk-kv-bytes", "0,100GiB"]) == 0
     without, with_disk = json_lines(capsys)
@@ -62,9 +74,15 @@ def test_a_disk_brings_back_what_host_has_lost(capsys):
         (["--eviction", "belady"], "--eviction: must be one of retention"),
         (["--gpu-kv-bytes", "lots"], "--gpu-kv-bytes: 'lots' is not a size"),
         (["--host-kv-bytes", "1GiB,"], "--host-kv-bytes: '' is not a size"),
-        (["--host-kv-bytes", "0", "--disk-kv-bytes", "1GiB"], "--disk-kv-bytes: needs --host-kv-bytes"),
+        (
+            ["--host-kv-bytes", "0", "--disk-kv-bytes", "1GiB"],
+            "--disk-kv-bytes: needs --host-kv-bytes",
+        ),
         (["--save", "sync"], "--save: needs --disk-kv-bytes above 0"),
-        (["--prefetch", "off", "--disk-kv-bytes", "0,0"], "--prefetch: needs --disk-kv-bytes above 0"),
+        (
+            ["--prefetch", "off", "--disk-kv-bytes", "0,0"],
+            "--prefetch: needs --disk-kv-bytes above 0",
+        ),
         (["--disk-read-bytes-per-s", "0"], "--disk-read-bytes-per-s: must be above 0"),
         (["--warm-up", "9999"], "--warm-up: must leave some of"),
         (["--sessions", "0"], "--sessions: must be at least 1"),
@@ -88,7 +106,16 @@ def test_agent_sessions_under_pressure_reuse_most_of_their_history(capsys):
     trace = DATA / "claude_code_32k.jsonl.gz"
     if not trace.is_file():
         pytest.skip(f"no recorded trace at {trace}")
-    options = ["--trace", str(trace), "--sessions", "8", "--gpu-kv-bytes", "16GiB", "--host-kv-bytes", "8GiB"]
+    options = [
+        "--trace",
+        str(trace),
+        "--sessions",
+        "8",
+        "--gpu-kv-bytes",
+        "16GiB",
+        "--host-kv-bytes",
+        "8GiB",
+    ]
     assert main([*options, "--eviction", "retention", "--json", "--jobs", "1"]) == 0
     (run,) = json_lines(capsys)
     usage = run["usage"]

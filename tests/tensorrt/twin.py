@@ -1,7 +1,9 @@
-"""A twin of the library behind `plugins/tensorrt/library.py`: it builds a network, and runs it in PyTorch.
+"""A twin of the library behind `plugins/tensorrt/library.py`: it builds a network, and runs it in
+PyTorch.
 
-As TensorRT does, it rounds every layer's result to the type that the layer was given, and refuses operands of
-different types or ranks, names that are used twice, and anything that its documentation forbids.
+As TensorRT does, it rounds every layer's result to the type that the layer was given, and refuses
+operands of different types or ranks, names that are used twice, and anything that its documentation
+forbids.
 """
 
 from __future__ import annotations
@@ -70,14 +72,17 @@ class Batch(dict[str, Tensor]):
 
     def __init__(self, inputs: Mapping[str, Tensor], segments: Tensor, pool: Tensor):
         super().__init__(inputs)
-        self.segments, self.pool = segments, pool
+        self.segments = segments
+        self.pool = pool
 
 
 class Context:
     """An execution context."""
 
     def __init__(self, profile: int):
-        self.profile, self.steps, self.freed = profile, 0, False
+        self.profile = profile
+        self.steps = 0
+        self.freed = False
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
 
@@ -85,7 +90,8 @@ class Context:
 class TwinLibrary:
     """One network: nodes are (type, rank, function of the batch and of the nodes before).
 
-    segments, pool   of the step that is enqueued; the library has them in its work list and its step
+    segments, pool   of the step that is enqueued; the library has them in its work list and its
+                     step
     norms            eps and kind of the layers' norms; the library has them in its kernels
     fails            functions that fail
     """
@@ -100,9 +106,12 @@ class TwinLibrary:
         self.outputs: dict[str, int] = {}
         self.profiles: list[dict[str, tuple[tuple[int, ...], ...]]] = []
         self.contexts: list[Context] = []
-        self.segments, self.pool, self.layer = torch.empty(0), torch.empty(0), 0
+        self.segments = torch.empty(0)
+        self.pool = torch.empty(0)
+        self.layer = 0
         self.norms = 1e-5, False
-        self.workspace, self.fails = -1, frozenset[str]()
+        self.workspace = -1
+        self.fails = frozenset[str]()
 
     def run(self, batch: Batch) -> dict[str, Tensor]:
         values: list[Tensor] = []
@@ -142,7 +151,10 @@ class TwinLibrary:
 
     def _profile_input(self, name: bytes, rank: int, *shapes: Any) -> int:
         least, usual, most = (tuple(shape) for shape in shapes)
-        assert all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True)) and len(least) == rank
+        assert (
+            all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True))
+            and len(least) == rank
+        )
         self.profiles[-1][name.decode()] = least, usual, most
         return 0
 
@@ -153,7 +165,8 @@ class TwinLibrary:
         for target, content in ((plan._obj, b"plan"), (times._obj, cache + b"one build;")):
             held = ctypes.create_string_buffer(content, len(content))
             self._held.append(held)
-            target.data, target.size = ctypes.addressof(held), len(content)
+            target.data = ctypes.addressof(held)
+            target.size = len(content)
         return 0
 
     _held: ClassVar[list[Any]] = []
@@ -181,7 +194,10 @@ class TwinLibrary:
     def _set_shape(self, context: int, name: bytes, rank: int, shape: Any) -> int:
         one = self.contexts[context - 1]
         least, _, most = self.profiles[one.profile][name.decode()]
-        assert all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True)) and len(shape) == rank
+        assert (
+            all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
+            and len(shape) == rank
+        )
         one.shapes[name.decode()] = tuple(shape)
         return 0
 
@@ -189,12 +205,25 @@ class TwinLibrary:
         self.contexts[context - 1].addresses[name.decode()] = address
         return 0
 
-    def _enqueue_layers(self, context: int, kernels: Any, step: Any, layers: int, count: int, names: Any,
-                        weights: Any, x: int, y: int, stream: int) -> int:  # fmt: skip
+    def _enqueue_layers(
+        self,
+        context: int,
+        kernels: Any,
+        step: Any,
+        layers: int,
+        count: int,
+        names: Any,
+        weights: Any,
+        x: int,
+        y: int,
+        stream: int,
+    ) -> int:
         one = self.contexts[context - 1]
         assert stream == STREAM
         for self.layer in range(layers):
-            one.addresses |= {names[i].decode(): weights[self.layer * count + i] for i in range(count)}
+            one.addresses |= {
+                names[i].decode(): weights[self.layer * count + i] for i in range(count)
+            }
             one.addresses |= {"x": x, "y": y}
             self._enqueue(one)
             x, y = y, x
@@ -203,12 +232,17 @@ class TwinLibrary:
     def _enqueue(self, one: Context) -> None:
         assert set(one.addresses) == {*self.inputs, *self.outputs}
         shapes = self.sizes | one.shapes
-        inputs = {name: values_at(one.addresses[name], dtype, shapes[name]) for name, dtype in self.inputs.items()}
+        inputs = {
+            name: values_at(one.addresses[name], dtype, shapes[name])
+            for name, dtype in self.inputs.items()
+        }
         for name, result in self.run(Batch(inputs, self.segments, self.pool)).items():
             values_at(one.addresses[name], result.dtype, tuple(result.shape)).copy_(result)
         one.steps += 1
 
-    def _add(self, name: bytes, dtype: torch.dtype, rank: int, compute: Callable[..., Tensor]) -> int:
+    def _add(
+        self, name: bytes, dtype: torch.dtype, rank: int, compute: Callable[..., Tensor]
+    ) -> int:
         assert name not in self.names, f"{name!r} is used twice"
         self.names.add(name)
         self.nodes.append((dtype, rank, compute))
@@ -225,12 +259,17 @@ class TwinLibrary:
         return self._add(name, OF_NUMBERS[kind], rank, given)
 
     def _constant(self, name: bytes, kind: int, rank: int, shape: Any, address: int) -> int:
-        dtype, sizes = OF_NUMBERS[kind], tuple(shape)
+        dtype = OF_NUMBERS[kind]
+        sizes = tuple(shape)
         value = values_at(address, dtype, sizes).clone()
         return self._add(name, dtype, rank, lambda *_: value)
 
-    def _layer(self, name: bytes, kind: int, dtype: int, count: int, inputs: Any, size: int, numbers: Any) -> int:
-        layer, chosen, given = LAYERS[kind], list(inputs), list(numbers)
+    def _layer(
+        self, name: bytes, kind: int, dtype: int, count: int, inputs: Any, size: int, numbers: Any
+    ) -> int:
+        layer = LAYERS[kind]
+        chosen = list(inputs)
+        given = list(numbers)
         assert (len(chosen), len(given)) == (count, size)
         kinds = [self.nodes[i][0] for i in chosen]
         ranks = [self.nodes[i][1] for i in chosen]
@@ -239,9 +278,16 @@ class TwinLibrary:
         assert layer not in OF_FLOATS or kinds[0].is_floating_point
         rank = len(given) if layer == "reshape" else ranks[0]
         compute = COMPUTE[layer]
-        return self._add(name, OF_NUMBERS[dtype], rank, lambda _, values: compute(*(values[i] for i in chosen), *given))
+        return self._add(
+            name,
+            OF_NUMBERS[dtype],
+            rank,
+            lambda _, values: compute(*(values[i] for i in chosen), *given),
+        )
 
-    def _plugin(self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any) -> int:
+    def _plugin(
+        self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any
+    ) -> int:
         """`Plugin` of native/plugin.cpp."""
         assert len(attributes) == size == 44
         a = Attributes(*struct.unpack("11i", attributes))
@@ -256,16 +302,18 @@ class TwinLibrary:
         def written(batch: Batch, values: list[Tensor]) -> Tensor:
             qkv, *angles, slots = (values[i] for i in chosen)
             rotary = angles[0] if angles else torch.empty(len(qkv), 0)
-            assert rotary.shape[1] == rotary_dims and qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
+            assert (
+                rotary.shape[1] == rotary_dims and qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
+            )
             parts = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
             return write_kv(*parts, rotary, slots, batch.pool, self.layer).flatten(1)
 
         def attended(batch: Batch, values: list[Tensor]) -> Tensor:
             q, table = (values[i] for i in chosen)
             parts = q.unflatten(1, (heads, head_dim))
-            return multi_token_attention(parts, batch.segments, table, batch.pool, self.layer, head_dim**-0.5).flatten(
-                1
-            )
+            return multi_token_attention(
+                parts, batch.segments, table, batch.pool, self.layer, head_dim**-0.5
+            ).flatten(1)
 
         def multiplied(batch: Batch, values: list[Tensor]) -> Tensor:
             x, weight, *bias = (values[i] for i in chosen)
@@ -280,7 +328,12 @@ class TwinLibrary:
             return values[chosen[0]] + values[chosen[1]] if a.added else values[chosen[0]]
 
         def normed(batch: Batch, values: list[Tensor]) -> Tensor:
-            *_, weight, bias = (None, None, *(values[i].view(-1) for i in chosen[1 + a.added :]), *[None] * (2 - given))
+            *_, weight, bias = (
+                None,
+                None,
+                *(values[i].view(-1) for i in chosen[1 + a.added :]),
+                *[None] * (2 - given),
+            )
             return norm(summed(batch, values), weight, bias, *self.norms)
 
         given = a.weighted + a.biased

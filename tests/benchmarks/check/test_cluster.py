@@ -1,4 +1,5 @@
-"""check.cluster: servers and the simulation of them get the same conversations; sessions stay with their server."""
+"""check.cluster: servers and the simulation of them get the same conversations; sessions stay with
+their server."""
 
 import json
 from dataclasses import asdict
@@ -16,9 +17,16 @@ SMALL = ["--rate", "4", "--seconds", "3", "--warm-up-s", "0.5"]
 @pytest.fixture
 def profile(tmp_path):
     cost = analytic_profile(
-        chunk_tokens=32, parameters=10**9, layers=4, attention_width=512, chunk_bytes=2**16, max_context=2048,
-        flops_per_s=1e12, link_bytes_per_s=1e10, step_base_seconds=1e-3,
-    )  # fmt: skip
+        chunk_tokens=32,
+        parameters=10**9,
+        layers=4,
+        attention_width=512,
+        chunk_bytes=2**16,
+        max_context=2048,
+        flops_per_s=1e12,
+        link_bytes_per_s=1e10,
+        step_base_seconds=1e-3,
+    )
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"cost": asdict(cost), "hardware": "a test", "date": "today"}))
     return path
@@ -28,11 +36,15 @@ def profile(tmp_path):
 def test_each_routing_has_a_measured_and_a_simulated_line(profile, capsys, monkeypatch):
     monkeypatch.setattr(cluster, "THINK_S", 0.01)
     with CompletionsServer() as one, CompletionsServer() as two:
-        assert main([*SMALL, "--url", one.url, "--url", f"{two.url}/", "--profile", str(profile)]) == 0
+        assert (
+            main([*SMALL, "--url", one.url, "--url", f"{two.url}/", "--profile", str(profile)]) == 0
+        )
         asked = [[body["conversation"] for body in server.bodies] for server in (one, two)]
     _, *lines = capsys.readouterr().out.splitlines()
     names = [line.split()[:2] for line in lines]
-    assert names == [[routing, which] for routing in ("session", "random") for which in ("measured", "simulated")]
+    assert names == [
+        [routing, which] for routing in ("session", "random") for which in ("measured", "simulated")
+    ]
     assert all(int(line.split()[2]) > 0 for line in lines)
     first = asked[0][0].partition("-")[0]  # the run that came first
     here, there = ({name for name in names if name.startswith(first)} for names in asked)

@@ -10,14 +10,21 @@ from benchmarks.check.drafts import main
 
 
 def test_a_repeated_text_has_several_tokens_a_step(tmp_path, capsys):
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(100)}, unk_token="0"))
+    words = Tokenizer(
+        models.WordLevel({str(number): number for number in range(100)}, unk_token="0")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     said = " ".join(map(str, range(1, 61)))
     for name, reply in (("copied", said), ("new", " ".join(map(str, range(60, 0, -1))))):
         messages = [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    assert main([str(tmp_path / f"{name}") for name in ("tokenizer.json", "copied.jsonl", "new.jsonl")]) == 0
+    assert (
+        main(
+            [str(tmp_path / f"{name}") for name in ("tokenizer.json", "copied.jsonl", "new.jsonl")]
+        )
+        == 0
+    )
     copied, new = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
     assert float(copied[4]) > 4 and float(copied[5].strip(" |")) > 3
     assert new[2:] == ["0", "0.00 of 0.00", "1.00", "1.00 |"]

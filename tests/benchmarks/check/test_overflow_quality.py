@@ -52,23 +52,34 @@ def plain_loss(reference, tokens, windows):
         for start, end in stretches(windows, COUNT):
             if seen := windows.start(start):
                 logits = reference(torch.tensor([tokens[seen:end]])).logits[0, start - seen :]
-                total += F.cross_entropy(logits, torch.tensor(tokens[start + 1 : end + 1]), reduction="sum").item()
+                total += F.cross_entropy(
+                    logits, torch.tensor(tokens[start + 1 : end + 1]), reduction="sum"
+                ).item()
         return total
     position = torch.arange(COUNT)
     seen = torch.tensor([windows.start(p) for p in range(COUNT)])
     hidden = (position > position[:, None]) | (position < seen[:, None])
     mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
     told = position if windows.mode == KEEP else position - seen
-    logits = reference(torch.tensor([tokens[:COUNT]]), attention_mask=mask[None, None], position_ids=told[None]).logits
-    return F.cross_entropy(logits[0, LENGTH:], torch.tensor(tokens[LENGTH + 1 :]), reduction="sum").item()
+    logits = reference(
+        torch.tensor([tokens[:COUNT]]), attention_mask=mask[None, None], position_ids=told[None]
+    ).logits
+    return F.cross_entropy(
+        logits[0, LENGTH:], torch.tensor(tokens[LENGTH + 1 :]), reduction="sum"
+    ).item()
 
 
-@pytest.mark.parametrize(("kind", "mode"), [*(("llama", mode) for mode in OVERFLOW_MODES), ("opt", RECOMPUTE)])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [*(("llama", mode) for mode in OVERFLOW_MODES), ("opt", RECOMPUTE)]
+)
 @torch.inference_mode()
 def test_losses_are_those_of_transformers(models, kind, mode):
     engine, reference = models[kind]
-    context, windows = Context(engine, COUNT), ContextWindow(LENGTH, STEP, mode)
-    assert truncated_loss(context, row(), windows) == pytest.approx(plain_loss(reference, row(), windows), rel=1e-5)
+    context = Context(engine, COUNT)
+    windows = ContextWindow(LENGTH, STEP, mode)
+    assert truncated_loss(context, row(), windows) == pytest.approx(
+        plain_loss(reference, row(), windows), rel=1e-5
+    )
 
 
 def test_every_way_is_measured_that_the_positions_allow(models):
@@ -82,7 +93,10 @@ def test_rows_are_held_out_chats(tmp_path):
     path = tmp_path / "chats.jsonl.gz"
     with gzip.open(path, "wt") as lines:
         for number in range(30):
-            messages = [{"role": "user", "content": f"chat {number} " * 9}, {"role": "assistant", "content": "yes"}]
+            messages = [
+                {"role": "user", "content": f"chat {number} " * 9},
+                {"role": "assistant", "content": "yes"},
+            ]
             lines.write(json.dumps({"conversation": f"c{number}", "messages": messages}) + "\n")
     tokenizer = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
     rows = held_out_rows(path, tokenizer, 16)

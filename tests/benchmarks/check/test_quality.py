@@ -16,7 +16,8 @@ from tests.runtime.tiny_engine import TinyEngine
 def test_sums_are_those_counted_by_hand():
     quality = Quality("m", "w")
     exact = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
-    got = torch.tensor([[5.0, 1.0], [1.0, 0.0]])  # a constant more does not count; the second choice is another one
+    # a constant more does not count; the second choice is another one
+    got = torch.tensor([[5.0, 1.0], [1.0, 0.0]])
     quality.compare(got, exact, torch.tensor([0, 0]))
     losses = [math.log(1 + math.exp(-4)), math.log(1 + math.exp(-1))]
     assert quality.perplexity == pytest.approx(math.exp(sum(losses) / 2))
@@ -37,7 +38,9 @@ def test_a_context_goes_on_from_its_history_exact_or_coded():
     start = 2 * CHUNK
     exact, coded = (whole.copied(2, coded=coded) for coded in (False, True))
     assert torch.allclose(exact.compute(tokens[start:], start), logits[start:], atol=1e-4)
-    difference = (coded.compute(tokens[start:], start) - logits[start:]).norm() / logits[start:].norm()
+    difference = (coded.compute(tokens[start:], start) - logits[start:]).norm() / logits[
+        start:
+    ].norm()
     assert 1e-3 < difference < 0.5
     reply = exact.reply(tokens, start, 5)
     assert len(reply) == 5 and reply[0] == int(logits[-1].argmax())
@@ -48,8 +51,13 @@ def test_a_run_prints_a_table_and_a_line_of_json(tmp_path, capsys):
     chats = tmp_path / "chats.jsonl.gz"
     with gzip.open(chats, "wt") as lines:
         for number in range(3):
-            words = [f"Tell me about the sea, the Moon and the number {number}. " * 6, "It is far away. " * 6]
-            messages = [{"role": role, "content": text} for text in words for role in ("user", "assistant")]
+            words = [
+                f"Tell me about the sea, the Moon and the number {number}. " * 6,
+                "It is far away. " * 6,
+            ]
+            messages = [
+                {"role": role, "content": text} for text in words for role in ("user", "assistant")
+            ]
             lines.write(json.dumps({"conversation": f"chat-{number}", "messages": messages}) + "\n")
     assert main(["fp8", "--chats", str(chats), "--turns", "1", "--reply-tokens", "4"]) == 0
     *table, last = capsys.readouterr().out.splitlines()

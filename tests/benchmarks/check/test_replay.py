@@ -1,4 +1,5 @@
-"""A real run and a simulated one of the same sessions: the results that must be equal under any load of the machine."""
+"""A real run and a simulated one of the same sessions: the results that must be equal under any
+load of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from pensieve.scheduler.types import Usage
 
 @pytest.mark.slow
 def test_both_serve_the_same_prompts(capsys):
-    options = ["--sessions", "4", "--sessions-per-s", "4", "--think-s", "0.2", "--gpu-kv-chunks", "40", "--json"]
+    options = [
+        "--sessions",
+        "4",
+        "--sessions-per-s",
+        "4",
+        "--think-s",
+        "0.2",
+        "--gpu-kv-chunks",
+        "40",
+        "--json",
+    ]
     assert main(options) in (0, 1), "how far they are apart depends on what else runs here"
     line = json.loads(capsys.readouterr().out)
     real, simulated = line["real"], line["simulated"]

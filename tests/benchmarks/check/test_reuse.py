@@ -42,7 +42,9 @@ def test_all_ways_agree(engine, capsys):
     assert all(way["count"] == 2 for way in told["ways"].values())
 
 
-def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(checkpoint, tmp_path, capsys):
+def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(
+    checkpoint, tmp_path, capsys
+):
     build_engine(checkpoint, tmp_path / "engine", dtype="float32")
     assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--tokens", "128"]) == 0
     assert "PASS" in capsys.readouterr().out
@@ -51,7 +53,9 @@ def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(checkpoi
 @pytest.mark.slow
 def test_packed_kv_is_as_good(checkpoint, tmp_path, capsys):
     build_engine(checkpoint, tmp_path / "engine", dtype="bfloat16")
-    assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 0
+    assert (
+        reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 0
+    )
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["passed"] and list(told["ways"]) == list(WAYS)
 
@@ -69,7 +73,9 @@ def test_kv_in_eight_bits_is_as_good_as_cold(checkpoint, tmp_path, capsys):
 
 def test_packed_kv_is_for_bfloat16(checkpoint, tmp_path, capsys):
     build_engine(checkpoint, tmp_path / "engine", dtype="float32")
-    assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 2
+    assert (
+        reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 2
+    )
     assert "packed is for engines built with bfloat16" in capsys.readouterr().err
 
 
@@ -100,7 +106,9 @@ def test_a_larger_difference_than_allowed_fails(float32):
     near, far = Way(1, to_float32=[9e-5], to_cold=[9e-5]), Way(1, to_float32=[2e-4], to_cold=[2e-4])
     nan = Way(1, to_float32=[float("nan")], to_cold=[0.0])
     no_tie = Way(1, to_float32=[0.0], to_cold=[0.0], gaps=[1e-3])
-    tolerance, failed = judge({"cold": cold, "gpu": near, "host": far, "partly": nan, "suspended": no_tie}, float32)
+    tolerance, failed = judge(
+        {"cold": cold, "gpu": near, "host": far, "partly": nan, "suspended": no_tie}, float32
+    )
     assert tolerance == pytest.approx(1e-4) and failed == ["host", "partly", "suspended"]
 
 
@@ -118,4 +126,8 @@ def test_kv_that_comes_back_wrong_is_found(checkpoint, tmp_path, capsys, monkeyp
     assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL]) == 1
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not told["passed"]
-    assert told["ways"]["host"]["to_float32_max"] > told["tolerance"] > told["ways"]["cold"]["to_float32_max"]
+    assert (
+        told["ways"]["host"]["to_float32_max"]
+        > told["tolerance"]
+        > told["ways"]["cold"]["to_float32_max"]
+    )

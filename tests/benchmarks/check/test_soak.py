@@ -1,4 +1,5 @@
-"""The soak: what its watch excuses, what /health must say, and a short run with conversations that expire."""
+"""The soak: what its watch excuses, what /health must say, and a short run with conversations that
+expire."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.scripts.chat import ServerError
 
 HEALTHY = {"histories": {"store": "SQLite", "healthy": True}, "kv_disk_full": False}
-FULL = {"histories": {"store": "SQLite", "healthy": False, "reason": "the disk is full"}, "kv_disk_full": False}
+FULL = {
+    "histories": {"store": "SQLite", "healthy": False, "reason": "the disk is full"},
+    "kv_disk_full": False,
+}
 
 
 def failed(watch, status, named):
@@ -71,7 +75,8 @@ def test_a_fault_that_is_over_excuses_only_requests_that_began_before():
 
 
 def test_a_wait_is_excused_by_the_faults_that_make_such_requests_wait():
-    watch, long = Watch(), LONGEST_GAP + 1
+    watch = Watch()
+    long = LONGEST_GAP + 1
     with watch.fault("database"):
         assert not watch.wait(time.monotonic(), long, LONGEST_GAP, True, "a turn's stream")
         assert watch.wrong == []
@@ -115,7 +120,9 @@ def test_the_table_has_the_faults_that_occurred():
     watch = Watch()
     with watch.fault("database"):
         failed(watch, 503, named=True)
-    (row,) = [line for line in table({"postgres": watch}).splitlines() if line.startswith("| postgres ")]
+    (row,) = [
+        line for line in table({"postgres": watch}).splitlines() if line.startswith("| postgres ")
+    ]
     assert row.startswith(f"| postgres | database | {FAULTS['database'].begins} |")
     assert row.endswith("| 1 | 0 | 1 status 503 |")
 
@@ -135,7 +142,9 @@ for line in sys.stdin:
 def test_a_process_may_write_no_file_for_a_while(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "file")]
     answers = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         for size in (0, None):
             limit_files([child.pid], size)
             child.stdin.write("something\n")
@@ -167,5 +176,7 @@ def test_conversations_expire_beside_the_load(tmp_path, monkeypatch):
     monkeypatch.setattr(soak_faults, "EXPIRED", 300)
     monkeypatch.setattr(soak_faults, "SHORT_TTL", 0.5)
     torch.set_num_threads(1)
-    counts = Soak(Reference(DEMO_CHECKPOINT), 3, ["expiry"]).run(tmp_path, 4.0, 1, "demo", server_options([]))
+    counts = Soak(Reference(DEMO_CHECKPOINT), 3, ["expiry"]).run(
+        tmp_path, 4.0, 1, "demo", server_options([])
+    )
     assert counts["expired"] > 0 and counts["probe streams"] > 0

@@ -17,7 +17,10 @@ LICENCE = "  1 This is the licence in front of the data  \n"
 DATA = {
     "noun": '00000001 06 n 01 house 0 000 | a building to live in; "they built a house"  \n'
     "00000002 05 n 01 Zebu 0 000 | ox  \n",
-    "verb": "00000003 30 v 01 paint 0 000 01 + 08 00 | apply colour to  \n00000004 30 v 01 yaw 0 000 | turn  \n",
+    "verb": (
+        "00000003 30 v 01 paint 0 000 01 + 08 00 | apply colour to  \n00000004 30 v 01 yaw 0 "
+        "000 | turn  \n"
+    ),
     "adj": "00000005 00 s 02 old(a) 0 aged 1 000 | not young  \n",
     "adv": "00000006 02 r 01 very_much 0 000 | greatly  \n",
 }
@@ -48,7 +51,9 @@ def chat_file(tmp_path):
                 {"role": "assistant", "content": f"Answer {i}."},
                 {"role": "user", "content": "###STOP###"},
             ]
-            lines.write(json.dumps({"conversation": f"task-{i // 2}-{i % 2}", "messages": chat}) + "\n")
+            lines.write(
+                json.dumps({"conversation": f"task-{i // 2}-{i % 2}", "messages": chat}) + "\n"
+            )
     return path
 
 
@@ -75,8 +80,16 @@ def test_common_words_are_read_from_wordnet(wordnet):
     assert [entry.word for entry in entries] == ["house", "paint", "old", "very much"]
     assert data.single_words(entries) == Words(["house"], ["paint"], ["old"])
     chats = dict(data.word_chats(entries, seed=1))
-    answers = {message["content"] for chat in chats.values() for message in chat if message["role"] == "assistant"}
-    assert 'As a noun, "house" means: a building to live in. For example: "they built a house."' in answers
+    answers = {
+        message["content"]
+        for chat in chats.values()
+        for message in chat
+        if message["role"] == "assistant"
+    }
+    assert (
+        'As a noun, "house" means: a building to live in. For example: "they built a house."'
+        in answers
+    )
     assert len(answers) == 4
 
 
@@ -86,7 +99,9 @@ def test_written_chats_alternate_and_are_always_the_same():
     for chat in chats:
         assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
         assert not any("{" in message["content"] for message in chat)
-    asked = " ".join(message["content"] for chat in chats for message in chat if message["role"] == "user")
+    asked = " ".join(
+        message["content"] for chat in chats for message in chat if message["role"] == "user"
+    )
     assert all(name in asked for name in TOPICS)
 
 
@@ -110,12 +125,16 @@ def test_rows_have_their_length_and_begin_with_a_chat(chat_file, wordnet, monkey
 
 
 @pytest.mark.slow
-def test_two_steps_of_training_write_both_checkpoints(chat_file, wordnet, tmp_path, monkeypatch, capsys):
+def test_two_steps_of_training_write_both_checkpoints(
+    chat_file, wordnet, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(data, "WRITTEN_CHATS", 40)
     common = f"--output {tmp_path} --wordnet {wordnet} --chats {chat_file} --steps 2 --eval-every 1"
     common += " --batch-tokens 64 --device cpu --row-tokens "
     assert train.main((common + "8").split()) == 0
-    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    reports = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
     assert [report["model"] for report in reports] == ["llama", "opt"]
     for report in reports:
         assert set(report["perplexity"]) == {"chats.jsonl.gz", "wordnet", "written"}

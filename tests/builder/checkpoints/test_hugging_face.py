@@ -18,7 +18,9 @@ LAYER = "model.layers.1.self_attn"
 
 
 def read(directory):
-    return read_weights(directory, decoder_config(read_json(directory / "config.json")), torch.float32)
+    return read_weights(
+        directory, decoder_config(read_json(directory / "config.json")), torch.float32
+    )
 
 
 @pytest.fixture
@@ -35,7 +37,8 @@ def change(directory, alter):
 
 
 def test_projections_are_fused_in_order(checkpoint):
-    tensors, weights = load_file(checkpoint / "model.safetensors"), read(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    weights = read(checkpoint)
     q, k, v = (tensors[f"{LAYER}.{x}_proj.weight"] for x in "qkv")
     assert torch.equal(weights["layers.1.attention.qkv.weight"], torch.cat((q, k, v)))
     gate, up = (tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
@@ -63,7 +66,8 @@ def test_a_bare_model_without_prefix_is_read_too(kind, tmp_path):
 
 
 def test_the_experts_of_one_tensor_are_taken_apart(tmp_path):
-    """Each rank reads its outputs of each expert's gate and values, which alternate, and all or its own inputs."""
+    """Each rank reads its outputs of each expert's gate and values, which alternate, and all or its
+    own inputs."""
     tiny_checkpoint("gpt-oss", tmp_path)  # 8 experts, 32 wide
     config = decoder_config(read_json(tmp_path / "config.json"))
     stored = load_file(tmp_path / "model.safetensors")
@@ -78,16 +82,22 @@ def test_the_experts_of_one_tensor_are_taken_apart(tmp_path):
         assert torch.equal(own["layers.1.mlp.up.weight"], torch.cat(parts))
         parts = [part[wide] for expert in up_bias for part in (expert[::2], expert[1::2])]
         assert torch.equal(own["layers.1.mlp.up.bias"], torch.cat(parts))
-        assert torch.equal(own["layers.1.mlp.down.weight"], torch.cat([expert[wide].T for expert in down]))
+        assert torch.equal(
+            own["layers.1.mlp.down.weight"], torch.cat([expert[wide].T for expert in down])
+        )
         bias = down_bias.flatten()
-        assert torch.equal(own["layers.1.mlp.down.bias"], bias if rank == 0 else torch.zeros_like(bias))
+        assert torch.equal(
+            own["layers.1.mlp.down.bias"], bias if rank == 0 else torch.zeros_like(bias)
+        )
         for kind in ("weight", "bias"):
             assert torch.equal(own[f"layers.1.mlp.router.{kind}"], stored[f"{layer}.router.{kind}"])
         sinks = stored["model.layers.1.self_attn.sinks"]
         assert torch.equal(own["layers.1.attention.sinks"], sinks[2 * rank : 2 * rank + 2])
 
 
-@pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"])
+@pytest.mark.parametrize(
+    "name", ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+)
 def test_wrong_experts_of_one_tensor_are_refused(name, tmp_path):
     tiny_checkpoint("gpt-oss", tmp_path)
     fused = f"model.layers.1.mlp.experts.{name}"
@@ -95,7 +105,9 @@ def test_wrong_experts_of_one_tensor_are_refused(name, tmp_path):
     with pytest.raises(SettingError, match=r"model\.layers\.1\.mlp\.experts\.0\..* has the shape"):
         read(tmp_path)
     change(tmp_path, lambda tensors: tensors.update({fused: tensors[fused][:7].contiguous()}))
-    with pytest.raises(SettingError, match=r"missing tensors.* model\.layers\.1\.mlp\.experts\.7\."):
+    with pytest.raises(
+        SettingError, match=r"missing tensors.* model\.layers\.1\.mlp\.experts\.7\."
+    ):
         read(tmp_path)
 
 
@@ -103,7 +115,12 @@ def test_the_weights_for_images_are_left_out(tmp_path):
     """And the part for text is a model of its own."""
     text = tiny_config("gemma3")
     images = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        image_size=28,
+        patch_size=14,
     )
     config = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
     model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
@@ -135,7 +152,12 @@ def test_old_buffers_and_a_tied_head_saved_twice_are_ignored(tmp_path):
 
 def test_a_tied_head_that_differs_is_refused(tmp_path):
     tiny_checkpoint("qwen3", tmp_path)
-    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    change(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+        ),
+    )
     with pytest.raises(SettingError, match=r"lm_head\.weight differs"):
         read(tmp_path)
 
@@ -143,14 +165,26 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "alter, message",
     [
-        (lambda t: t.pop(f"{LAYER}.k_proj.weight"), f"missing tensors for LlamaForCausalLM: {LAYER}.k_proj.weight"),
-        (lambda t: t.update({f"{LAYER}.q_proj.bias": torch.ones(64)}), f"unexpected tensors.*{LAYER}.q_proj.bias"),
-        (lambda t: t.update({f"{LAYER}.q_proj.weight": torch.ones(64, 32)}), r"q_proj.weight has the shape \[64, 32\]"),
+        (
+            lambda t: t.pop(f"{LAYER}.k_proj.weight"),
+            f"missing tensors for LlamaForCausalLM: {LAYER}.k_proj.weight",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.q_proj.bias": torch.ones(64)}),
+            f"unexpected tensors.*{LAYER}.q_proj.bias",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.q_proj.weight": torch.ones(64, 32)}),
+            r"q_proj.weight has the shape \[64, 32\]",
+        ),
         (
             lambda t: t.update({f"{LAYER}.q_proj.weight": torch.ones(64, 64, dtype=torch.int8)}),
             "quantised weights",
         ),
-        (lambda t: [t.pop(name) for name in list(t) if "layers.1." in name], "missing tensors.* and 4 more"),
+        (
+            lambda t: [t.pop(name) for name in list(t) if "layers.1." in name],
+            "missing tensors.* and 4 more",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(checkpoint, alter, message):
@@ -162,10 +196,14 @@ def test_wrong_tensors_are_refused_by_name(checkpoint, alter, message):
 def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(SettingError, match=r"model\.safetensors cannot be read: .*download was cut short"):
+    with pytest.raises(
+        SettingError, match=r"model\.safetensors cannot be read: .*download was cut short"
+    ):
         read(checkpoint)
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(SettingError, match=r"model\.safetensors is a pointer of Git LFS; `git lfs pull` in "):
+    with pytest.raises(
+        SettingError, match=r"model\.safetensors is a pointer of Git LFS; `git lfs pull` in "
+    ):
         read(checkpoint)
     weights.unlink()
     weights.mkdir()
@@ -178,7 +216,9 @@ def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
     with pytest.raises(SettingError, match="save_pretrained"):
         read(checkpoint)
     index = checkpoint / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}})
+    )
     with pytest.raises(SettingError, match="model-00001-of-00002"):
         read(checkpoint)
     index.write_text("{}")
@@ -186,7 +226,9 @@ def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
         read(checkpoint)
 
 
-@pytest.mark.parametrize("text, message", [(None, "does not exist"), ("{", "cannot be read"), ("[]", "JSON object")])
+@pytest.mark.parametrize(
+    "text, message", [(None, "does not exist"), ("{", "cannot be read"), ("[]", "JSON object")]
+)
 def test_config_json_must_be_there_and_be_an_object(text, message, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)

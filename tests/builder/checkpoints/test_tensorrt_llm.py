@@ -1,4 +1,5 @@
-"""TensorRT-LLM's legacy checkpoints: a Hugging Face checkpoint converted to this format gives the same engine."""
+"""TensorRT-LLM's legacy checkpoints: a Hugging Face checkpoint converted to this format gives the
+same engine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from pensieve.scheduler.types import SettingError
 from tests.models import LLAMA_SHAPE, OPT_SHAPE, ScatteredRunner, save_random
 
 CONFIGS = {
-    "llama": LlamaConfig(**LLAMA_SHAPE | {"vocab_size": 157}, rms_norm_eps=1e-4),  # 4 heads, 2 KV heads
+    # 4 heads, 2 KV heads
+    "llama": LlamaConfig(**LLAMA_SHAPE | {"vocab_size": 157}, rms_norm_eps=1e-4),
     "llama, biases, head size": LlamaConfig(
         **LLAMA_SHAPE,
         attention_bias=True,
@@ -44,7 +46,9 @@ def qkv_of(tensors, name, config, ranks, rank, kind):
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     parts = {x: tensors[f"{name}.{x}_proj.{kind}"] for x in "qkv"}
     kept = [divided(parts["q"], ranks, rank)]
-    kept += [divided(parts[x], min(ranks, kv_heads), rank * min(ranks, kv_heads) // ranks) for x in "kv"]
+    kept += [
+        divided(parts[x], min(ranks, kv_heads), rank * min(ranks, kv_heads) // ranks) for x in "kv"
+    ]
     return torch.cat(kept)
 
 
@@ -53,12 +57,23 @@ def padded(tensor, ranks):
     return torch.cat((tensor, tensor.new_zeros(-len(tensor) % ranks, tensor.shape[1])))
 
 
-def write_legacy(source, target, config, ranks, first_generation=False, parallel_embedding=False, shared_head=False):
-    """Writes the output of TensorRT-LLM's converter for the checkpoint in `source` and this number of ranks."""
+def write_legacy(
+    source,
+    target,
+    config,
+    ranks,
+    first_generation=False,
+    parallel_embedding=False,
+    shared_head=False,
+):
+    """Writes the output of TensorRT-LLM's converter for the checkpoint in `source` and this number
+    of ranks."""
     tensors = load_file(source / "model.safetensors")
     target.mkdir()
     for rank in range(ranks):
-        made = legacy_rank(tensors, config, ranks, rank, first_generation, parallel_embedding, shared_head)
+        made = legacy_rank(
+            tensors, config, ranks, rank, first_generation, parallel_embedding, shared_head
+        )
         save_file(made, target / f"rank{rank}.safetensors")
     common = {
         "architecture": config.architectures[0],
@@ -90,7 +105,9 @@ def write_legacy(source, target, config, ranks, first_generation=False, parallel
             "norm_epsilon": config.rms_norm_eps,
             "position_embedding_type": "rope_gpt_neox",
             "rotary_base": rope["rope_theta"],
-            "rotary_scaling": {"type": "linear", "factor": rope["factor"]} if "factor" in rope else None,
+            "rotary_scaling": {"type": "linear", "factor": rope["factor"]}
+            if "factor" in rope
+            else None,
             "attn_bias": config.attention_bias,
             "mlp_bias": config.mlp_bias,
         }
@@ -108,7 +125,9 @@ def legacy_rank(tensors, config, ranks, rank, first_generation, parallel_embeddi
         head = tensors.get("lm_head.weight", words)
         made["lm_head.weight"] = divided(padded(head, ranks), ranks, rank).clone()
     if opt:
-        made[f"{embeddings}.position_embedding.weight"] = tensors[f"{stem}.embed_positions.weight"][2:].contiguous()
+        made[f"{embeddings}.position_embedding.weight"] = tensors[f"{stem}.embed_positions.weight"][
+            2:
+        ].contiguous()
     names = {
         "input_layernorm": ("self_attn_layer_norm" if opt else "input_layernorm", None),
         "post_layernorm": ("final_layer_norm" if opt else "post_attention_layernorm", None),
@@ -124,14 +143,19 @@ def legacy_rank(tensors, config, ranks, rank, first_generation, parallel_embeddi
         if final is not None:
             made[f"transformer.ln_f.{kind}"] = final
         for i in range(config.num_hidden_layers):
-            name, legacy = f"{stem}.layers.{i}", f"transformer.layers.{i}"
+            name = f"{stem}.layers.{i}"
+            legacy = f"transformer.layers.{i}"
             if f"{name}.self_attn.q_proj.{kind}" in tensors:
-                made[f"{legacy}.attention.qkv.{kind}"] = qkv_of(tensors, f"{name}.self_attn", config, ranks, rank, kind)
+                made[f"{legacy}.attention.qkv.{kind}"] = qkv_of(
+                    tensors, f"{name}.self_attn", config, ranks, rank, kind
+                )
             for theirs, (ours, split) in names.items():
                 tensor = tensors.get(f"{name}.{ours}.{kind}")
                 if tensor is not None:
                     whole = split is None or (kind == "bias" and split == 1)
-                    made[f"{legacy}.{theirs}.{kind}"] = tensor if whole else divided(tensor, ranks, rank, split)
+                    made[f"{legacy}.{theirs}.{kind}"] = (
+                        tensor if whole else divided(tensor, ranks, rank, split)
+                    )
     return made
 
 
@@ -191,7 +215,10 @@ def test_a_checkpoint_of_two_ranks_serves_four(tmp_path):
     for rank in range(4):
         expected = read_weights(tmp_path / "hf", ours, torch.float32, rank, 4)
         read = read_legacy_weights(tmp_path / "legacy", theirs, torch.float32, rank, 4)
-        assert len(read) == len(expected) and read["layers.0.mlp.up.weight"].shape[0] == 2 * Shard(ours, 4).mlp_size
+        assert (
+            len(read) == len(expected)
+            and read["layers.0.mlp.up.weight"].shape[0] == 2 * Shard(ours, 4).mlp_size
+        )
         assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
@@ -230,7 +257,9 @@ def test_damaged_files_are_refused(legacy):
     tensors = load_file(legacy / "rank1.safetensors")
     del tensors["transformer.layers.0.mlp.fc.weight"]
     save_file(tensors, legacy / "rank1.safetensors")
-    with pytest.raises(SettingError, match=r"layers\.0\.mlp\.fc\.weight is in rank0.* missing in another"):
+    with pytest.raises(
+        SettingError, match=r"layers\.0\.mlp\.fc\.weight is in rank0.* missing in another"
+    ):
         read(legacy)
     (legacy / "rank1.safetensors").write_bytes(b"nothing")
     with pytest.raises(SettingError, match=r"rank1\.safetensors cannot be read"):

@@ -1,4 +1,5 @@
-"""tokenizer.json made from vocab.json and merges.txt, as OPT and GPT-2 style checkpoints have them."""
+"""tokenizer.json made from vocab.json and merges.txt, as OPT and GPT-2 style checkpoints have
+them."""
 
 import json
 from pathlib import Path
@@ -79,7 +80,8 @@ IN_JSON = AddedToken("<a>", special=True)
 
 @pytest.fixture
 def with_json(tmp_path):
-    """A checkpoint with a tokenizer.json, and a function that writes the added tokens of its tokenizer_config.json."""
+    """A checkpoint with a tokenizer.json, and a function that writes the added tokens of its
+    tokenizer_config.json."""
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="x"))
     tokenizer.add_tokens([IN_JSON])
     directory = tmp_path / "with_json"
@@ -101,12 +103,18 @@ def with_json(tmp_path):
         {"1": {"content": "<a>", "special": True, **FLAGS}},
         {"1": {"content": "<a>", "special": False, **FLAGS}},
         {"2": {"content": "</s>", "special": True, **FLAGS}},
-        {"4": {"content": "<b>", "special": False}, "3": {"content": "<c>", "special": True, **FLAGS}},
+        {
+            "4": {"content": "<b>", "special": False},
+            "3": {"content": "<c>", "special": True, **FLAGS},
+        },
     ],
 )
-def test_tokens_that_only_the_settings_name_are_added_as_by_transformers(added, with_json, tmp_path):
+def test_tokens_that_only_the_settings_name_are_added_as_by_transformers(
+    added, with_json, tmp_path
+):
     checkpoint = with_json(added)
-    theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
+    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    ours = made(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
     assert ours.encode("x<b>x<c></s>").ids == theirs.encode("x<b>x<c></s>")
 
@@ -120,7 +128,9 @@ def test_tokens_that_only_the_settings_name_are_added_as_by_transformers(added, 
         (["<b>"], "cannot be read"),
     ],
 )
-def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, named, with_json, tmp_path):
+def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(
+    added, named, with_json, tmp_path
+):
     with pytest.raises(SettingError, match=r"--checkpoint: .*tokenizer_config\.json") as error:
         made(with_json(added), tmp_path, opt=False)
     assert named in str(error.value)
@@ -131,7 +141,15 @@ def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, name
     "roles",
     [
         {"eos_token": "</s>", "bos_token": "<a>"},
-        {"pad_token": {"__type": "AddedToken", "content": "</s>", **FLAGS, "lstrip": True, "rstrip": True}},
+        {
+            "pad_token": {
+                "__type": "AddedToken",
+                "content": "</s>",
+                **FLAGS,
+                "lstrip": True,
+                "rstrip": True,
+            }
+        },
         {"additional_special_tokens": ["</s>"]},
         {"extra_special_tokens": ["</s>"]},
         {
@@ -144,20 +162,29 @@ def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, name
 )
 def test_tokens_with_a_role_are_not_cut_up(name, roles, with_json, tmp_path):
     checkpoint = with_json({})
-    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (checkpoint / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     if name == "special_tokens_map.json":  # this file has no types
         roles = {role: _without_type(value) for role, value in roles.items()}
-    (checkpoint / name).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}))
-    theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
+    (checkpoint / name).write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles})
+    )
+    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    ours = made(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
-    assert ours.encode("x</s> x<a>").ids == theirs.encode("x</s> x<a>") and 2 in ours.encode("x</s> x").ids
+    assert (
+        ours.encode("x</s> x<a>").ids == theirs.encode("x</s> x<a>")
+        and 2 in ours.encode("x</s> x").ids
+    )
 
 
 def test_a_token_with_a_role_is_special_whatever_its_description_says(with_json, tmp_path):
     checkpoint = with_json({"2": {"content": "</s>", "special": False, **FLAGS}})
     path = checkpoint / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "</s>"}))
-    theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
+    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    ours = made(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
 
 
@@ -169,7 +196,11 @@ def test_a_role_whose_token_the_model_does_not_have_adds_none(with_json, tmp_pat
 
 
 def _without_type(value):
-    return {key: one for key, one in value.items() if key != "__type"} if isinstance(value, dict) else value
+    return (
+        {key: one for key, one in value.items() if key != "__type"}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 ADDED = {"content": "<|im_end|>", "special": True}
@@ -182,13 +213,18 @@ ADDED = {"content": "<|im_end|>", "special": True}
         ("tokenizer_config.json", {"added_tokens_decoder": {"320": ADDED}}, "<|im_end|>"),
         ("tokenizer_config.json", {"additional_special_tokens": ["<|im_end|>"]}, "<|im_end|>"),
         ("special_tokens_map.json", {"additional_special_tokens": [ADDED]}, "<|im_end|>"),
-        ("tokenizer_config.json", {"eos_token": ADDED, "added_tokens_decoder": {"320": ADDED}}, "<|im_end|>"),
+        (
+            "tokenizer_config.json",
+            {"eos_token": ADDED, "added_tokens_decoder": {"320": ADDED}},
+            "<|im_end|>",
+        ),
         ("added_tokens.json", {"<|im_end|>": 320}, "<|im_end|>"),
         ("added_tokens.json", {"<unk>": 3, "[PAD]": 320}, "[PAD]"),
     ],
 )
 def test_what_would_be_tokenised_otherwise_is_refused(name, value, named, checkpoint, tmp_path):
-    """Another class cuts numbers and accents elsewhere; without its added tokens a dialogue's marks are cut up."""
+    """Another class cuts numbers and accents elsewhere; without its added tokens a dialogue's marks
+    are cut up."""
     (checkpoint / name).write_text(json.dumps(value))
     with pytest.raises(SettingError, match=r"--checkpoint: .*save_pretrained") as error:
         made(checkpoint, tmp_path, opt=False)
@@ -218,18 +254,24 @@ def test_the_chat_template_for_tools_comes_along(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff"])
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"]
+)
 def test_a_file_of_the_checkpoint_that_cannot_be_read_is_named(name, content, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     tiny_checkpoint("llama", checkpoint)
     if name == "vocab.json":
         (checkpoint / "merges.txt").write_text("")
     elif name != "tokenizer.json":
-        Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
+        Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(
+            str(checkpoint / "tokenizer.json")
+        )
     at = checkpoint / name
     at.unlink(missing_ok=True)
     at.mkdir() if content is None else at.write_bytes(content)
-    with pytest.raises(SettingError, match=f"^--checkpoint: {at}( and .*|, or .*,)? cannot be read"):
+    with pytest.raises(
+        SettingError, match=f"^--checkpoint: {at}( and .*|, or .*,)? cannot be read"
+    ):
         build_engine(checkpoint, tmp_path / "engine")
 
 

@@ -1,4 +1,5 @@
-"""Compiled decoders: the compiler's input, and equal results of the package for any batch, pool and weights."""
+"""Compiled decoders: the compiler's input, and equal results of the package for any batch, pool and
+weights."""
 
 import pytest
 import torch
@@ -36,13 +37,17 @@ def test_the_compiler_gets_plain_arithmetic_experts_and_the_two_operations_of_th
     config = decoder_config(tiny_config(kind).to_dict() | {"architectures": [ARCHITECTURES[kind]]})
     weights = laid_out(random_weights(config, torch.bfloat16, "cpu", 0))
     program = export(Compilable.from_weights(config, weights))
-    calls = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("pensieve")]
+    calls = [
+        str(node.target) for node in program.graph.nodes if str(node.target).startswith("pensieve")
+    ]
     of_a_layer = ["write_kv", "multi_token_attention", "experts"][: 3 if config.experts else 2]
     assert calls == [f"pensieve.{name}.default" for name in of_a_layer] * config.layers
     assert set(program.state_dict) == set(weights)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-windows", "opt", "qwen3-moe", "gemma3", "gpt-oss"])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3-windows", "opt", "qwen3-moe", "gemma3", "gpt-oss"]
+)
 def compiled(request, tmp_path_factory):
     """(engine directory, transformers' model)."""
     return compiled_engine(request.param, tmp_path_factory)
@@ -62,7 +67,9 @@ def check(runner, model):
 def test_a_package_computes_any_batch(compiled):
     directory, model = compiled
     engine = open_engine(directory)
-    runner = ScatteredRunner(engine.forward, engine.kv_shape(96, 4), prompts(37, 90, 1), engine.dtype)
+    runner = ScatteredRunner(
+        engine.forward, engine.kv_shape(96, 4), prompts(37, 90, 1), engine.dtype
+    )
     runner.step((0, 0, 1))  # one token alone
     runner.step((0, 1, 10))
     runner.step((1, 0, 33), (0, 10, 11), (2, 0, 1))
@@ -77,18 +84,22 @@ def test_a_package_computes_any_batch(compiled):
 def test_a_step_that_samples_nothing(compiled):
     engine = open_engine(compiled[0])
     runner = ScatteredRunner(engine.forward, engine.kv_shape(4, 8), prompts(5), engine.dtype)
-    table, none = runner.block_table, torch.zeros(0)
+    table = runner.block_table
+    none = torch.zeros(0)
     batch = batch_of([Piece(0, 0, 5)], torch.arange(5), table, none, 8)
     logits = engine.forward(batch, runner.handle)
     assert logits.shape == (0, 160) and not runner.pool[table[0, 0], :, :, :, :5].isnan().any()
 
 
 def test_pools_of_one_process_do_not_mix(compiled):
-    """The handle is no constant of the package: steps of two pools, and of two engines, in turns."""
+    """The handle is no constant of the package: steps of two pools, and of two engines, in
+    turns."""
     directory, model = compiled
     first, second = open_engine(directory), open_engine(directory)
     runners = [
-        ScatteredRunner(engine.forward, engine.kv_shape(32, 4), prompts(40, seed=seed), engine.dtype)
+        ScatteredRunner(
+            engine.forward, engine.kv_shape(32, 4), prompts(40, seed=seed), engine.dtype
+        )
         for seed, engine in enumerate((first, first, second))
     ]
     assert len({runner.handle for runner in runners}) == 3
@@ -122,7 +133,9 @@ def test_on_a_gpu_captured_steps_are_as_near_to_float32_as_the_reference(kind, t
     tiny_checkpoint(kind, tmp_path / "checkpoint")
     engines = {}
     for backend in ("reference", "inductor"):
-        build_engine(tmp_path / "checkpoint", tmp_path / backend, backend, dtype="bfloat16", device="cuda")
+        build_engine(
+            tmp_path / "checkpoint", tmp_path / backend, backend, dtype="bfloat16", device="cuda"
+        )
         before = torch.cuda.memory_allocated()
         engines[backend] = open_engine(tmp_path / backend, "cuda")
         weights = (tmp_path / backend / WEIGHTS).stat().st_size

@@ -1,4 +1,5 @@
-"""Compiling in a separate process: after any failure there, the build reports the reason and leaves no files behind."""
+"""Compiling in a separate process: after any failure there, the build reports the reason and leaves
+no files behind."""
 
 import errno
 import hashlib
@@ -19,12 +20,19 @@ from tests.models import tiny_checkpoint
 
 PARITY = {"logits": 1e-7, "logits_eager": 0.0, "kv": 1e-7, "kv_eager": 0.0}
 DIGEST = hashlib.sha256(f"{PACKAGE} 5\ncode\n".encode()).hexdigest()
-COMPILED = {"package": DIGEST, "package_bytes": 5, "compile_seconds": 1.5, "load_seconds": 0.1, "parity": PARITY}
+COMPILED = {
+    "package": DIGEST,
+    "package_bytes": 5,
+    "compile_seconds": 1.5,
+    "load_seconds": 0.1,
+    "parity": PARITY,
+}
 
 
 @pytest.fixture(autouse=True)
 def a_compiler_is_there(monkeypatch):
-    """Any program will do: these tests compile nothing, and run on machines without a compiler too."""
+    """Any program will do: these tests compile nothing, and run on machines without a compiler
+    too."""
     monkeypatch.setenv("CXX", "sh")
 
 
@@ -61,7 +69,9 @@ def nothing_left(tmp_path):
     return list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_the_compiler_brought_is_in_the_manifest_and_not_in_the_fingerprint(checkpoint, tmp_path, child):
+def test_what_the_compiler_brought_is_in_the_manifest_and_not_in_the_fingerprint(
+    checkpoint, tmp_path, child
+):
     script = f'test -e "$3/manifest.json" && echo code > "$3/{PACKAGE}" || exit 1'
     child("\n".join((script, says(stage="compiling"), says(compiled=COMPILED))))
     stages = []
@@ -79,15 +89,23 @@ def test_what_the_compiler_brought_is_in_the_manifest_and_not_in_the_fingerprint
 @pytest.mark.parametrize(
     "script, named",
     [
-        (f'echo code > "$3/{PACKAGE}"; kill -SEGV $$', r"crashes when it is loaded \(SIGSEGV\).*set CXX"),
+        (
+            f'echo code > "$3/{PACKAGE}"; kill -SEGV $$',
+            r"crashes when it is loaded \(SIGSEGV\).*set CXX",
+        ),
         ("kill -SEGV $$", r"compiling was killed \(SIGSEGV\)"),
-        ("echo 'No space left on device' >&2; exit 1", r"compiling failed.*No space left on device"),
+        (
+            "echo 'No space left on device' >&2; exit 1",
+            r"compiling failed.*No space left on device",
+        ),
         (f'echo code > "$3/{PACKAGE}"; exit 1', "trying the compiled engine failed.*none"),
         (says(refused="the logits are off"), "--backend: the logits are off"),
         ("exit 0", "compiling failed"),
     ],
 )
-def test_what_went_wrong_is_said_and_nothing_is_published(script, named, checkpoint, tmp_path, child):
+def test_what_went_wrong_is_said_and_nothing_is_published(
+    script, named, checkpoint, tmp_path, child
+):
     child(script)
     with pytest.raises(SettingError, match=named):
         built(checkpoint, tmp_path)
@@ -111,7 +129,10 @@ def test_an_interrupted_build_ends_the_compiler(checkpoint, tmp_path, child):
 def test_two_builds_at_once_compile_once(checkpoint, tmp_path, child):
     """The compiler is not done before the other build waits for it."""
     wait = f'for _ in $(seq 600); do [ -e "{tmp_path}/waiting" ] && break; sleep 0.1; done'
-    child(f'echo once >> "{tmp_path}/log"; echo code > "$3/{PACKAGE}"; {wait}\n{says(compiled=COMPILED)}')
+    child(
+        f'echo once >> "{tmp_path}/log"; echo code > "$3/{PACKAGE}"; '
+        f"{wait}\n{says(compiled=COMPILED)}"
+    )
     outcomes = []
 
     def say(stage):
@@ -143,7 +164,9 @@ def test_what_a_killed_build_left_is_removed(checkpoint, tmp_path):
 @pytest.mark.parametrize("name", ["no-such-compiler", ""])
 def test_without_a_compiler(name, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", name or str(tmp_path))
-    with pytest.raises(SettingError, match=r"--backend: inductor needs a C\+\+ compiler.*CXX.*--backend reference"):
+    with pytest.raises(
+        SettingError, match=r"--backend: inductor needs a C\+\+ compiler.*CXX.*--backend reference"
+    ):
         built(checkpoint, tmp_path)
     assert not (tmp_path / "out").exists()
 
@@ -152,7 +175,10 @@ def test_a_full_disk(checkpoint, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(build_module.shutil, "disk_usage", lambda path: usage(2**30, 2**30, 1000))
-        with pytest.raises(SettingError, match=r"--output: the engine takes 64 MiB, and the disk of .* has 0 MiB free"):
+        with pytest.raises(
+            SettingError,
+            match=r"--output: the engine takes 64 MiB, and the disk of .* has 0 MiB free",
+        ):
             built(checkpoint, tmp_path)
 
     def full(*_, **__):

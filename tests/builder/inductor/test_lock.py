@@ -15,7 +15,9 @@ def hold(path, held, release):
 
 
 def test_others_wait_until_it_is_released_and_the_file_is_gone(tmp_path):
-    path, order, waiting = tmp_path / "lock", [], threading.Event()
+    path = tmp_path / "lock"
+    order = []
+    waiting = threading.Event()
 
     def second():
         with locked(path, waiting.set):

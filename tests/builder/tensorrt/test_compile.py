@@ -1,4 +1,5 @@
-"""Layers of decoders as TensorRT networks, built and run by a twin of our library: the same logits for any batch."""
+"""Layers of decoders as TensorRT networks, built and run by a twin of our library: the same logits
+for any batch."""
 
 from __future__ import annotations
 
@@ -31,13 +32,19 @@ from tests.tensorrt.twin import COMPUTE, STREAM, TwinLibrary
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA_SHAPE),
     "llama, biases, tied, gelu_tanh": LlamaConfig(
-        **LLAMA_SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
+        **LLAMA_SHAPE,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
     ),
     "llama, relu": LlamaConfig(**LLAMA_SHAPE, hidden_act="relu"),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, gelu": OPTConfig(**OPT_SHAPE, activation_function="gelu"),
-    "opt, post norm, projected": OPTConfig(**OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32),
+    "opt, post norm, projected": OPTConfig(
+        **OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32
+    ),
 }
 
 
@@ -100,7 +107,9 @@ def test_a_plan_computes_what_the_decoder_does(name, dtype, library, tmp_path):
 
 
 def run_once(package, config, batch):
-    pool = torch.zeros(batch.block_table.numel(), config.layers, 2, config.kv_heads, 16, config.head_dim)
+    pool = torch.zeros(
+        batch.block_table.numel(), config.layers, 2, config.kv_heads, 16, config.head_dim
+    )
     handle = register_pool(pool)
     try:
         return package(batch, handle)
@@ -118,14 +127,21 @@ def test_generation_and_prompts_have_profiles(library, llama, tmp_path):
     assert [context.steps for context in library.contexts] == [config.layers, config.layers]
     too_many = torch.zeros(5000, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="up to 4096 tokens a step, not 5000"):
-        run_once(package, config, replace(batch, token_ids=too_many, positions=too_many, slots=too_many - 1))
+        run_once(
+            package,
+            config,
+            replace(batch, token_ids=too_many, positions=too_many, slots=too_many - 1),
+        )
 
 
 def test_a_step_that_samples_nothing_has_no_logits(library, llama, tmp_path):
     config, weights = llama
     batch = random_batches(config, "cpu")[0]
     nothing = replace(batch, sample_rows=batch.sample_rows[:0])
-    assert run_once(packed(tmp_path, config, weights), config, nothing).shape == (0, config.vocab_size)
+    assert run_once(packed(tmp_path, config, weights), config, nothing).shape == (
+        0,
+        config.vocab_size,
+    )
 
 
 def test_contexts_are_freed_with_their_package(library, llama, tmp_path):
@@ -157,7 +173,9 @@ def test_times_are_kept_between_builds(library, llama, tmp_path):
     assert library.workspace == 2**30 and list(cache.parent.iterdir()) == [cache]
 
 
-@pytest.mark.parametrize("function", ["network_new", "input", "constant", "layer", "plugin", "output", "build"])
+@pytest.mark.parametrize(
+    "function", ["network_new", "input", "constant", "layer", "plugin", "output", "build"]
+)
 def test_what_tensorrt_refuses_is_a_setting_error(function, library, tmp_path):
     library.fails = frozenset([function])
     with pytest.raises(SettingError, match=r"^--backend: TensorRT cannot do it"):
@@ -167,7 +185,10 @@ def test_what_tensorrt_refuses_is_a_setting_error(function, library, tmp_path):
 def test_bfloat16_needs_tensorrt_10(library, llama):
     config, weights = llama
     narrow = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    with pytest.raises(SettingError, match=r"^--dtype: TensorRT 8\.5\.3 has no bfloat16: use float16, or install 10"):
+    with pytest.raises(
+        SettingError,
+        match=r"^--dtype: TensorRT 8\.5\.3 has no bfloat16: use float16, or install 10",
+    ):
         compile_tensorrt.build_plan(config, narrow)
     library.version = (10, 0, 0)
     assert compile_tensorrt.build_plan(config, narrow)
@@ -175,7 +196,10 @@ def test_bfloat16_needs_tensorrt_10(library, llama):
 
 def test_experts_are_refused(tmp_path):
     tiny_checkpoint("mixtral", tmp_path)
-    with pytest.raises(SettingError, match=r"^--backend: tensorrt's engines with experts \(Mixtral.*do not exist yet"):
+    with pytest.raises(
+        SettingError,
+        match=r"^--backend: tensorrt's engines with experts \(Mixtral.*do not exist yet",
+    ):
         installed.check_decoder(decoder_config(read_json(tmp_path / "config.json")), "float16")
 
 
@@ -193,28 +217,42 @@ def test_experts_are_refused(tmp_path):
 )
 def test_what_the_network_has_not_is_refused(change, named):
     config = decoder_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(SettingError, match=rf"^--backend: tensorrt's engines with {named} \(Llama.*do not exist"):
+    with pytest.raises(
+        SettingError, match=rf"^--backend: tensorrt's engines with {named} \(Llama.*do not exist"
+    ):
         installed.check_decoder(replace(config, **change), "float16")
 
 
 def test_an_old_tensorrt_is_refused(library):
     library.version = (8, 4, 1)
-    with pytest.raises(SettingError, match=r"^--backend: TensorRT 8\.4\.1 is too old: install 8\.5 or later"):
+    with pytest.raises(
+        SettingError, match=r"^--backend: TensorRT 8\.4\.1 is too old: install 8\.5 or later"
+    ):
         installed.tensorrt_version()
     library.version = (8, 5, 0)
     assert installed.tensorrt_version() == "8.5.0"
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_an_engine_in_the_making_is_compiled_tried_and_compared(kind, library, tmp_path, monkeypatch, capsys):
+def test_an_engine_in_the_making_is_compiled_tried_and_compared(
+    kind, library, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_checkpoint(kind, tmp_path / "hf")
     build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="float16")
     report(partial(compile_tensorrt.compile_engine, tmp_path / "engine", None))
     *stages, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [stage["stage"] for stage in stages] == ["compiling", "loading", "comparing with the reference"]
-    compiled, path = last["compiled"], tmp_path / "engine" / PLAN
-    assert compiled["package"] == files_digest([path]) and compiled["package_bytes"] == path.stat().st_size
+    assert [stage["stage"] for stage in stages] == [
+        "compiling",
+        "loading",
+        "comparing with the reference",
+    ]
+    compiled = last["compiled"]
+    path = tmp_path / "engine" / PLAN
+    assert (
+        compiled["package"] == files_digest([path])
+        and compiled["package_bytes"] == path.stat().st_size
+    )
     assert 0 < compiled["parity"]["logits"] <= 2 * compiled["parity"]["logits_eager"]
     assert (tmp_path / "cache" / "pensieve" / "tensorrt.timing").exists()
 
@@ -237,7 +275,11 @@ def test_a_step_names_all_memory_that_the_library_works_in():
 
     work = make_work_list(Capacity(64, 2, 128), 4, 2, 64, torch.float16, "cpu")
     step = tensorrt_package.step_of(pool, work, [0, 7, 0])
-    assert step.pool == pool.data_ptr() and step.covered == work.covered.data_ptr() and step.longest == 64
+    assert (
+        step.pool == pool.data_ptr()
+        and step.covered == work.covered.data_ptr()
+        and step.longest == 64
+    )
     assert list(step.items) == [items.data_ptr() for items in work.items]
     assert list(step.arrivals) == [arrivals.data_ptr() for arrivals in work.arrivals]
     assert [step.gates[layer] for layer in range(3)] == [None, 7, None]

@@ -1,4 +1,5 @@
-"""KV in eight bits in the GPU's pool: its layout, its error, and bits that depend on nothing but the token."""
+"""KV in eight bits in the GPU's pool: its layout, its error, and bits that depend on nothing but
+the token."""
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ def empty():
 
 def whole(pool, layer):
     """K and V of a layer, decoded: [slots, 2, heads, chunk, head_dim]."""
-    slot, head = torch.arange(SLOTS).view(-1, 1), torch.arange(HEADS)
+    slot = torch.arange(SLOTS).view(-1, 1)
+    head = torch.arange(HEADS)
     return torch.stack([fp8_pool.read(pool, layer, i, slot, head) for i in (0, 1)], dim=1)
 
 
@@ -51,7 +53,9 @@ def test_bits_do_not_depend_on_how_a_chunk_was_filled(dtype):
     for size in (len(q), 1, 5):
         pool = empty()
         for part in torch.arange(len(q)).split(size):
-            attention_reference.write_kv(q[part], k[part], v[part], rotary[part], places[part], pool, 1)
+            attention_reference.write_kv(
+                q[part], k[part], v[part], rotary[part], places[part], pool, 1
+            )
         pools.append(pool)
     assert torch.equal(pools[0], pools[1]) and torch.equal(pools[0], pools[2])
     assert pools[0][:, 1].any() and not pools[0][:, 0].any()
@@ -59,13 +63,16 @@ def test_bits_do_not_depend_on_how_a_chunk_was_filled(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_error_is_a_sixteenth_at_most(dtype):
-    """Of numbers below 1/14336 of the largest of their token and head, half of the last bit of a subnormal code."""
+    """Of numbers below 1/14336 of the largest of their token and head, half of the last bit of a
+    subnormal code."""
     q, k, v, rotary = some_tokens(dtype)
     places = torch.arange(len(q), dtype=torch.int32)
-    pool, exact = empty(), torch.zeros(SHAPE, dtype=dtype)
+    pool = empty()
+    exact = torch.zeros(SHAPE, dtype=dtype)
     for target in (pool, exact):
         attention_reference.write_kv(q, k, v, rotary, places, target, 0)
-    wanted, got = exact[:, 0].double(), whole(pool, 0).double()
+    wanted = exact[:, 0].double()
+    got = whole(pool, 0).double()
     largest = wanted.abs().amax(-1, keepdim=True)
     assert ((got - wanted).abs() <= torch.maximum(wanted.abs() / 16, largest * 2.0**-17)).all()
     assert 0.01 < error(got, wanted) < 0.03

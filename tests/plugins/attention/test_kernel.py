@@ -1,4 +1,5 @@
-"""The attention kernel: as exact as plain attention in its precision, and independent of the rest of the step."""
+"""The attention kernel: as exact as plain attention in its precision, and independent of the rest
+of the step."""
 
 import random
 from unittest.mock import MagicMock
@@ -52,7 +53,9 @@ def attend(q, segments, block_table, pool, layer=1, work=None, window=0, sinks=N
     work = work or work_for(q, segments, pool)
     work.build(segments)
     scale = q.shape[2] ** -0.5
-    return attention_kernel.multi_token_attention(q, block_table, pool, layer, scale, work, window, sinks)
+    return attention_kernel.multi_token_attention(
+        q, block_table, pool, layer, scale, work, window, sinks
+    )
 
 
 def assert_as_exact_as_plain_attention(batch, o, layer=1, window=0, sinks=None):
@@ -61,14 +64,18 @@ def assert_as_exact_as_plain_attention(batch, o, layer=1, window=0, sinks=None):
     plain = error(dense_attention(*batch, layer, scale, batch[0].dtype, window, sinks), exact)
     assert o.dtype == batch[0].dtype and o.isfinite().all()
     # the value of a lone key is exact in plain attention
-    assert error(o, exact) <= 2 * plain + 1e-7, f"error {error(o, exact):.3g}, of plain attention {plain:.3g}"
+    assert error(o, exact) <= 2 * plain + 1e-7, (
+        f"error {error(o, exact):.3g}, of plain attention {plain:.3g}"
+    )
     assert (o[(exact == 0).all(dim=2)] == 0).all()  # tokens of no segment
 
 
 @needs_kernels
 @pytest.mark.parametrize("seed", range(4 if CUDA else 1))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (5, 1), (14, 2), (32, 1)] if CUDA else [(2, 2), (6, 2)])
+@pytest.mark.parametrize(
+    "heads, kv_heads", [(4, 4), (8, 2), (5, 1), (14, 2), (32, 1)] if CUDA else [(2, 2), (6, 2)]
+)
 def test_errors_are_those_of_plain_attention(seed, dtype, heads, kv_heads):
     batch = random_batch(seed, heads, kv_heads, 128 if CUDA else 16, dtype, LENGTHS)
     for layer in (0, 1):
@@ -77,7 +84,8 @@ def test_errors_are_those_of_plain_attention(seed, dtype, heads, kv_heads):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "head_dim, chunk", [(16, 16), (64, 64), (64, 24), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16), (16, 24)]
+    "head_dim, chunk",
+    [(16, 16), (64, 64), (64, 24), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16), (16, 24)],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_head_and_chunk_sizes(head_dim, chunk, dtype):
@@ -90,7 +98,8 @@ def random_sinks(heads, dtype):
 
 
 WINDOWS = [(0, True), (1, False), (20, True), (33, False), (75, True), (200, True)]
-"""(window, whether with sinks): of one key, of less than a tile, of a split, of more, of more than all contexts."""
+"""(window, whether with sinks): of one key, of less than a tile, of a split, of more, of more than
+all contexts."""
 if CUDA:
     WINDOWS = [(0, True), (1, False), (20, True), (100, False), (128, True), (5000, False)]
 
@@ -100,8 +109,11 @@ if CUDA:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_windows_and_sinks(window, with_sinks, dtype):
     """Each row is as exact as plain attention, and has the same bits with any neighbours."""
-    q, segments, block_table, pool = batch = random_batch(12, 6, 2, 64 if CUDA else 16, dtype, LENGTHS)
-    assert segments[:, 1].min() == 1 and 3 * segments[:, 1].max() > 64  # the smallest and the largest tiles
+    q, segments, block_table, pool = batch = random_batch(
+        12, 6, 2, 64 if CUDA else 16, dtype, LENGTHS
+    )
+    # the smallest and the largest tiles
+    assert segments[:, 1].min() == 1 and 3 * segments[:, 1].max() > 64
     sinks = random_sinks(6, dtype) if with_sinks else None
     work = work_for(q, segments, pool)
     for layer in (0, 1):
@@ -118,7 +130,8 @@ def test_windows_and_sinks(window, with_sinks, dtype):
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 20])
 def test_sinks_of_any_size(window):
-    """A sink far below the scores changes nothing; beside one far above them the values have no weight."""
+    """A sink far below the scores changes nothing; beside one far above them the values have no
+    weight."""
     batch = random_batch(12, 2, 2, 64 if CUDA else 16, torch.float32, LENGTHS[:5])
     sinks = torch.tensor([float("-inf"), 1e4], device=DEVICE)
     o, plain = attend(*batch, window=window, sinks=sinks), attend(*batch, window=window)
@@ -128,15 +141,21 @@ def test_sinks_of_any_size(window):
 
 @needs_kernels
 def test_keys_before_every_window_are_not_read():
-    length, head_dim, dtype = max(LENGTHS), 64 if CUDA else 16, DTYPES[1]
+    length = max(LENGTHS)
+    head_dim = 64 if CUDA else 16
+    dtype = DTYPES[1]
     _, _, block_table, pool = random_batch(2, 4, 2, head_dim, dtype, [length])
     for queries in (1, 9, length // 3):
         segments = torch.tensor([[0, queries, 0, length, 0]], dtype=torch.int32, device=DEVICE)
         rows = torch.randn(queries, 4, head_dim, device=DEVICE).to(dtype)
         whole = attend(rows, segments, block_table, pool, window=24)
         masked = pool.clone()
-        masked[block_table[0, : (length - queries - 24) // 64 * 2].long()] = float("nan")  # whole tiles of keys
-        assert torch.equal(attend(rows, segments, block_table, masked, window=24), whole) and whole.isfinite().all()
+        # whole tiles of keys
+        masked[block_table[0, : (length - queries - 24) // 64 * 2].long()] = float("nan")
+        assert (
+            torch.equal(attend(rows, segments, block_table, masked, window=24), whole)
+            and whole.isfinite().all()
+        )
 
 
 @pytest.fixture
@@ -147,7 +166,9 @@ def bfloat16_products(monkeypatch):
 
         def wide(one):
             bits = one.data.astype("uint32") << 16
-            return TensorHandle(bits.view("float32"), tl.float32) if one.dtype == tl.bfloat16 else one
+            return (
+                TensorHandle(bits.view("float32"), tl.float32) if one.dtype == tl.bfloat16 else one
+            )
 
         def dot(self, a, b, *rest, plain=InterpreterBuilder.create_dot):
             return plain(self, wide(a), wide(b), *rest)
@@ -158,15 +179,21 @@ def bfloat16_products(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, chunk",
-    [(8, 2, 128, 32), (4, 4, 80, 24), (32, 1, 64, 16)] if CUDA else [(6, 2, 16, 32), (4, 2, 24, 24)],
+    [(8, 2, 128, 32), (4, 4, 80, 24), (32, 1, 64, 16)]
+    if CUDA
+    else [(6, 2, 16, 32), (4, 2, 24, 24)],
 )
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_products):
-    """Exact like plain attention over the decoded KV, and a row's bits are equal with any neighbours. The sizes of
-    values differ by up to 2**20."""
-    q, segments, block_table, pool = random_batch(6, heads, kv_heads, head_dim, dtype, LENGTHS, chunk)
+    """Exact like plain attention over the decoded KV, and a row's bits are equal with any
+    neighbours. The sizes of values differ by up to 2**20."""
+    q, segments, block_table, pool = random_batch(
+        6, heads, kv_heads, head_dim, dtype, LENGTHS, chunk
+    )
     generator = torch.Generator(DEVICE).manual_seed(1)
-    sizes = torch.randint(-15, 5, (*pool.shape[:2], 2, *pool.shape[3:5], 1), generator=generator, device=DEVICE)
+    sizes = torch.randint(
+        -15, 5, (*pool.shape[:2], 2, *pool.shape[3:5], 1), generator=generator, device=DEVICE
+    )
     sizes[:, :, 0] = 0  # scores so large would leave one key
     codes, decoded = in_eight_bits(pool.float() * sizes.float().exp2())
     scale = head_dim**-0.5
@@ -175,7 +202,9 @@ def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_
         o = attend(q, segments, block_table, codes, layer, work)
         exact = dense_attention(q, segments, block_table, decoded, layer, scale, torch.float64)
         rounded = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        plain = error(dense_attention(q, segments, block_table, decoded, layer, scale, rounded), exact)
+        plain = error(
+            dense_attention(q, segments, block_table, decoded, layer, scale, rounded), exact
+        )
         assert o.dtype == dtype and error(o, exact) <= 2 * plain
     twin = attention_reference.multi_token_attention(
         *(x.cpu() for x in (q.float(), segments, block_table, codes)), 1, scale
@@ -187,8 +216,13 @@ def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_
     sinks = random_sinks(heads, dtype)
     for window in (20, 40):  # shorter and longer than the shortest split
         o = attend(q, segments, block_table, codes, 1, work, window, sinks)
-        exact = dense_attention(q, segments, block_table, decoded, 1, scale, torch.float64, window, sinks)
-        plain = error(dense_attention(q, segments, block_table, decoded, 1, scale, rounded, window, sinks), exact)
+        exact = dense_attention(
+            q, segments, block_table, decoded, 1, scale, torch.float64, window, sinks
+        )
+        plain = error(
+            dense_attention(q, segments, block_table, decoded, 1, scale, rounded, window, sinks),
+            exact,
+        )
         assert error(o, exact) <= 2 * plain
 
 
@@ -237,7 +271,10 @@ def test_a_work_list_serves_one_step_after_the_other():
     first = attend(*batch, work=work)
     work.build(segments[:2])
     scale = q.shape[2] ** -0.5
-    again = [attention_kernel.multi_token_attention(q, block_table, pool, layer, scale, work) for layer in (0, 1)]
+    again = [
+        attention_kernel.multi_token_attention(q, block_table, pool, layer, scale, work)
+        for layer in (0, 1)
+    ]
     work.build(segments[:0])
     assert (attention_kernel.multi_token_attention(q, block_table, pool, 0, scale, work) == 0).all()
     for layer, o in enumerate(again):
@@ -250,7 +287,8 @@ def test_a_work_list_serves_one_step_after_the_other():
 @pytest.mark.parametrize("group", [1, 4, 5])
 def test_the_list_agrees_with_its_twin(seed, group):
     dice = random.Random(seed)
-    segments, row = [], 0
+    segments = []
+    row = 0
     for seat in range(7):
         kv_len = dice.choice([1, 500, 512, 513, 3000, 40000])
         q_len = min(kv_len, dice.choice([0, 1, 3, 16, 17, 200, 2000]))
@@ -264,11 +302,16 @@ def test_the_list_agrees_with_its_twin(seed, group):
     assert work.counters[:3].tolist() == [[len(kind) for kind in items], [0, 0, 0], [0, 0, 0]]
     tiles_listed = [len({item[0] for item in kind}) for kind in items]
     assert work.counters[4].tolist() == tiles_listed
-    assert all(item[7] == 0 for kind, count in zip(items, tiles_listed, strict=True) for item in kind[:count])
+    assert all(
+        item[7] == 0
+        for kind, count in zip(items, tiles_listed, strict=True)
+        for item in kind[:count]
+    )
     keys = [sum(max(end - begin, 0) for _, _, _, begin, end, *_ in kind) for kind in items]
     large = work_list.LARGE_TILE_COST * keys[2]
     share = work.processors * large / max(large + keys[0] + keys[1], 1)
-    assert abs(work.counters[3, 0].item() - share) <= 2 + share / 10  # its keys are summed up less exactly
+    # its keys are summed up less exactly
+    assert abs(work.counters[3, 0].item() - share) <= 2 + share / 10
     assert [work.items[i, : len(kind), :NAMED].tolist() for i, kind in enumerate(items)] == items
     assert work.covered.tolist() == [1] * row + [0] * 9
     assert max((item[8] for kind in items for item in kind), default=0) <= work.splits
@@ -276,27 +319,40 @@ def test_the_list_agrees_with_its_twin(seed, group):
 
 @pytest.fixture
 def equal_rows(monkeypatch):
-    """Lets Triton's interpreter multiply as a GPU does: a row of a product has the same bits in any place of the tile.
-    NumPy's matrix product does not."""
+    """Lets Triton's interpreter multiply as a GPU does: a row of a product has the same bits in any
+    place of the tile. NumPy's matrix product does not."""
     if not CUDA:
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
         def dot(self, a, b, d, *rest):
-            product = np.einsum("mk,kn->mn", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+            product = np.einsum(
+                "mk,kn->mn", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+            )
             return TensorHandle(product + d.data, d.dtype.scalar)
 
         monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def shared_batch(seed, dtype, heads, kv_heads, lengths):
-    """Generating rows with contexts in a tree: (keys in common with the row before, keys). Beside them a prompt and a
-    row of their own. Returns the batch and its sharing, with segments in another order than the tree's."""
-    chunk, head_dim = 32, 128 if CUDA else 16
+    """Generating rows with contexts in a tree: (keys in common with the row before, keys). Beside
+    them a prompt and a row of their own. Returns the batch and its sharing, with segments in
+    another order than the tree's."""
+    chunk = 32
+    head_dim = 128 if CUDA else 16
     contexts = [keys for _, keys in lengths]
     blocks = -(-max(contexts) // chunk)
     generator = torch.Generator(DEVICE).manual_seed(seed)
     table = torch.zeros(len(lengths) + 1, blocks, dtype=torch.int32, device=DEVICE)
-    pool = torch.randn((len(lengths) + 1) * blocks, 2, 2, kv_heads, chunk, head_dim, generator=generator, device=DEVICE)
+    pool = torch.randn(
+        (len(lengths) + 1) * blocks,
+        2,
+        2,
+        kv_heads,
+        chunk,
+        head_dim,
+        generator=generator,
+        device=DEVICE,
+    )
     slots = torch.randperm(len(pool), generator=generator, device=DEVICE).int().view(-1, blocks)
     for row, (shared, _) in enumerate(lengths):
         table[row] = slots[row]
@@ -309,7 +365,9 @@ def shared_batch(seed, dtype, heads, kv_heads, lengths):
         segments[places[row]] = (places[row], 1, 0, keys, row)
     prompt = min(70, max(contexts))
     segments.append((len(lengths), prompt, 0, max(contexts), len(lengths)))
-    sharing = [(places[row], shared) for row, (shared, _) in enumerate(lengths)] + [(len(lengths), 0)]
+    sharing = [(places[row], shared) for row, (shared, _) in enumerate(lengths)] + [
+        (len(lengths), 0)
+    ]
     q = torch.randn(len(lengths) + prompt, heads, head_dim, generator=generator, device=DEVICE)
     as_int = dict(dtype=torch.int32, device=DEVICE)
     batch = q.to(dtype), torch.tensor(segments, **as_int), table, pool.to(dtype)
@@ -331,7 +389,8 @@ def test_rows_that_share_chunks_have_the_same_bits_as_alone(tree, heads, kv_head
     odd = -32 if tree == "short of a split" else 0
     split = LONG * (4 if CUDA and heads // kv_heads > work_list.FEW_ROWS else 1)
     lengths = [
-        (max(shared * split + odd, 0), keys * split + 7 * i % split + 1) for i, (shared, keys) in enumerate(TREES[tree])
+        (max(shared * split + odd, 0), keys * split + 7 * i % split + 1)
+        for i, (shared, keys) in enumerate(TREES[tree])
     ]
     batch, sharing = shared_batch(len(tree), DTYPES[-1], heads, kv_heads, lengths)
     q, segments, table, pool = batch
@@ -362,7 +421,8 @@ def test_rows_that_share_chunks_have_the_same_bits_as_alone(tree, heads, kv_head
 
 @needs_kernels
 def test_large_tiles_over_a_long_context_get_every_multiprocessor():
-    """6,000 queries of 64 heads a group, two to a tile, over a million keys: more keys than 32 bits count."""
+    """6,000 queries of 64 heads a group, two to a tile, over a million keys: more keys than 32 bits
+    count."""
     tiles = (Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1))
     work = WorkList(Capacity(6000, 1, 2**20), 64, 1, 16, tiles, DEVICE)
     work.build(torch.tensor([(0, 6000, 0, 2**20, 0)], dtype=torch.int32, device=DEVICE))
@@ -376,7 +436,9 @@ def test_what_no_work_list_holds_is_refused():
     with pytest.raises(ValueError, match="segments"):
         work.build(torch.cat((batch[1], batch[1])))
     with pytest.raises(ValueError, match="beyond"):
-        attention_kernel.multi_token_attention(torch.cat((batch[0], batch[0])), *batch[2:], 0, 1.0, work)
+        attention_kernel.multi_token_attention(
+            torch.cat((batch[0], batch[0])), *batch[2:], 0, 1.0, work
+        )
     with pytest.raises(ValueError, match="tile"):
         attention_kernel.tiles_for(torch.float16, 4, 4, 512)
 
@@ -384,7 +446,8 @@ def test_what_no_work_list_holds_is_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_one_captured_launch_serves_any_mixture():
-    tokens, scale = 2200, 128**-0.5
+    tokens = 2200
+    scale = 128**-0.5
     q, _, block_table, pool = random_batch(1, 8, 2, 128, torch.bfloat16, (3000, 2000, 40, 9000))
     static_q = torch.zeros(tokens, 8, 128, dtype=q.dtype, device="cuda")
     static_segments = torch.zeros(16, 5, dtype=torch.int32, device="cuda")
@@ -395,7 +458,12 @@ def test_one_captured_launch_serves_any_mixture():
     with torch.cuda.graph(graph):
         work.build(static_segments)
         o = attention_kernel.multi_token_attention(static_q, block_table, pool, 1, scale, work)
-    mixtures = [[(0, 1, 0, 9000, 3)], [(0, 2000, 0, 3000, 0), (2000, 1, 0, 40, 2)], [(5, 30, 64, 1999, 1)], []]
+    mixtures = [
+        [(0, 1, 0, 9000, 3)],
+        [(0, 2000, 0, 3000, 0), (2000, 1, 0, 40, 2)],
+        [(5, 30, 64, 1999, 1)],
+        [],
+    ]
     mixtures.append([(i, 1, 0, 1000 + i, i % 2) for i in range(16)])
     for mixture in mixtures * 2:
         static_segments.zero_()
@@ -424,12 +492,17 @@ def test_slots_beyond_four_billion_elements():
 @needs_kernels
 def test_a_tile_is_merged_when_its_own_last_split_is_done():
     """The first queries of a long prompt do not reach the last splits of its segment."""
-    length, head_dim = max(LENGTHS), 128 if CUDA else 16
+    length = max(LENGTHS)
+    head_dim = 128 if CUDA else 16
     _, _, block_table, pool = random_batch(2, 6, 2, head_dim, DTYPES[0], [length])
     queries = 3 * length // 4
-    q = torch.randn(queries, 6, head_dim, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE)
+    q = torch.randn(
+        queries, 6, head_dim, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE
+    )
     segments = torch.tensor([[0, queries, 0, length, 0]], dtype=torch.int32, device=DEVICE)
-    (items,) = (kind for kind in list_work(segments, 3, work_for(q, segments, pool).tiles, 1) if kind)
+    (items,) = (
+        kind for kind in list_work(segments, 3, work_for(q, segments, pool).tiles, 1) if kind
+    )
     assert min(item[9] for item in items) < max(item[8] for item in items)
     batch = q, segments, block_table, pool
     assert_as_exact_as_plain_attention(batch, attend(*batch))

@@ -14,12 +14,19 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.floa
 
 def inputs(tokens, heads, kv_heads, head_dim, dims, dtype, slots=9, chunk=8):
     generator = torch.Generator(DEVICE).manual_seed(tokens)
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator, device=DEVICE).to(dtype)
-    angles = torch.rand(tokens, dims // 2, generator=generator, device=DEVICE, dtype=torch.float64) * 1000
+    qkv = torch.randn(
+        tokens, heads + 2 * kv_heads, head_dim, generator=generator, device=DEVICE
+    ).to(dtype)
+    angles = (
+        torch.rand(tokens, dims // 2, generator=generator, device=DEVICE, dtype=torch.float64)
+        * 1000
+    )
     rotary = torch.cat((angles.cos(), angles.sin()), dim=1).float()
     places = torch.randperm(slots * chunk, generator=generator, device=DEVICE)[:tokens].int()
     places[1::3] = -1
-    pool = torch.randn(slots, 3, 2, kv_heads, chunk, head_dim, generator=generator, device=DEVICE).to(dtype)
+    pool = torch.randn(
+        slots, 3, 2, kv_heads, chunk, head_dim, generator=generator, device=DEVICE
+    ).to(dtype)
     return *qkv.split((heads, kv_heads, kv_heads), dim=1), rotary, places, pool
 
 

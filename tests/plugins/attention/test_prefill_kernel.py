@@ -1,4 +1,5 @@
-"""The kernel for prompts on a Hopper GPU. `test_kernel` compares both kernels with plain attention."""
+"""The kernel for prompts on a Hopper GPU. `test_kernel` compares both kernels with plain
+attention."""
 
 import math
 from unittest.mock import MagicMock
@@ -55,7 +56,9 @@ def test_the_share_of_multiprocessors_follows_from_the_kernel(hopper):
         (pool.to(torch.uint8), work_list.LARGE_TILE_COST),
         (None, work_list.LARGE_TILE_COST),
     ):
-        work = attention_kernel.make_work_list(Capacity(200, 1, 200), 2, 2, 128, torch.bfloat16, "meta", given)
+        work = attention_kernel.make_work_list(
+            Capacity(200, 1, 200), 2, 2, 128, torch.bfloat16, "meta", given
+        )
         assert work.tile_cost == cost
 
 
@@ -63,25 +66,33 @@ def test_the_share_of_multiprocessors_follows_from_the_kernel(hopper):
 def test_it_takes_the_place_of_the_largest_class(monkeypatch, hopper, tokens, expected):
     started = []
     kernel, prompts = MagicMock(), MagicMock()
-    kernel.__getitem__.return_value.side_effect = lambda *arguments, **settings: started.append(arguments[10])
+    kernel.__getitem__.return_value.side_effect = lambda *arguments, **settings: started.append(
+        arguments[10]
+    )
     prompts.run.side_effect = lambda: started.append("prompts")
     monkeypatch.setattr(attention_kernel, "_attend", kernel)
     monkeypatch.setattr(prefill_kernel, "launch", lambda *arguments: prompts)
     q, pool, work = on_meta()
-    attention_kernel.multi_token_attention(q[:tokens], torch.empty(1, 9, device="meta"), pool, 0, 1.0, work)
+    attention_kernel.multi_token_attention(
+        q[:tokens], torch.empty(1, 9, device="meta"), pool, 0, 1.0, work
+    )
     assert started == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+    not CUDA or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
 )
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (10, 2)])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_agrees_with_its_twin(monkeypatch, heads, kv_heads, seed):
-    """Ragged prompts over several splits, with NaN where no token is; each launch leaves its counters at zero."""
+    """Ragged prompts over several splits, with NaN where no token is; each launch leaves its
+    counters at zero."""
     lengths = (129, 128, 2333, 6001, 9000, 100, 1)
-    q, segments, block_table, pool = random_batch(seed, heads, kv_heads, 128, torch.bfloat16, lengths)
+    q, segments, block_table, pool = random_batch(
+        seed, heads, kv_heads, 128, torch.bfloat16, lengths
+    )
     capacity = Capacity(len(q), len(segments), max(lengths))
     work = attention_kernel.make_work_list(capacity, heads, kv_heads, 128, q.dtype)
     if not prefill_kernel.fits(q, pool, work):

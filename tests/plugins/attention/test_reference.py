@@ -25,8 +25,14 @@ def multi_token_attention_slow(q, segments, block_table, pool, layer, scale, win
         for j in range(q_len):
             own = kv_len - q_len + j
             first = max(kv_start, own - window + 1) if window else kv_start
-            places = [(block_table[seat, c // chunk_tokens], c % chunk_tokens) for c in range(first, own + 1)]
-            k, v = (torch.stack([pool[slot, layer, i, :, offset] for slot, offset in places]).double() for i in (0, 1))
+            places = [
+                (block_table[seat, c // chunk_tokens], c % chunk_tokens)
+                for c in range(first, own + 1)
+            ]
+            k, v = (
+                torch.stack([pool[slot, layer, i, :, offset] for slot, offset in places]).double()
+                for i in (0, 1)
+            )
             k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))  # [keys, heads, D]
             scores = torch.einsum("hd,nhd->hn", q[q_start + j].double(), k).mul(scale)
             sink = torch.empty(len(scores), 0) if sinks is None else sinks.unsqueeze(1)
@@ -37,10 +43,12 @@ def multi_token_attention_slow(q, segments, block_table, pool, layer, scale, win
 
 def random_batch(seed, heads, kv_heads, dtype=torch.float32, seats=6):
     """Segments of all lengths over scattered chunks; unowned slots and padding rows hold NaN."""
-    generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dice = random.Random(seed)
     pool = torch.full((80, LAYERS, 2, kv_heads, CHUNK, HEAD_DIM), float("nan"), dtype=dtype)
     block_table = torch.randperm(80, generator=generator)[: seats * 10].view(seats, 10).int()
-    segments, row = [], 0
+    segments = []
+    row = 0
     for seat in range(seats):
         length = dice.choice([1, 7, 8, 9, 40, 80])
         slots = block_table[seat, : -(-length // CHUNK)]
@@ -62,16 +70,21 @@ def test_the_fast_road_agrees_with_its_twin(seed, heads, kv_heads):
     batch = random_batch(seed, heads, kv_heads)
     for layer in (0, LAYERS - 1):
         fast = multi_token_attention(*batch, layer, SCALE)
-        torch.testing.assert_close(fast, multi_token_attention_slow(*batch, layer, SCALE), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            fast, multi_token_attention_slow(*batch, layer, SCALE), atol=2e-6, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, CHUNK, 13, 80, 1000])
-@pytest.mark.parametrize("sinks", [None, (0.5, -2.0, 30.0, -torch.inf, 0.0, 4.0)], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    "sinks", [None, (0.5, -2.0, 30.0, -torch.inf, 0.0, 4.0)], ids=["", "sinks"]
+)
 def test_windows_and_sinks_agree_with_the_twin(window, sinks):
     sinks = None if sinks is None else torch.tensor(sinks)
     batch = random_batch(2, 6, 2)
     fast, slow = (
-        attention(*batch, 1, SCALE, window, sinks) for attention in (multi_token_attention, multi_token_attention_slow)
+        attention(*batch, 1, SCALE, window, sinks)
+        for attention in (multi_token_attention, multi_token_attention_slow)
     )
     torch.testing.assert_close(fast, slow, atol=2e-6, rtol=1e-5)
     plain = multi_token_attention(*batch, 1, SCALE)
@@ -79,13 +92,15 @@ def test_windows_and_sinks_agree_with_the_twin(window, sinks):
 
 
 def test_a_window_counts_from_the_query_and_a_sink_has_no_value():
-    """With equal scores the result is the sum of the visible values, divided by their number and the sink's weight."""
+    """With equal scores the result is the sum of the visible values, divided by their number and
+    the sink's weight."""
     pool = torch.zeros(3, 1, 2, 1, 4, 1)
     for coordinate in range(12):
         pool[coordinate // 4, 0, 1, 0, coordinate % 4] = coordinate
     table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
     segments = torch.tensor([[0, 3, 1, 9, 0], [3, 1, 1, 2, 0]], dtype=torch.int32)
-    q, sinks = torch.zeros(4, 1, 1), torch.tensor([math.log(2.0)])
+    q = torch.zeros(4, 1, 1)
+    sinks = torch.tensor([math.log(2.0)])
     for attention in (multi_token_attention, multi_token_attention_slow):
         o = attention(q, segments, table, pool, 0, 1.0, window=3)
         assert o.flatten().tolist() == pytest.approx([5, 6, 7, 1])
@@ -98,15 +113,19 @@ def test_keys_before_every_window_are_not_read():
     segments = torch.tensor([[0, 3, 0, 40, 0]], dtype=torch.int32)
     pool[block_table[0, :5]] = torch.randn(5, *pool.shape[1:])
     whole = multi_token_attention(q, segments, block_table, pool, 0, SCALE, 20)
-    pool[block_table[0, :2]] = float("nan")  # keys 0 to 15; the window of the first query begins at 18
+    # keys 0 to 15; the window of the first query begins at 18
+    pool[block_table[0, :2]] = float("nan")
     assert whole.isfinite().all()
-    torch.testing.assert_close(multi_token_attention(q, segments, block_table, pool, 0, SCALE, 20), whole)
+    torch.testing.assert_close(
+        multi_token_attention(q, segments, block_table, pool, 0, SCALE, 20), whole
+    )
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_half_precision_is_accumulated_in_float32(dtype, tolerance):
     batch = random_batch(1, 4, 2, dtype)
-    fast, slow = multi_token_attention(*batch, 1, SCALE), multi_token_attention_slow(*batch, 1, SCALE)
+    fast = multi_token_attention(*batch, 1, SCALE)
+    slow = multi_token_attention_slow(*batch, 1, SCALE)
     assert fast.dtype == dtype
     torch.testing.assert_close(fast, slow, atol=tolerance / 4, rtol=tolerance)
 
@@ -130,7 +149,8 @@ def test_a_batch_of_padding_only_and_segments_without_queries():
 
 
 def test_a_query_sees_the_keys_from_kv_start_to_its_own():
-    """With equal scores the result is the mean of the visible values, which can be computed by hand."""
+    """With equal scores the result is the mean of the visible values, which can be computed by
+    hand."""
     pool = torch.zeros(3, 1, 2, 1, 4, 1)
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
     for coordinate in range(12):
@@ -153,7 +173,8 @@ def test_rotation_turns_pairs_half_the_rotary_dimensions_apart():
     x = torch.tensor([[[1.0, 0.0, 0.0, 2.0, 5.0]]])
     angles = torch.tensor([[math.pi / 2, math.pi]])
     rotary = torch.cat((angles.cos(), angles.sin()), dim=1)
-    # Pair (1, 0) turned by 90 degrees is (0, 1); pair (0, 2) by 180 is (0, -2); the fifth dimension stays.
+    # Pair (1, 0) turned by 90 degrees is (0, 1); pair (0, 2) by 180 is (0, -2); the fifth dimension
+    # stays.
     torch.testing.assert_close(rotate(x, rotary), torch.tensor([[[0.0, 0.0, 1.0, -2.0, 5.0]]]))
 
 

@@ -13,7 +13,9 @@ def cuts(rows: int, kv_len: int) -> tuple[int, int, int]:
     """The twin of `_cuts`."""
     per_row = work_list.TOKENS_PER_MANY if rows > work_list.MANY_ROWS else work_list.TOKENS_PER_ROW
     wanted = max(
-        work_list.SMALLEST_SPLIT, min(rows * per_row, work_list.LARGEST_SPLIT), -(-kv_len // work_list.MOST_SPLITS)
+        work_list.SMALLEST_SPLIT,
+        min(rows * per_row, work_list.LARGEST_SPLIT),
+        -(-kv_len // work_list.MOST_SPLITS),
     )
     cut = 1 << (wanted - 1).bit_length()
     if rows > work_list.FEW_ROWS:
@@ -28,15 +30,21 @@ def split_of(key: int, cut: int, more: int, last: int) -> int:
 
 
 def list_work(
-    segments: Tensor, group: int, tiles: tuple[Tile, ...], token_pairs: int, sharing: Tensor | None = None
+    segments: Tensor,
+    group: int,
+    tiles: tuple[Tile, ...],
+    token_pairs: int,
+    sharing: Tensor | None = None,
 ) -> list[list[list[int]]]:
-    """The twin of `WorkList.build`, on the host: the items of each class, without the words behind a stack's names.
+    """The twin of `WorkList.build`, on the host: the items of each class, without the words behind
+    a stack's names.
 
     token_pairs: the most splits of a segment
     """
     rows = segments.tolist()
     order = sharing.tolist() if sharing is not None else [[i, 0] for i in range(len(rows))]
-    places: list[list[tuple[int, int, int, list[int]]]] = [[] for _ in tiles]  # (split, -keys, place, item)
+    # (split, -keys, place, item)
+    places: list[list[tuple[int, int, int, list[int]]]] = [[] for _ in tiles]
     listed: dict[int, list[list[int]]] = {}  # by split: the names of the stack that takes more rows
     previous = [0, 0, 0, 0, 0]
     for place, (number, shared) in enumerate(order):
@@ -47,14 +55,21 @@ def list_work(
         cut, more, last = cuts(q_len * group, kv_len)
         first = split_of(kv_start, cut, more, last)
         splits = split_of(kv_len - 1, cut, more, last) - first + 1
-        kind = next((i for i, tile in enumerate(tiles[:-1]) if q_len * group <= tile.rows), len(tiles) - 1)
+        kind = next(
+            (i for i, tile in enumerate(tiles[:-1]) if q_len * group <= tile.rows), len(tiles) - 1
+        )
         step = tiles[kind].rows // group
         alike = q_len == previous[1] == 1 and kv_start == previous[2] == 0
-        common = min(max(shared - more, 0) // cut, splits - 1) if alike and cuts(group, previous[3])[0] == cut else 0
+        common = (
+            min(max(shared - more, 0) // cut, splits - 1)
+            if alike and cuts(group, previous[3])[0] == cut
+            else 0
+        )
         previous_cuts = cuts(group, previous[3]) if alike else (cut, more, last)
         common = min(common, split_of(previous[3] - 1, *previous_cuts)) if common else 0
         previous = rows[number]
-        for start in reversed(range(0, q_len, step)):  # the last tiles have most keys, so they go first
+        # the last tiles have most keys, so they go first
+        for start in reversed(range(0, q_len, step)):
             size = min(step, q_len - start)
             own = kv_len - q_len + start
             reached = split_of(own + size - 1, cut, more, last) - first + 1
@@ -65,7 +80,11 @@ def list_work(
                     stack[1].append(splits)
                     continue
                 begin = kv_start if i == 0 else (first + i) * cut + more
-                end = own + size if first + i == last else min(own + size, (first + i + 1) * cut + more)
+                end = (
+                    own + size
+                    if first + i == last
+                    else min(own + size, (first + i + 1) * cut + more)
+                )
                 item = [q_start + start, size, own, begin, end, seat]
                 item += [token_pairs, i, splits, reached, 0, cut, more, last]
                 names = [[q_start], [splits]]
@@ -85,15 +104,24 @@ def list_work(
 
 
 def attend(
-    q: Tensor, items: list[list[list[int]]], block_table: Tensor, pool: Tensor, layer: int, scale: float
+    q: Tensor,
+    items: list[list[list[int]]],
+    block_table: Tensor,
+    pool: Tensor,
+    layer: int,
+    scale: float,
 ) -> Tensor:
-    """The twin of the kernel: every item by itself in plain attention, then the splits of each token merged."""
+    """The twin of the kernel: every item by itself in plain attention, then the splits of each
+    token merged."""
     chunk_tokens, kv_heads = pool.shape[4], pool.shape[3]
-    parts: dict[int, list[tuple[int, Tensor, Tensor]]] = {}  # by token: splits, logarithms of weights, results
+    # by token: splits, logarithms of weights, results
+    parts: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
     for item in (item for kind in items for item in kind):
         size, begin, end, seat = item[1], item[3], item[4], item[5]
         keys = torch.arange(begin, max(begin, end))
-        k, v = pool[block_table[seat, keys // chunk_tokens].long(), layer, :, :, keys % chunk_tokens].unbind(1)
+        k, v = pool[
+            block_table[seat, keys // chunk_tokens].long(), layer, :, :, keys % chunk_tokens
+        ].unbind(1)
         tokens = item[work_list.NAMED :][:size] if item[10] else range(item[0], item[0] + size)
         for i, token in enumerate(tokens):
             rows = q[token].view(kv_heads, -1, q.shape[2])

@@ -1,5 +1,5 @@
-"""Collectives as torch operations, and ranks on the threads of one process: sums, order, and no rank that waits for
-ever."""
+"""Collectives as torch operations, and ranks on the threads of one process: sums, order, and no
+rank that waits for ever."""
 
 import time
 
@@ -35,7 +35,8 @@ def test_every_rank_gets_the_sum_and_the_row_of_all(group):
 
     def work(rank):
         x = shares[rank].clone()
-        total, row = all_reduce(x), ops.all_gather(x, RANKS, TENSOR_PARALLEL)
+        total = all_reduce(x)
+        row = ops.all_gather(x, RANKS, TENSOR_PARALLEL)
         assert torch.equal(x, shares[rank])  # unchanged, and no result shares memory with it
         x.zero_()
         return total, row
@@ -46,7 +47,8 @@ def test_every_rank_gets_the_sum_and_the_row_of_all(group):
 
 
 def test_sums_are_rounded_once(group):
-    shares = (torch.tensor([256.0]), torch.tensor([1.0]), torch.tensor([1.0]))  # bfloat16 holds 258, and not 257
+    # bfloat16 holds 258, and not 257
+    shares = (torch.tensor([256.0]), torch.tensor([1.0]), torch.tensor([1.0]))
 
     def work(rank):
         return all_reduce(shares[rank].bfloat16())
@@ -90,7 +92,8 @@ def test_an_error_of_one_rank_is_the_error_of_all(group):
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         group.run(work)
-    assert group.run(lambda rank: all_reduce(torch.ones(1)).item()) == [3.0] * RANKS  # as good as new
+    # as good as new
+    assert group.run(lambda rank: all_reduce(torch.ones(1)).item()) == [3.0] * RANKS
 
 
 def test_a_rank_that_ends_early_is_not_waited_for(group):
@@ -125,12 +128,15 @@ def test_what_torch_promises_of_an_operation_holds():
     alone = ThreadRanks(1)
     register_group(TENSOR_PARALLEL, alone)
     checks = ("test_schema", "test_faketensor")
-    x, ids = torch.randn(3, 4), torch.arange(3, dtype=torch.int32)
+    x = torch.randn(3, 4)
+    ids = torch.arange(3, dtype=torch.int32)
 
     def work(rank):
         torch.library.opcheck(ops.all_reduce.default, (x, TENSOR_PARALLEL), test_utils=checks)
         torch.library.opcheck(ops.all_gather.default, (x, 1, TENSOR_PARALLEL), test_utils=checks)
-        torch.library.opcheck(ops.vocabulary_embed.default, (ids, x, TENSOR_PARALLEL), test_utils=checks)
+        torch.library.opcheck(
+            ops.vocabulary_embed.default, (ids, x, TENSOR_PARALLEL), test_utils=checks
+        )
 
     alone.run(work)
     release_group(TENSOR_PARALLEL)

@@ -1,5 +1,5 @@
-"""Chunks in eight bits: the error of a round trip, the numbers that it keeps, and equal results of kernels and
-reference."""
+"""Chunks in eight bits: the error of a round trip, the numbers that it keeps, and equal results of
+kernels and reference."""
 
 import math
 
@@ -21,7 +21,10 @@ def random_pool(shape, dtype, seed=0, device="cpu"):
     """Heads of very unlike sizes, numbers within a head too, and some zeros."""
     generator = torch.Generator().manual_seed(seed)
     heads = torch.randn(*shape[:4], 1, 1, generator=generator) * 2.5
-    pool = torch.randn(shape, generator=generator) * (heads + torch.randn(shape, generator=generator)).exp()
+    pool = (
+        torch.randn(shape, generator=generator)
+        * (heads + torch.randn(shape, generator=generator)).exp()
+    )
     pool[torch.rand(shape, generator=generator) < 0.05] = 0.0
     return pool.to(dtype).to(device)
 
@@ -33,18 +36,24 @@ def round_trip(pool):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_layer_is_one_aligned_piece_and_records_are_about_half(shape):
     assert layer_bytes(shape) % ALIGNMENT == 0
-    assert kv_fp8_reference.encode(torch.zeros(shape)).shape == (shape[0], shape[1], layer_bytes(shape))
+    assert kv_fp8_reference.encode(torch.zeros(shape)).shape == (
+        shape[0],
+        shape[1],
+        layer_bytes(shape),
+    )
     assert record_bytes(shape, torch.float16, FP8) == shape[1] * layer_bytes(shape)
     assert record_bytes(shape, torch.float16) == math.prod(shape[1:]) * 2
     large = (1, 40, 2, 10, 32, 128)
-    assert 0.5 < record_bytes(large, torch.bfloat16, FP8) / record_bytes(large, torch.bfloat16) < 0.501
+    assert (
+        0.5 < record_bytes(large, torch.bfloat16, FP8) / record_bytes(large, torch.bfloat16) < 0.501
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_error_is_a_sixteenth_at_most(shape, dtype):
-    """At most 1/16 of a number; of numbers below 1/14336 of their head's largest, which are subnormal, half of the last
-    bit."""
+    """At most 1/16 of a number; of numbers below 1/14336 of their head's largest, which are
+    subnormal, half of the last bit."""
     pool = random_pool(shape, dtype).double()
     largest = pool.abs().amax((-2, -1), keepdim=True)
     error = (round_trip(pool.to(dtype)).double() - pool).abs()
@@ -123,7 +132,9 @@ def special(shape, dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(CODES).float()
     ties = (codes + codes.roll(1)) / 2
     flat = pool.view(shape[0], -1)
-    numbers = torch.cat((codes, ties, ties * (1 + 2**-9), torch.tensor([math.inf, -math.inf, 0.0, -0.0])))
+    numbers = torch.cat(
+        (codes, ties, ties * (1 + 2**-9), torch.tensor([math.inf, -math.inf, 0.0, -0.0]))
+    )
     flat[0, : min(len(numbers), flat.shape[1])] = numbers.to(dtype)[: flat.shape[1]]
     flat[-1] = 0.0
     return pool.to(DEVICE)
@@ -143,18 +154,23 @@ def test_the_kernels_are_their_reference(shape, dtype):
     order = slots_of(*reversed(range(shape[0])))
     for layers in (range(shape[1]), range(shape[1] - 1, shape[1])):
         own = pool[order.long(), layers.start : layers.stop]
-        records = torch.zeros(shape[0], len(layers), layer_bytes(shape), dtype=torch.uint8, device=DEVICE)
+        records = torch.zeros(
+            shape[0], len(layers), layer_bytes(shape), dtype=torch.uint8, device=DEVICE
+        )
         kv_fp8_kernel.encode(pool, order, layers, records)
         assert torch.equal(records, kv_fp8_reference.encode(own))
 
         decoded = torch.ones_like(pool)
         kv_fp8_kernel.decode(records, order, layers, decoded)
         wanted = torch.ones_like(pool)
-        wanted[order.long(), layers.start : layers.stop] = kv_fp8_reference.decode(records, shape, dtype)
+        wanted[order.long(), layers.start : layers.stop] = kv_fp8_reference.decode(
+            records, shape, dtype
+        )
         nan = wanted.isnan()
         integer = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(decoded.isnan(), nan)
-        assert torch.equal(decoded[~nan].view(integer), wanted[~nan].view(integer))  # zeros have signs
+        # zeros have signs
+        assert torch.equal(decoded[~nan].view(integer), wanted[~nan].view(integer))
 
 
 @needs_kernels
@@ -164,7 +180,9 @@ def test_the_kernels_at_the_ends_of_a_dtype(dtype):
 
     ends = torch.finfo(dtype)
     sizes = [ends.max, -ends.max, ends.smallest_normal, ends.eps]
-    pool = torch.tensor(sizes, device=DEVICE).to(dtype).view(4, 1, 1, 1, 1, 1).repeat(1, 1, 2, 1, 4, 4)
+    pool = (
+        torch.tensor(sizes, device=DEVICE).to(dtype).view(4, 1, 1, 1, 1, 1).repeat(1, 1, 2, 1, 4, 4)
+    )
     records = torch.zeros(4, 1, layer_bytes(pool.shape), dtype=torch.uint8, device=DEVICE)
     kv_fp8_kernel.encode(pool, slots_of(0, 1, 2, 3), range(1), records)
     assert torch.equal(records, kv_fp8_reference.encode(pool))

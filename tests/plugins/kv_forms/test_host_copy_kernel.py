@@ -17,7 +17,8 @@ def test_there_and_back(count):
     source = torch.randint(-(2**31), 2**31 - 1, (count,), generator=generator, dtype=torch.int32)
     target = torch.full((count + 8,), 7, dtype=torch.int32)
     if CUDA:
-        source, target = source.pin_memory(), target.pin_memory()
+        source = source.pin_memory()
+        target = target.pin_memory()
     between = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     copy_words(between, source)
     copy_words(target[:count], between)

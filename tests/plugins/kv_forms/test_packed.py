@@ -1,5 +1,5 @@
-"""Exact chunks of about 12.5 bits per number: no loss, failed copies are reported, and kernels equal their
-reference."""
+"""Exact chunks of about 12.5 bits per number: no loss, failed copies are reported, and kernels
+equal their reference."""
 
 import math
 
@@ -17,7 +17,8 @@ ODDITIES = [0.0, -0.0, 2.0**-133, -(2.0**-127), math.inf, -math.inf]
 
 
 def random_pool(shape, seed=0, device="cpu"):
-    """Heads and channels of very unlike sizes, of some numbers far smaller than others, some zeros."""
+    """Heads and channels of very unlike sizes, of some numbers far smaller than others, some
+    zeros."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randn(*shape[:4], 1, 1, generator=generator) * 5
     sizes = sizes + torch.randn(*shape[:4], 1, shape[5], generator=generator) * 3
@@ -31,7 +32,9 @@ def odd_pool(shape, seed=0):
     """With subnormals, signed zeros, infinities and NaN too, in their own channel."""
     pool = random_pool(shape, seed)
     own = pool[-1, -1, -1, -1].view(torch.int16)
-    own[:, 0] = torch.tensor(ODDITIES, dtype=torch.bfloat16).view(torch.int16).repeat(len(own))[: len(own)]
+    own[:, 0] = (
+        torch.tensor(ODDITIES, dtype=torch.bfloat16).view(torch.int16).repeat(len(own))[: len(own)]
+    )
     own[:, -1] = torch.arange(0x7F80, 0x7F80 + len(own)).short()  # an infinity and NaNs
     return pool
 
@@ -49,7 +52,8 @@ def held(records, shape):
 
 
 def overfill(pool, slot):
-    """In one head the first token is 14 powers of two larger than all others, which are more than there is room for."""
+    """In one head the first token is 14 powers of two larger than all others, which are more than
+    there is room for."""
     head = pool[slot, -1, 1, 0]
     head[:] = 1.0
     head[0] = 2.0**14
@@ -94,7 +98,9 @@ def test_thirteen_powers_of_two_fit_and_fourteen_escape():
     def counts(pool):
         records = kv_packed_reference.encode(pool)
         assert is_exact(records.flatten().numpy(), pool.shape)
-        return records[0, 0, at.counts :].view(torch.int32)[:2].tolist(), records[0, 0, at.escapes : at.counts]
+        return records[0, 0, at.counts :].view(torch.int32)[:2].tolist(), records[
+            0, 0, at.escapes : at.counts
+        ]
 
     assert counts(pool)[0] == [0, 0]
     pool[0, 0, 1, 0, 0, 5] = 2.0**14
@@ -102,7 +108,12 @@ def test_thirteen_powers_of_two_fit_and_fourteen_escape():
     count, escapes = counts(pool)
     one = 0x3F80
     assert count == [0, 2]
-    assert escapes.view(torch.int32).tolist() == [0] * 4 + [(1 * 8 + 5) << 16 | one, (3 * 8 + 5) << 16 | one, 0, 0]
+    assert escapes.view(torch.int32).tolist() == [0] * 4 + [
+        (1 * 8 + 5) << 16 | one,
+        (3 * 8 + 5) << 16 | one,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
@@ -111,20 +122,29 @@ def test_a_head_of_too_many_escapes_fails_its_chunk_alone(shape):
     records = kv_packed_reference.encode(pool)
     assert held(records, shape) == [slot != 1 for slot in range(shape[0])]
     again = kv_packed_reference.decode(records, shape, pool.dtype)
-    assert [torch.equal(bits(a), bits(b)) for a, b in zip(again, pool, strict=True)] == held(records, shape)
+    assert [torch.equal(bits(a), bits(b)) for a, b in zip(again, pool, strict=True)] == held(
+        records, shape
+    )
 
 
 def test_normally_distributed_numbers_hardly_escape():
     """One in 5,700; a head of 4,096 numbers has room for 32."""
     pool = torch.randn(4, 4, 2, 10, 32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    records, at = kv_packed_reference.encode(pool), layout(pool.shape)
+    records = kv_packed_reference.encode(pool)
+    at = layout(pool.shape)
     counts = records[..., at.counts : at.counts + 80].contiguous().view(torch.int32)
-    assert 1e-4 < counts.sum() / pool.numel() < 2e-4 and counts.max() < 10 and all(held(records, pool.shape))
+    assert (
+        1e-4 < counts.sum() / pool.numel() < 2e-4
+        and counts.max() < 10
+        and all(held(records, pool.shape))
+    )
 
 
 def test_garbage_is_decoded_to_something():
     shape = SHAPES[0]
-    records = torch.randint(256, (3, 3, layer_bytes(shape)), generator=torch.Generator().manual_seed(0)).byte()
+    records = torch.randint(
+        256, (3, 3, layer_bytes(shape)), generator=torch.Generator().manual_seed(0)
+    ).byte()
     assert kv_packed_reference.decode(records, shape, torch.bfloat16).shape == shape
 
 
@@ -137,7 +157,9 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match=r"not torch\.float16"):
         kv_packed_reference.encode(torch.zeros(SHAPES[0], dtype=torch.float16))
     with pytest.raises(ValueError, match=r"not torch\.float32"):
-        kv_packed_reference.decode(torch.zeros(1, 1, layer_bytes(SHAPES[0])).byte(), SHAPES[0], torch.float32)
+        kv_packed_reference.decode(
+            torch.zeros(1, 1, layer_bytes(SHAPES[0])).byte(), SHAPES[0], torch.float32
+        )
 
 
 # The kernels.
@@ -149,8 +171,11 @@ def slots_of(*numbers):
 
 def used_records(shape, count, layers):
     """The state of a reused pinned buffer: padding is zero, all else is old data."""
-    at, heads = layout(shape), math.prod(shape[2:4])
-    records = torch.randint(1, 256, (count, layers, at.length), generator=torch.Generator().manual_seed(0)).byte()
+    at = layout(shape)
+    heads = math.prod(shape[2:4])
+    records = torch.randint(
+        1, 256, (count, layers, at.length), generator=torch.Generator().manual_seed(0)
+    ).byte()
     records[..., at.bases + heads * shape[5] : at.escapes] = 0
     records[..., at.counts + 4 * heads :] = 0
     return records.to(DEVICE)
@@ -173,10 +198,14 @@ def test_the_kernels_are_their_reference(shape, failed):
 
         decoded, wanted = torch.ones_like(pool), torch.ones_like(pool)
         kv_packed_kernel.decode(records, order, layers, decoded)
-        wanted[order.long(), layers.start : layers.stop] = kv_packed_reference.decode(records, shape, pool.dtype)
+        wanted[order.long(), layers.start : layers.stop] = kv_packed_reference.decode(
+            records, shape, pool.dtype
+        )
         assert torch.equal(bits(decoded), bits(wanted))
         if not failed:
-            assert torch.equal(bits(decoded[order.long()][:, layers.start : layers.stop]), bits(own))
+            assert torch.equal(
+                bits(decoded[order.long()][:, layers.start : layers.stop]), bits(own)
+            )
 
 
 @needs_kernels
@@ -184,7 +213,9 @@ def test_garbage_stays_inside_its_chunk():
     from pensieve.plugins.kv_forms import packed_kernel as kv_packed_kernel
 
     shape = (3, 3, 2, 2, 8, 16)
-    records = torch.randint(256, (1, 1, layer_bytes(shape)), generator=torch.Generator().manual_seed(0)).byte()
+    records = torch.randint(
+        256, (1, 1, layer_bytes(shape)), generator=torch.Generator().manual_seed(0)
+    ).byte()
     at = layout(shape)
     records[..., at.counts : at.counts + 16].view(torch.int32)[..., :] = 2**30
     pool = random_pool(shape, device=DEVICE)

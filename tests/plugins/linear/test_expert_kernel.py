@@ -1,4 +1,5 @@
-"""The kernels of experts against their twins, for both gates, uneven routing and sizes that no tile divides."""
+"""The kernels of experts against their twins, for both gates, uneven routing and sizes that no tile
+divides."""
 
 from itertools import product
 
@@ -14,7 +15,12 @@ from pensieve.plugins.linear import expert_kernel
 from pensieve.plugins.linear.expert_kernel import Tile, Tiles, most_blocks, tiles_for
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 2, 40, 24
-KINDS = {"silu": (False, 0.0), "silu, biases": (True, 0.0), "clamped": (False, 1.3), "clamped, biases": (True, 1.3)}
+KINDS = {
+    "silu": (False, 0.0),
+    "silu, biases": (True, 0.0),
+    "clamped": (False, 1.3),
+    "clamped, biases": (True, 1.3),
+}
 TILES = {
     "one row": Tiles(1, Tile(16, 32), Tile(64, 16)),
     "16 rows": Tiles(16, Tile(16, 16), Tile(32, 16)),
@@ -25,7 +31,11 @@ HALF = torch.bfloat16 if CUDA else torch.float16
 
 
 def random_route(tokens, experts=EXPERTS, chosen=CHOSEN, seed=0):
-    return torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed)).topk(chosen).indices
+    return (
+        torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+        .topk(chosen)
+        .indices
+    )
 
 
 ROUTES = {
@@ -46,10 +56,18 @@ def case(route, kind="silu", dtype=torch.float32, hidden=HIDDEN, width=WIDTH, ex
         return (torch.randn(shape, generator=dice, device=DEVICE) * scale).to(dtype)
 
     biased, limit = KINDS[kind]
-    up, down = draw(experts * 2 * width, hidden, scale=hidden**-0.5), draw(experts * hidden, width, scale=width**-0.5)
+    up, down = (
+        draw(experts * 2 * width, hidden, scale=hidden**-0.5),
+        draw(experts * hidden, width, scale=width**-0.5),
+    )
     biases = (draw(len(up)), draw(len(down))) if biased else (None, None)
     shares = torch.rand(route.shape, generator=dice, device=DEVICE)
-    return draw(len(route), hidden), route.to(DEVICE), shares, Experts(up, down, *biases, limit, 1.7)
+    return (
+        draw(len(route), hidden),
+        route.to(DEVICE),
+        shares,
+        Experts(up, down, *biases, limit, 1.7),
+    )
 
 
 @needs_kernels
@@ -69,8 +87,13 @@ def test_the_kernels_compute_what_the_twin_does(route, kind, tiles):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_are_chosen_by_the_number_of_tokens(kind, tokens):
     inputs = case(random_route(tokens), kind, HALF)
-    y, twin = expert_kernel.experts(*inputs), one_by_one(*inputs)
-    assert y.shape == twin.shape and y.dtype == HALF and (not tokens or error(y, twin) <= TOLERANCE[HALF])
+    y = expert_kernel.experts(*inputs)
+    twin = one_by_one(*inputs)
+    assert (
+        y.shape == twin.shape
+        and y.dtype == HALF
+        and (not tokens or error(y, twin) <= TOLERANCE[HALF])
+    )
 
 
 @needs_kernels
@@ -106,7 +129,9 @@ def test_blocks_have_each_pair_once_by_expert(route, monkeypatch):
     monkeypatch.setattr(expert_kernel, "CHUNK", 64)
     chosen = ROUTES[route] if route in ROUTES else random_route(200)
     inputs = case(chosen)
-    route_launch, *_ = expert_kernel.launches(*inputs, torch.empty_like(inputs[0]), TILES["16 rows"])
+    route_launch, *_ = expert_kernel.launches(
+        *inputs, torch.empty_like(inputs[0]), TILES["16 rows"]
+    )
     route_launch.run()
     _, order, table, pairs, blocks = route_launch.arguments
     assert order.tolist() == chosen.flatten().sort(stable=True).indices.tolist()
@@ -122,7 +147,9 @@ def test_blocks_have_each_pair_once_by_expert(route, monkeypatch):
 
 def test_some_routing_has_the_most_blocks_and_none_has_more():
     for pairs, experts in product(range(1, 12), range(1, 4)):
-        counts = (count for count in product(range(pairs + 1), repeat=experts) if sum(count) == pairs)
+        counts = (
+            count for count in product(range(pairs + 1), repeat=experts) if sum(count) == pairs
+        )
         most = max(sum(-(-pairs_of // 3) for pairs_of in count) for count in counts)
         assert most == most_blocks(pairs, experts, rows=3)
 

@@ -1,4 +1,5 @@
-"""Experts: one product for all of them gives the results of one after the other, however uneven the routing is."""
+"""Experts: one product for all of them gives the results of one after the other, however uneven the
+routing is."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ ROUTES = {  # the experts of each token
 }
 
 needs_grouped = pytest.mark.skipif(
-    not CUDA or torch.cuda.get_device_capability()[0] not in (9, 10), reason="torch's grouped product needs these GPUs"
+    not CUDA or torch.cuda.get_device_capability()[0] not in (9, 10),
+    reason="torch's grouped product needs these GPUs",
 )
 
 
@@ -32,7 +34,9 @@ def case(route, dtype, hidden=HIDDEN, width=WIDTH, experts=EXPERTS):
     shares = torch.rand(chosen.shape, generator=dice)
     up = torch.randn(experts * 2 * width, hidden, generator=dice) * hidden**-0.5
     down = torch.randn(experts * hidden, width, generator=dice) * width**-0.5
-    return tuple(tensor.to(DEVICE) for tensor in (x.to(dtype), chosen, shares, up.to(dtype), down.to(dtype)))
+    return tuple(
+        tensor.to(DEVICE) for tensor in (x.to(dtype), chosen, shares, up.to(dtype), down.to(dtype))
+    )
 
 
 def with_biases(inputs):
@@ -47,14 +51,16 @@ def formula(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0.0
     """Token by token, in float64."""
     up_bias = up.new_zeros(len(up)) if up_bias is None else up_bias
     down_bias = down.new_zeros(len(down)) if down_bias is None else down_bias
-    hidden, width = x.shape[1], down.shape[1]
+    hidden = x.shape[1]
+    width = down.shape[1]
     y = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for expert, share in zip(chosen[token].tolist(), shares[token].tolist(), strict=True):
             rows = slice(expert * 2 * width, (expert + 1) * 2 * width)
             gate, values = (up[rows].double() @ x[token].double() + up_bias[rows]).chunk(2)
             if limit:
-                gate, values = gate.clamp(max=limit), values.clamp(-limit, limit) + 1
+                gate = gate.clamp(max=limit)
+                values = values.clamp(-limit, limit) + 1
                 made = gate / (1 + torch.exp(-slope * gate)) * values
             else:
                 made = F.silu(gate) * values
@@ -79,7 +85,9 @@ def test_all_ways_compute_the_formula(changed, route, dtype):
         assert (y.cpu() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("dtype, hidden, width", [(torch.bfloat16, 64, 12), (torch.float32, 20, 6)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, hidden, width", [(torch.bfloat16, 64, 12), (torch.float32, 20, 6)], ids=str
+)
 def test_widths_that_the_grouped_product_refuses_are_computed(dtype, hidden, width):
     inputs = with_biases(case("of every number", dtype, hidden, width))
     expected = formula(*inputs)

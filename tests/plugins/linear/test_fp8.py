@@ -1,5 +1,5 @@
-"""Projections in FP8: the precision of rounding, the operation on every device, and the GPU's product against its
-twin."""
+"""Projections in FP8: the precision of rounding, the operation on every device, and the GPU's
+product against its twin."""
 
 import pytest
 import torch
@@ -12,12 +12,15 @@ from pensieve.plugins.linear.fp8_format import FP8, MOST
 from ..kernel_cases import CUDA, DEVICE, needs_kernels
 
 needs_hopper = pytest.mark.skipif(
-    not CUDA or torch.cuda.get_device_capability() < fp8_linear.OLDEST_CAPABILITY, reason="needs FP8 products"
+    not CUDA or torch.cuda.get_device_capability() < fp8_linear.OLDEST_CAPABILITY,
+    reason="needs FP8 products",
 )
 
 
 def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE
+    ).to(dtype)
 
 
 def quantised(weight):
@@ -40,17 +43,24 @@ def test_rounding_keeps_a_row_s_largest_value_and_three_bits_of_all():
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_the_operation_is_as_near_as_its_rounding(tokens, biased, dtype):
-    weight, bias = random(48, 64), random(48, dtype=dtype, seed=2) if biased else None
+    weight = random(48, 64)
+    bias = random(48, dtype=dtype, seed=2) if biased else None
     x = random(tokens, 64, dtype=dtype, seed=1)
     values, scale = quantised(weight)
-    exact = F.linear(x.float(), widened(values, scale, torch.float32), None if bias is None else bias.float())
-    for ours in (torch.ops.pensieve.fp8_linear(x, values, scale, bias), in_fp8(x, values, scale, bias)):
+    exact = F.linear(
+        x.float(), widened(values, scale, torch.float32), None if bias is None else bias.float()
+    )
+    for ours in (
+        torch.ops.pensieve.fp8_linear(x, values, scale, bias),
+        in_fp8(x, values, scale, bias),
+    ):
         assert ours.dtype == dtype and ours.shape == (tokens, 48)
         assert (ours - exact).norm() <= 0.05 * exact.norm()
 
 
 def test_scales_that_belong_to_other_rows_would_show():
-    weight, x = random(48, 64) * torch.arange(1, 49, device=DEVICE).unsqueeze(1), random(9, 64, seed=1)
+    weight = random(48, 64) * torch.arange(1, 49, device=DEVICE).unsqueeze(1)
+    x = random(9, 64, seed=1)
     values, scale = quantised(weight)
     wrong = torch.ops.pensieve.fp8_linear(x, values, scale.flip(0), None)
     assert (wrong - F.linear(x, weight)).norm() > 0.3 * F.linear(x, weight).norm()
@@ -89,10 +99,12 @@ def test_rows_are_scaled_behind_their_product():
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 63, 256, 257])
 def test_the_gpu_s_product_is_its_twin_s(tokens, biased):
-    weight, bias = random(256, 512), random(256, dtype=torch.bfloat16, seed=2) if biased else None
+    weight = random(256, 512)
+    bias = random(256, dtype=torch.bfloat16, seed=2) if biased else None
     x = random(tokens, 512, dtype=torch.bfloat16, seed=1)
     values, scale = quantised(weight)
-    ours, twin = torch.ops.pensieve.fp8_linear(x, values, scale, bias), in_fp8(x, values, scale, bias)
+    ours = torch.ops.pensieve.fp8_linear(x, values, scale, bias)
+    twin = in_fp8(x, values, scale, bias)
     assert ours.shape == (tokens, 256) and ours.dtype == torch.bfloat16
     assert (ours.float() - twin.float()).norm() <= 0.01 * twin.float().norm()
 

@@ -21,7 +21,8 @@ def random(*shape, dtype, seed=0, device=DEVICE):
 
 
 def assert_near(actual, expected):
-    """Equal up to the last bits, since sums are taken in another order; in 16 bits that seldom shows."""
+    """Equal up to the last bits, since sums are taken in another order; in 16 bits that seldom
+    shows."""
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[expected.dtype]
     assert actual.dtype == expected.dtype and actual.is_contiguous()
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -34,12 +35,16 @@ def assert_near(actual, expected):
 @pytest.mark.parametrize("tokens, size", [(1, 64), (7, 100), (40, 96), (3, 5120), (2, 16384)])
 def test_norms(tokens, size, rms, dtype):
     x, y = random(tokens, size, dtype=dtype), random(tokens, size, dtype=dtype, seed=1)
-    weight, bias = random(size, dtype=dtype), None if rms else random(size, dtype=dtype, seed=1)
+    weight = random(size, dtype=dtype)
+    bias = None if rms else random(size, dtype=dtype, seed=1)
     for parameters in ((weight, bias), (None, None)):
         normed, total = norm_kernel.add_norm(x, y, *parameters, 1e-5, rms)
         assert torch.equal(total, x + y)
         assert_near(normed, norm_reference.norm(total, *parameters, 1e-5, rms))
-        assert_near(norm_kernel.norm(x, *parameters, 1e-5, rms), norm_reference.norm(x, *parameters, 1e-5, rms))
+        assert_near(
+            norm_kernel.norm(x, *parameters, 1e-5, rms),
+            norm_reference.norm(x, *parameters, 1e-5, rms),
+        )
 
 
 @needs_kernels
@@ -135,7 +140,9 @@ def test_the_operations_are_captured():
         results = step()
     x.copy_(random(64, 4096, dtype=torch.bfloat16, seed=2))
     graph.replay()
-    assert all(torch.equal(replayed, eager) for replayed, eager in zip(results, step(), strict=True))
+    assert all(
+        torch.equal(replayed, eager) for replayed, eager in zip(results, step(), strict=True)
+    )
 
 
 @pytest.mark.skipif(CUDA, reason="of the CPU")

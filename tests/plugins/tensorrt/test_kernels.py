@@ -8,7 +8,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from pensieve.builder.tensorrt.network import ATTENTION, NORM, PRODUCT, SILU_GATE, WRITE_KV, Attributes
+from pensieve.builder.tensorrt.network import (
+    ATTENTION,
+    NORM,
+    PRODUCT,
+    SILU_GATE,
+    WRITE_KV,
+    Attributes,
+)
 from pensieve.builder.tensorrt.package import step_of
 from pensieve.plugins.attention import kernel as attention_kernel
 from pensieve.plugins.attention import kv_write_kernel
@@ -52,7 +59,9 @@ def jit(monkeypatch):
 
 class Case:
     def __init__(self, shape, folder, silu_width=0):
-        self.heads, self.kv_heads, self.head_dim, chunk, self.dims, self.dtype, self.capacity = SHAPES[shape]
+        self.heads, self.kv_heads, self.head_dim, chunk, self.dims, self.dtype, self.capacity = (
+            SHAPES[shape]
+        )
         self.pool = torch.zeros(2, LAYERS, 2, self.kv_heads, chunk, self.head_dim, dtype=self.dtype)
         self.norms = NORMS[shape]
         heads = (self.heads, self.kv_heads, self.head_dim, self.dtype)
@@ -68,7 +77,11 @@ class Case:
         """x, y, weight and bias."""
         x, y = torch.zeros(2, tokens, self.norms.size, dtype=self.dtype)
         given = self.norms.weighted, self.norms.biased
-        return x, y, *(torch.zeros(self.norms.size, dtype=self.dtype) if one else None for one in given)
+        return (
+            x,
+            y,
+            *(torch.zeros(self.norms.size, dtype=self.dtype) if one else None for one in given),
+        )
 
 
 def assert_same(ours, triton):
@@ -86,13 +99,19 @@ def test_every_launch_is_the_jits(shape, library, jit, tmp_path):
     kernels = library.load(tmp_path)
     jit.take()
     for tokens in sorted({1, 2, 16, 17, 64, case.capacity.tokens}):
-        for layer, blocks, longest in ((0, 1, tokens), (1, 16, 1), (LAYERS - 1, 33, case.capacity.tokens)):
+        for layer, blocks, longest in (
+            (0, 1, tokens),
+            (1, 16, 1),
+            (LAYERS - 1, 33, case.capacity.tokens),
+        ):
             case.work.longest = longest
             qkv, rotary, slots, block_table = case.batch(tokens, blocks)
             parts = qkv.split((case.heads, case.kv_heads, case.kv_heads), dim=1)
             rotated = kv_write_kernel.write_kv(*parts, rotary, slots, case.pool, layer)
             scale = case.head_dim**-0.5
-            o = attention_kernel.multi_token_attention(rotated, block_table, case.pool, layer, scale, case.work)
+            o = attention_kernel.multi_token_attention(
+                rotated, block_table, case.pool, layer, scale, case.work
+            )
             step = step_of(case.pool, case.work, [0] * LAYERS)
             library.write_kv(kernels, step, layer, qkv, rotary, slots, rotated)
             library.attend(kernels, step, layer, rotated, block_table, o)
@@ -124,21 +143,29 @@ def test_every_launch_of_a_gate_is_the_jits(width, library, jit, tmp_path):
         x = torch.zeros(tokens, 2 * width, dtype=torch.bfloat16)
         library.silu_gate(kernels, x, norm_kernel.silu_gate(x))
         (ours,), (triton,) = library.launched(), jit.take()
-        assert ours.grid == triton.grid and ours.image == triton.image and ours.values[2:4] == triton.values[2:4]
+        assert (
+            ours.grid == triton.grid
+            and ours.image == triton.image
+            and ours.values[2:4] == triton.values[2:4]
+        )
 
 
 @pytest.mark.parametrize("relu", [0, 1])
 @pytest.mark.parametrize("bias", [None, torch.randn(7)], ids=["no bias", "bias"])
 def test_a_product_is_of_rows_and_transposed_weights(bias, relu, library):
     library.needs_fake_cublas()
-    x, weight, y, workspace = torch.randn(3, 5), torch.randn(7, 5), torch.empty(3, 7), torch.empty(1)
+    x = torch.randn(3, 5)
+    weight = torch.randn(7, 5)
+    y = torch.empty(3, 7)
+    workspace = torch.empty(1)
     before = library.cublas.fake_asked()
     for _ in range(2):  # the algorithm is asked for once
         library.product(FLOAT32, x, weight, bias, relu, y, workspace)
         exact = torch.nn.functional.linear(x, weight, bias)
         torch.testing.assert_close(y, exact.relu() if relu else exact)
     assert library.cublas.fake_asked() == before + 1
-    with pytest.raises(RuntimeError, match="cuBLAS has no algorithm for a product"):  # the fake has no float16
+    # the fake has no float16
+    with pytest.raises(RuntimeError, match="cuBLAS has no algorithm for a product"):
         library.product(FLOAT16, x, weight, bias, relu, y, workspace)
 
 
@@ -150,11 +177,15 @@ def small(jit, tmp_path):
 
 def write_kv_of(case, library, kernels, step, layer=1, tokens=2):
     qkv, rotary, slots, _ = case.batch(tokens, 1)
-    library.write_kv(kernels, step, layer, qkv, rotary, slots, torch.zeros(tokens, case.heads, case.head_dim))
+    library.write_kv(
+        kernels, step, layer, qkv, rotary, slots, torch.zeros(tokens, case.heads, case.head_dim)
+    )
 
 
 @pytest.mark.parametrize("capturing, flags", [(False, 0), (True, 1)])
-def test_a_layer_waits_for_its_gate_before_it_is_touched(capturing, flags, small, library, tmp_path):
+def test_a_layer_waits_for_its_gate_before_it_is_touched(
+    capturing, flags, small, library, tmp_path
+):
     kernels = library.load(tmp_path, capturing=capturing)
     step = step_of(small.pool, small.work, [5, 0, 6])
     for layer in range(LAYERS):
@@ -182,9 +213,17 @@ def test_a_driver_that_refuses_the_machine_code_compiles_ptx(small, library, tmp
 def test_more_than_48_kb_of_shared_memory_are_asked_for(jit, library, tmp_path):
     Case("opt", tmp_path)
     library.load(tmp_path)
-    shared = [int(line.split()[3]) for line in (tmp_path / "kernels.txt").read_text().splitlines() if "kernel" in line]
+    shared = [
+        int(line.split()[3])
+        for line in (tmp_path / "kernels.txt").read_text().splitlines()
+        if "kernel" in line
+    ]
     asked = [line.split() for line in library.record() if line.startswith("attribute")]
-    expected = [["attribute", str(i), "8", str(size)] for i, size in enumerate(shared, 1) if size > 48 * 1024]
+    expected = [
+        ["attribute", str(i), "8", str(size)]
+        for i, size in enumerate(shared, 1)
+        if size > 48 * 1024
+    ]
     assert asked == expected and expected
 
 
@@ -192,14 +231,19 @@ def test_a_pointer_of_another_alignment_is_refused(small, library, tmp_path):
     kernels = library.load(tmp_path)
     step = step_of(small.pool, small.work, [0] * LAYERS)
     step.pool += 4
-    with pytest.raises(RuntimeError, match=r"_write_kv cannot take \d+ for pool: it was compiled for other alignments"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"_write_kv cannot take \d+ for pool: it was compiled for other alignments",
+    ):
         write_kv_of(small, library, kernels, step)
 
 
 def test_a_layer_beyond_the_pool_is_refused(small, library, tmp_path):
     kernels = library.load(tmp_path)
     with pytest.raises(RuntimeError, match="the pool has no layer 3"):
-        write_kv_of(small, library, kernels, step_of(small.pool, small.work, [0] * LAYERS), layer=LAYERS)
+        write_kv_of(
+            small, library, kernels, step_of(small.pool, small.work, [0] * LAYERS), layer=LAYERS
+        )
 
 
 @needs_headers
@@ -218,21 +262,34 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     def enqueue(attributes, inputs, *out):
         inputs = [x for x in inputs if x is not None]
         shapes = [number for x in inputs for number in (x.dim(), *x.shape)]
-        addresses = [(ctypes.c_void_p * len(some))(*(x.data_ptr() for x in some)) for some in (inputs, out)]
-        given = ((ctypes.c_int32 * len(attributes))(*attributes), len(inputs), (ctypes.c_int64 * len(shapes))(*shapes))
+        addresses = [
+            (ctypes.c_void_p * len(some))(*(x.data_ptr() for x in some)) for some in (inputs, out)
+        ]
+        given = (
+            (ctypes.c_int32 * len(attributes))(*attributes),
+            len(inputs),
+            (ctypes.c_int64 * len(shapes))(*shapes),
+        )
         return plugins.harness_enqueue(*given, *addresses, ctypes.c_void_p(STREAM))
 
     def of_norm(added):
-        return Attributes(NORM, FLOAT16, added=added, weighted=weight is not None, biased=bias is not None)
+        return Attributes(
+            NORM, FLOAT16, added=added, weighted=weight is not None, biased=bias is not None
+        )
 
     heads = (case.heads, case.kv_heads, case.head_dim, case.dims)
     batches = (
-        (Attributes(WRITE_KV, FLOAT16, *heads), [qkv.flatten(1), rotary if case.dims else None, slots], q),
+        (
+            Attributes(WRITE_KV, FLOAT16, *heads),
+            [qkv.flatten(1), rotary if case.dims else None, slots],
+            q,
+        ),
         (Attributes(ATTENTION, FLOAT16, *heads), [q.flatten(1), block_table], o),
         (of_norm(added=0), [x, weight, bias], normed),
         (of_norm(added=1), [x, y, weight, bias], normed, total),
     )
-    assert [enqueue(*batch) for batch in batches] == [1] * 4  # the thread has not said what to run on
+    # the thread has not said what to run on
+    assert [enqueue(*batch) for batch in batches] == [1] * 4
     step = step_of(case.pool, case.work, [0] * LAYERS)
     plugins.pensieve_run_on(kernels, ctypes.byref(step), 2)
     assert [enqueue(*batch) for batch in batches] == [0] * 4
@@ -242,11 +299,15 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     library.norm(kernels, x, None, weight, bias, normed, None)
     library.norm(kernels, x, y, weight, bias, normed, total)
     assert through_plugins == library.launched() != []
-    gate, halves = Attributes(SILU_GATE, FLOAT16, outputs=32), torch.zeros(7, 64).half()
+    gate = Attributes(SILU_GATE, FLOAT16, outputs=32)
+    halves = torch.zeros(7, 64).half()
     assert enqueue(gate, [halves], torch.zeros(7, 32).half()) == 0
     assert len(library.launched()) == 1
     library.needs_fake_cublas()
-    a, b, c, d = torch.randn(3, 5), torch.randn(7, 5), torch.randn(1, 7), torch.zeros(3, 7)
+    a = torch.randn(3, 5)
+    b = torch.randn(7, 5)
+    c = torch.randn(1, 7)
+    d = torch.zeros(3, 7)
     assert enqueue(Attributes(PRODUCT, FLOAT32, outputs=7, biased=1, relu=1), [a, b, c], d) == 0
     torch.testing.assert_close(d, (a @ b.T + c).relu())
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from pensieve.plugins.tensorrt.library import NATIVE, OPTIONS, compile_library, cuda_headers, load_library
+from pensieve.plugins.tensorrt.library import (
+    NATIVE,
+    OPTIONS,
+    compile_library,
+    cuda_headers,
+    load_library,
+)
 from pensieve.scheduler.types import SettingError
 
 from .launching import headers, needs_headers
@@ -23,7 +29,9 @@ NO_COMPILER = shutil.which("g++") is None
 def test_it_compiles_without_warnings_with_the_headers_of(folder, tmp_path):
     for source in NATIVE.glob("*.cpp"):
         includes = [f"-isystem{path}" for path in (folder, cuda_headers())]
-        subprocess.run(["g++", *OPTIONS, "-Werror", *includes, "-fsyntax-only", str(source)], check=True)
+        subprocess.run(
+            ["g++", *OPTIONS, "-Werror", *includes, "-fsyntax-only", str(source)], check=True
+        )
 
 
 @pytest.fixture
@@ -43,16 +51,22 @@ def file(path, content=""):
 
 
 def test_what_is_missing_is_named(home, monkeypatch):
-    with pytest.raises(SettingError, match=r"^--backend: TENSORRT_HOME has no .*NvInfer\.h: headers are missing"):
+    with pytest.raises(
+        SettingError, match=r"^--backend: TENSORRT_HOME has no .*NvInfer\.h: headers are missing"
+    ):
         load_library()
     file(home / "include" / "NvInfer.h")
     file(home / "include" / "NvInferVersion.h")
-    with pytest.raises(SettingError, match=r"^--backend: TENSORRT_HOME has no .*libnvinfer\.so: TensorRT itself"):
+    with pytest.raises(
+        SettingError, match=r"^--backend: TENSORRT_HOME has no .*libnvinfer\.so: TensorRT itself"
+    ):
         load_library()
     file(home / "lib" / "libnvinfer.so.8")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
-        with pytest.raises(SettingError, match=r"^--backend: tensorrt needs a C\+\+ compiler: install g\+\+"):
+        with pytest.raises(
+            SettingError, match=r"^--backend: tensorrt needs a C\+\+ compiler: install g\+\+"
+        ):
             load_library()
     monkeypatch.delenv("TENSORRT_HOME")
     with pytest.raises(SettingError, match=r"^--backend: tensorrt needs TENSORRT_HOME"):
@@ -64,12 +78,17 @@ def test_a_compiler_that_fails_says_why(home):
     file(home / "include" / "NvInfer.h", "#error these are no headers\n")
     file(home / "include" / "NvInferVersion.h")
     file(home / "lib" / "libnvinfer.so.8")
-    with pytest.raises(SettingError, match=r"^--backend: tensorrt's library cannot be compiled: .*no headers"):
+    with pytest.raises(
+        SettingError, match=r"^--backend: tensorrt's library cannot be compiled: .*no headers"
+    ):
         load_library()
 
 
 def test_what_was_compiled_is_kept(home, monkeypatch):
-    version, tensorrt = file(home / "include" / "NvInferVersion.h", "8"), file(home / "lib" / "libnvinfer.so.8")
+    version, tensorrt = (
+        file(home / "include" / "NvInferVersion.h", "8"),
+        file(home / "lib" / "libnvinfer.so.8"),
+    )
     compiled = []
 
     def run(command, **_):
@@ -82,4 +101,8 @@ def test_what_was_compiled_is_kept(home, monkeypatch):
     paths = [compile_library(version.parent, tensorrt) for _ in range(2)]
     version.write_text("9")  # another TensorRT in the same place
     paths.append(compile_library(version.parent, tensorrt))
-    assert len(compiled) == 2 and paths[0] == paths[1] != paths[2] and all(path.exists() for path in paths)
+    assert (
+        len(compiled) == 2
+        and paths[0] == paths[1] != paths[2]
+        and all(path.exists() for path in paths)
+    )

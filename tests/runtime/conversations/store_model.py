@@ -1,4 +1,5 @@
-"""A model of `HistoryStore` of dictionaries and lists: its rules without a database, and nothing that makes it fast."""
+"""A model of `HistoryStore` of dictionaries and lists: its rules without a database, and nothing
+that makes it fast."""
 
 from __future__ import annotations
 
@@ -49,18 +50,26 @@ class ModelOpening(NamedTuple):
 class State:
     conversations: dict[Name, ModelConversation] = field(default_factory=dict)
     turns: dict[int, ModelTurn] = field(default_factory=dict)
-    open_turns: list[tuple[bytes, int, bool]] = field(default_factory=list)  # turn, conversation, alone
+    # turn, conversation, alone
+    open_turns: list[tuple[bytes, int, bool]] = field(default_factory=list)
     expired: list[Gone] = field(default_factory=list)
 
     def copy(self) -> State:
-        return State(self.conversations.copy(), self.turns.copy(), self.open_turns.copy(), self.expired.copy())
+        return State(
+            self.conversations.copy(),
+            self.turns.copy(),
+            self.open_turns.copy(),
+            self.expired.copy(),
+        )
 
 
 class StoreModel:
     """Its methods are those of the store. Expired conversations are gone at once."""
 
     def __init__(self, history_ttl: float | None, quota: int | None, most_branches: int):
-        self.history_ttl, self._quota, self._most_branches = history_ttl, quota, most_branches
+        self.history_ttl = history_ttl
+        self._quota = quota
+        self._most_branches = most_branches
         self._last = 0
         self.state = State()
 
@@ -89,10 +98,16 @@ class StoreModel:
             raise RequestError(404, "unknown")
         return self.state.conversations[name]
 
-    def page(self, owner: str, limit: int, after: str | None, ascending: bool, now: float) -> tuple[list[str], bool]:
+    def page(
+        self, owner: str, limit: int, after: str | None, ascending: bool, now: float
+    ) -> tuple[list[str], bool]:
         if after is not None:
             self.get(Name(owner, after), now)
-        listed = [name for name in self.state.conversations if name.owner == owner and name.kind == "conversation"]
+        listed = [
+            name
+            for name in self.state.conversations
+            if name.owner == owner and name.kind == "conversation"
+        ]
         listed.sort(key=lambda name: self.state.conversations[name].number, reverse=not ascending)
         ids = [name.id for name in listed]
         rest = ids[ids.index(after) + 1 :] if after is not None else ids
@@ -108,10 +123,13 @@ class StoreModel:
         return self._insert(name, now)
 
     def fork(self, name: Name, new_id: str, now: float) -> ModelConversation:
-        source, new = self.get(name, now), name._replace(id=new_id)
+        source = self.get(name, now)
+        new = name._replace(id=new_id)
         self._need_free(new)
         made = self._insert(new, now, parent=name.id)
-        copied = replace(made, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title)
+        copied = replace(
+            made, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
+        )
         self.state.conversations[new] = copied
         return copied
 
@@ -161,16 +179,21 @@ class StoreModel:
     ) -> str:
         """Returns the kind of the conversation with the turn."""
         conversations = self.state.conversations
-        found, before = conversations.get(name), conversations.get(behind) if behind is not None else None
+        found = conversations.get(name)
+        before = conversations.get(behind) if behind is not None else None
         kept = found is None or opening is None or self._unchanged(name, found, opening)
         if opening is not None:
-            if opening.alone and (found is None or not kept or opening.seen[name].number != found.number):
+            if opening.alone and (
+                found is None or not kept or opening.seen[name].number != found.number
+            ):
                 raise RequestError(409, "too late")
             self.release(opening.turn)
         if found is None:
             found = self._insert(name, now, **about)
         branches = self._branches(name)
-        parent = self._nearest([(before or found).head, *(conversations[branch].head for branch in branches)], whole)
+        parent = self._nearest(
+            [(before or found).head, *(conversations[branch].head for branch in branches)], whole
+        )
         place = name
         if not kept:
             assert opening is not None
@@ -178,7 +201,9 @@ class StoreModel:
             made = self._insert(place, now, parent=name.id, thread=found.thread)
             conversations[place] = replace(made, history_ttl=found.history_ttl)
         self._last += 1
-        self.state.turns[self._last] = ModelTurn(parent, whole, opening.turn if opening is not None else None)
+        self.state.turns[self._last] = ModelTurn(
+            parent, whole, opening.turn if opening is not None else None
+        )
         conversations[place] = replace(
             conversations[place],
             head=self._last,
@@ -203,10 +228,15 @@ class StoreModel:
     def _unchanged(self, name: Name, found: ModelConversation, opening: ModelOpening) -> bool:
         seen = opening.seen.get(name)
         same = seen is not None and (seen.number, seen.head) == (found.number, found.head)
-        return (found.head is None or same) and not self._held_by_another(found.number, opening.turn)
+        return (found.head is None or same) and not self._held_by_another(
+            found.number, opening.turn
+        )
 
     def _held_by_another(self, conversation: int, turn: bytes) -> bool:
-        return any(number == conversation and alone and held != turn for held, number, alone in self.state.open_turns)
+        return any(
+            number == conversation and alone and held != turn
+            for held, number, alone in self.state.open_turns
+        )
 
     def _need_free(self, name: Name) -> None:
         if name in self.state.conversations:
@@ -218,13 +248,22 @@ class StoreModel:
             raise RequestError(429, "too many")
 
     def count(self, owner: str) -> int:
-        return sum(1 for name in self.state.conversations if name.owner == owner and name.kind != "branch")
+        return sum(
+            1 for name in self.state.conversations if name.owner == owner and name.kind != "branch"
+        )
 
     def _insert(
-        self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
+        self,
+        name: Name,
+        now: float,
+        parent: str | None = None,
+        thread: str | None = None,
+        body: str | None = None,
     ) -> ModelConversation:
         self._last += 1
-        made = ModelConversation(self._last, now, now, parent=parent, thread=thread or name.id, body=body)
+        made = ModelConversation(
+            self._last, now, now, parent=parent, thread=thread or name.id, body=body
+        )
         self.state.conversations[name] = made
         return made
 
@@ -233,7 +272,8 @@ class StoreModel:
         found = [
             other
             for other, branch in self.state.conversations.items()
-            if (other.owner, other.kind, branch.parent, name.kind) == (name.owner, "branch", name.id, "conversation")
+            if (other.owner, other.kind, branch.parent, name.kind)
+            == (name.owner, "branch", name.id, "conversation")
         ]
         return sorted(found, key=lambda other: self.state.conversations[other].number)
 
@@ -246,25 +286,34 @@ class StoreModel:
         return line
 
     def used_turns(self) -> set[int]:
-        return {turn for found in self.state.conversations.values() for turn in self.line(found.head)}
+        return {
+            turn for found in self.state.conversations.values() for turn in self.line(found.head)
+        }
 
     def _kept(self, turn: int) -> int:
         """Tokens that it shares with the turn before it."""
         parent = self.state.turns[turn].parent
         if parent is None:
             return 0
-        return common_prefix(self.state.turns[parent].whole.tokens, self.state.turns[turn].whole.tokens)
+        return common_prefix(
+            self.state.turns[parent].whole.tokens, self.state.turns[turn].whole.tokens
+        )
 
     def _nearest(self, heads: Sequence[int | None], whole: Transcript) -> int | None:
-        best, longest = None, (-1, -1)
+        best = None
+        longest = (-1, -1)
         for head in heads:
             line = self.line(head)
-            equal = common_prefix(self.state.turns[line[0]].whole.tokens, whole.tokens) if line else 0
+            equal = (
+                common_prefix(self.state.turns[line[0]].whole.tokens, whole.tokens) if line else 0
+            )
             for turn in line:
-                said, log = self.state.turns[turn].whole.messages, len(self.state.turns[turn].whole.tokens)
+                said = self.state.turns[turn].whole.messages
+                log = len(self.state.turns[turn].whole.tokens)
                 if said == whole.messages[: len(said)] and (whole.messages or log <= equal):
                     if (len(said), log) > longest:
-                        best, longest = turn, (len(said), log)
+                        best = turn
+                        longest = (len(said), log)
                     break
                 equal = min(equal, self._kept(turn))
         return best
@@ -273,7 +322,8 @@ class StoreModel:
         self.state.expired += [self._remove(branch) for branch in self._branches(name)]
         gone = self.state.conversations.pop(name)
         self.state.open_turns = [one for one in self.state.open_turns if one[1] != gone.number]
-        line, used = self.line(gone.head), self.used_turns()
+        line = self.line(gone.head)
+        used = self.used_turns()
         own = [turn for turn in line if turn not in used]
         tokens = self.state.turns[line[0]].whole.tokens if line else array("i")
         alone = own == line

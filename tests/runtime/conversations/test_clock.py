@@ -1,4 +1,5 @@
-"""The clock of the histories, on clocks that the test sets: no jump of a wall clock deletes conversations."""
+"""The clock of the histories, on clocks that the test sets: no jump of a wall clock deletes
+conversations."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def alive(store: HistoryStore) -> bool:
     """Whether A is, for reads and for expiry."""
     now = store.now()
     store.expire(now)
-    assert (store.find(A, now) is not None) == bool(store._db.execute("SELECT 1 FROM conversations WHERE id = 'a'"))
+    assert (store.find(A, now) is not None) == bool(
+        store._db.execute("SELECT 1 FROM conversations WHERE id = 'a'")
+    )
     return store.find(A, now) is not None
 
 
@@ -59,10 +62,16 @@ def test_a_jump_suspends_expiry_until_the_new_time_has_lasted_a_day(
     assert not clock.suspended
     suspended, accepted = caplog.messages
     assert f"jumped by {jump:+.0f} s" in suspended and "no conversation expires until" in suspended
-    assert "set the clock" in suspended and "restart" in suspended and "has kept its new time" in accepted
+    assert (
+        "set the clock" in suspended
+        and "restart" in suspended
+        and "has kept its new time" in accepted
+    )
 
 
-def test_a_clock_that_is_put_right_again_ends_the_suspension(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_that_is_put_right_again_ends_the_suspension(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clocks = Clocks()
     clock = clocks.clock()
     clocks.wall += DAY
@@ -85,7 +94,9 @@ def test_a_clock_that_is_put_right_again_ends_the_suspension(caplog: pytest.LogC
     ]
 
 
-def test_small_changes_and_any_stop_between_two_processes_are_normal_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_small_changes_and_any_stop_between_two_processes_are_normal_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clocks = Clocks()
     clock = clocks.clock()
     for _ in range(100):
@@ -191,7 +202,9 @@ def test_the_time_of_a_shared_database_is_its_own(postgres: str) -> None:
         store.close()
 
 
-def test_a_jump_of_the_databases_clock_cuts_no_server_off(postgres: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_jump_of_the_databases_clock_cuts_no_server_off(
+    postgres: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nor does it end the turns that are open on other servers."""
     one, two = (HistoryStore(postgres, TTL, server=name) for name in ("one", "two"))
     for store in (one, two):

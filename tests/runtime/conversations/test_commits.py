@@ -1,4 +1,5 @@
-"""What a commit reads: a bounded part of the history, and the same result as a search through all of it."""
+"""What a commit reads: a bounded part of the history, and the same result as a search through all
+of it."""
 
 from __future__ import annotations
 
@@ -33,16 +34,20 @@ class WholeSearch(HistoryStore):
 
     def _nearest(self, head: int | None, others: Sequence[int], whole: Transcript) -> Line | None:
         beginnings = {key: count for count, key in enumerate(dialogue_keys("", whole.messages))}
-        best, longest = None, (-1, -1)  # messages, tokens
+        # messages, tokens
+        best = None
+        longest = (-1, -1)
         for end in (head, *others):
-            line, common = list(self._line(end).values()), sys.maxsize
+            line = list(self._line(end).values())
+            common = sys.maxsize
             if line and not whole.messages:
                 common = common_prefix(line[-1].turn.transcript().tokens, whole.tokens)
             for number, _, digest, turn in reversed(line):
                 log = turn.kept + len(turn.tokens)
                 if digest in beginnings and log <= common:
                     if (beginnings[digest], log) > longest:
-                        best, longest = number, (beginnings[digest], log)
+                        best = number
+                        longest = (beginnings[digest], log)
                     break
                 if not whole.messages:
                     common = min(common, turn.kept)
@@ -50,16 +55,22 @@ class WholeSearch(HistoryStore):
 
 
 def tables(store: HistoryStore) -> list[Any]:
-    turns = "SELECT number, parent, digest, messages, kept, tokens, inside, text_kept, text FROM turns ORDER BY number"
-    return store._db.execute(turns) + store._db.execute("SELECT * FROM conversations ORDER BY number")
+    turns = (
+        "SELECT number, parent, digest, messages, kept, tokens, inside, text_kept, text FROM turns "
+        "ORDER BY number"
+    )
+    return store._db.execute(turns) + store._db.execute(
+        "SELECT * FROM conversations ORDER BY number"
+    )
 
 
 class Driver:
-    """The same random operations on both stores. Dialogues have few different messages, logs few different tokens:
-    they meet again and again."""
+    """The same random operations on both stores. Dialogues have few different messages, logs few
+    different tokens: they meet again and again."""
 
     def __init__(self, seed: int, stores: Sequence[HistoryStore]):
-        self.draw, self.stores = random.Random(seed), stores
+        self.draw = random.Random(seed)
+        self.stores = stores
         self.open: list[tuple[Name, list[Opening]]] = []
         self.said: list[tuple[str, ...]] = [()]
         self.logs: list[tuple[int, ...]] = [()]
@@ -95,8 +106,22 @@ class Driver:
         return Transcript(dialogue(*said), array("i", tokens), text, len(tokens))
 
     def step(self) -> None:
-        draw, name = self.draw, self.name()
-        match draw.choice(("open", "open", "commit", "commit", "commit", "late", "response", "fork", "delete", "fail")):
+        draw = self.draw
+        name = self.name()
+        match draw.choice(
+            (
+                "open",
+                "open",
+                "commit",
+                "commit",
+                "commit",
+                "late",
+                "response",
+                "fork",
+                "delete",
+                "fail",
+            )
+        ):
             case "open":
                 self.turns += 1
                 openings = self.both("admit", [name], 1.0, self.turns.to_bytes(4, "big"))
@@ -115,7 +140,9 @@ class Driver:
             case "fork":
                 self.both("fork", name, draw.choice("abc"), 1.0)
             case "delete" if draw.random() < 0.3:
-                self.both("delete", draw.choice((name, Name("", "c"), Name("", "r", "response"))), 1.0)
+                self.both(
+                    "delete", draw.choice((name, Name("", "c"), Name("", "r", "response"))), 1.0
+                )
             case "fail":
                 whole = self.whole()
                 for store in self.stores:
@@ -136,9 +163,14 @@ def test_a_turn_goes_on_from_the_same_turn_as_after_a_search_through_everything(
         driver.step()
         one, other = map(tables, stores)
         assert one == other
-        assert stores[0]._known == sum(line.size for line in stores[0]._lines.values()) <= module.MOST_KNOWN
+        assert (
+            stores[0]._known
+            == sum(line.size for line in stores[0]._lines.values())
+            <= module.MOST_KNOWN
+        )
     for digest, owner, id, kind in stores[0]._db.execute(
-        "SELECT digest, owner, conversations.id, kind FROM conversations JOIN turns ON turns.number = head"
+        "SELECT digest, owner, conversations.id, kind FROM conversations JOIN turns ON "
+        "turns.number = head"
     ):
         found = stores[0].find(Name(owner, id, kind), 1.0)
         assert found is not None and found[1] is not None
@@ -165,7 +197,11 @@ class Counted:
         def counted(sql: str, values: Any = None) -> list[Any]:
             found = execute(sql, values)
             self.rows += len(found)
-            self.bytes += sum(len(value) if isinstance(value, (str, bytes)) else 8 for row in found for value in row)
+            self.bytes += sum(
+                len(value) if isinstance(value, (str, bytes)) else 8
+                for row in found
+                for value in row
+            )
             return found
 
         def step() -> int:
@@ -194,12 +230,16 @@ def work_of_a_commit(turns: int, branches: int, monkeypatch: pytest.MonkeyPatch)
     return counted
 
 
-def test_a_commit_reads_as_much_of_a_long_history_as_of_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_reads_as_much_of_a_long_history_as_of_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     short, long = (work_of_a_commit(turns, 0, monkeypatch) for turns in (4, 200))
     assert (long.rows, long.bytes, long.steps) == (short.rows, short.bytes, short.steps)
 
 
-def test_of_each_branch_a_commit_reads_its_row_and_its_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_each_branch_a_commit_reads_its_row_and_its_last_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     none, some, many = (work_of_a_commit(40, branches, monkeypatch) for branches in (0, 8, 16))
     assert (some.rows, many.rows) == (none.rows + 2 * 8, none.rows + 2 * 16)
     assert many.bytes < 200 * 17 and many.steps < 2 * some.steps
@@ -225,7 +265,9 @@ def test_branches_of_other_conversations_cost_nothing(monkeypatch: pytest.Monkey
     assert (many.rows, many.steps) == (few.rows, few.steps)
 
 
-def test_tables_of_an_older_program_get_the_index_of_branches(histories_at: str, tmp_path: Path) -> None:
+def test_tables_of_an_older_program_get_the_index_of_branches(
+    histories_at: str, tmp_path: Path
+) -> None:
     where = histories_at if is_url(histories_at) else str(tmp_path / "file")
     listed = "SELECT name FROM sqlite_master WHERE name = 'branches_of'"
     if is_url(where):
@@ -237,7 +279,9 @@ def test_tables_of_an_older_program_get_the_index_of_branches(histories_at: str,
         store.close()
 
 
-def test_a_history_that_was_just_written_or_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_that_was_just_written_or_read_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = HistoryStore(":memory:")
     for turn in range(1, 50):
         store.commit(A, long_dialogue(turn), 1.0)
@@ -253,7 +297,8 @@ def test_a_history_that_was_just_written_or_read_is_not_read_again(monkeypatch: 
 
 
 def test_messages_that_the_caller_changes_afterwards_stay_as_they_were_stored() -> None:
-    store, whole = HistoryStore(":memory:"), long_dialogue(1)
+    store = HistoryStore(":memory:")
+    whole = long_dialogue(1)
     store.commit(A, whole, 1.0)
     whole.messages[0]["content"] = "changed"
     found = store.find(A, 1.0)
@@ -261,5 +306,7 @@ def test_messages_that_the_caller_changes_afterwards_stay_as_they_were_stored() 
     longer = long_dialogue(2)
     longer.messages[0]["content"] = "changed"
     store.commit(A, longer, 1.0)
-    assert store._db.execute("SELECT count(*) FROM turns") == [(1,)], "it goes on from nothing that is stored"
+    assert store._db.execute("SELECT count(*) FROM turns") == [(1,)], (
+        "it goes on from nothing that is stored"
+    )
     store.close()

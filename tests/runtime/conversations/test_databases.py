@@ -16,7 +16,12 @@ import psycopg
 import pytest
 
 from pensieve.runtime.conversations import databases
-from pensieve.runtime.conversations.databases import Postgres, Sqlite, open_database, without_password
+from pensieve.runtime.conversations.databases import (
+    Postgres,
+    Sqlite,
+    open_database,
+    without_password,
+)
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.launch.http_options import http_settings
@@ -75,13 +80,17 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 
-def test_histories_are_imported_from_a_file(tmp_path: Path, postgres: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_histories_are_imported_from_a_file(
+    tmp_path: Path, postgres: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is taken stays as it is; a second import adds nothing."""
     a, b, c = (Name("", name) for name in "abc")
     snapshot = Name("key", "r", "response")
     source, target = HistoryStore(tmp_path / "history.sqlite"), HistoryStore(postgres)
     source.use_tokenizer(b"ours")
-    source.commit(a, transcript("0", "1"), 1.0, b"salt", opening=source.admit([a], 1.0, b"a turn of a server"))
+    source.commit(
+        a, transcript("0", "1"), 1.0, b"salt", opening=source.admit([a], 1.0, b"a turn of a server")
+    )
     source.change(a, 1.0, history_ttl=1e12)
     source.fork(a, "b", 2.0)
     source.commit(b, transcript("0", "1", "2", "3"), 3.0)
@@ -91,12 +100,25 @@ def test_histories_are_imported_from_a_file(tmp_path: Path, postgres: str, capsy
     source.close()
     target.use_tokenizer(b"ours")
     target.commit(c, transcript("other", "1"), 1.0)
-    for said in ("copied 3 conversations and responses, 1 were there", "copied 0 conversations and responses, 4 were"):
-        assert import_histories.main([str(tmp_path / "history.sqlite"), "--history-url", postgres]) == 0
+    for said in (
+        "copied 3 conversations and responses, 1 were there",
+        "copied 0 conversations and responses, 4 were",
+    ):
+        assert (
+            import_histories.main([str(tmp_path / "history.sqlite"), "--history-url", postgres])
+            == 0
+        )
         assert said in capsys.readouterr().out
         found = target.get(a, 5.0)
-        assert (found.salt, found.history_ttl, found.title, found.created) == (b"salt", 1e12, "0", kept.created)
-        assert stored(target, b) == transcript("0", "1", "2", "3") and target.get(b, 5.0).parent == "a"
+        assert (found.salt, found.history_ttl, found.title, found.created) == (
+            b"salt",
+            1e12,
+            "0",
+            kept.created,
+        )
+        assert (
+            stored(target, b) == transcript("0", "1", "2", "3") and target.get(b, 5.0).parent == "a"
+        )
         assert stored(target, c).messages == dialogue("other", "1")
         assert target.get(snapshot, 5.0).body == "{}" and rows(target) == 4
     target.close()
@@ -104,7 +126,10 @@ def test_histories_are_imported_from_a_file(tmp_path: Path, postgres: str, capsy
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["none", "--history-url", "postgresql://x/y"], "there is no none"), (["x"], "names no database")],
+    [
+        (["none", "--history-url", "postgresql://x/y"], "there is no none"),
+        (["x"], "names no database"),
+    ],
 )
 def test_an_import_that_cannot_be(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -120,10 +145,16 @@ def test_an_import_of_a_running_servers_file_says_to_stop_it(
 ) -> None:
     running = HistoryStore(tmp_path / "history.sqlite")
     with pytest.raises(SystemExit):
-        import_histories.main([str(tmp_path / "history.sqlite"), "--history-url", "postgresql://x/y"])
+        import_histories.main(
+            [str(tmp_path / "history.sqlite"), "--history-url", "postgresql://x/y"]
+        )
     running.close()
     said = capsys.readouterr().err
-    assert "FILE: " in said and "is in use by another server; stop that one first" in said and "--state-dir" not in said
+    assert (
+        "FILE: " in said
+        and "is in use by another server; stop that one first" in said
+        and "--state-dir" not in said
+    )
 
 
 def test_the_doctor_asks_the_database(tmp_path: Path, postgres: str) -> None:
@@ -139,18 +170,24 @@ def test_the_doctor_asks_the_database(tmp_path: Path, postgres: str) -> None:
     store._db.execute("UPDATE servers SET alive = alive - 99 WHERE id = 'b-2'")
     database, *servers = findings(postgres)
     assert database.found.endswith("1 conversations and responses")
-    assert [(server.level.value, server.found.split()[0]) for server in servers] == [("ok", "a-1"), ("optional", "b-2")]
+    assert [(server.level.value, server.found.split()[0]) for server in servers] == [
+        ("ok", "a-1"),
+        ("optional", "b-2"),
+    ]
     store.close()
     silent.close()
     (gone,) = findings(f"postgresql://me:secret@/x?host={tmp_path}")
     assert gone.level is doctor.Level.PROBLEM and "secret" not in gone.found + gone.advice
 
 
-def test_each_statement_waits_for_its_own_answer(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_statement_waits_for_its_own_answer(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A transaction of many slow ones is not one that hangs."""
     database = open_database(postgres)
     assert isinstance(database, Postgres) and database.asked is None
-    clock, asked = itertools.count(), []
+    clock = itertools.count()
+    asked = []
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     execute = psycopg.Connection.execute
 
@@ -298,7 +335,8 @@ def test_deletions_have_room_on_a_full_disk(tmp_path: Path) -> None:
 def test_only_a_write_tells_whether_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Deletions leave free pages in the file, while the disk may have no room for the reserve any more."""
+    """Deletions leave free pages in the file, while the disk may have no room for the reserve any
+    more."""
     path = tmp_path / "history.sqlite"
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
@@ -306,7 +344,11 @@ def test_only_a_write_tells_whether_there_is_room(
     store.admit([Name("", "a")], 1.0)
     store._db.fault = RequestError(507, "full")
     store.recover()
-    assert store.fault is None and len(caplog.messages) == 1 and "no room is kept for deletions" in caplog.text
+    assert (
+        store.fault is None
+        and len(caplog.messages) == 1
+        and "no room is kept for deletions" in caplog.text
+    )
     enough = databases.RECOVERY_BYTES + databases.RESERVE_BYTES // 4
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=enough))
     store.recover()
@@ -318,7 +360,8 @@ def test_only_a_write_tells_whether_there_is_room(
 def test_a_disk_that_cannot_allocate_keeps_no_reserve(
     reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The C library writes to the blocks of the file instead, which it cannot if the file is only appended to."""
+    """The C library writes to the blocks of the file instead, which it cannot if the file is only
+    appended to."""
     path = tmp_path / "history.sqlite"
     allocate = os.posix_fallocate
 
@@ -335,7 +378,9 @@ def test_a_disk_that_cannot_allocate_keeps_no_reserve(
     store.close()
 
 
-def test_a_start_on_a_full_disk_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_on_a_full_disk_uses_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "history.sqlite"
     HistoryStore(path).close()
     opening, writing = Sqlite._open, Sqlite.execute
@@ -367,7 +412,9 @@ def test_a_start_on_a_full_disk_uses_the_reserve(tmp_path: Path, monkeypatch: py
     store.close()
 
 
-@pytest.mark.parametrize(("code", "used"), [(sqlite3.SQLITE_READONLY, False), (sqlite3.SQLITE_FULL, True)])
+@pytest.mark.parametrize(
+    ("code", "used"), [(sqlite3.SQLITE_READONLY, False), (sqlite3.SQLITE_FULL, True)]
+)
 def test_a_deletion_that_nothing_helps_is_refused(
     code: int, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""Deletions in small pieces: what has expired, long conversations, and what other servers have deleted."""
+"""Deletions in small pieces: what has expired, long conversations, and what other servers have
+deleted."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_no_turn_deletes_what_has_expired(make: Make) -> None:
     assert sweep(store) == 5 and rows(store) == 1 and conversations(store) == 1
 
 
-def test_one_transaction_deletes_few_conversations(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transaction_deletes_few_conversations(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By number, and by tokens. A conversation's branches go with it, and are told before it."""
     monkeypatch.setattr(store_module, "MOST_EXPIRED", 3)
     store = make(history_ttl=100.0)
@@ -80,7 +83,11 @@ def test_one_transaction_deletes_few_conversations(make: Make, monkeypatch: pyte
     for at, opening in enumerate(openings):
         store.commit(A, transcript(str(at), "x"), 1.0, opening=opening)
     assert sweep(store) == 3 and rows(store) == 0
-    assert sorted(gone.name.kind for gone in store.take_expired()) == ["branch", "branch", "conversation"]
+    assert sorted(gone.name.kind for gone in store.take_expired()) == [
+        "branch",
+        "branch",
+        "conversation",
+    ]
 
 
 def test_an_own_lifetime_counts_instead_of_the_default_one(make: Make) -> None:
@@ -95,7 +102,9 @@ def test_an_own_lifetime_counts_instead_of_the_default_one(make: Make) -> None:
     assert sweep(forever, 1e12) == 0
 
 
-def test_expired_conversations_are_found_by_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_conversations_are_found_by_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a file of an older program too, after one start."""
     path = tmp_path / "file"
     HistoryStore(path).close()
@@ -104,7 +113,8 @@ def test_expired_conversations_are_found_by_an_index(tmp_path: Path, monkeypatch
             db.execute(f"DROP INDEX {name}")
     db.close()
     store = HistoryStore(path, history_ttl=100.0)
-    execute, plans = store._db.execute, list[str]()
+    execute = store._db.execute
+    plans = list[str]()
 
     def explained(sql: str, values: Any = None) -> list[Any]:
         if sql.lstrip().startswith("SELECT"):
@@ -114,7 +124,9 @@ def test_expired_conversations_are_found_by_an_index(tmp_path: Path, monkeypatch
     monkeypatch.setattr(store._db, "execute", explained)
     store.expire(NOW)
     used = " ".join(plans)
-    assert all(f"INDEX {name} " in f"{used} " for name in ("conversations_due", "conversations_removed"))
+    assert all(
+        f"INDEX {name} " in f"{used} " for name in ("conversations_due", "conversations_removed")
+    )
     assert "conversations_due_own" in used and "TEMP B-TREE" not in used
     assert not [step for step in plans if step.startswith("SCAN") and "INDEX" not in step]
     store.close()
@@ -132,7 +144,8 @@ def long_one(store: HistoryStore, name: Name, turns: int, first: int = 0) -> Non
 def test_a_long_conversation_is_deleted_a_few_turns_at_a_time(
     way: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name is free at once, and a fork keeps what it shares. After a restart in between, the rest is deleted."""
+    """Its name is free at once, and a fork keeps what it shares. After a restart in between, the
+    rest is deleted."""
     monkeypatch.setattr(store_module, "MOST_TURNS", 4)
     store = make(history_ttl=100.0, server="one")
     long_one(store, B, 2)
@@ -170,18 +183,23 @@ def test_a_long_conversation_is_deleted_a_few_turns_at_a_time(
     assert len(found) == 2 and not more
 
 
-def test_many_large_branches_are_deleted_one_after_the_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_large_branches_are_deleted_one_after_the_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before their conversation, whose deletion then says that all of its log was its own."""
     monkeypatch.setattr(store_module, "MOST_EXPIRED_TOKENS", 12)  # each has 6
 
     async def work() -> None:
-        store, loop = make(), Loop()
+        store = make()
+        loop = Loop()
         openings = [store.admit([A], 1.0, bytes([at])) for at in range(6)]
         for at, opening in enumerate(openings):
             store.commit(A, transcript("0", str(at)), 1.0, opening=opening)
         removed: list[int] = []
         remove = store._remove_all
-        monkeypatch.setattr(store, "_remove_all", lambda some: removed.append(len(some)) or remove(some))
+        monkeypatch.setattr(
+            store, "_remove_all", lambda some: removed.append(len(some)) or remove(some)
+        )
         turns = TurnManager(store, lambda message: None, loop.erase, None)
         deletion = asyncio.create_task(turns.delete(A))
         await until(lambda: len(loop.told) == 6)
@@ -196,7 +214,9 @@ def test_many_large_branches_are_deleted_one_after_the_other(make: Make, monkeyp
     asyncio.run(work())
 
 
-def test_what_is_left_of_a_long_conversation_does_not_count(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_of_a_long_conversation_does_not_count(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a quota, for what another conversation shares, or in an import."""
     monkeypatch.setattr(store_module, "MOST_TURNS", 4)
     store = make(quota=2)
@@ -216,7 +236,9 @@ def test_what_is_left_of_a_long_conversation_does_not_count(make: Make, monkeypa
     target.close()
 
 
-def test_deletions_in_pieces_tell_the_same_as_whole_ones(histories_at: str, make: Make, monkeypatch: Any) -> None:
+def test_deletions_in_pieces_tell_the_same_as_whole_ones(
+    histories_at: str, make: Make, monkeypatch: Any
+) -> None:
     """Random trees of forks, branches and responses, of which a random part has expired."""
 
     def gone_of(most_turns: int, seed: int) -> tuple[list[Gone], int]:
@@ -229,7 +251,9 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(histories_at: str, make
         truth: dict[Name, tuple[str, ...]] = {}
         deleted: list[Gone] = []
         for step in range(60):
-            name = Name("", draw.choice("abcd"), draw.choice(("conversation", "conversation", "response")))
+            name = Name(
+                "", draw.choice("abcd"), draw.choice(("conversation", "conversation", "response"))
+            )
             opening = store.admit([name], 1.0, bytes([step])) if draw.random() < 0.3 else None
             said = truth.get(name, ())
             said = (*said[: draw.randrange(len(said) + 1)], *(draw.choice("xyz") for _ in range(4)))
@@ -244,7 +268,8 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(histories_at: str, make
                 del truth[name]
                 continue
             if opening is not None and name in truth and draw.random() < 0.5:
-                store.commit(name, transcript(*truth[name], "between"), 1.0)  # the turn becomes a branch
+                # the turn becomes a branch
+                store.commit(name, transcript(*truth[name], "between"), 1.0)
             store.commit(name, transcript(*said), 1.0, opening=opening)
             truth[name] = tuple(message["content"] for message in stored(store, name).messages)
         kept = [name for name in truth if draw.random() < 0.5]
@@ -252,14 +277,17 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(histories_at: str, make
             if name.kind == "conversation":
                 store.change(name, 1.0, history_ttl=1e9)
             else:
-                store._db.execute("UPDATE conversations SET history_ttl = 1e9 WHERE id = :id", {"id": name.id})
+                store._db.execute(
+                    "UPDATE conversations SET history_ttl = 1e9 WHERE id = :id", {"id": name.id}
+                )
         store._db.execute("DELETE FROM open_turns")
         deleted += store.take_expired()
         sweep(store)
         for name in kept:
             assert [m["content"] for m in stored(store, name, NOW).messages] == list(truth[name])
         used = store._db.execute(
-            "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM turns JOIN used "
+            "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM "
+            "turns JOIN used "
             "ON number = n WHERE parent IS NOT NULL) SELECT count(*) FROM used"
         )
         assert rows(store) == used[0][0] or rows(store) == 0 == len(kept)
@@ -270,7 +298,9 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(histories_at: str, make
         assert len(whole[0]) > 3 and pieces == whole
 
 
-def test_a_tokenizer_is_given_to_a_few_turns_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_given_to_a_few_turns_at_a_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Turns of an older program have none, and an import may bring many."""
     monkeypatch.setattr(store_module, "MOST_ADOPTED", 2)
     store = make()
@@ -291,9 +321,11 @@ def pair(postgres: str, **options: Any) -> tuple[HistoryStore, HistoryStore]:
     return one, two
 
 
-def test_one_of_several_servers_deletes_what_has_expired(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each conversation is deleted once, and told to both. The other server goes on if the first one is
-    silent."""
+def test_one_of_several_servers_deletes_what_has_expired(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each conversation is deleted once, and told to both. The other server goes on if the first
+    one is silent."""
     monkeypatch.setattr(store_module, "MOST_EXPIRED", 2)
     one, two = pair(postgres, history_ttl=100.0)
     names = expired(one, 6)
@@ -310,7 +342,9 @@ def test_one_of_several_servers_deletes_what_has_expired(postgres: str, monkeypa
         store.close()
 
 
-def test_a_deletion_whose_commit_has_no_answer_is_told_later(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_whose_commit_has_no_answer_is_told_later(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By its tombstone, once. Of a deletion whose answer has come the tombstone tells nothing."""
     one, two = pair(postgres, history_ttl=100.0)
     (name,) = expired(one, 1)
@@ -346,7 +380,9 @@ def test_a_deletion_whose_commit_has_no_answer_is_told_later(postgres: str, monk
         store.close()
 
 
-def test_deletions_of_others_are_read_a_few_at_a_time(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletions_of_others_are_read_a_few_at_a_time(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_module, "MOST_TOMBSTONES", 4)
     one, two = pair(postgres, history_ttl=100.0)
     names = expired(one, 7)
@@ -373,8 +409,11 @@ def test_deletions_of_others_are_read_a_few_at_a_time(postgres: str, monkeypatch
         store.close()
 
 
-def test_a_turn_learns_first_that_its_conversation_was_deleted(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far its server is behind. It learns it once, so that the new conversation's KV is not erased."""
+def test_a_turn_learns_first_that_its_conversation_was_deleted(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far its server is behind. It learns it once, so that the new conversation's KV is not
+    erased."""
     monkeypatch.setattr(store_module, "MOST_TOMBSTONES", 2)
     one, two = pair(postgres, history_ttl=100.0, quota=100)
     names = expired(one, 9)
@@ -408,7 +447,9 @@ def test_tables_of_an_older_program_get_the_indexes(postgres: str) -> None:
         database.execute(f"DROP INDEX {name}")
     HistoryStore(postgres).close()
     found = database.execute("SELECT indexname FROM pg_indexes WHERE schemaname = 'pensieve'")
-    assert {"conversations_due", "conversations_due_own", "conversations_removed"} <= {name for (name,) in found}
+    assert {"conversations_due", "conversations_due_own", "conversations_removed"} <= {
+        name for (name,) in found
+    }
     database.close()
 
 
@@ -441,7 +482,8 @@ async def until(true: Callable[[], bool]) -> None:
 def test_expired_conversations_are_deleted_in_the_background(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Turns come between two pieces, and no piece before the loop has erased the KV of those before it."""
+    """Turns come between two pieces, and no piece before the loop has erased the KV of those before
+    it."""
     monkeypatch.setattr(store_module, "MOST_EXPIRED", 2)
     monkeypatch.setattr(turns_module, "EXPIRY_SECONDS", 0.001)
     monkeypatch.setattr(turns_module, "CATCH_UP_SECONDS", 0.001)
@@ -481,9 +523,11 @@ def test_a_database_that_does_not_answer_is_asked_again(
     monkeypatch.setattr(turns_module, "EXPIRY_SECONDS", 0.001)
 
     async def work() -> None:
-        loop, store = Loop(), make(history_ttl=100.0)
+        loop = Loop()
+        store = make(history_ttl=100.0)
         expired(store, 1)
-        expire, refusals = store.expire, [RequestError(503, "away"), RequestError(507, "full")]
+        expire = store.expire
+        refusals = [RequestError(503, "away"), RequestError(507, "full")]
 
         def unsure(now: float) -> Any:
             if refusals:
@@ -501,13 +545,16 @@ def test_a_database_that_does_not_answer_is_asked_again(
     asyncio.run(work())
 
 
-def test_background_work_is_tried_again_soon_after_a_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_work_is_tried_again_soon_after_a_failure(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`/health` shows the failure until then."""
     monkeypatch.setattr(turns_module, "RECOVERY_S", 0.001)
 
     async def work() -> None:
         turns = TurnManager(make(), lambda message: None, Loop().erase, None)
-        waits, answers = iter((0.0, 1e9, 1e9, 1e9)), [RequestError(503, "away"), RequestError(503, "away")]
+        waits = iter((0.0, 1e9, 1e9, 1e9))
+        answers = [RequestError(503, "away"), RequestError(503, "away")]
         done = asyncio.Event()
 
         async def fail_twice() -> None:

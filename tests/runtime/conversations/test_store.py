@@ -52,12 +52,16 @@ def store(make: Make) -> HistoryStore:
 
 
 def dialogue(*contents: str) -> tuple[Message, ...]:
-    return tuple({"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents))
+    return tuple(
+        {"role": ("user", "assistant")[at % 2], "content": content}
+        for at, content in enumerate(contents)
+    )
 
 
 def transcript(*contents: str, seed: int = 0) -> Transcript:
     """Three tokens a message, which depend on it and on all before it."""
-    text, tokens = "", array("i")
+    text = ""
+    tokens = array("i")
     for content in contents:
         text += f"<{content}>"
         draw = random.Random(f"{seed} {text}")
@@ -103,7 +107,9 @@ def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStor
     assert (found.created, found.active) == (2.0, 10.0)
 
 
-def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: HistoryStore) -> None:
+def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(
+    store: HistoryStore,
+) -> None:
     store.commit(A, transcript("0", "1", "2", "3", "4", "5"), 1.0)
     store.commit(A, transcript("0", "1"), 1.0)
     store.commit(A, transcript("0", "1", "2", "3"), 1.0)
@@ -112,7 +118,9 @@ def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: 
     assert rows(store) == 2, "what only the old branch needed is gone"
 
 
-def test_a_log_line_says_that_a_history_is_replaced(store: HistoryStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_line_says_that_a_history_is_replaced(
+    store: HistoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "pensieve.runtime.conversations")
     for contents in (("0", "1"), ("0", "1", "2", "3")):
         store.commit(A, transcript(*contents), 1.0)
@@ -121,7 +129,11 @@ def test_a_log_line_says_that_a_history_is_replaced(store: HistoryStore, caplog:
     store.commit(A, transcript("new", "1"), 1.0)
     (line,) = caplog.messages
     assert line.startswith("conversation 'a': ") and "12 tokens are replaced by 6" in line
-    assert '"history": "server"' in line and "fork" in line and "new" not in line.replace("new messages", "")
+    assert (
+        '"history": "server"' in line
+        and "fork" in line
+        and "new" not in line.replace("new messages", "")
+    )
 
 
 def test_of_completions_the_branch_left_behind_goes_too(store: HistoryStore) -> None:
@@ -162,9 +174,9 @@ def test_a_deleted_conversation_says_what_of_its_log_was_its_own(store: HistoryS
     store.fork(A, "b", 2.0)
     store.fork(A, "c", 2.0)
     store.commit(B, longer, 3.0, b"salt")
-    assert store.delete(Name("", "c"), 4.0) == Gone(Name("", "c"), "c", whole.tokens, len(whole.tokens), b"salt"), (
-        "all others'"
-    )
+    assert store.delete(Name("", "c"), 4.0) == Gone(
+        Name("", "c"), "c", whole.tokens, len(whole.tokens), b"salt"
+    ), "all others'"
     assert store.delete(B, 4.0) == Gone(B, "b", longer.tokens, len(whole.tokens), b"salt")
     assert store.delete(A, 4.0) == Gone(A, "a", whole.tokens, 0, b"salt")
     store.create(A, 5.0)
@@ -179,21 +191,29 @@ def test_a_deleted_response_says_whether_its_line_ends_with_it(store: HistorySto
     store.commit(second, longer, 2.0, b"salt", behind=first, parent="r1", thread="r1")
     assert store.delete(first, 3.0) == Gone(first, None, whole.tokens, len(whole.tokens), b"salt")
     assert stored(store, second) == longer
-    assert store.delete(second, 3.0) == Gone(second, "r1", longer.tokens, 0, b"salt") and rows(store) == 0
+    assert (
+        store.delete(second, 3.0) == Gone(second, "r1", longer.tokens, 0, b"salt")
+        and rows(store) == 0
+    )
 
 
 def test_what_has_expired_is_said_once_it_is_deleted(make: Make) -> None:
-    store, whole = make(history_ttl=100.0), transcript("0", "1", "2", "3")
+    store = make(history_ttl=100.0)
+    whole = transcript("0", "1", "2", "3")
     store.commit(A, whole, 1.0, b"salt")
     store.expire(200.0)
-    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")] and store.take_expired() == []
+    assert (
+        store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")]
+        and store.take_expired() == []
+    )
     store.close()
 
 
 @pytest.mark.parametrize("way", ["turn", "create", "fork"])
 def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str, make: Make) -> None:
     """In time for the loop: of a turn, when it begins."""
-    store, whole = make(history_ttl=10.0), transcript("0", "1", "2", "3")
+    store = make(history_ttl=10.0)
+    whole = transcript("0", "1", "2", "3")
     store.commit(A, whole, 1.0, b"salt")
     store.create(B, 2.0)
     store.change(B, 2.0, history_ttl=1000.0)
@@ -239,7 +259,8 @@ def test_a_file_with_one_tokenizer_for_all_turns(tmp_path: Path) -> None:
 
 
 def test_tokens_of_two_tokenizers_live_side_by_side(store: HistoryStore) -> None:
-    """Servers of two models share a history: each finds its own ids again, and none of the other one's."""
+    """Servers of two models share a history: each finds its own ids again, and none of the other
+    one's."""
     first, second, third = (transcript(*map(str, range(count))) for count in (2, 4, 6))
     store.use_tokenizer(b"one")
     store.commit(A, first, 1.0)
@@ -255,11 +276,15 @@ def test_tokens_of_two_tokenizers_live_side_by_side(store: HistoryStore) -> None
     assert stored(store, A) == third
 
 
-def test_a_beginning_is_found_by_one_query(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_is_found_by_one_query(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many turns there are."""
     asked: list[str] = []
     execute = store._db.execute
-    monkeypatch.setattr(store._db, "execute", lambda sql, values=None: asked.append(sql) or execute(sql, values))
+    monkeypatch.setattr(
+        store._db, "execute", lambda sql, values=None: asked.append(sql) or execute(sql, values)
+    )
     counts = set()
     for count in range(2, 40, 2):
         asked.clear()
@@ -314,7 +339,8 @@ def test_a_title_is_how_the_first_message_begins_and_a_fork_has_it_too(store: Hi
 
 
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
-    draw, truth = random.Random(3), {}
+    draw = random.Random(3)
+    truth = {}
     for _ in range(600):
         name = Name(draw.choice(("", "k")), draw.choice("abc"))
         match draw.choice(("turn", "turn", "turn", "branch", "fork", "delete")):
@@ -384,7 +410,9 @@ def test_histories_expire_by_their_own_ttl_or_the_default(make: Make) -> None:
     assert rows(store) == 0
 
 
-def test_a_failing_transaction_changes_nothing(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_transaction_changes_nothing(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.commit(A, transcript("0", "1"), 1.0)
 
     def full(*_: object) -> None:
@@ -397,7 +425,9 @@ def test_a_failing_transaction_changes_nothing(store: HistoryStore, monkeypatch:
     store.commit(A, transcript("0", "1", "2", "3"), 2.0)
 
 
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damaged, newer, good = (tmp_path / name for name in ("damaged", "newer", "good"))
     damaged.write_bytes(b"SQLite format 3\0" + b"\x7f" * 5000)
     with sqlite3.connect(newer) as db:
@@ -450,16 +480,21 @@ while True:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, histories_at: str, seed: int) -> None:
+def test_killed_while_committing_every_turn_is_whole_or_absent(
+    tmp_path: Path, histories_at: str, seed: int
+) -> None:
     path = tmp_path / "history.sqlite" if histories_at == ":memory:" else histories_at
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     lines = [int(process.stdout.readline()) for _ in range(40)]
     time.sleep(random.Random(seed).random() * 0.05)
     process.kill()
     lines += [int(line) for line in process.stdout.read().split("\n")[:-1]]
     process.wait()
-    durable, last = -min(lines), max(lines)
+    durable = -min(lines)
+    last = max(lines)
     assert last - durable <= 1 and durable >= 20
     store = HistoryStore(path)
     for kind in range(3):
@@ -470,7 +505,8 @@ def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, h
         expected = transcript(*(f"{kind} {turn}" for turn in range(2 * turns)))
         assert stored(store, Name("", str(kind))) == expected
     used = store._db.execute(
-        "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM turns JOIN used "
+        "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM turns "
+        "JOIN used "
         "ON number = n WHERE parent IS NOT NULL) SELECT count(*) FROM used"
     )
     assert rows(store) == used[0][0], "no turn is left over"
@@ -480,12 +516,16 @@ def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, h
 def test_every_transaction_is_flushed_before_it_is_reported(tmp_path: Path) -> None:
     """After a loss of power too: a write-ahead log that is flushed with each commit (2 is FULL)."""
     store = HistoryStore(tmp_path / "file")
-    settings = [store._db.execute(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous")]
+    settings = [
+        store._db.execute(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous")
+    ]
     assert settings == ["wal", 2]
     store.close()
 
 
-def test_a_database_that_acknowledges_what_it_has_not_written_is_told_to_wait(postgres: str) -> None:
+def test_a_database_that_acknowledges_what_it_has_not_written_is_told_to_wait(
+    postgres: str,
+) -> None:
     with psycopg.connect(postgres, autocommit=True) as connection:
         connection.execute("ALTER ROLE postgres SET synchronous_commit = off")
         try:
@@ -498,7 +538,8 @@ def test_a_database_that_acknowledges_what_it_has_not_written_is_told_to_wait(po
 
 def test_what_a_failed_transaction_did_not_remove_is_not_told(make: Make) -> None:
     """Its KV would be forgotten, though it is still there."""
-    store, whole = make(history_ttl=10.0), transcript("0", "1")
+    store = make(history_ttl=10.0)
+    whole = transcript("0", "1")
     store.commit(A, whole, 1.0, b"salt")
     with pytest.raises(ZeroDivisionError), store.transaction():
         store.expire(100.0)
@@ -515,11 +556,15 @@ def test_what_has_expired_is_not_listed(make: Make) -> None:
     store.commit(A, transcript("0", "1"), 0.0)
     store.commit(B, transcript("2", "3"), 5.0)
     found, more = store.page("", 9, None, True, 12.0)
-    assert ([conversation.id for conversation in found], more) == (["b"], False) and rows(store) == 2
+    assert ([conversation.id for conversation in found], more) == (["b"], False) and rows(
+        store
+    ) == 2
     store.close()
 
 
-def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_first(store: HistoryStore) -> None:
+def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_first(
+    store: HistoryStore,
+) -> None:
     said = tuple(map(str, range(8)))
     store.commit(A, transcript(*said[:4]), 1.0)
     store.fork(A, "b", 2.0)
@@ -563,7 +608,8 @@ def test_one_turn_at_a_time_goes_on_from_the_servers_history(store: HistoryStore
 
 def test_a_turn_whose_lease_has_run_out_may_be_replaced(store: HistoryStore) -> None:
     store.commit(A, FIRST, 1.0)
-    lease, store.lease = store.lease, 0.0
+    lease = store.lease
+    store.lease = 0.0
     first = opened(store, b"1", True)
     second = opened(store, b"2", True)
     store.lease = lease
@@ -589,7 +635,9 @@ def branches(store: HistoryStore) -> list[Transcript]:
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_of_two_turns_with_the_clients_history_the_second_to_end_is_a_branch(store: HistoryStore, new: bool) -> None:
+def test_of_two_turns_with_the_clients_history_the_second_to_end_is_a_branch(
+    store: HistoryStore, new: bool
+) -> None:
     if not new:
         store.commit(A, FIRST, 1.0)
     one, two, three = (opened(store, name) for name in (b"1", b"2", b"3"))
@@ -603,20 +651,27 @@ def test_of_two_turns_with_the_clients_history_the_second_to_end_is_a_branch(sto
     assert store._db.execute("SELECT DISTINCT history_ttl FROM conversations") == [(5.0,)]
     whole = transcript("0", "1", "x", "y", "more", "!")
     store.commit(A, whole, 2.0, opening=opened(store, b"4"))
-    assert stored(store, A) == whole and branches(store) == [transcript("z", "z")], "gone on from: no branch any more"
+    assert stored(store, A) == whole and branches(store) == [transcript("z", "z")], (
+        "gone on from: no branch any more"
+    )
     store.delete(A, 3.0)
     assert rows(store) == 0 and [gone.name.kind for gone in store.take_expired()] == ["branch"]
 
 
-def test_the_oldest_branches_are_dropped(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that sends unrelated requests at once under one name makes a branch with nearly each of them."""
+def test_the_oldest_branches_are_dropped(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that sends unrelated requests at once under one name makes a branch with nearly each
+    of them."""
     monkeypatch.setattr("pensieve.runtime.conversations.store.MOST_BRANCHES", 3)
     openings = [opened(store, bytes([at])) for at in range(9)]
     said = [transcript(str(at), "x") for at in range(9)]
     for whole, opening in zip(said, openings, strict=True):
         store.commit(A, whole, 1.0, opening=opening)
     assert stored(store, A) == said[0] and branches(store) == said[6:] and rows(store) == 4
-    assert [gone.tokens for gone in store.take_expired()] == [whole.tokens for whole in said[1:6]], "their KV is erased"
+    assert [gone.tokens for gone in store.take_expired()] == [
+        whole.tokens for whole in said[1:6]
+    ], "their KV is erased"
     old, new = opened(store, b"old"), opened(store, b"new")
     longer = transcript("6", "x", "y", "z")
     store.commit(A, said[0], 2.0, opening=new)
@@ -633,7 +688,9 @@ def test_a_turn_with_the_servers_history_is_not_overtaken(store: HistoryStore) -
     assert stored(store, A) == LONGER
 
 
-def test_a_turn_of_a_deleted_conversation_does_not_bring_the_servers_history_back(store: HistoryStore) -> None:
+def test_a_turn_of_a_deleted_conversation_does_not_bring_the_servers_history_back(
+    store: HistoryStore,
+) -> None:
     store.commit(A, FIRST, 1.0)
     alone, other = opened(store, b"1", True), opened(store, b"2")
     store.delete(A, 1.0)
@@ -659,7 +716,9 @@ def test_a_turn_of_a_deleted_conversation_does_not_replace_a_new_one_of_its_name
     assert stored(store, A) == OTHER
 
 
-def test_a_turn_of_a_deleted_conversation_is_not_stored_in_a_new_empty_one(store: HistoryStore) -> None:
+def test_a_turn_of_a_deleted_conversation_is_not_stored_in_a_new_empty_one(
+    store: HistoryStore,
+) -> None:
     store.create(A, 1.0)
     alone, other = opened(store, b"1", True), opened(store, b"2")
     store.delete(A, 2.0)

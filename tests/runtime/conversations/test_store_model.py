@@ -1,4 +1,5 @@
-"""Random operations on the store and on a model of it: every answer and every refusal is the same."""
+"""Random operations on the store and on a model of it: every answer and every refusal is the
+same."""
 
 from __future__ import annotations
 
@@ -38,17 +39,24 @@ def stated(found: Any) -> Any:
 
 class Driver:
     def __init__(self, seed: int, store: HistoryStore, model: StoreModel):
-        self.draw, self.store, self.model = random.Random(seed), store, model
+        self.draw = random.Random(seed)
+        self.store = store
+        self.model = model
         self.now, self.turns = 1000.0, 0
         self.open: list[tuple[list[Name], Opening, ModelOpening]] = []  # some have ended
         self.statuses: set[int] = set()
         self.kinds: set[str] = set()
 
-    def both(self, in_store: Callable[[], Any], call: str, *args: Any, **options: Any) -> tuple[Any, Any] | None:
+    def both(
+        self, in_store: Callable[[], Any], call: str, *args: Any, **options: Any
+    ) -> tuple[Any, Any] | None:
         """The answers of the store and the model; None: both refuse."""
         answers = []
         refused = []
-        for work in (in_store, lambda: self.model.do(self.now, getattr(self.model, call), *args, **options)):
+        for work in (
+            in_store,
+            lambda: self.model.do(self.now, getattr(self.model, call), *args, **options),
+        ):
             try:
                 answers.append(work())
             except RequestError as error:
@@ -58,7 +66,9 @@ class Driver:
         return (answers[0], answers[1]) if answers else None
 
     def same(self, call: str, *args: Any, **options: Any) -> None:
-        found = self.both(lambda: getattr(self.store, call)(*args, **options), call, *args, **options)
+        found = self.both(
+            lambda: getattr(self.store, call)(*args, **options), call, *args, **options
+        )
         assert found is None or stated(found[0]) == stated(found[1]), (call, args, found)
 
     def name(self) -> Name:
@@ -67,9 +77,14 @@ class Driver:
         return Name(self.draw.choice(OWNERS), self.draw.choice("abc"))
 
     def known(self) -> list[Name]:
-        """A branch that is younger than its conversation is there until the conversation is removed."""
+        """A branch that is younger than its conversation is there until the conversation is
+        removed."""
         names = list(self.model.state.conversations)
-        return names if self.model.history_ttl is None else [name for name in names if name.kind != "branch"]
+        return (
+            names
+            if self.model.history_ttl is None
+            else [name for name in names if name.kind != "branch"]
+        )
 
     def any_name(self) -> Name:
         known = self.known()
@@ -79,7 +94,11 @@ class Driver:
         """It goes on from the stored history, or from a part of it, or from another one."""
         draw = self.draw
         found = self.model.state.conversations.get(name if draw.random() < 0.8 else self.any_name())
-        past = self.model.state.turns[found.head].whole if found is not None and found.head is not None else None
+        past = (
+            self.model.state.turns[found.head].whole
+            if found is not None and found.head is not None
+            else None
+        )
         if draw.random() < 0.25:
             log = list(past.tokens) if past is not None and not past.messages else []
             log = log[: draw.randrange(len(log) + 1)] if draw.random() < 0.3 else log
@@ -94,17 +113,28 @@ class Driver:
     def step(self) -> None:
         draw = self.draw
         self.now += draw.choice((0.5, 1.0, 1.0, 5.0))
-        name, now = self.name(), self.now
-        match draw.choice(("commit", "commit", "open", "open", "open", "end", "end", "end", "respond", "other")):
+        name = self.name()
+        now = self.now
+        match draw.choice(
+            ("commit", "commit", "open", "open", "open", "end", "end", "end", "respond", "other")
+        ):
             case "commit":
                 self.commit([name], None, None)
             case "open":
                 self.turns += 1
-                turn, alone = self.turns.to_bytes(4, "big"), draw.random() < 0.4
+                turn = self.turns.to_bytes(4, "big")
+                alone = draw.random() < 0.4
                 if name.kind == "response":  # those of the server have new names
                     name = name._replace(id=f"r{self.turns}")
                 names = [name] if draw.random() < 0.8 else [name, name._replace(id="d")]
-                opened = self.both(lambda: self.store.admit(names, now, turn, alone), "admit", names, now, turn, alone)
+                opened = self.both(
+                    lambda: self.store.admit(names, now, turn, alone),
+                    "admit",
+                    names,
+                    now,
+                    turn,
+                    alone,
+                )
                 if opened is not None:
                     assert opened[0].seen.keys() == opened[1].seen.keys()
                     self.open.append((names, *opened))
@@ -118,19 +148,27 @@ class Driver:
                 behind = self.any_name()
                 if behind.kind != "branch":
                     new = Name(behind.owner, draw.choice("rst"), "response")
-                    self.commit([new], None, None, behind, parent=behind.id, thread=behind.id, body="{}")
+                    self.commit(
+                        [new], None, None, behind, parent=behind.id, thread=behind.id, body="{}"
+                    )
             case "other":
                 self.step_aside()
 
     def step_aside(self) -> None:
-        draw, now, name = self.draw, self.now, self.any_name()
+        draw = self.draw
+        now = self.now
+        name = self.any_name()
         match draw.choice(("create", "fork", "fork", "change", "delete", "page")):
             case "create":
                 self.same("create", self.name(), now)
             case "fork":
                 self.same("fork", name._replace(kind="conversation"), draw.choice("abcd"), now)
             case "change" if name.kind != "branch":
-                values = {"history_ttl": (None, 5.0, 50.0), "ttl": (None, 9.0), "pinned_until": (0.0, 2000.0)}
+                values = {
+                    "history_ttl": (None, 5.0, 50.0),
+                    "ttl": (None, 9.0),
+                    "pinned_until": (0.0, 2000.0),
+                }
                 which = draw.choice(list(values)[self.model.history_ttl is None :])
                 self.same("change", name, now, **{which: draw.choice(values[which])})
             case "delete":
@@ -144,7 +182,11 @@ class Driver:
         if gone is not None and self.model.history_ttl is None:
             assert gone[0] == gone[1]
         elif gone is not None:  # what has expired may still share its log
-            assert (gone[0].name, gone[0].tokens, gone[0].salt) == (gone[1].name, gone[1].tokens, gone[1].salt)
+            assert (gone[0].name, gone[0].tokens, gone[0].salt) == (
+                gone[1].name,
+                gone[1].tokens,
+                gone[1].salt,
+            )
 
     def commit(
         self,
@@ -155,18 +197,25 @@ class Driver:
         **about: str,
     ) -> None:
         """With an opening a second time, too: a commit whose answer was lost is repeated."""
-        name, now = names[0], self.now
+        name = names[0]
+        now = self.now
         if opening is not None:
             committed = self.store.committed(opening.turn)
             if self.model.history_ttl is None:
                 assert committed == self.model.committed(opening.turn)
             if committed:  # perhaps in a conversation that has expired
                 return
-        whole, salt = self.whole(name), self.draw.randbytes(2)
+        whole = self.whole(name)
+        salt = self.draw.randbytes(2)
         found = self.both(
             lambda: self.store.commit(name, whole, now, salt, behind, opening, **about).kind,
             "commit",
-            *(name, whole, now, salt, behind, as_modelled),
+            name,
+            whole,
+            now,
+            salt,
+            behind,
+            as_modelled,
             **about,
         )
         if found is not None:
@@ -184,20 +233,31 @@ class Driver:
     def check(self) -> None:
         """The rows of a store whose conversations do not expire."""
         store, model = self.store, self.model
-        told, known = store.take_expired(), model.state.expired
+        told = store.take_expired()
+        known = model.state.expired
         assert sorted(told, key=lambda gone: gone.name) == sorted(known, key=lambda gone: gone.name)
         known.clear()
         numbers = "SELECT count(*) FROM turns"
         assert store._db.execute(numbers) == [(len(model.used_turns()),)], "no turn is left over"
-        lost = "SELECT parent FROM turns WHERE parent IS NOT NULL AND parent NOT IN (SELECT number FROM turns)"
+        lost = (
+            "SELECT parent FROM turns WHERE parent IS NOT NULL AND parent NOT IN (SELECT number "
+            "FROM turns)"
+        )
         assert store._db.execute(lost) == []
-        lost = "SELECT head FROM conversations WHERE head IS NOT NULL AND head NOT IN (SELECT number FROM turns)"
+        lost = (
+            "SELECT head FROM conversations WHERE head IS NOT NULL AND head NOT IN (SELECT number "
+            "FROM turns)"
+        )
         assert store._db.execute(lost) == []
         held = store._db.execute("SELECT turn, alone FROM open_turns")
-        assert sorted(held) == sorted((turn, int(alone)) for turn, _, alone in model.state.open_turns)
+        assert sorted(held) == sorted(
+            (turn, int(alone)) for turn, _, alone in model.state.open_turns
+        )
 
 
-def drive(seed: int, where: str, steps: int, monkeypatch: pytest.MonkeyPatch, history_ttl: float | None) -> Driver:
+def drive(
+    seed: int, where: str, steps: int, monkeypatch: pytest.MonkeyPatch, history_ttl: float | None
+) -> Driver:
     monkeypatch.setattr(module, "MOST_BRANCHES", 3)
     store = HistoryStore(where, history_ttl, quota=4)
     store.lease = 9e9
@@ -225,10 +285,16 @@ def drive(seed: int, where: str, steps: int, monkeypatch: pytest.MonkeyPatch, hi
 
 
 @pytest.mark.parametrize("history_ttl", [None, 60.0], ids=["kept", "expiring"])
-def test_a_store_and_its_model_agree(history_ttl: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_and_its_model_agree(
+    history_ttl: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drivers = [drive(seed, ":memory:", 300, monkeypatch, history_ttl) for seed in range(6)]
     assert set().union(*(driver.statuses for driver in drivers)) == {404, 409, 429}
-    assert set().union(*(driver.kinds for driver in drivers)) == {"conversation", "response", "branch"}
+    assert set().union(*(driver.kinds for driver in drivers)) == {
+        "conversation",
+        "response",
+        "branch",
+    }
 
 
 @pytest.mark.parametrize("history_ttl", [None, 60.0], ids=["kept", "expiring"])

@@ -54,13 +54,18 @@ def turn_behind(parent, speaker, messages, reply, ids):
     prompt = spliced(speaker, text, parent)
     prompt = speaker.encode_rendered(text) if prompt is None else prompt
     inside, said = tokens_inside(speaker, ids, reply)
-    whole = Transcript((*messages, assistant(reply)), prompt + array("i", ids), text + said, len(prompt) + inside)
+    whole = Transcript(
+        (*messages, assistant(reply)), prompt + array("i", ids), text + said, len(prompt) + inside
+    )
     return StoredTurn.behind(parent, whole)
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
 def test_a_whole_dialogue_keeps_every_id_that_was_generated(template):
-    speaker, messages, past, log = tokenizer(template), [], None, array("i")
+    speaker = tokenizer(template)
+    messages = []
+    past = None
+    log = array("i")
     for number in range(6):
         messages.append(user(f"hello world {number}. aaaa\n"))
         text = speaker.render_chat(messages)
@@ -95,9 +100,17 @@ def test_a_text_that_differs_anywhere_is_not_touched():
 def test_a_template_that_changes_contents_costs_the_splice_not_the_prompt():
     speaker = tokenizer(TRIMMING_TEMPLATE)
     past = turn_behind(None, speaker, [user("hello")], " hello ", byte_by_byte(" hello "))
-    assert spliced(speaker, speaker.render_chat([user("hello"), assistant(" hello "), user("x")]), past) is None
+    assert (
+        spliced(
+            speaker, speaker.render_chat([user("hello"), assistant(" hello "), user("x")]), past
+        )
+        is None
+    )
     past = turn_behind(None, speaker, [user("hello")], "hello", byte_by_byte("hello"))
-    assert spliced(speaker, speaker.render_chat([user("hello"), assistant("hello"), user("x")]), past) is not None
+    assert (
+        spliced(speaker, speaker.render_chat([user("hello"), assistant("hello"), user("x")]), past)
+        is not None
+    )
 
 
 def test_a_branch_is_spliced_up_to_where_it_parts():
@@ -138,7 +151,8 @@ def test_what_is_known_of_a_prompt_are_the_ids_that_its_log_had_kv_of():
 
 def test_a_stop_string_inside_a_token_leaves_the_rest_of_its_text_to_the_tokenizer():
     speaker = tokenizer()
-    hello, world = speaker.encode_rendered("hello").tolist(), speaker.encode_rendered(" world").tolist()
+    hello = speaker.encode_rendered("hello").tolist()
+    world = speaker.encode_rendered(" world").tolist()
     assert len(hello) == len(world) == 1
     assert tokens_inside(speaker, hello + world, "hello wo") == (1, "hello")
     past = turn_behind(None, speaker, [user("x")], "hello wo", hello + world)
@@ -166,15 +180,19 @@ def test_a_tokenizer_that_puts_a_space_in_front_goes_on_without_it():
 
 
 def test_a_completion_goes_on_behind_a_space_of_its_own():
-    """Decoded alone, as a reply in a chat is, it has none: the ids would not be found, and a lone space came twice."""
+    """Decoded alone, as a reply in a chat is, it has none: the ids would not be found, and a lone
+    space came twice."""
     speaker = Tokenizer(spaced_tokenizer())
-    prompt, reply = "hello: a", speaker.encode("b").tolist()
+    prompt = "hello: a"
+    reply = speaker.encode("b").tolist()
     before = speaker.encode(prompt)
     delivered = speaker.decode([*before, *reply])[len(prompt) :]
     assert delivered == " b"
     inside, text = tokens_inside(speaker, reply, delivered, before)
     assert (inside, text) == (len(reply), " b")
-    past = StoredTurn.behind(None, Transcript((), before + array("i", reply), prompt + text, len(before) + inside))
+    past = StoredTurn.behind(
+        None, Transcript((), before + array("i", reply), prompt + text, len(before) + inside)
+    )
     assert speaker.decode(spliced(speaker, "hello: a b and", past)) == "hello: a b and"
 
 
@@ -184,10 +202,14 @@ def test_random_branches_put_together_are_what_was_committed():
     for _ in range(300):
         parent = draw.choice(turns)
         before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
-        kept, text_kept = draw.randrange(len(before.tokens) + 1), draw.randrange(len(before.text) + 1)
+        kept, text_kept = (
+            draw.randrange(len(before.tokens) + 1),
+            draw.randrange(len(before.text) + 1),
+        )
         whole = Transcript(
             (*before.messages, user("x")),
-            before.tokens[:kept] + array("i", [draw.randrange(3) for _ in range(draw.randrange(5))]),
+            before.tokens[:kept]
+            + array("i", [draw.randrange(3) for _ in range(draw.randrange(5))]),
             before.text[:text_kept] + "".join(draw.choice("abc") for _ in range(draw.randrange(5))),
             draw.randrange(9),
         )
@@ -196,7 +218,9 @@ def test_random_branches_put_together_are_what_was_committed():
 
 
 @pytest.mark.parametrize("compared", [1, 3, 1 << 14])
-def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings(compared, monkeypatch):
+def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings(
+    compared, monkeypatch
+):
     monkeypatch.setattr("pensieve.scheduler.turns.conversations.COMPARED", compared)
     draw = random.Random(7)
     for _ in range(500):
@@ -206,9 +230,11 @@ def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings(c
         while plain < min(len(left), len(right)) and left[plain] == right[plain]:
             plain += 1
         assert common_prefix(left, right) == common_prefix(right, left) == plain
-    pieces, text = TextPieces(), ""
+    pieces = TextPieces()
+    text = ""
     for _ in range(500):
-        kept, piece = draw.randrange(len(text) + 1), draw.choice(("", "x", "yz", "long piece"))
+        kept = draw.randrange(len(text) + 1)
+        piece = draw.choice(("", "x", "yz", "long piece"))
         pieces.replace_behind(kept, piece)
         text = text[:kept] + piece
         assert str(pieces) == text
@@ -224,12 +250,15 @@ def letters(text):
 
 def long_dialogue():
     """Its last turn, all messages and all of its text."""
-    past, messages, length = None, [], 0
+    past = None
+    messages = []
+    length = 0
     for number in range(TURNS):
         said = (user(f"question {number}?"), assistant(f"answer {number}."))
         text = "".join(message["content"] for message in said)
         past = StoredTurn(past, said, length, letters(text), length, text, length + len(text))
-        messages, length = [*messages, *said], length + len(text)
+        messages = [*messages, *said]
+        length = length + len(text)
     return past, messages, "".join(message["content"] for message in messages)
 
 
@@ -252,7 +281,8 @@ class Refusing:
     """A tokenizer that cannot begin behind more than so many tokens."""
 
     def __init__(self, most):
-        self.most, self.tried = most, []
+        self.most = most
+        self.tried = []
 
     def encode_behind(self, before, text):
         self.tried.append(len(before))
@@ -266,12 +296,17 @@ def lineage_texts(past):
 
 @pytest.mark.parametrize("same", [0, 1, 2], ids=["nothing", "half", "all"])
 def test_a_long_dialogue_is_looked_through_once(same, monkeypatch):
-    """However much of its text is still what it was: a template may change the first line of all."""
+    """However much of its text is still what it was: a template may change the first line of
+    all."""
     past, _, text = long_dialogue()
-    put_together, transcript = [], StoredTurn.transcript
-    monkeypatch.setattr(StoredTurn, "transcript", lambda turn: put_together.append(turn) or transcript(turn))
+    put_together = []
+    transcript = StoredTurn.transcript
+    monkeypatch.setattr(
+        StoredTurn, "transcript", lambda turn: put_together.append(turn) or transcript(turn)
+    )
     cut = len(text) * same // 2
-    asked, Watched.seen = Watched(text[:cut] + "X" + text[cut:]), 0
+    asked = Watched(text[:cut] + "X" + text[cut:])
+    Watched.seen = 0
     ids = spliced(Refusing(len(text)), asked, past)
     fitting = next((length for length, _ in lineage_texts(past) if length <= cut), 0)
     assert (ids is None) == (same == 0)
@@ -285,10 +320,17 @@ def test_a_long_dialogue_is_looked_through_once(same, monkeypatch):
 def test_a_tokenizer_that_can_begin_nowhere_is_not_asked_at_every_turn():
     past, _, text = long_dialogue()
     lengths = [length for length, _ in lineage_texts(past)]
-    for most, tries in ((lengths[0], 1), (lengths[2], 3), (lengths[MOST_TRIES], MOST_TRIES), (0, MOST_TRIES)):
+    for most, tries in (
+        (lengths[0], 1),
+        (lengths[2], 3),
+        (lengths[MOST_TRIES], MOST_TRIES),
+        (0, MOST_TRIES),
+    ):
         tokenizer = Refusing(most)
         ids = spliced(tokenizer, text + "and", past)
-        assert tokenizer.tried == lengths[:tries] and (ids is None) == (most < lengths[MOST_TRIES - 1])
+        assert tokenizer.tried == lengths[:tries] and (ids is None) == (
+            most < lengths[MOST_TRIES - 1]
+        )
 
 
 def spliced_twin(tokenizer, text, turn):
@@ -303,16 +345,20 @@ def spliced_twin(tokenizer, text, turn):
 
 def test_the_stored_text_that_is_found_is_that_of_the_latest_turn_that_fits():
     """Texts are cut and grow anew from turn to turn; some stand for no tokens."""
-    draw, found = random.Random(9), 0
+    draw = random.Random(9)
+    found = 0
     for _ in range(2000):
-        past, whole = None, ""
+        past = None
+        whole = ""
         for _ in range(draw.randrange(1, 7)):
             kept = draw.choice((len(whole), draw.randrange(len(whole) + 1)))
             added = "".join(draw.choices("ab", k=draw.randrange(4)))
             whole = whole[:kept] + added
             inside = draw.choice((-1, 0, len(whole), len(whole)))
             past = StoredTurn(past, (), kept, letters(added), kept, added, inside)
-        text = whole[: draw.randrange(len(whole) + 1)] + "".join(draw.choices("ab", k=draw.randrange(4)))
+        text = whole[: draw.randrange(len(whole) + 1)] + "".join(
+            draw.choices("ab", k=draw.randrange(4))
+        )
         expected = spliced_twin(Refusing(99), text, past)
         assert spliced(Refusing(99), text, past) == expected
         found += expected is not None
@@ -343,17 +389,23 @@ def test_each_message_of_a_long_dialogue_is_compared_once(edited):
 
 def test_recent_turns_of_a_long_dialogue_are_found_with_each_message_hashed_once(monkeypatch):
     past, messages, text = long_dialogue()
-    recent, hashed, sha256 = RecentTurns(), [], hashlib.sha256
+    recent = RecentTurns()
+    hashed = []
+    sha256 = hashlib.sha256
     recent.add(dialogue_keys("me", messages), past)
     monkeypatch.setattr("hashlib.sha256", lambda data: hashed.append(len(data)) or sha256(data))
     assert recent.find(dialogue_keys("me", [*messages, user("new")])) is past
-    assert recent.find(dialogue_keys("me", [*messages[:7], user("new")])) is list(past.lineage())[-3]
+    assert (
+        recent.find(dialogue_keys("me", [*messages[:7], user("new")])) is list(past.lineage())[-3]
+    )
     assert sum(hashed) < 2 * len(text) + 200 * len(messages)
 
 
 def plain_turn(parent, messages, tokens=10):
     text = "".join(message["content"] for message in messages)
-    return StoredTurn.behind(parent, Transcript(tuple(messages), array("i", range(tokens)), text, tokens))
+    return StoredTurn.behind(
+        parent, Transcript(tuple(messages), array("i", range(tokens)), text, tokens)
+    )
 
 
 def test_recent_turns_are_found_by_their_longest_beginning_and_by_nobody_else():
@@ -378,13 +430,16 @@ def test_recent_turns_are_bounded_and_the_oldest_go_first_leaves_before_roots():
     dialogues = [[user(str(number)), assistant("x")] for number in range(20)]
     for dialogue in dialogues:
         recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
-    assert [recent.find(dialogue_keys("", dialogue)) is not None for dialogue in dialogues] == [False] * 10 + [
-        True
-    ] * 10
+    assert [recent.find(dialogue_keys("", dialogue)) is not None for dialogue in dialogues] == [
+        False
+    ] * 10 + [True] * 10
     root = recent.find(dialogue_keys("", dialogues[10]))
     longer = [*dialogues[10], user("y"), assistant("z")]
     recent.add(dialogue_keys("", longer), plain_turn(root, longer, 30))
-    assert recent.find(dialogue_keys("", dialogues[10])) is root and recent.find(dialogue_keys("", longer)) is not root
+    assert (
+        recent.find(dialogue_keys("", dialogues[10])) is root
+        and recent.find(dialogue_keys("", longer)) is not root
+    )
     for number in range(30, 37):
         dialogue = [user(str(number)), assistant("x")]
         recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
@@ -396,7 +451,11 @@ def test_a_title_is_one_line_of_the_first_text_of_the_user():
     parts = [{"type": "image_url"}, {"type": "text", "text": "What is\nthis?"}]
     for messages, text, title in (
         (
-            [{"role": "system", "content": "Be brief."}, user("  Tell me\n of tea. "), assistant("Yes.")],
+            [
+                {"role": "system", "content": "Be brief."},
+                user("  Tell me\n of tea. "),
+                assistant("Yes."),
+            ],
             "",
             "Tell me of tea.",
         ),

@@ -55,7 +55,9 @@ async def say(turns: TurnManager, name: str, prompt: array[int]) -> None:
     turn.close([1, 2], SALT)
 
 
-def test_the_turn_of_a_deleted_conversation_erases_what_is_not_shared_by_its_own_tokens_and_salt(told: Told) -> None:
+def test_the_turn_of_a_deleted_conversation_erases_what_is_not_shared_by_its_own_tokens_and_salt(
+    told: Told,
+) -> None:
     async def work() -> None:
         turns = manager(told)
         await say(turns, "c", LOG)
@@ -68,7 +70,11 @@ def test_the_turn_of_a_deleted_conversation_erases_what_is_not_shared_by_its_own
         deleted, own = told
         assert deleted.tokens == LOG + array("i", [1, 2]) and deleted.shared == len(deleted.tokens)
         assert own.tokens == edited + array("i", [3, 4, 5])
-        assert (own.shared, own.salt, own.conversation) == (10, b"given:other", deleted.conversation)
+        assert (own.shared, own.salt, own.conversation) == (
+            10,
+            b"given:other",
+            deleted.conversation,
+        )
         turn.close()
         await settled()
         assert len(told) == 2
@@ -77,7 +83,9 @@ def test_the_turn_of_a_deleted_conversation_erases_what_is_not_shared_by_its_own
     run(work())
 
 
-def test_a_conversation_that_was_made_anew_keeps_its_claims_when_an_old_turn_ends(told: Told) -> None:
+def test_a_conversation_that_was_made_anew_keeps_its_claims_when_an_old_turn_ends(
+    told: Told,
+) -> None:
     async def work() -> None:
         turns = manager(told)
         await say(turns, "c", LOG)
@@ -103,7 +111,8 @@ class Waiting(HistoryStore):
 
     def __init__(self) -> None:
         super().__init__(":memory:")
-        self.seconds, self.interrupted = 0.0, threading.Event()
+        self.seconds = 0.0
+        self.interrupted = threading.Event()
 
     def waiting(self) -> float:
         return self.seconds
@@ -126,12 +135,16 @@ async def looks(count: int = 5) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_calls_behind_a_slow_one_wait_and_are_answered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_behind_a_slow_one_wait_and_are_answered_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However long it takes: its statements are answered."""
     monkeypatch.setattr(turns_module, "HUNG_SECONDS", 0.0)
 
     async def work() -> None:
-        store, go_on, done = Waiting(), threading.Event(), list[int]()
+        store = Waiting()
+        go_on = threading.Event()
+        done = list[int]()
         turns = watched(store, monkeypatch)
         slow = asyncio.create_task(turns.run(go_on.wait))
         behind = [asyncio.create_task(turns.run(done.append, number)) for number in range(3)]
@@ -145,7 +158,9 @@ def test_calls_behind_a_slow_one_wait_and_are_answered_in_order(monkeypatch: pyt
     run(work())
 
 
-def test_a_statement_without_an_answer_is_ended_also_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statement_without_an_answer_is_ended_also_when_the_server_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def work() -> None:
         store = Waiting()
         turns = watched(store, monkeypatch)
@@ -160,13 +175,16 @@ def test_a_statement_without_an_answer_is_ended_also_when_the_server_ends(monkey
     run(work())
 
 
-def test_a_commit_that_has_waited_for_long_is_tried_again_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_has_waited_for_long_is_tried_again_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The call before it may have waited for the same database, which is back in a second."""
     monkeypatch.setattr(turns_module, "COMMIT_PATIENCE_S", 0.0)
     monkeypatch.setattr(turns_module, "COMMIT_RETRY_S", 0.0)
 
     async def work(failures: int) -> int:
-        turns, tried = manager(Told()), []
+        turns = manager(Told())
+        tried = []
 
         def commit() -> None:
             tried.append(1)
@@ -186,7 +204,9 @@ def test_a_commit_that_has_waited_for_long_is_tried_again_all_the_same(monkeypat
 
 def test_a_dialogue_that_is_remembered_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        turns, hashed, sha256 = manager(Told()), list[int](), hashlib.sha256
+        turns = manager(Told())
+        hashed = list[int]()
+        sha256 = hashlib.sha256
         monkeypatch.setattr("hashlib.sha256", lambda data: hashed.append(1) or sha256(data))
         for count in (2, 4, 6):
             hashed.clear()
@@ -214,14 +234,17 @@ class Script:
             raise outcome
 
 
-def test_background_work_survives_errors_of_the_database(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_background_work_survives_errors_of_the_database(
+    told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are in the log once a minute, and in `fault` until the work succeeds."""
 
     async def work() -> None:
         turns = manager(told)
         assert turns.fault is None
         faults: list[str | None] = []
-        away, mistake = RequestError(503, "it does not answer"), sqlite3.IntegrityError("no")
+        away = RequestError(503, "it does not answer")
+        mistake = sqlite3.IntegrityError("no")
         script = Script(*[away] * 5, *[mistake] * 3)
 
         async def noting() -> None:
@@ -243,7 +266,9 @@ def test_background_work_survives_errors_of_the_database(told: Told, caplog: pyt
     ]
 
 
-def test_background_work_that_ends_by_a_mistake_is_noticed(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_background_work_that_ends_by_a_mistake_is_noticed(
+    told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work() -> None:
         turns = manager(told)
         turns._repeat("the work", lambda: 0.0, Script(InvariantError("the books disagree")))

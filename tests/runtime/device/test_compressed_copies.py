@@ -1,4 +1,5 @@
-"""The order of coded copies, on streams of this process that do their work in any order that events allow."""
+"""The order of coded copies, on streams of this process that do their work in any order that events
+allow."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from pensieve.scheduler.plan import Lane
 
 from .test_pinned_memory import HostMemory
 
-SHAPE, HOST_SLOTS = (40, 3, 2, 1, 4, 16), 30
+SHAPE = (40, 3, 2, 1, 4, 16)
+HOST_SLOTS = 30
 RECORD = record_bytes(SHAPE, torch.float32, FP8)
 
 
@@ -39,7 +41,8 @@ class Event:
 
 
 class Stream:
-    """Does one piece of work after the other, on command; a wait is work that cannot be done yet."""
+    """Does one piece of work after the other, on command; a wait is work that cannot be done
+    yet."""
 
     def __init__(self, streams):
         self.work = deque()
@@ -70,7 +73,8 @@ class Streams(list):
 
     @contextlib.contextmanager
     def use(self, stream):
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         yield
         self.current = before
 
@@ -116,14 +120,17 @@ def streams(monkeypatch):
 
 def copy_batch(targets, sources, sizes, stream):
     def work():
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        for target, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
             ctypes.memmove(target, source, size)
 
     stream.work.append(work)
 
 
 def random_copies(streams, seed):
-    """Returns whether both pools end like numpy's, after copies on each lane that wait for all of the other's."""
+    """Returns whether both pools end like numpy's, after copies on each lane that wait for all of
+    the other's."""
     dice = random.Random(seed)
     host = PinnedPool(HostMemory(), HOST_SLOTS, RECORD, largest_piece=7 * RECORD)
     pool = torch.zeros(SHAPE)
@@ -134,7 +141,8 @@ def random_copies(streams, seed):
     }
     streams.run(dice)
     pool.copy_(torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)))
-    on_gpu, on_host = pool.clone(), torch.zeros(HOST_SLOTS, SHAPE[1], layer_bytes(SHAPE), dtype=torch.uint8)
+    on_gpu = pool.clone()
+    on_host = torch.zeros(HOST_SLOTS, SHAPE[1], layer_bytes(SHAPE), dtype=torch.uint8)
     for _ in range(12):
         lane, other = dice.sample((Lane.IN, Lane.OUT), 2)
         ticket = Event()
@@ -143,7 +151,9 @@ def random_copies(streams, seed):
             stream.wait_event(ticket)
         count, first = dice.randrange(1, 20), dice.randrange(3)
         layers = range(first, dice.randrange(first + 1, 4))
-        gpu_slots, host_slots = (np.array(dice.sample(range(most), count), np.int32) for most in (40, HOST_SLOTS))
+        gpu_slots, host_slots = (
+            np.array(dice.sample(range(most), count), np.int32) for most in (40, HOST_SLOTS)
+        )
         groups = [range(layer, layer + 1) for layer in layers] if dice.random() < 0.5 else [layers]
         for group in groups:
             lanes[lane].copy(gpu_slots, host_slots, group)
@@ -165,8 +175,11 @@ def test_any_order_that_events_allow_is_right(streams):
 
 @pytest.mark.parametrize("ignored", ["emptied", "filled"])
 def test_the_order_is_what_makes_it_right(streams, monkeypatch, ignored):
-    """Shows that the test above can fail: without the wait for one of a half's events, the copied data is wrong."""
-    wait_event, make_half, events = Stream.wait_event, coded_copies._Half.__init__, []
+    """Shows that the test above can fail: without the wait for one of a half's events, the copied
+    data is wrong."""
+    wait_event = Stream.wait_event
+    make_half = coded_copies._Half.__init__
+    events = []
 
     def remember(half, *arguments):
         make_half(half, *arguments)
@@ -181,5 +194,7 @@ def test_the_order_is_what_makes_it_right(streams, monkeypatch, ignored):
             streams.clear()
 
     monkeypatch.setattr(coded_copies._Half, "__init__", remember)
-    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: event in events or wait_event(stream, event))
+    monkeypatch.setattr(
+        Stream, "wait_event", lambda stream, event: event in events or wait_event(stream, event)
+    )
     assert any(wrong(seed) for seed in range(12))

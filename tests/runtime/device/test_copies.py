@@ -11,7 +11,8 @@ from ..fake_engine import copy, plan
 
 class NullTicket(Ticket):
     def __init__(self, lane: Lane, number: int):
-        self.lane, self.number = lane, number
+        self.lane = lane
+        self.number = number
 
 
 class NullDevice:
@@ -67,15 +68,30 @@ def test_whole_records_out_and_ungated_in(transfers, device):
 def test_swap_outs_are_looked_at_once_they_are_complete(device):
     """Each record once, with the ticket that confirms it."""
     looked = []
-    transfers = Transfers(device, 5, 2, 100, is_exact=lambda slot: looked.append(slot) or slot % 2 == 0)
+    transfers = Transfers(
+        device, 5, 2, 100, is_exact=lambda slot: looked.append(slot) or slot % 2 == 0
+    )
     transfers.issue(
-        plan(1, copies=[copy(Lane.OUT, 1, {3: 8, 4: 9}), copy(Lane.IN, 1, {5: 6}), copy(Lane.OUT, 2, {1: 7})])
+        plan(
+            1,
+            copies=[
+                copy(Lane.OUT, 1, {3: 8, 4: 9}),
+                copy(Lane.IN, 1, {5: 6}),
+                copy(Lane.OUT, 2, {1: 7}),
+            ],
+        )
     )
     assert transfers.completed().swap_out == 0 and transfers.bad_copies() == () and looked == []
     device.done[Lane.OUT] = 1
-    assert transfers.completed().swap_out == 1 and transfers.bad_copies() == (9,) and looked == [8, 9]
+    assert (
+        transfers.completed().swap_out == 1 and transfers.bad_copies() == (9,) and looked == [8, 9]
+    )
     device.done[Lane.OUT] = 2
-    assert transfers.completed().swap_out == 2 and transfers.bad_copies() == (7,) and transfers.bad_copies() == ()
+    assert (
+        transfers.completed().swap_out == 2
+        and transfers.bad_copies() == (7,)
+        and transfers.bad_copies() == ()
+    )
 
 
 def test_a_gated_swap_in_opens_a_gate_behind_each_group(transfers, device):
@@ -83,7 +99,9 @@ def test_a_gated_swap_in_opens_a_gate_behind_each_group(transfers, device):
     assert transfers.gates == (0, 2, 4)
     groups = [range(2), range(2, 4), range(4, 5)]
     assert device.calls == [
-        call for group in groups for call in (("copy", Lane.IN, [5], [6], group), ("mark", Lane.IN, group.start))
+        call
+        for group in groups
+        for call in (("copy", Lane.IN, [5], [6], group), ("mark", Lane.IN, group.start))
     ]
     # Its plan ticket is the last group's.
     device.done[Lane.IN] = 2
@@ -95,7 +113,9 @@ def test_a_gated_swap_in_opens_a_gate_behind_each_group(transfers, device):
 def test_a_lane_waits_for_the_others_only_and_not_for_what_is_complete(transfers, device):
     for number in (1, 2):
         step(transfers, device, number)
-    transfers.issue(plan(3, copies=[copy(Lane.OUT, 1, {0: 0}, Tickets(2, 0, 0)), copy(Lane.IN, 1, {1: 1})]))
+    transfers.issue(
+        plan(3, copies=[copy(Lane.OUT, 1, {0: 0}, Tickets(2, 0, 0)), copy(Lane.IN, 1, {1: 1})])
+    )
     device.calls.clear()
     device.done[Lane.COMPUTE] = 1
     assert transfers.completed() == Tickets(1, 0, 0)
@@ -108,10 +128,13 @@ def test_a_lane_waits_for_the_others_only_and_not_for_what_is_complete(transfers
 
 
 def test_hazard_gate_not_yet_recorded(transfers, device):
-    """A step that runs before its gates are marked would pass them at once and read slots that are not filled."""
+    """A step that runs before its gates are marked would pass them at once and read slots that are
+    not filled."""
     step(transfers, device, 1)
     gated = plan(2, copies=[copy(Lane.IN, 1, {0: 0}, gated=True)])
-    with pytest.raises(InvariantError, match="step 2 would be launched before its gates are marked"):
+    with pytest.raises(
+        InvariantError, match="step 2 would be launched before its gates are marked"
+    ):
         transfers.hold_step(gated)
     transfers.issue(gated)
     transfers.hold_step(gated)
@@ -146,15 +169,23 @@ def test_with_in_first_evictions_wait_for_nothing_more(device):
     transfers.issue(plan(1, copies=[copy(Lane.IN, 1, {5: 6})]))
     transfers.issue(plan(2, copies=[copy(Lane.OUT, 1, {0: 0})], after=Tickets(0, 0, 1)))
     assert not waits(device)
-    transfers.issue(plan(3, copies=[copy(Lane.OUT, 2, {0: 0}), copy(Lane.IN, 2, {3: 0}, Tickets(0, 0, 2))]))
+    transfers.issue(
+        plan(3, copies=[copy(Lane.OUT, 2, {0: 0}), copy(Lane.IN, 2, {3: 0}, Tickets(0, 0, 2))])
+    )
     assert waits(device) == [(Lane.IN, Lane.OUT, 2)]
 
 
 @pytest.mark.parametrize(
     ("copies", "message"),
     [
-        ([copy(Lane.OUT, 1, {0: 0}, Tickets(1, 0, 0))], "ticket 1 on lane COMPUTE is waited for before it is issued"),
-        ([copy(Lane.IN, 1, {0: 0}), copy(Lane.IN, 1, {1: 1})], "ticket 1 on lane IN comes after ticket 1"),
+        (
+            [copy(Lane.OUT, 1, {0: 0}, Tickets(1, 0, 0))],
+            "ticket 1 on lane COMPUTE is waited for before it is issued",
+        ),
+        (
+            [copy(Lane.IN, 1, {0: 0}), copy(Lane.IN, 1, {1: 1})],
+            "ticket 1 on lane IN comes after ticket 1",
+        ),
         ([copy(Lane.IN, t, {t: t}, gated=True) for t in (1, 2)], "more than one gated batch"),
         ([copy(Lane.OUT, 1, {0: 0}, gated=True)], "only a swap-in can be gated"),
     ],

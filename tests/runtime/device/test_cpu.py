@@ -25,7 +25,8 @@ def slots(*numbers: int) -> np.ndarray:
 
 @pytest.fixture
 def devices():
-    """Makes devices with pools of distinct chunks (host slot s holds 100 + s, GPU slot s holds s) and closes them."""
+    """Makes devices with pools of distinct chunks (host slot s holds 100 + s, GPU slot s holds s)
+    and closes them."""
     made = []
 
     def make(engine=None, gates=(0,), **disturbance) -> CpuDevice:
@@ -117,7 +118,13 @@ def test_a_lane_keeps_its_order_and_nothing_blocks_the_caller(devices):
 
 def prefill(device: CpuDevice, packer: StepPacker, step: int, write_from: int) -> None:
     """Uploads a batch of one request of five tokens in slots 0 and 1."""
-    batch = plan(step, joins=[join(0)], blocks=[(0, 0, (0, 1))], spans=[span(0, 4, 5, write_from)], token_ids=[11])
+    batch = plan(
+        step,
+        joins=[join(0)],
+        blocks=[(0, 0, (0, 1))],
+        spans=[span(0, 4, 5, write_from)],
+        token_ids=[11],
+    )
     device.upload(packer.pack(batch))
 
 
@@ -146,9 +153,12 @@ def test_a_gate_is_bound_to_the_mark_before_the_run(devices):
 
 
 def test_the_last_sample_feeds_the_next_step(devices):
-    device, packer = devices(), StepPacker(2, 4, CHUNK)
+    device = devices()
+    packer = StepPacker(2, 4, CHUNK)
     context = [5, 6, 7]
-    batch = plan(1, joins=[join(1)], blocks=[(1, 0, (0, 1))], spans=[span(1, 0, 3)], token_ids=context)
+    batch = plan(
+        1, joins=[join(1)], blocks=[(1, 0, (0, 1))], spans=[span(1, 0, 3)], token_ids=context
+    )
     for step in range(2, 5):
         device.upload(packer.pack(batch))
         device.run()
@@ -188,7 +198,8 @@ def test_what_a_lane_raises_reaches_every_waiter_and_issuer(devices):
         with pytest.raises(RuntimeError) as raised:
             failing()
         assert raised.value is Broken.error
-    assert chunk(device, Tier.HOST, 0) == [100.0] * 3  # work that waited for the failed step was not done
+    # work that waited for the failed step was not done
+    assert chunk(device, Tier.HOST, 0) == [100.0] * 3
 
 
 def test_close_finishes_work_ends_the_threads_and_is_idempotent(devices):
@@ -228,7 +239,9 @@ def test_a_pool_that_does_not_fit_names_its_setting():
     memory = device.memory(Tier.HOST)
     assert 0 < memory.free <= memory.total
     for tier, setting in ((Tier.GPU, "--gpu-kv-chunks"), (Tier.HOST, "--host-kv-chunks")):
-        with pytest.raises(SettingError, match=f"{setting}: .* GiB are free: enough for [0-9]+ chunks"):
+        with pytest.raises(
+            SettingError, match=f"{setting}: .* GiB are free: enough for [0-9]+ chunks"
+        ):
             device.allocate_pool(tier, (memory.total // 1024, 2, 2, 1, 32, 64), torch.float32)
     device.close()
 

@@ -1,4 +1,5 @@
-"""The device protocol on a GPU, against the CPU's: copies, tickets, gates inside graphs, the sampler, whole runs.
+"""The device protocol on a GPU, against the CPU's: copies, tickets, gates inside graphs, the
+sampler, whole runs.
 
 Copies and steps are held up on the GPU itself, by a kernel that spins.
 """
@@ -37,11 +38,24 @@ from tests.end_to_end.chatter import Chatter
 from ..fake_engine import copy, join, plan, span
 from ..tiny_engine import Reference, TinyEngine
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 CHUNK, SLOTS, HOST_SLOTS = 8, 40, 30
 KINDS = ("llama", "opt")
-EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
+EVENTS = (
+    "gpu",
+    "host",
+    "recomputed",
+    "new",
+    "disjoint",
+    "suspended",
+    "dropped",
+    "aborted",
+    "branched",
+)
 
 
 def on_gpu(test):
@@ -136,7 +150,9 @@ def closing():
 # Copies and tickets.
 
 
-def pools(device: CudaDevice, shape=(50, 3, 2, 1, 4, 16), host_slots=35) -> tuple[torch.Tensor, np.ndarray]:
+def pools(
+    device: CudaDevice, shape=(50, 3, 2, 1, 4, 16), host_slots=35
+) -> tuple[torch.Tensor, np.ndarray]:
     """Makes both pools, full of distinct numbers; returns their contents."""
     device.allocate_pool(Tier.GPU, shape, torch.float32)
     device.allocate_pool(Tier.HOST, (host_slots, *shape[1:]), torch.float32)
@@ -152,7 +168,9 @@ def pools(device: CudaDevice, shape=(50, 3, 2, 1, 4, 16), host_slots=35) -> tupl
 def contents(device: CudaDevice, host_slots=35) -> tuple[np.ndarray, np.ndarray]:
     torch.cuda.synchronize()
     shape = device._pool.shape[1:]
-    host = np.stack([device._host.record(slot).view(np.float32).reshape(shape) for slot in range(host_slots)])
+    host = np.stack(
+        [device._host.record(slot).view(np.float32).reshape(shape) for slot in range(host_slots)]
+    )
     return device._pool.cpu().numpy(), host
 
 
@@ -160,22 +178,31 @@ def contents(device: CudaDevice, host_slots=35) -> tuple[np.ndarray, np.ndarray]
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 def test_random_copies_equal_numpys(closing, monkeypatch, batched):
     dice = np.random.default_rng(1)
-    monkeypatch.setattr(cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=10_000))  # 6 slots
+    # 6 slots
+    monkeypatch.setattr(
+        cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=10_000)
+    )
     device = closing(CudaDevice(batched_copies=batched))
     on_device, on_host = pools(device)
     assert len(device._host.records.pieces) > 1
     for _ in range(30):
         lane = Lane(int(dice.choice([Lane.IN, Lane.OUT])))
         count = int(dice.integers(0, 30))
-        gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (50, 35))
+        gpu_slots, host_slots = (
+            dice.permutation(most)[:count].astype(np.int32) for most in (50, 35)
+        )
         first = int(dice.integers(3))
         layers = range(first, int(dice.integers(first + 1, 4)))
         if lane is Lane.IN:
             device.copy(lane, host_slots, gpu_slots, layers)
-            on_device[gpu_slots, layers.start : layers.stop] = on_host[host_slots, layers.start : layers.stop]
+            on_device[gpu_slots, layers.start : layers.stop] = on_host[
+                host_slots, layers.start : layers.stop
+            ]
         else:
             device.copy(lane, gpu_slots, host_slots, layers)
-            on_host[host_slots, layers.start : layers.stop] = on_device[gpu_slots, layers.start : layers.stop]
+            on_host[host_slots, layers.start : layers.stop] = on_device[
+                gpu_slots, layers.start : layers.stop
+            ]
         device.synchronize(device.mark(lane))
     for got, wanted in zip(contents(device), (on_device, on_host), strict=True):
         assert np.array_equal(got, wanted)
@@ -210,7 +237,8 @@ def test_a_lane_keeps_its_order_and_waits_for_other_lanes(closing):
     assert time.perf_counter() - begin > 0.15
     assert device.ready(first) and device.ready(second)
     waited = device.transfer_seconds()
-    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2  # 0.1 s, and twice that for the second
+    # 0.1 s, and twice that for the second
+    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2
     assert waited.queued_out.copies == 1 and waited.queued_out.seconds > 0.15
     on_device, host = contents(device)
     assert np.array_equal(on_device[0], on_host[1]) and np.array_equal(host[1], on_host[1])
@@ -226,7 +254,9 @@ def test_what_hangs_is_named_and_ends_the_device(closing, monkeypatch):
     device.copy(Lane.IN, zero, zero, range(2))
     device.wait(Lane.COMPUTE, device.mark(Lane.IN))
     step = device.mark(Lane.COMPUTE)
-    with pytest.raises(InvariantError, match="lane IN, not past the copy of layers 0 to 1 of 1 chunks") as first:
+    with pytest.raises(
+        InvariantError, match="lane IN, not past the copy of layers 0 to 1 of 1 chunks"
+    ) as first:
         device.synchronize(step)
     assert "lane COMPUTE is not past its start after 0.1 s" in str(first.value)
     with pytest.raises(InvariantError) as second:
@@ -244,7 +274,9 @@ def test_pools_that_do_not_fit_name_their_settings(closing):
     for tier, setting in ((Tier.GPU, "--gpu-kv-chunks"), (Tier.HOST, "--host-kv-chunks")):
         memory = device.memory(tier)
         assert 0 < memory.free <= memory.total
-        with pytest.raises(SettingError, match=f"{setting}: .* GiB are free: enough for [0-9]+ chunks"):
+        with pytest.raises(
+            SettingError, match=f"{setting}: .* GiB are free: enough for [0-9]+ chunks"
+        ):
             device.allocate_pool(tier, (memory.total // 1024, 2, 2, 1, 32, 64), torch.float32)
 
 
@@ -270,12 +302,19 @@ def executor_on(device: Device, engine: TinyEngine, host_form=None, **settings) 
         max_num_batched_tokens=48,
         chunk_tokens=CHUNK,
     )
-    return Executor(device, engine, SchedulerConfig(**(defaults | settings)), group_layers=2, host_form=host_form)
+    return Executor(
+        device,
+        engine,
+        SchedulerConfig(**(defaults | settings)),
+        group_layers=2,
+        host_form=host_form,
+    )
 
 
 def run(executor: Executor, plans, in_flight=1) -> list[tuple[int, ...]]:
     """The tokens of each plan; at most `in_flight` plans are in flight at once."""
-    tokens, launched = [], 0
+    tokens = []
+    launched = 0
     for step in plans:
         if launched == in_flight:
             tokens.append(executor.wait().tokens)
@@ -310,8 +349,15 @@ def three_gated() -> list:
     """Their next turns, in other seats and slots: each step waits for its own swap-in."""
     plans = []
     for index, prompt in enumerate(PROMPTS):
-        seat, slots = 3 + index, tuple(range(20 + 4 * index, 24 + 4 * index))
-        back = copy(Lane.IN, index + 1, {2 * index: slots[0], 2 * index + 1: slots[1]}, Tickets(0, 0, 1), gated=True)
+        seat = 3 + index
+        slots = tuple(range(20 + 4 * index, 24 + 4 * index))
+        back = copy(
+            Lane.IN,
+            index + 1,
+            {2 * index: slots[0], 2 * index + 1: slots[1]},
+            Tickets(0, 0, 1),
+            gated=True,
+        )
         new = [*prompt[16:], 3, 1, 4]
         plans.append(
             plan(
@@ -342,7 +388,8 @@ def test_hazard_gates_hold_three_steps_in_flight(closing, kind, eager):
     """Every group of layers arrives about 50 ms after the one before, and the first one after three
     steps, which run one and the same graph, are issued."""
     before = closing(executor_on(HeldUp(enforce_eager=eager), TinyEngine(kind, "cuda")))
-    run(before, [*save_three(), *three_gated()])  # compiles the kernels, which takes longer than a launch may
+    # compiles the kernels, which takes longer than a launch may
+    run(before, [*save_three(), *three_gated()])
     device = HeldUp(enforce_eager=eager)
     executor = closing(executor_on(device, TinyEngine(kind, "cuda")))
     run(executor, save_three())
@@ -369,12 +416,14 @@ def test_the_hazard_would_be_seen_without_gates(closing, monkeypatch):
 
 def generation(steps: int, sampling=GREEDY) -> list:
     """Three requests join one after the other and generate."""
-    plans, ends = [], {}
+    plans = []
+    ends = {}
     for step in range(1, steps + 1):
         fed = dict(ends)
         more = {}
         if step <= 3:
-            seat, prompt = step - 1, PROMPTS[step - 1]
+            seat = step - 1
+            prompt = PROMPTS[step - 1]
             more = dict(
                 joins=[join(seat, sampling)],
                 blocks=[(seat, 0, tuple(range(10 * seat, 10 * seat + 10)))],
@@ -398,14 +447,17 @@ WISHES = {
 @on_gpu
 @pytest.mark.parametrize("wish", WISHES)
 def test_hazard_a_step_in_flight_keeps_its_inputs(closing, wish):
-    """Steps are delayed, so later ones are uploaded long before they run: tokens equal the CPU's. The host never
-    waits."""
+    """Steps are delayed, so later ones are uploaded long before they run: tokens equal the CPU's.
+    The host never waits."""
     plans = generation(12, WISHES[wish])
     twin = closing(executor_on(CpuDevice(), TinyEngine("llama")))
-    executor = closing(executor_on(HeldUp(delay(Lane.COMPUTE, seconds=0.02)), TinyEngine("llama", "cuda")))
+    executor = closing(
+        executor_on(HeldUp(delay(Lane.COMPUTE, seconds=0.02)), TinyEngine("llama", "cuda"))
+    )
     wanted = run(twin, plans)
     got = run(executor, plans[:6], in_flight=MAX_IN_FLIGHT)
-    torch.cuda.set_sync_debug_mode("error")  # any call that makes the host wait for the device raises
+    # any call that makes the host wait for the device raises
+    torch.cuda.set_sync_debug_mode("error")
     try:
         got += run(executor, plans[6:], in_flight=MAX_IN_FLIGHT)
     finally:
@@ -418,7 +470,9 @@ def test_hazard_a_step_in_flight_keeps_its_inputs(closing, wish):
 def test_a_graphs_step_equals_the_eager_one_to_the_bit(closing, kind):
     plans = [*generation(8), plan(9), plan(10, generate={2: 27})]
     graphs, eager = (HeldUp(enforce_eager=mode) for mode in (False, True))
-    executors = [closing(executor_on(device, TinyEngine(kind, "cuda"))) for device in (graphs, eager)]
+    executors = [
+        closing(executor_on(device, TinyEngine(kind, "cuda"))) for device in (graphs, eager)
+    ]
     replayed = []
     monitored = graphs._graphs.replay
     graphs._graphs.replay = lambda shape: replayed.append(monitored(shape)) or replayed[-1]
@@ -428,7 +482,9 @@ def test_a_graphs_step_equals_the_eager_one_to_the_bit(closing, kind):
         if step.tokens:
             rows = len(step.samples)
             difference = (graphs._logits[:rows] - eager._logits[:rows]).abs().max().item()
-            assert difference == 0.0, f"step {step.step} of {step.tokens} tokens differs by {difference}"
+            assert difference == 0.0, (
+                f"step {step.step} of {step.tokens} tokens differs by {difference}"
+            )
     assert all(replayed) and len(replayed) == 9
 
 
@@ -437,7 +493,11 @@ def test_the_sampler_draws_the_tokens_that_the_cpus_draws():
     """Greedy and drawn, with every filter, penalties, biases, a mask and scores."""
     vocabulary, seats = 5000, 40
     dice = random.Random(3)
-    bits = np.random.default_rng(3).integers(-(2**31), 2**31, (2, -(-vocabulary // 32)), np.int64).astype(np.int32)
+    bits = (
+        np.random.default_rng(3)
+        .integers(-(2**31), 2**31, (2, -(-vocabulary // 32)), np.int64)
+        .astype(np.int32)
+    )
     wishes = [GREEDY]
     wishes += [
         Sampling(
@@ -454,14 +514,20 @@ def test_the_sampler_draws_the_tokens_that_the_cpus_draws():
         for seed in range(seats - 1)
     ]
     joins = [
-        join(seat, wish)._replace(prompt=range(seat), reply=(7, 7, seat)) if wish.penalised else join(seat, wish)
+        join(seat, wish)._replace(prompt=range(seat), reply=(7, 7, seat))
+        if wish.penalised
+        else join(seat, wish)
         for seat, wish in enumerate(wishes)
     ]
     packer = StepPacker(seats, 1, 32)
     buffers = StepBuffers(Shapes(seats, seats, 32), "cuda")
     samplers = Sampler(vocabulary), Sampler(vocabulary, "cuda", buffers.place)
     for step in range(1, 9):
-        more = dict(joins=joins, blocks=[(seat, 0, (seat,)) for seat in range(seats)]) if step == 1 else {}
+        more = (
+            dict(joins=joins, blocks=[(seat, 0, (seat,)) for seat in range(seats)])
+            if step == 1
+            else {}
+        )
         batch = plan(step, generate=dict.fromkeys(range(seats), step), **more)
         inputs = packer.pack(batch, Mask(np.array([0, 3]), bits) if step % 2 else None)
         logits = torch.randn(seats, vocabulary, generator=torch.Generator().manual_seed(step)) * 4
@@ -483,7 +549,9 @@ def test_the_sampler_draws_the_tokens_that_the_cpus_draws():
 
 def record_plans(kind: str, seed: int, monkeypatch) -> tuple[Chatter, list, list]:
     """Random conversations on the CPU: the chatter, every plan and its tokens."""
-    conversation = Chatter(TinyEngine(kind), Reference(kind), seed, gpu_kv_chunks=27, host_kv_chunks=20)
+    conversation = Chatter(
+        TinyEngine(kind), Reference(kind), seed, gpu_kv_chunks=27, host_kv_chunks=20
+    )
     plans, tokens = [], []
     launch, wait = conversation.executor.launch, conversation.executor.wait
 
@@ -492,7 +560,9 @@ def record_plans(kind: str, seed: int, monkeypatch) -> tuple[Chatter, list, list
         tokens.append(result.tokens)
         return result
 
-    monkeypatch.setattr(conversation.executor, "launch", lambda step: plans.append(step) or launch(step))
+    monkeypatch.setattr(
+        conversation.executor, "launch", lambda step: plans.append(step) or launch(step)
+    )
     monkeypatch.setattr(conversation.executor, "wait", recorded_wait)
     counts = conversation.run(60)
     assert all(counts[event] > 0 for event in ("gpu", "host", "recomputed", "dropped")), counts
@@ -506,11 +576,16 @@ def test_the_cpus_plans_bring_the_same_tokens(closing, monkeypatch, kind, eager)
     conversation, plans, wanted = record_plans(kind, 4, monkeypatch)
     random_delays = random.Random(4)
     device = HeldUp(lambda lane: random_delays.choice((0.0, 0.0, 0.002)), enforce_eager=eager)
-    executor = closing(Executor(device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1))
+    executor = closing(
+        Executor(device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1)
+    )
     got = run(executor, plans, in_flight=2)
-    different = [index for index, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1]]
+    different = [
+        index for index, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1]
+    ]
     assert not different, (
-        f"{len(different)} of {len(plans)} steps differ; the first, {plans[different[0]]}, brought {got[different[0]]} "
+        f"{len(different)} of {len(plans)} steps differ; the first, {plans[different[0]]}, brought "
+        f"{got[different[0]]} "
         f"instead of {wanted[different[0]]}"
     )
     copied = executor.copied_bytes
@@ -520,10 +595,13 @@ def test_the_cpus_plans_bring_the_same_tokens(closing, monkeypatch, kind, eager)
 @on_gpu
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_replies_are_those_of_the_whole_context(eager):
-    """Cold = GPU hit = host reload = recomputed = suspended and resumed, and each of them happens."""
+    """Cold = GPU hit = host reload = recomputed = suspended and resumed, and each of them
+    happens."""
     assert not torch.backends.cuda.matmul.allow_tf32
     happened: Counter[str] = Counter()
-    for seed, (kind, batching, held_up) in enumerate(itertools.product(KINDS, ("unified", "separate"), (False, True))):
+    for seed, (kind, batching, held_up) in enumerate(
+        itertools.product(KINDS, ("unified", "separate"), (False, True))
+    ):
         delays = random.Random(9)
         choices = (0.0, 0.0, 0.002, 0.006) if held_up else (0.0,)
         settings = dict(
@@ -546,7 +624,8 @@ def test_replies_are_those_of_the_whole_context(eager):
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_replies_of_rows_that_share_chunks(monkeypatch, kind, eager):
-    """Every conversation opens with the same tokens, and splits are so short that rows are stacked."""
+    """Every conversation opens with the same tokens, and splits are so short that rows are
+    stacked."""
     from pensieve.plugins.attention import work_list
 
     for name, size in {"SMALLEST_SPLIT": 16, "LARGEST_SPLIT": 16, "TOKENS_PER_ROW": 1}.items():
@@ -560,7 +639,9 @@ def test_replies_of_rows_that_share_chunks(monkeypatch, kind, eager):
             shared.append(inputs.sharing is not None)
             super().upload(inputs)
 
-    settings = dict(gpu_kv_chunks=27, openings=(48,), make_device=lambda **_: Counting(enforce_eager=eager))
+    settings = dict(
+        gpu_kv_chunks=27, openings=(48,), make_device=lambda **_: Counting(enforce_eager=eager)
+    )
     Chatter(TinyEngine(kind, "cuda"), Reference(kind), 5, **settings).run(50)
     assert sum(shared) > 50
 
@@ -572,7 +653,10 @@ def test_more_rows_than_seats_run_without_a_graph(closing):
     prompt = PROMPTS[0]
     scored = span(0, 0, len(prompt))._replace(scores=True)
     results = []
-    for device, engine in ((CpuDevice(), TinyEngine("llama")), (CudaDevice(), TinyEngine("llama", "cuda"))):
+    for device, engine in (
+        (CpuDevice(), TinyEngine("llama")),
+        (CudaDevice(), TinyEngine("llama", "cuda")),
+    ):
         executor = closing(executor_on(device, engine))
         base = plan(
             1,

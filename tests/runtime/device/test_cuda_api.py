@@ -37,7 +37,8 @@ def pretend(version=13000):
     def clear():
         library.cleared += 1
 
-    library.cudaRuntimeGetVersion, library.cudaGetLastError = get_version, clear
+    library.cudaRuntimeGetVersion = get_version
+    library.cudaGetLastError = clear
     library.cudaMemcpyBatchAsync = Function(copy)
     return library
 
@@ -56,7 +57,9 @@ def some_copies(count):
 
 def test_the_second_runtime_in_the_process_is_told_its_device(library, monkeypatch):
     told = []
-    monkeypatch.setattr(cuda_runtime.cuda, "cudaSetDevice", lambda device: (told.append(device) or 0,))
+    monkeypatch.setattr(
+        cuda_runtime.cuda, "cudaSetDevice", lambda device: (told.append(device) or 0,)
+    )
     CudaRuntime("pretended").use_device(3)
     assert told == [3]
 
@@ -64,12 +67,16 @@ def test_the_second_runtime_in_the_process_is_told_its_device(library, monkeypat
 def test_a_failed_call_says_what_was_called_and_what_the_status_means(library, monkeypatch):
     runtime = CudaRuntime("pretended")
     library.status = 2
-    with pytest.raises(CudaError, match=r"^cudaMemcpyBatchAsync failed: cudaErrorMemoryAllocation, out of memory$"):
+    with pytest.raises(
+        CudaError, match=r"^cudaMemcpyBatchAsync failed: cudaErrorMemoryAllocation, out of memory$"
+    ):
         runtime.copy_batch(*some_copies(1), 7)
     assert library.cleared == 1, "or torch would blame its own next call"
     failed = cuda_runtime.cuda.cudaError_t.cudaErrorMemoryAllocation
     monkeypatch.setattr(cuda_runtime.cuda, "cudaHostAlloc", lambda size, flags: (failed, None))
-    with pytest.raises(CudaError, match=r"^cudaHostAlloc failed: cudaErrorMemoryAllocation, out of memory$"):
+    with pytest.raises(
+        CudaError, match=r"^cudaHostAlloc failed: cudaErrorMemoryAllocation, out of memory$"
+    ):
         runtime.allocate_pinned(100)
 
 
@@ -80,14 +87,23 @@ def test_an_old_runtime_is_refused(monkeypatch):
 
 
 def test_batches_are_cut_at_what_drivers_bear_and_the_twin_copies_the_same(library, monkeypatch):
-    runtime, copies = CudaRuntime("pretended"), some_copies(2500)
+    runtime = CudaRuntime("pretended")
+    copies = some_copies(2500)
     runtime.copy_batch(*copies, 7)
     assert [arguments[3] for arguments in library.called] == [1024, 1024, 452]
-    read = [np.ctypeslib.as_array((ctypes.c_uint64 * call[3]).from_address(call[0])) for call in library.called]
+    read = [
+        np.ctypeslib.as_array((ctypes.c_uint64 * call[3]).from_address(call[0]))
+        for call in library.called
+    ]
     assert np.array_equal(np.concatenate(read), copies[0])
 
-    each, done = [], cuda_runtime.cuda.cudaError_t.cudaSuccess
-    monkeypatch.setattr(cuda_runtime.cuda, "cudaMemcpyAsync", lambda *arguments: each.append(arguments) or (done,))
+    each = []
+    done = cuda_runtime.cuda.cudaError_t.cudaSuccess
+    monkeypatch.setattr(
+        cuda_runtime.cuda, "cudaMemcpyAsync", lambda *arguments: each.append(arguments) or (done,)
+    )
     runtime.copy_each(*copies, 7)
-    assert [call[:3] for call in each] == list(zip(*(array.tolist() for array in copies), strict=True))
+    assert [call[:3] for call in each] == list(
+        zip(*(array.tolist() for array in copies), strict=True)
+    )
     assert {call[4] for call in each} == {7}

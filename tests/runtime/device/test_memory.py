@@ -3,16 +3,42 @@ from dataclasses import replace
 import pytest
 
 from pensieve.builder.checkpoints.config import DecoderConfig, Rotary, Shard
-from pensieve.runtime.device.memory import CUDA_ALLOWANCE, GIB, activation_bytes, check_pool_fits, divide
+from pensieve.runtime.device.memory import (
+    CUDA_ALLOWANCE,
+    GIB,
+    activation_bytes,
+    check_pool_fits,
+    divide,
+)
 from pensieve.runtime.device.protocol import Memory
 from pensieve.scheduler.types import SettingError
 
 LLAMA_8B = DecoderConfig(
-    architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8,
-    head_dim=128, mlp_size=14336, max_positions=8192, embedding_size=4096, rotary=Rotary(128, 5e5), position_offset=0,
-    norm="rms", norm_eps=1e-5, norm_affine=True, norm_first=True, final_norm=True, qk_norm=False, activation="silu",
-    gated=True, qkv_bias=False, attention_out_bias=False, mlp_bias=False, tied_embeddings=False,
-)  # fmt: skip
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    mlp_size=14336,
+    max_positions=8192,
+    embedding_size=4096,
+    rotary=Rotary(128, 5e5),
+    position_offset=0,
+    norm="rms",
+    norm_eps=1e-5,
+    norm_affine=True,
+    norm_first=True,
+    final_norm=True,
+    qk_norm=False,
+    activation="silu",
+    gated=True,
+    qkv_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    tied_embeddings=False,
+)
 
 
 def test_activations_of_a_step():
@@ -27,12 +53,15 @@ def test_activations_of_a_step():
     assert whole == 1024 * (stream + mlp + partial) + logits
     short = activation_bytes(Shard(LLAMA_8B), 2, tokens=1024, context=1024, **rows)
     assert short == 1024 * (stream + mlp) + logits, "contexts of one split need no partial results"
-    narrow = activation_bytes(Shard(replace(LLAMA_8B, mlp_size=64)), 2, tokens=1, sampled=0, scored=0, context=1024)
+    narrow = activation_bytes(
+        Shard(replace(LLAMA_8B, mlp_size=64)), 2, tokens=1, sampled=0, scored=0, context=1024
+    )
     assert narrow == stream + (3 * 32 + 2 * 8) * 128 * 2, "attention is the wider part"
 
 
 def test_activations_of_experts():
-    """The MLP's part is as large as the experts of a token: input and results of 4,096, projections of 1,024."""
+    """The MLP's part is as large as the experts of a token: input and results of 4,096, projections
+    of 1,024."""
     sparse = replace(LLAMA_8B, mlp_size=1024, experts=16, experts_per_token=4)
     whole = activation_bytes(Shard(sparse), 2, tokens=10, sampled=0, scored=0, context=1024)
     assert whole == 10 * (4096 * (3 * 2 + 2 * 4) + 4 * ((3 * 4096 + 3 * 1024) * 2 + 4096 * 4))
@@ -42,13 +71,17 @@ def test_activations_of_experts():
 
 
 def test_activations_of_a_rank():
-    """Heads and MLP are divided, the vocabulary is not; four of the eight ranks share each KV head with a neighbour."""
+    """Heads and MLP are divided, the vocabulary is not; four of the eight ranks share each KV head
+    with a neighbour."""
     sizes = dict(tokens=1, context=1024)
     rank = Shard(replace(LLAMA_8B, kv_heads=4), 8)
     stream = 4096 * (4 * 2 + 2 * 4)
     assert activation_bytes(rank, 2, **sizes, sampled=0, scored=0) == stream + 4 * 14336 // 8 * 2
     narrow = Shard(replace(rank.config, mlp_size=64), 8)
-    assert activation_bytes(narrow, 2, **sizes, sampled=0, scored=0) == stream + (3 * 4 + 2 * 1) * 128 * 2
+    assert (
+        activation_bytes(narrow, 2, **sizes, sampled=0, scored=0)
+        == stream + (3 * 4 + 2 * 1) * 128 * 2
+    )
     logits = [activation_bytes(rank, 2, **sizes, sampled=1, scored=n) for n in (0, 1)]
     assert logits[1] - logits[0] == 128256 * (3 * 2 + 4 + 4 + 8)
 
@@ -65,8 +98,19 @@ def test_a_gpu_is_divided():
     [
         (60, 1.1, 16, "must be more than 0 and at most 1, not 1.1"),
         (60, 0.0, 16, "must be more than 0"),
-        (60, 0.2, 16, "0.2 of 80.0 GiB leaves nothing for KV: weights take 16.0 GiB, .* --max-num-batched-tokens"),
-        (40, 0.9, 16, "means 51.0 GiB of KV and 3.0 of activations, but 40.0 GiB are free: lower it"),
+        (
+            60,
+            0.2,
+            16,
+            "0.2 of 80.0 GiB leaves nothing for KV: weights take 16.0 GiB, .* "
+            "--max-num-batched-tokens",
+        ),
+        (
+            40,
+            0.9,
+            16,
+            "means 51.0 GiB of KV and 3.0 of activations, but 40.0 GiB are free: lower it",
+        ),
     ],
 )
 def test_a_share_that_cannot_be_had(free, share, weights, message):
@@ -76,5 +120,7 @@ def test_a_share_that_cannot_be_had(free, share, weights, message):
 
 def test_a_pool_that_does_not_fit_says_what_does():
     check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 10 * GIB)
-    with pytest.raises(SettingError, match=r"--host-kv-chunks: 10 chunks need 10\.00 GiB and 5\.50 .* enough for 5"):
+    with pytest.raises(
+        SettingError, match=r"--host-kv-chunks: 10 chunks need 10\.00 GiB and 5\.50 .* enough for 5"
+    ):
         check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 5 * GIB + GIB // 2)

@@ -1,5 +1,5 @@
-"""Addresses of records, and copies between pools, on memory of this process: the arguments of CUDA calls, without
-CUDA."""
+"""Addresses of records, and copies between pools, on memory of this process: the arguments of CUDA
+calls, without CUDA."""
 
 import ctypes
 import random
@@ -60,8 +60,11 @@ def test_no_address_beyond_the_pool(slot):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_by_address_equal_copies_by_index(seed):
-    dice, memory = random.Random(seed), HostMemory()
-    pools = [PinnedPool(memory, count, RECORD, piece * RECORD) for count, piece in ((20, 3), (15, 15))]
+    dice = random.Random(seed)
+    memory = HostMemory()
+    pools = [
+        PinnedPool(memory, count, RECORD, piece * RECORD) for count, piece in ((20, 3), (15, 15))
+    ]
     twins = []
     for pool, count in zip(pools, (20, 15), strict=True):
         twin = np.random.default_rng(count).integers(0, 256, (count, LAYERS, LAYER), np.uint8)
@@ -76,9 +79,14 @@ def test_copies_by_address_equal_copies_by_index(seed):
         first = dice.randrange(LAYERS)
         stop = dice.randint(first + 1, LAYERS)
         twins[target][targets, first:stop] = twins[source][sources, first:stop]
-        offset, size = first * LAYER, (stop - first) * LAYER
+        offset = first * LAYER
+        size = (stop - first) * LAYER
         to = pools[target].records.addresses(targets, offset)
-        for one, other in zip(to.tolist(), pools[source].records.addresses(sources, offset).tolist(), strict=True):
+        for one, other in zip(
+            to.tolist(), pools[source].records.addresses(sources, offset).tolist(), strict=True
+        ):
             ctypes.memmove(one, other, size)
     for pool, twin in zip(pools, twins, strict=True):
-        assert all(np.array_equal(pool.record(slot), twin[slot].ravel()) for slot in range(len(twin)))
+        assert all(
+            np.array_equal(pool.record(slot), twin[slot].ravel()) for slot in range(len(twin))
+        )

@@ -55,7 +55,10 @@ def test_a_place_that_knows_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(SettingError, match=r"--state-dir: .*No locks"), locked(tmp_path, "--state-dir"):
+    with (
+        pytest.raises(SettingError, match=r"--state-dir: .*No locks"),
+        locked(tmp_path, "--state-dir"),
+    ):
         pass
 
 
@@ -66,7 +69,13 @@ def test_records_of_the_same_origin_stay(tmp_path: Path) -> None:
     assert (own / "000000.kv").exists()
 
 
-CHANGES = [dict(engine="cd"), dict(chunk_tokens=16), dict(chunk_bytes=1), dict(ranks=4), dict(version=1)]
+CHANGES = [
+    dict(engine="cd"),
+    dict(chunk_tokens=16),
+    dict(chunk_bytes=1),
+    dict(ranks=4),
+    dict(version=1),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -90,14 +99,18 @@ def test_folders_of_ranks_that_are_no_more_go_too(tmp_path: Path) -> None:
 
 
 def test_a_directory_can_be_locked_on_a_full_disk(tmp_path: Path) -> None:
-    """The lock's owner cannot be written down. Other users of the disk report the full disk themselves."""
+    """The lock's owner cannot be written down. Other users of the disk report the full disk
+    themselves."""
     (tmp_path / "lock").symlink_to("/dev/full")
     with locked(tmp_path, "--state-dir"):
         pass
 
 
-def test_what_was_cleared_halfway_is_cleared_when_the_directory_is_used_next(tmp_path: Path, monkeypatch) -> None:
-    """The process ended between the records that it dropped: the others must not pass for records of this origin."""
+def test_what_was_cleared_halfway_is_cleared_when_the_directory_is_used_next(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """The process ended between the records that it dropped: the others must not pass for records
+    of this origin."""
     own = open_directory(tmp_path, ORIGIN)
     (own / "000000.kv").write_text("records")
     changed = replace(ORIGIN, engine="cd")

@@ -28,7 +28,9 @@ def test_a_full_disk_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     settings = disk_speed.DiskSettings
     calls = disk_files.SystemCalls(allocate=full)
-    monkeypatch.setattr(disk_speed, "DiskSettings", lambda *args, **named: settings(*args, **named, system=calls))
+    monkeypatch.setattr(
+        disk_speed, "DiskSettings", lambda *args, **named: settings(*args, **named, system=calls)
+    )
     assert measure_disk(tmp_path, 4096) is None
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,5 @@
-"""The disk tier by itself: plans made by hand, HOST slots as rows of an array, and a system that fails on purpose."""
+"""The disk tier by itself: plans made by hand, HOST slots as rows of an array, and a system that
+fails on purpose."""
 
 from __future__ import annotations
 
@@ -35,12 +36,18 @@ class Tier:
     """A store and the HOST slots it works on, a context manager."""
 
     def __init__(self, directory, payload=3000, system=SystemCalls(), engine="ab", slots=SLOTS):  # noqa: B008
-        self.host = np.frombuffer(np.random.default_rng(0).bytes(SLOTS * payload), np.uint8).reshape(SLOTS, payload)
+        self.host = np.frombuffer(
+            np.random.default_rng(0).bytes(SLOTS * payload), np.uint8
+        ).reshape(SLOTS, payload)
         self.host = self.host.copy()
         self.content = self.host.copy()
         self.files = directory / "rank-0"
         settings = DiskSettings(
-            directory, slots, engine, system=system, segment_bytes=SEGMENT_SLOTS * record_bytes(payload)
+            directory,
+            slots,
+            engine,
+            system=system,
+            segment_bytes=SEGMENT_SLOTS * record_bytes(payload),
         )
         self.store = DiskStore(settings, 32, self.host.__getitem__)
         self._steps = 0
@@ -53,7 +60,9 @@ class Tier:
 
     def begin(self, **work):
         self._steps += 1
-        return self.store.begin(replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()}))
+        return self.store.begin(
+            replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()})
+        )
 
     def erase(self, *slots):
         """Returns the slots that could not be erased."""
@@ -66,7 +75,9 @@ class Tier:
             self.store.wait(1.0)
             reports.append(self.store.take())
         fields = zip(*reports, strict=True)
-        return DiskReport(*(tuple(sorted(slot for part in parts for slot in part)) for parts in fields))
+        return DiskReport(
+            *(tuple(sorted(slot for part in parts for slot in part)) for parts in fields)
+        )
 
     def save(self, slots, **more) -> DiskReport:
         """HOST slot n as the record of key n in DISK slot n."""
@@ -78,7 +89,10 @@ class Tier:
         into = into or slots
         self.host[list(into)] = 0
         self.begin(
-            promotions=[Promotion(n, at, k) for n, at, k in zip(slots, into, keys or map(key, slots), strict=True)]
+            promotions=[
+                Promotion(n, at, k)
+                for n, at, k in zip(slots, into, keys or map(key, slots), strict=True)
+            ]
         )
         return self.finished()
 
@@ -106,8 +120,16 @@ def test_records_come_back_as_they_were(tier):
     assert tier.load([3, 11, 4], into=[7, 8, 9]) == DiskReport(promoted=(3, 4, 11))
     assert (tier.host[[7, 8, 9]] == tier.content[[3, 11, 4]]).all()
     counters = tier.store.counters
-    assert (counters.saved, counters.loaded, counters.saving, counters.loading) == (SLOTS, SLOTS + 3, 0, 0)
-    assert counters.saved_bytes == SLOTS * record_bytes(tier.host.shape[1]) and counters.loading_seconds > 0
+    assert (counters.saved, counters.loaded, counters.saving, counters.loading) == (
+        SLOTS,
+        SLOTS + 3,
+        0,
+        0,
+    )
+    assert (
+        counters.saved_bytes == SLOTS * record_bytes(tier.host.shape[1])
+        and counters.loading_seconds > 0
+    )
     assert 0 < counters.saving_queued < counters.saving_seconds
     assert 0 < counters.loading_queued < counters.loading_seconds
 
@@ -132,7 +154,10 @@ def test_a_restart_finds_intact_records_with_their_keys_and_ages(tier, tmp_path)
     tier.store.close()
     with Tier(tmp_path, tier.host.shape[1]) as again:
         records = again.store.records()
-        assert [(record.slot, record.key, record.end) for record in records] == [(0, key(0), 0), (19, key(19), 608)]
+        assert [(record.slot, record.key, record.end) for record in records] == [
+            (0, key(0), 0),
+            (19, key(19), 608),
+        ]
         assert all(0 <= record.age_s < 60 for record in records)
         assert again.load([0, 19]).promoted == (0, 19)
         assert (again.host[[0, 19]] == tier.content[[0, 19]]).all()
@@ -162,9 +187,13 @@ def test_a_planted_file_of_another_engine_is_not_read(tmp_path):
 def test_no_more_bytes_than_the_slots_take(tmp_path):
     with Tier(tmp_path) as tier:
         tier.save(range(SLOTS))
-        assert sum(path.stat().st_size for path in tier.files.glob("*.kv")) == SLOTS * record_bytes(3000)
+        assert sum(path.stat().st_size for path in tier.files.glob("*.kv")) == SLOTS * record_bytes(
+            3000
+        )
     with Tier(tmp_path, slots=10) as tier:
-        assert sum(path.stat().st_size for path in tier.files.glob("*.kv")) == 10 * record_bytes(3000)
+        assert sum(path.stat().st_size for path in tier.files.glob("*.kv")) == 10 * record_bytes(
+            3000
+        )
         assert [record.slot for record in tier.store.records()] == list(range(10))
     with Tier(tmp_path) as tier:
         assert tier.save(range(10, 20)).spilled == tuple(range(10, 20))
@@ -185,7 +214,8 @@ def test_a_flipped_bit_anywhere_fails_the_record_alone(tier, offset, caplog):
 
 @pytest.mark.parametrize("whole", [0, PAGE, 2 * PAGE])
 def test_a_torn_write_is_found(tmp_path, whole):
-    """The process was killed after this many bytes of the second record in the slot were written."""
+    """The process was killed after this many bytes of the second record in the slot were
+    written."""
     payload = 3 * PAGE
 
     def write(file, buffers, offset):
@@ -269,7 +299,9 @@ def test_a_short_transfer_is_a_failure(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["allocate", "write"])
-def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(tmp_path, where, caplog):
+def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(
+    tmp_path, where, caplog
+):
     full = threading.Event()
 
     def refused(call):
@@ -297,7 +329,8 @@ def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(
 
 
 def test_room_that_two_writers_find_at_once_is_said_once(tmp_path, monkeypatch, caplog):
-    full, both = threading.Event(), threading.Barrier(2)
+    full = threading.Event()
+    both = threading.Barrier(2)
     write = failing(errno.ENOSPC, lambda offset: full.is_set())(os.pwritev)
     found = DiskStore._not_full
 
@@ -384,7 +417,8 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
 
 
 def test_no_read_runs_while_direct_transfers_are_tried(tmp_path, monkeypatch):
-    """Where they are refused only when used. A read that failed at the start would lose the record."""
+    """Where they are refused only when used. A read that failed at the start would lose the
+    record."""
 
     def refuse(file, *_):
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
@@ -396,7 +430,9 @@ def test_no_read_runs_while_direct_transfers_are_tried(tmp_path, monkeypatch):
         refuse(file)
         return preadv(file, buffers, offset)
 
-    trying, both, preadv = threading.Event(), threading.Event(), os.preadv
+    trying = threading.Event()
+    both = threading.Event()
+    preadv = os.preadv
     with Tier(tmp_path) as tier:
         tier.save([0, 1])
     monkeypatch.setattr(os, "preadv", read)
@@ -442,7 +478,10 @@ def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
     with Tier(tmp_path, system=SystemCalls(read=slow(os.preadv), write=slow(os.pwritev))) as tier:
         tier.save([0, 1, 2])
         gate.clear()
-        tier.begin(spills=[Spill(n, n, key(n), 0) for n in range(8, 16)], promotions=[Promotion(1, 1, key(1))])
+        tier.begin(
+            spills=[Spill(n, n, key(n), 0) for n in range(8, 16)],
+            promotions=[Promotion(1, 1, key(1))],
+        )
         tier.erase(2)
         assert tier.store.take() == DiskReport() and not gate.is_set()
         gate.set()
@@ -476,14 +515,17 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
         tier.save([0])
         broken.set()
-        assert tier.erase(0, 1, 9) == (0, 1), "nothing was ever written to the file of slot 9, there is none"
+        assert tier.erase(0, 1, 9) == (0, 1), (
+            "nothing was ever written to the file of slot 9, there is none"
+        )
         assert "may still be on disk" in caplog.text
         broken.clear()
         assert tier.erase(0, 1) == ()
 
 
 def test_an_erasure_takes_no_room(tmp_path):
-    """The file is of a smaller tier and the disk is full: existing records can still be overwritten."""
+    """The file is of a smaller tier and the disk is full: existing records can still be
+    overwritten."""
 
     def full(file, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -494,7 +536,9 @@ def test_an_erasure_takes_no_room(tmp_path):
         assert tier.erase(0) == () and tier.store.records() == []
 
 
-def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(tmp_path, monkeypatch):
+def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(
+    tmp_path, monkeypatch
+):
     """XFS then answers every call with EIO."""
 
     def refused(path, **_):
@@ -509,7 +553,8 @@ def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(t
 
 
 def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
-    """Its slot is free: a later deletion would miss the record, and the next start might find it."""
+    """Its slot is free: a later deletion would miss the record, and the next start might find
+    it."""
     record = record_bytes(3000)
     read = failing(errno.EIO, lambda offset: offset == record)(os.preadv)
     with Tier(tmp_path) as tier:
@@ -534,13 +579,16 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
 def test_a_tier_of_more_files_than_a_process_may_usually_open(tmp_path, monkeypatch):
     """With 1 GiB in a file, a tier of 1 TiB has as many files as most shells allow."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    slots, held = 400, []
+    slots = 400
+    held = []
     host = np.zeros((1, PAGE), np.uint8)
     settings = DiskSettings(tmp_path, slots, "ab", segment_bytes=record_bytes(PAGE))
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
     try:
         store = DiskStore(settings, 32, lambda _: host[0])
-        store.begin(replace(plan(1), spills=tuple(Spill(0, slot, key(slot), 32) for slot in range(slots))))
+        store.begin(
+            replace(plan(1), spills=tuple(Spill(0, slot, key(slot), 32) for slot in range(slots)))
+        )
         while store.busy:
             store.wait(1.0)
             held += store.take().spilled
@@ -557,19 +605,25 @@ def test_a_tier_of_more_files_than_a_process_may_usually_open(tmp_path, monkeypa
 
 def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):
     """A power failure would restore records of any file that is not flushed."""
-    calls, flush = [], os.fdatasync
+    calls = []
+    flush = os.fdatasync
 
     def write(file, buffers, offset):
         calls.append(("written", file))
         return os.pwritev(file, buffers, offset)
 
-    monkeypatch.setattr(disk_files.os, "fdatasync", lambda file: (calls.append(("flushed", file)), flush(file)))
+    monkeypatch.setattr(
+        disk_files.os, "fdatasync", lambda file: (calls.append(("flushed", file)), flush(file))
+    )
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
         tier.save([0, 1, SEGMENT_SLOTS])
         calls.clear()
         assert tier.erase(0, 1, SEGMENT_SLOTS) == ()
     files = {file for _, file in calls}
-    assert len(files) == 2 and calls.count(("written", min(files))) + calls.count(("written", max(files))) == 3
+    assert (
+        len(files) == 2
+        and calls.count(("written", min(files))) + calls.count(("written", max(files))) == 3
+    )
     for file in files:
         own = [what for what, where in calls if where == file]
         assert own[-1] == "flushed" and "written" in own

@@ -31,7 +31,8 @@ from ..observe.test_metrics import samples
 
 
 def run(work: Callable[[EngineClient, Connection], Awaitable[None]]) -> None:
-    """Runs `work` over a client and the loop's end of its pipe; both threads of the client end with it."""
+    """Runs `work` over a client and the loop's end of its pipe; both threads of the client end with
+    it."""
 
     async def main() -> None:
         there, here = multiprocessing.Pipe()
@@ -46,7 +47,9 @@ def run(work: Callable[[EngineClient, Connection], Awaitable[None]]) -> None:
 
 
 def request(client: EngineClient, confirm: bool = False, prompt: int = 3) -> Request:
-    return Request(id=client.new_id(), prompt=array("i", [1] * prompt), max_tokens=9, confirm=confirm)
+    return Request(
+        id=client.new_id(), prompt=array("i", [1] * prompt), max_tokens=9, confirm=confirm
+    )
 
 
 def test_several_tokens_of_a_request_are_one_output_in_their_order() -> None:
@@ -59,8 +62,11 @@ def test_counts_and_times_of_a_request() -> None:
     async def work(client: EngineClient, here: Connection) -> None:
         one, other = request(client), request(client)
         stream = client.submit([one, other], arrived=0.0)
-        stats, usage = SchedulerStats(running=2), Usage(gpu=2, new=1)
-        here.send(step_message(RowResult(one.id, (5,), None, usage), stats=stats, copied=KVCounters(1, 2)))
+        stats = SchedulerStats(running=2)
+        usage = Usage(gpu=2, new=1)
+        here.send(
+            step_message(RowResult(one.id, (5,), None, usage), stats=stats, copied=KVCounters(1, 2))
+        )
         here.send(step_message(RowResult(one.id, (6,))))
         here.send(step_message(RowResult(one.id, (7,), FinishReason.STOP)))
         here.send(step_message(RowResult(other.id, error=RequestError(429, "full"))))
@@ -98,7 +104,9 @@ def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
         await hear(old.id)
         waiting = asyncio.gather(hear(old.id), hear(new.id))
         await asyncio.sleep(0)
-        here.send(step_message(RowResult(old.id, (6,)), RowResult(new.id, (7,), usage=Usage(new=3))))
+        here.send(
+            step_message(RowResult(old.id, (6,)), RowResult(new.id, (7,), usage=Usage(new=3)))
+        )
         await waiting
         assert told == [old.id, new.id, old.id]
 
@@ -111,12 +119,15 @@ def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
         (False, False, False, [Abort]),
         (False, True, False, []),
         (True, False, False, [Abort]),
-        (True, True, False, [Abort]),  # ended, but its length was never confirmed: the turn is not committed
+        # ended, but its length was never confirmed: the turn is not committed
+        (True, True, False, [Abort]),
         (True, False, True, [Finish]),
         (True, True, True, [Finish]),
     ],
 )
-def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished: bool, said: list[type]) -> None:
+def test_closing_aborts_what_is_not_settled(
+    confirm: bool, ended: bool, finished: bool, said: list[type]
+) -> None:
     async def work(client: EngineClient, here: Connection) -> None:
         asked, barrier = request(client, confirm), request(client)
         stream = client.submit([asked], arrived=0.0)
@@ -143,7 +154,8 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
 
 
 def test_a_reply_may_end_in_the_tokens_before_a_refusal() -> None:
-    """A grammar allows no next token after the ones that complete a stop string. Both messages are here at once."""
+    """A grammar allows no next token after the ones that complete a stop string. Both messages are
+    here at once."""
 
     async def work(client: EngineClient, here: Connection) -> None:
         asked = request(client, confirm=True)
@@ -177,7 +189,9 @@ def test_calls_for_the_list_at_the_same_time_share_one_look() -> None:
         await client.refresh_all()  # a later call does not get an earlier answer
         client._outbox.put(Drain(0.0))
         await answering
-        assert (together, looks) == (2, 3), "one for the first call, one for all that came meanwhile"
+        assert (together, looks) == (2, 3), (
+            "one for the first call, one for all that came meanwhile"
+        )
         assert client.kv_map.find("c3") is not None
 
     run(work)

@@ -1,4 +1,5 @@
-"""Which grammars are refused, and the cost of a check: at most a second, and no process of the server's."""
+"""Which grammars are refused, and the cost of a check: at most a second, and no process of the
+server's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from pensieve.runtime.frontend import grammar_check
-from pensieve.runtime.frontend.grammar_check import CHECKERS, CheckProcess, GrammarChecker, open_checker
+from pensieve.runtime.frontend.grammar_check import (
+    CHECKERS,
+    CheckProcess,
+    GrammarChecker,
+    open_checker,
+)
 from pensieve.runtime.step.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from pensieve.runtime.system import children, running
 from pensieve.scheduler.types import RequestError
@@ -56,7 +62,13 @@ def test_these_grammars_can_be_followed(checker: GrammarChecker, grammar: str) -
 
 
 @pytest.mark.parametrize(
-    "grammar", [json_grammar({"type": "frob"}), regex_grammar("("), lark_grammar("start: nothing"), "nonsense"]
+    "grammar",
+    [
+        json_grammar({"type": "frob"}),
+        regex_grammar("("),
+        lark_grammar("start: nothing"),
+        "nonsense",
+    ],
 )
 def test_what_does_not_compile_is_refused_by_name(checker: GrammarChecker, grammar: str) -> None:
     with pytest.raises(RequestError, match="response_format cannot be followed") as caught:
@@ -78,13 +90,17 @@ def test_what_is_long_is_refused(checker: GrammarChecker) -> None:
     "grammar",
     [
         FOR_EVER,
-        json_grammar({"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(1, 40)]}),
+        json_grammar(
+            {"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(1, 40)]}
+        ),
         json_grammar({"type": "integer", "multipleOf": 999983}),
     ],
 )
 def test_what_would_compile_for_ever_is_given_up(checker: GrammarChecker, grammar: str) -> None:
     began = time.monotonic()
-    with pytest.raises(RequestError, match="response_format is too complex: it takes more than 1 s"):
+    with pytest.raises(
+        RequestError, match="response_format is too complex: it takes more than 1 s"
+    ):
         check(checker, grammar, "response_format")
     assert time.monotonic() - began < 30
     check(checker, regex_grammar("a"))
@@ -96,8 +112,11 @@ def test_a_process_that_has_been_killed_is_started_again(checker: GrammarChecker
         check(checker, regex_grammar(f"killed{at}"))
 
 
-def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiling process is killed, as by a system without free memory: the check may be tried again."""
+def test_an_accident_is_not_the_grammar_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiling process is killed, as by a system without free memory: the check may be tried
+    again."""
     monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
     checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
     helpers = processes(checker)
@@ -117,14 +136,19 @@ def test_a_checker_that_cannot_start_again_is_not_the_grammar_s_fault(
         raise BlockingIOError("no more processes")
 
     kill(checker)
-    with monkeypatch.context() as patch, pytest.raises(RequestError, match="could not be checked") as caught:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RequestError, match="could not be checked") as caught,
+    ):
         patch.setattr(CheckProcess, "_start", start)
         check(checker, regex_grammar("start"))
     assert caught.value.status == 503
     check(checker, regex_grammar("start"))
 
 
-def test_what_lies_in_the_current_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_in_the_current_directory_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "llguidance.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
     check(GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,)), regex_grammar("a"))
@@ -132,11 +156,18 @@ def test_what_lies_in_the_current_directory_is_not_imported(tmp_path: Path, monk
 
 def test_many_at_once(checker: GrammarChecker) -> None:
     with ThreadPoolExecutor(8) as clients:
-        list(clients.map(lambda number: check(checker, regex_grammar(f"[0-9]{{{number % 9 + 1}}}")), range(60)))
+        list(
+            clients.map(
+                lambda number: check(checker, regex_grammar(f"[0-9]{{{number % 9 + 1}}}")),
+                range(60),
+            )
+        )
 
 
 def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
-    Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     assert open_checker(str(tmp_path), 2, (1,)) is None
     assert open_checker("", 2, (1,)) is None
 
@@ -151,7 +182,8 @@ def test_its_process_ends_with_ours(tmp_path: Path) -> None:
 
 
 class Work:
-    """Replaces the processes: a check runs until it is ended. Grammars begin with their owners' names."""
+    """Replaces the processes: a check runs until it is ended. Grammars begin with their owners'
+    names."""
 
     def __init__(self, checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch):
         self._checker = checker
@@ -169,7 +201,9 @@ class Work:
     def ask(self, *grammars: str) -> None:
         for grammar in grammars:
             self._ends[grammar] = threading.Event()
-            self._outcomes[grammar] = self._checker.begin_check(grammar, "structured_outputs", grammar[0])
+            self._outcomes[grammar] = self._checker.begin_check(
+                grammar, "structured_outputs", grammar[0]
+            )
 
     def cancel(self, *grammars: str) -> None:
         assert all(self._outcomes[grammar].cancel() for grammar in grammars)

@@ -57,7 +57,9 @@ class Collector:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                     collector.services.add(attributes(resource.resource)["service.name"])
-                    collector.spans += [span for scope in resource.scope_spans for span in scope.spans]
+                    collector.spans += [
+                        span for scope in resource.scope_spans for span in scope.spans
+                    ]
                 self.send_response(200)
                 self.end_headers()
 
@@ -66,7 +68,9 @@ class Collector:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
 
 @pytest.fixture
@@ -81,48 +85,68 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def attributes(of: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         kind = value.WhichOneof("value")
-        return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+        return (
+            [plain(one) for one in value.array_value.values]
+            if kind == "array_value"
+            else getattr(value, kind)
+        )
 
     return {pair.key: plain(pair.value) for pair in of.attributes}
 
 
-def trace(url: str, loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> tuple[Any, float]:
+def trace(
+    url: str, loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitable[Any]]
+) -> tuple[Any, float]:
     """Returns the result of `work`, and the seconds that the last spans took."""
 
     async def main() -> Any:
         client = EngineClient(loop.client_end)
         app = create_app(client, ready(), None, tracing=made)
         try:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://test"
+            ) as http:
                 return await work(http)
         finally:
             await asyncio.to_thread(loop.close)
             await client.closed.wait()
 
     made = Tracing(url, "fake")
-    answer, start = asyncio.run(main()), time.perf_counter()
+    answer = asyncio.run(main())
+    start = time.perf_counter()
     made.close()
     return answer, time.perf_counter() - start
 
 
-def complete(http: httpx.AsyncClient, headers: dict[str, Any] | None = None, **body: Any) -> Awaitable[httpx.Response]:
-    return http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 9, **body}, headers=headers)
+def complete(
+    http: httpx.AsyncClient, headers: dict[str, Any] | None = None, **body: Any
+) -> Awaitable[httpx.Response]:
+    return http.post(
+        "/v1/completions", json={"prompt": PROMPT, "max_tokens": 9, **body}, headers=headers
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_a_span_under_its_callers(collector: Collector, stream: bool) -> None:
     before = time.time_ns()
-    answer, _ = trace(collector.url, FakeLoop(), lambda http: complete(http, CALLED, stream=stream, conversation="tea"))
+    answer, _ = trace(
+        collector.url,
+        FakeLoop(),
+        lambda http: complete(http, CALLED, stream=stream, conversation="tea"),
+    )
     (span,) = collector.spans
     assert collector.services == {"pensieve"} and span.name == "llm_request"
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, CALLER)
     assert before <= span.start_time_unix_nano < span.end_time_unix_nano <= time.time_ns()
     said = attributes(span)
     queue, first, whole = (
-        said.pop(f"gen_ai.latency.{name}") for name in ("time_in_queue", "time_to_first_token", "e2e")
+        said.pop(f"gen_ai.latency.{name}")
+        for name in ("time_in_queue", "time_to_first_token", "e2e")
     )
     assert 0 <= queue <= first <= whole < 1000, "seconds"
-    assert whole == pytest.approx((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-6)
+    assert whole == pytest.approx(
+        (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-6
+    )
     assert len(said.pop("gen_ai.conversation.id")) == 16
     assert said == {
         "gen_ai.operation.name": "text_completion",
@@ -145,43 +169,63 @@ def test_turns_of_a_conversation_can_be_told_and_its_name_cannot(collector: Coll
             await complete(http, conversation=conversation)
 
     trace(collector.url, FakeLoop(), turns)
-    first, second, other, nameless = (attributes(span).get("gen_ai.conversation.id") for span in collector.spans)
+    first, second, other, nameless = (
+        attributes(span).get("gen_ai.conversation.id") for span in collector.spans
+    )
     assert first == second != other and nameless is None
     trace(collector.url, FakeLoop(), lambda http: complete(http, conversation="tea"))
-    assert attributes(collector.spans[-1])["gen_ai.conversation.id"] != first, "the key is this process's"
+    assert attributes(collector.spans[-1])["gen_ai.conversation.id"] != first, (
+        "the key is this process's"
+    )
 
 
 @pytest.mark.parametrize("headers", [None, {"traceparent": b"00-junk-\xff"}])
-def test_without_a_caller_a_trace_begins(collector: Collector, headers: dict[str, Any] | None) -> None:
+def test_without_a_caller_a_trace_begins(
+    collector: Collector, headers: dict[str, Any] | None
+) -> None:
     trace(collector.url, FakeLoop(), lambda http: complete(http, headers))
     (span,) = collector.spans
     assert span.parent_span_id == b"" and span.trace_id != bytes.fromhex(TRACE)
 
 
 def test_a_caller_that_does_not_sample_has_no_span(collector: Collector) -> None:
-    trace(collector.url, FakeLoop(), lambda http: complete(http, {"traceparent": f"00-{TRACE}-{CALLER}-00"}))
+    trace(
+        collector.url,
+        FakeLoop(),
+        lambda http: complete(http, {"traceparent": f"00-{TRACE}-{CALLER}-00"}),
+    )
     assert not collector.spans
 
 
 def test_refused_and_failed_requests_are_errors(collector: Collector) -> None:
     trace(collector.url, FakeLoop(queue=0), complete)
-    trace(collector.url, FakeLoop(say("y" * 100), dies_with=1), lambda http: complete(http, max_tokens=50, stream=True))
+    trace(
+        collector.url,
+        FakeLoop(say("y" * 100), dies_with=1),
+        lambda http: complete(http, max_tokens=50, stream=True),
+    )
     told = [(attributes(span), span.status.code) for span in collector.spans]
-    ends = [(said["gen_ai.response.finish_reasons"], said["error.type"], code) for said, code in told]
+    ends = [
+        (said["gen_ai.response.finish_reasons"], said["error.type"], code) for said, code in told
+    ]
     assert ends == [(["refused"], "429", ERROR), (["error"], "_OTHER", ERROR)]
     assert ["gen_ai.latency.time_to_first_token" in said for said, _ in told] == [False, True]
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:
     modules = {"opentelemetry.sdk", "opentelemetry.exporter", "pensieve.runtime.frontend.otel"}
-    code = f"import sys, pensieve.runtime.http.process, pensieve.scripts.serve; print({modules} & set(sys.modules))"
+    code = (
+        f"import sys, pensieve.runtime.http.process, pensieve.scripts.serve; print({modules} & "
+        "set(sys.modules))"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 def test_a_collector_that_takes_no_spans_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The SDK by itself would retry for ten seconds."""
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.2)
-    with contextlib.closing(listen("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+    # accepts connections and never answers
+    with contextlib.closing(listen("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         answer, seconds = trace(url, FakeLoop(), complete)
     assert answer.is_success and seconds < 8
@@ -204,10 +248,8 @@ def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: C
         process.start()
     loop.client_end.close()
     loop.say(ready())
-    url, body = (
-        f"http://127.0.0.1:{port}/v1/completions",
-        {"prompt": PROMPT, "max_tokens": 200, "stream": True, "return_token_ids": True},
-    )
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {"prompt": PROMPT, "max_tokens": 200, "stream": True, "return_token_ids": True}
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         next(response.iter_lines())
     eventually(lambda: len(loop.log) > len(loop.said(Submit)))  # the abort
@@ -215,7 +257,10 @@ def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: C
     process.join(60)
     assert process.exitcode == 0
     (span,) = collector.spans
-    assert attributes(span)["gen_ai.response.finish_reasons"] == ["abort"] and span.status.code == UNSET
+    assert (
+        attributes(span)["gen_ai.response.finish_reasons"] == ["abort"]
+        and span.status.code == UNSET
+    )
     assert attributes(span)["gen_ai.usage.completion_tokens"] > 0
 
 
@@ -238,4 +283,6 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert "pip install opentelemetry-exporter-otlp-proto-http" in wrong("http://127.0.0.1:4318/v1/traces")
+    assert "pip install opentelemetry-exporter-otlp-proto-http" in wrong(
+        "http://127.0.0.1:4318/v1/traces"
+    )

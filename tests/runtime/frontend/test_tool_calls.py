@@ -1,4 +1,5 @@
-"""Tool calls are found in a text with any division into pieces, and a grammar for them allows only valid calls."""
+"""Tool calls are found in a text with any division into pieces, and a grammar for them allows only
+valid calls."""
 
 from __future__ import annotations
 
@@ -19,12 +20,18 @@ def call(name: str, **arguments: object) -> str:
     return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments})}\n{CLOSE}"
 
 
-def parsed(text: str, cuts: random.Random | None = None, most: int = 100) -> tuple[str, list[tuple[str, object]]]:
-    parser, said, calls = ToolCallParser(most), "", []
+def parsed(
+    text: str, cuts: random.Random | None = None, most: int = 100
+) -> tuple[str, list[tuple[str, object]]]:
+    parser = ToolCallParser(most)
+    said = ""
+    calls = []
     while text:
         size = cuts.randrange(1, 6) if cuts else len(text)
         piece, found = parser.push(text[:size])
-        text, said, calls = text[size:], said + piece, calls + found
+        text = text[size:]
+        said = said + piece
+        calls = calls + found
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
     return said + parser.end(), [(call.name, json.loads(call.arguments)) for call in calls]
@@ -42,7 +49,11 @@ TEXTS = [
     (f"one {call('b')} two {call('a', x=1)} three", "one two  three", [B, A]),
     (f"{OPEN}not json{CLOSE}", f"{OPEN}not json{CLOSE}", []),
     (f'{OPEN}{{"name": 3}}{CLOSE}', f'{OPEN}{{"name": 3}}{CLOSE}', []),
-    (f'{OPEN}{{"name": "a", "arguments": "x"}}{CLOSE}', f'{OPEN}{{"name": "a", "arguments": "x"}}{CLOSE}', []),
+    (
+        f'{OPEN}{{"name": "a", "arguments": "x"}}{CLOSE}',
+        f'{OPEN}{{"name": "a", "arguments": "x"}}{CLOSE}',
+        [],
+    ),
     (f'{OPEN}{{"name": "b"}}{CLOSE}', "", [B]),
     (f"{OPEN}\n{{", f"{OPEN}\n{{", []),
     (call("a", x=1) + OPEN, OPEN, [A]),
@@ -55,7 +66,9 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("text", "said", "calls"), TEXTS)
-def test_calls_are_taken_out_of_the_text(text: str, said: str, calls: list[tuple[str, object]]) -> None:
+def test_calls_are_taken_out_of_the_text(
+    text: str, said: str, calls: list[tuple[str, object]]
+) -> None:
     got, found = parsed(text)
     assert found == calls
     assert got.split() == said.split()

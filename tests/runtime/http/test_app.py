@@ -1,4 +1,5 @@
-"""The HTTP process against a loop played by hand: OpenAI's forms, bad input, streams, hang-ups, the engine's end."""
+"""The HTTP process against a loop played by hand: OpenAI's forms, bad input, streams, hang-ups, the
+engine's end."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def complete(**body: Any) -> Work:
 
 
 def chat(*contents: str, **body: Any) -> Work:
-    messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    messages = [
+        {"role": ("user", "assistant")[at % 2], "content": content}
+        for at, content in enumerate(contents)
+    ]
     return post("/v1/chat/completions", {"messages": messages, **body})
 
 
@@ -51,9 +55,19 @@ def joined(chunks: list[Any]) -> str:
 
 def test_completion_of_text(ask: Callable[..., Any]) -> None:
     answer = ask(complete(prompt="héllo", max_tokens=50, model="fake")).json()
-    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion" and answer["model"] == "fake"
+    assert (
+        answer["id"].startswith("cmpl-")
+        and answer["object"] == "text_completion"
+        and answer["model"] == "fake"
+    )
     assert answer["choices"] == [
-        {"index": 0, "text": "héllo", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        {
+            "index": 0,
+            "text": "héllo",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
     ]
     assert answer["usage"] == {
         "prompt_tokens": 7,
@@ -71,16 +85,24 @@ def test_completion_of_token_ids_returns_token_ids(ask: Callable[..., Any]) -> N
     assert choice["token_ids"] == [*prompt, EOS]  # the end belongs to the ids, not to the text
 
 
-def test_default_length_is_openais_and_no_more_than_the_context_leaves(ask: Callable[..., Any]) -> None:
+def test_default_length_is_openais_and_no_more_than_the_context_leaves(
+    ask: Callable[..., Any],
+) -> None:
     answer = ask(complete(prompt=[5] * 30)).json()
-    assert answer["usage"]["completion_tokens"] == 16 and answer["choices"][0]["finish_reason"] == "length"
+    assert (
+        answer["usage"]["completion_tokens"] == 16
+        and answer["choices"][0]["finish_reason"] == "length"
+    )
     assert ask(complete(prompt=[5] * 250)).json()["usage"]["completion_tokens"] == 6
     assert ask(chat("x"), FakeLoop(say("y" * 1000))).json()["usage"]["total_tokens"] == 256
 
 
 def test_several_prompts(ask: Callable[..., Any]) -> None:
     answer = ask(complete(prompt=["one", "three"])).json()
-    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "one"), (1, "three")]
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        (0, "one"),
+        (1, "three"),
+    ]
     assert answer["usage"]["completion_tokens"] == 10
     answer = ask(complete(prompt=[byte_tokens("one"), byte_tokens("three")], stream=True))
     texts = {0: "", 1: ""}
@@ -101,10 +123,18 @@ def test_chat(ask: Callable[..., Any]) -> None:
 
 def test_message_content_in_parts_and_a_reply_sent_back_as_it_came(ask: Callable[..., Any]) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    reply = {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "tool_calls": None}
+    reply = {
+        "role": "assistant",
+        "content": "c",
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": None,
+    }
     messages = [{"role": "user", "content": parts}, reply]
     loop = FakeLoop()
-    assert ask(post("/v1/chat/completions", {"messages": messages, "return_token_ids": True}), loop).is_success
+    assert ask(
+        post("/v1/chat/completions", {"messages": messages, "return_token_ids": True}), loop
+    ).is_success
     ((request,),) = loop.said(Submit)
     assert request.prompt.tolist() == [1, *byte_tokens("user: a\nb\nassistant: c\nassistant: ")]
 
@@ -118,7 +148,14 @@ def test_an_engine_without_a_tokenizer_completes_token_ids(ask: Callable[..., An
 
 def test_what_is_asked_for_reaches_the_loop(ask: Callable[..., Any]) -> None:
     loop = FakeLoop()
-    body = {"temperature": 0, "top_k": -1, "top_p": 0.5, "seed": 7, "min_tokens": 2, "max_tokens": 9}
+    body = {
+        "temperature": 0,
+        "top_k": -1,
+        "top_p": 0.5,
+        "seed": 7,
+        "min_tokens": 2,
+        "max_tokens": 9,
+    }
     ask(complete(prompt=[9], **body, stop_token_ids=[5], conversation={"id": "c"}), loop)
     ((request,),) = loop.said(Submit)
     assert (request.max_tokens, request.min_tokens, request.conversation) == (9, 2, "c")
@@ -136,12 +173,16 @@ def test_defaults_are_openais_and_seeds_differ(ask: Callable[..., Any]) -> None:
     loop = FakeLoop()
     ask(twice, loop)
     (first,), (second,) = loop.said(Submit)
-    assert first.sampling.temperature == first.sampling.top_p == 1.0 and first.stop_ids == frozenset()
+    assert (
+        first.sampling.temperature == first.sampling.top_p == 1.0 and first.stop_ids == frozenset()
+    )
     assert first.conversation == second.conversation == "c"
     assert first.sampling.seed != second.sampling.seed and first.id != second.id
 
 
-def test_prompts_of_one_call_have_seeds_of_their_own_unless_one_is_asked_for(ask: Callable[..., Any]) -> None:
+def test_prompts_of_one_call_have_seeds_of_their_own_unless_one_is_asked_for(
+    ask: Callable[..., Any],
+) -> None:
     for seed, count in ((None, 2), (-5, 1)):
         loop = FakeLoop()
         ask(complete(prompt=["x", "x"], seed=seed), loop)
@@ -166,15 +207,21 @@ def test_a_stop_string_ends_the_reply_and_its_length_is_confirmed(
     response = ask(complete(prompt="x", stream=stream, return_token_ids=True, **body), loop)
     chunks = events(response) if stream else [response.json()]
     assert joined(chunks) == ("one END" if include else "one ")
-    ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
+    ids = [
+        token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]
+    ]
     assert ids == byte_tokens("one END")  # the log holds exactly these
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert loop.said(Finish, 1) and list(loop.confirmed.values()) == [7] and not loop.said(Abort)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("make", [partial(complete, prompt="x"), partial(chat, "x")], ids=["completion", "chat"])
-def test_the_reason_for_the_stop_is_said_as_in_vllm(ask: Callable[..., Any], make: Any, stream: bool) -> None:
+@pytest.mark.parametrize(
+    "make", [partial(complete, prompt="x"), partial(chat, "x")], ids=["completion", "chat"]
+)
+def test_the_reason_for_the_stop_is_said_as_in_vllm(
+    ask: Callable[..., Any], make: Any, stream: bool
+) -> None:
     end = byte_tokens("!")[0]
     for stop, reason in (
         ({"stop": ["no", "ey"]}, "ey"),
@@ -183,8 +230,12 @@ def test_the_reason_for_the_stop_is_said_as_in_vllm(ask: Callable[..., Any], mak
         ({"stop_token_ids": [end], "max_tokens": 2}, None),
     ):
         response = ask(make(**{"max_tokens": 50} | stop, stream=stream), FakeLoop(say("hey!you")))
-        *others, last = [chunk["choices"][0] for chunk in (events(response) if stream else [response.json()])]
-        assert last["stop_reason"] == reason and not any("stop_reason" in choice for choice in others)
+        *others, last = [
+            chunk["choices"][0] for chunk in (events(response) if stream else [response.json()])
+        ]
+        assert last["stop_reason"] == reason and not any(
+            "stop_reason" in choice for choice in others
+        )
         assert last["finish_reason"] == ("length" if stop.get("max_tokens") else "stop")
 
 
@@ -205,7 +256,9 @@ def test_a_stop_string_in_the_last_token_wins_over_length(ask: Callable[..., Any
 def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
     stop = {"stop_token_ids": byte_tokens("!"), "max_tokens": 9}
     for include, text in ((False, "hey"), (True, "hey!")):
-        work = complete(prompt="x", **stop, include_stop_str_in_output=include, return_token_ids=True)
+        work = complete(
+            prompt="x", **stop, include_stop_str_in_output=include, return_token_ids=True
+        )
         (choice,) = ask(work, FakeLoop(say("hey!you"))).json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")
         assert choice["token_ids"] == byte_tokens("hey!")
@@ -217,7 +270,8 @@ class LateEnds(FakeLoop):
     ends: tuple[RowResult, ...] = ()
 
     def _step(self) -> Iterator[RowResult]:
-        late, self.ends = self.ends, ()
+        late = self.ends
+        self.ends = ()
         yield from late
         for output in super()._step():
             if output.finish is not None:
@@ -225,7 +279,9 @@ class LateEnds(FakeLoop):
             yield output._replace(finish=None)
 
 
-def test_the_text_of_a_stop_token_is_left_out_though_the_end_comes_later(ask: Callable[..., Any]) -> None:
+def test_the_text_of_a_stop_token_is_left_out_though_the_end_comes_later(
+    ask: Callable[..., Any],
+) -> None:
     work = complete(prompt="x", stop_token_ids=byte_tokens("!"), return_token_ids=True)
     (choice,) = ask(work, LateEnds(say("hey!you"))).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("hey", "stop")
@@ -237,7 +293,9 @@ def test_the_text_of_a_stop_token_is_left_out_though_the_end_comes_later(ask: Ca
 
 def test_streamed_completion(ask: Callable[..., Any]) -> None:
     options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
-    chunks = events(ask(complete(prompt="aé世", stream=True, **options), FakeLoop(step_seconds=0.002)))
+    chunks = events(
+        ask(complete(prompt="aé世", stream=True, **options), FakeLoop(step_seconds=0.002))
+    )
     *pieces, last = chunks
     assert joined(pieces) == "aé世" and "é" in [piece["choices"][0]["text"] for piece in pieces]
     assert pieces[0]["choices"][0]["prompt_token_ids"] == [1, *byte_tokens("aé世")]
@@ -279,7 +337,8 @@ BAD = [
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": -3}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
-    ({"prompt": "xx", "max_tokens": 10**4300 - 1}, "max_tokens"),  # a larger one could not be written any more
+    # a larger one could not be written any more
+    ({"prompt": "xx", "max_tokens": 10**4300 - 1}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
@@ -318,7 +377,10 @@ BAD = [
     ({"prompt": "x", "response_format": {"type": "yaml"}}, "response_format"),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
     (
-        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}},
+        {
+            "prompt": "x",
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}},
+        },
         "response_format",
     ),
     ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
@@ -326,7 +388,11 @@ BAD = [
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs"),
     (
-        {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        {
+            "prompt": "x",
+            "structured_outputs": {"regex": "a"},
+            "response_format": {"type": "json_object"},
+        },
         "structured_outputs",
     ),
     ({"prompt": "x", "conversation": 7}, "conversation"),
@@ -338,7 +404,10 @@ BAD = [
     ({"prompt": "x", "guided_json": "{"}, "guided_json"),
     ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, "guided_regex"),
     ({"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
-    ({"prompt": "x", "guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    (
+        {"prompt": "x", "guided_regex": "a", "response_format": {"type": "json_object"}},
+        "guided_regex",
+    ),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
     ({"prompt": "x", "bad_words": ["x"]}, "bad_words"),
     ({"prompt": "x", "converation": "c"}, "converation"),
@@ -353,26 +422,37 @@ def test_bad_completions_are_refused_by_name(ask: Callable[..., Any]) -> None:
     for (body, param), response in zip(BAD, ask(all_of_them, loop), strict=True):
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param), body
-        assert error["type"] == "invalid_request_error" and param.split(".")[-1] in error["message"], error
+        assert (
+            error["type"] == "invalid_request_error" and param.split(".")[-1] in error["message"]
+        ), error
     assert not loop.log
 
 
-def test_what_is_written_to_the_logits_at_every_step_is_limited(ask: Callable[..., Any], monkeypatch: Any) -> None:
+def test_what_is_written_to_the_logits_at_every_step_is_limited(
+    ask: Callable[..., Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr("pensieve.runtime.frontend.request_builder.MOST_BIASES", 3)
-    body, many = dict(prompt="x", stop_token_ids=[5, 6, 7]), {str(token): 1 for token in range(4)}
+    body = dict(prompt="x", stop_token_ids=[5, 6, 7])
+    many = {str(token): 1 for token in range(4)}
     assert ask(complete(**body)).is_success  # and the model's own
     assert ask(complete(**body, min_tokens=1, ignore_eos=True)).is_success
-    for refused, param in ((body | {"min_tokens": 1}, "stop_token_ids"), ({"logit_bias": many}, "logit_bias")):
+    for refused, param in (
+        (body | {"min_tokens": 1}, "stop_token_ids"),
+        ({"logit_bias": many}, "logit_bias"),
+    ):
         response = ask(complete(**{"prompt": "x", **refused}))
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b'{"seed": ' + b"9" * 9999]
+    "body",
+    [b"", b"{", b"[1]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b'{"seed": ' + b"9" * 9999],
 )
 def test_malformed_json(ask: Callable[..., Any], body: bytes) -> None:
     response = ask(lambda http: http.post("/v1/completions", content=body))
-    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    assert (
+        response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,39 +463,80 @@ def test_malformed_json(ask: Callable[..., Any], body: bytes) -> None:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+        ),
         ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+            "tools",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, "logprobs"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 999}, "max_completion_tokens"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2, "max_tokens": 3}, "max_tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
+            "max_completion_tokens",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 999},
+            "max_completion_tokens",
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_completion_tokens": 2,
+                "max_tokens": 3,
+            },
+            "max_tokens",
+        ),
     ],
 )
-def test_bad_chats_are_refused_by_name(ask: Callable[..., Any], body: dict[str, Any], param: str) -> None:
+def test_bad_chats_are_refused_by_name(
+    ask: Callable[..., Any], body: dict[str, Any], param: str
+) -> None:
     response = ask(post("/v1/chat/completions", body))
     assert response.status_code == 400
     assert response.json()["error"]["param"].split(".")[0] == param
 
 
 def test_parts_that_are_no_text_are_named(ask: Callable[..., Any]) -> None:
-    chat = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}
+        ]
+    }
     said = {"type": "input_image", "image_url": "http://a/b"}
-    response = {"input": [{"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, said]}]}
+    response = {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, said]}
+        ]
+    }
     for path, body, kind, param in (
         ("/v1/chat/completions", chat, "image_url", "messages.0.content"),
         ("/v1/responses", response, "input_image", "input.0.content"),
     ):
         error = ask(post(path, body)).json()["error"]
-        assert error["message"] == f"this server reads text only; it has no use for a part of type '{kind}'"
+        assert (
+            error["message"]
+            == f"this server reads text only; it has no use for a part of type '{kind}'"
+        )
         assert error["param"] == param
 
 
 def test_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
-    for work, param in ((complete(prompt=[5] * 300), "prompt"), (complete(prompt=[5] * 300, max_tokens=1), "prompt")):
+    for work, param in (
+        (complete(prompt=[5] * 300), "prompt"),
+        (complete(prompt=[5] * 300, max_tokens=1), "prompt"),
+    ):
         error = ask(work).json()["error"]
         assert error["param"] == param and "300" in error["message"] and "256" in error["message"]
     error = ask(complete(prompt=[5] * 200, max_tokens=57)).json()["error"]
@@ -425,10 +546,28 @@ def test_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
 
 
 def test_nulls_and_neutral_values_ask_for_nothing(ask: Callable[..., Any]) -> None:
-    neutral = {"n": 1, "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "echo": False}
-    ignored = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "logprobs": None, "temperature": None}
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "echo": False,
+    }
+    ignored = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "logprobs": None,
+        "temperature": None,
+    }
     assert ask(complete(prompt="x", **neutral, **ignored)).is_success
-    more = {"tools": [], "logprobs": False, "response_format": {"type": "text"}, "parallel_tool_calls": True}
+    more = {
+        "tools": [],
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+    }
     assert ask(chat("x", **more, max_completion_tokens=4)).is_success
 
 
@@ -454,19 +593,26 @@ def test_one_refused_prompt_of_several_aborts_the_others(ask: Callable[..., Any]
 
 def test_unknown_paths_and_methods_have_openais_form(ask: Callable[..., Any]) -> None:
     response = ask(lambda http: http.get("/v1/nothing"))
-    assert response.status_code == 404 and response.json()["error"]["message"] == "there is no /v1/nothing here"
+    assert (
+        response.status_code == 404
+        and response.json()["error"]["message"] == "there is no /v1/nothing here"
+    )
     response = ask(lambda http: http.get("/v1/completions"))
     assert response.status_code == 405 and response.headers["allow"] == "POST"
     assert response.json()["error"]["message"] == "/v1/completions takes POST, not GET"
 
 
 @pytest.mark.parametrize(
-    "path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"]
+    "path",
+    ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"],
 )
 def test_a_wrong_base_url_is_told_the_path(ask: Callable[..., Any], path: str) -> None:
     response = ask(lambda http: http.post(path, json={}))
     assert response.status_code == 404
-    assert response.json()["error"]["message"] == f"there is no {path} here; did you mean /v1/chat/completions?"
+    assert (
+        response.json()["error"]["message"]
+        == f"there is no {path} here; did you mean /v1/chat/completions?"
+    )
 
 
 # The rest of the surface
@@ -500,7 +646,11 @@ def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream:
         both = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
         await asyncio.to_thread(loop.said, Submit, 2)
         loop.go_on()
-        return [*await asyncio.gather(*both), await http.post("/v1/completions", json=body), await http.get("/health")]
+        return [
+            *await asyncio.gather(*both),
+            await http.post("/v1/completions", json=body),
+            await http.get("/health"),
+        ]
 
     first, second, late, health = ask(two_and_one_more, loop)
     for response in (first, second):
@@ -509,7 +659,10 @@ def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream:
             assert response.status_code == 200 and 0 < len(joined(pieces)) < 100
             assert "the books disagree" in last["error"]["message"]
         else:
-            assert response.status_code == 500 and "the books disagree" in response.json()["error"]["message"]
+            assert (
+                response.status_code == 500
+                and "the books disagree" in response.json()["error"]["message"]
+            )
     assert (late.status_code, health.status_code) == (500, 503)
 
 
@@ -518,7 +671,9 @@ def test_a_closed_pipe_ends_every_open_request(ask: Callable[..., Any]) -> None:
     loop.pause()
 
     async def cut(http: httpx.AsyncClient) -> httpx.Response:
-        answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 100}))
+        answer = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": "x", "max_tokens": 100})
+        )
         await asyncio.to_thread(eventually, lambda: loop.said(Submit))
         await asyncio.to_thread(loop.close)
         return await answer
@@ -570,7 +725,13 @@ def test_a_grammar_is_not_checked_for_a_client_that_has_gone(
         async def send(message: Any) -> None:
             pass
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+        }
         asked = asyncio.create_task(http._transport.app(scope, receive, send))  # type: ignore[attr-defined]
         while not checker.asked:
             await asyncio.sleep(0.001)

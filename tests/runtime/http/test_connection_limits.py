@@ -49,7 +49,8 @@ class Server:
     """The HTTP process over a FakeLoop."""
 
     def __init__(self, loop: FakeLoop, directory: Path, settings: HTTPSettings):
-        self.loop, self._log = loop, directory / "log"
+        self.loop = loop
+        self._log = directory / "log"
         listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
@@ -89,7 +90,9 @@ def serve(tmp: Path, settings: HTTPSettings, loop: FakeLoop) -> Iterator[Server]
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = HTTPSettings(max_connections=MOST, client_timeout=PATIENCE_S)
-    yield from serve(tmp_path_factory.mktemp("tokenizer"), settings, FakeLoop(say("y" * 250), step_seconds=0.01))
+    yield from serve(
+        tmp_path_factory.mktemp("tokenizer"), settings, FakeLoop(say("y" * 250), step_seconds=0.01)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,9 @@ def received(wire: socket.socket) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{"]
+)
 def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) -> None:
     began = time.monotonic()
     with impatient.connect() as wire:
@@ -124,12 +129,15 @@ def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) 
 def test_a_request_behind_another_one_may_not_stop_either(impatient: Server) -> None:
     """All of it comes in one piece, so no further bytes arrive after the first answer."""
     with impatient.connect() as wire:
-        wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{")
+        wire.sendall(
+            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{"
+        )
         assert received(wire).startswith(b"HTTP/1.1 200 ")
 
 
 def test_drop_by_drop_is_no_better(impatient: Server) -> None:
-    """Every drop comes long before the time is up: a head has one time for all of it, a body must keep a pace."""
+    """Every drop comes long before the time is up: a head has one time for all of it, a body must
+    keep a pace."""
     body = HEAD + b"Content-Length: 5000\r\n\r\n"
     for start, drop in ((HEAD, b"X-A: b\r\n"), (body, b" ")):
         with impatient.connect() as wire:
@@ -140,9 +148,18 @@ def test_drop_by_drop_is_no_better(impatient: Server) -> None:
                     time.sleep(PATIENCE_S / 5)
 
 
-def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impatient: Server) -> None:
+def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(
+    impatient: Server,
+) -> None:
     """Small buffers, and long events that the client does not read."""
-    body = {"prompt": [9] * 4, "max_tokens": 9000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 40}
+    body = {
+        "prompt": [9] * 4,
+        "max_tokens": 9000,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+        "n": 40,
+    }
     text = json.dumps(body).encode()
     aborted = len(impatient.loop.said(Abort))
     with socket.socket() as wire:
@@ -153,14 +170,18 @@ def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impati
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000")]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000")]}
+    )
     await send({"type": "http.response.body", "body": bytes(50_000)})
 
 
 @contextlib.asynccontextmanager
 async def connected(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
-    """A client of `answer` in this process; its buffer holds less than that. It has sent so much."""
-    config, state = uvicorn.Config(answer, timeout_keep_alive=1), ServerState()
+    """A client of `answer` in this process; its buffer holds less than that. It has sent so
+    much."""
+    config = uvicorn.Config(answer, timeout_keep_alive=1)
+    state = ServerState()
     config.load()
     client, ours = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -184,7 +205,10 @@ def test_the_wait_for_the_end_of_a_last_answer_is_limited() -> None:
     """The application has sent it and it fits into the buffers, so nothing else waits."""
 
     async def work() -> None:
-        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
+        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
+            _,
+            protocol,
+        ):
             await until(lambda: not protocol.connections)
 
     asyncio.run(work())
@@ -194,7 +218,10 @@ def test_a_slow_reader_of_a_last_answer_has_time_for_its_end() -> None:
     """From the moment at which most of it is gone."""
 
     async def work() -> None:
-        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
+        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
+            _,
+            protocol,
+        ):
             assert protocol._taking is not None
             began = protocol._taking.when()
             time.sleep(0.01)
@@ -223,7 +250,9 @@ def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
             client.close()
             await until(lambda: not protocol.connections)
             kept = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-            assert not [timer for timer in kept if not timer.cancelled() and "Protocol" in repr(timer)]
+            assert not [
+                timer for timer in kept if not timer.cancelled() and "Protocol" in repr(timer)
+            ]
 
     asyncio.run(work())
 
@@ -249,7 +278,9 @@ def test_a_body_that_comes_behind_its_answer_leaves_no_limit(impatient: Server) 
 
 
 @pytest.mark.parametrize("header", [b"", b"Upgrade: h2c\r\n"])
-def test_a_client_that_hangs_up_is_noticed_after_any_further_bytes(server: Server, header: bytes) -> None:
+def test_a_client_that_hangs_up_is_noticed_after_any_further_bytes(
+    server: Server, header: bytes
+) -> None:
     body = b'{"prompt": "x", "max_tokens": 50}'
     aborted, submitted = len(server.loop.said(Abort)), len(server.loop.said(Submit))
     with contextlib.ExitStack() as pause:
@@ -301,10 +332,15 @@ def test_half_a_request_is_no_error_of_the_server(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path, status", [("/nothing", 404), ("/health", 405)])
-def test_a_broken_body_after_the_answer_ends_the_connection_quietly(server: Server, path: str, status: int) -> None:
+def test_a_broken_body_after_the_answer_ends_the_connection_quietly(
+    server: Server, path: str, status: int
+) -> None:
     """The answer did not wait for the body; there is no second one to the same request."""
     with server.connect() as wire:
-        wire.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello".encode())
+        wire.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: "
+            "chunked\r\n\r\n5\r\nhello".encode()
+        )
         head, _, body = wire.recv(1 << 16).partition(b"\r\n\r\n")
         wire.sendall(b"no length\r\n" * 3)
         body += received(wire)
@@ -312,10 +348,14 @@ def test_a_broken_body_after_the_answer_ends_the_connection_quietly(server: Serv
     server.check()
 
 
-@pytest.mark.parametrize("behind", [b"\r\n", b"\x00\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient: Server, behind: bytes) -> None:
-    """Both for an answer that has begun and for one that has not; neither ends before all of the further bytes have
-    come."""
+@pytest.mark.parametrize(
+    "behind", [b"\r\n", b"\x00\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"]
+)
+def test_what_comes_behind_a_connections_last_request_costs_no_answer(
+    impatient: Server, behind: bytes
+) -> None:
+    """Both for an answer that has begun and for one that has not; neither ends before all of the
+    further bytes have come."""
     for stream, end in ((True, b"data: [DONE]"), (False, b'"total_tokens":')):
         body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": stream}).encode()
         with impatient.connect() as wire, contextlib.ExitStack() as pause:
@@ -324,7 +364,9 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient:
                 impatient.loop.pauses_behind = 5
             else:
                 impatient.loop.pause()
-            wire.sendall(HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            wire.sendall(
+                HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            )
             answer = wire.recv(1 << 16) if stream else b""
             for _ in range(3):
                 time.sleep(0.05)
@@ -349,10 +391,19 @@ checks.unsupported_method.enabled = false
 
 @pytest.mark.slow
 def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> None:
-    """A short look at every operation with values good and bad. Longer: see docs/use/operations.md."""
+    """A short look at every operation with values good and bad. Longer: see
+    docs/use/operations.md."""
     (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS)
-    command = [Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1"]
+    command = [
+        Path(sys.executable).with_name("schemathesis"),
+        "run",
+        f"{server.url}/openapi.json",
+        "--seed",
+        "1",
+    ]
     options = ["--max-time", "20", "--max-response-time", "10", "--no-color"]
-    ran: Any = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ran: Any = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-1000:]
     assert "Tested: " in ran.stdout and server.loop.said(Submit)

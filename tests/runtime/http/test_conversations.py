@@ -32,7 +32,9 @@ COMPLETIONS, CONVERSATIONS = "/v1/completions", "/v1/conversations"
 
 
 @pytest.mark.parametrize("name", [None, "tea"])
-def test_a_client_that_sends_its_whole_history_gets_every_generated_id_back(serve: Any, name: str | None) -> None:
+def test_a_client_that_sends_its_whole_history_gets_every_generated_id_back(
+    serve: Any, name: str | None
+) -> None:
     async def work() -> None:
         async with serve() as server:
             said: list[str] = []
@@ -53,9 +55,11 @@ def test_the_server_keeps_the_history(serve: Any) -> None:
             body = dict(conversation="tea", history="server")
             assert (
                 "tea"
-                in (await server.post(CHAT, 404, messages=[{"role": "user", "content": "x"}], **body))["error"][
-                    "message"
-                ]
+                in (
+                    await server.post(
+                        CHAT, 404, messages=[{"role": "user", "content": "x"}], **body
+                    )
+                )["error"]["message"]
             )
             said = ["hello"]
             said.append(await server.chat(*said, conversation="tea"))
@@ -66,14 +70,19 @@ def test_the_server_keeps_the_history(serve: Any) -> None:
             assert [message["content"] for message in whole["messages"]] == said
             assert whole["tokens"] == len(server.logs()[-1])
             again = await server.chat(*said, "x")
-            assert again and server.requests[-1].prompt[: whole["tokens"]].tolist() == server.logs()[-2]
+            assert (
+                again
+                and server.requests[-1].prompt[: whole["tokens"]].tolist() == server.logs()[-2]
+            )
 
     run(work())
 
 
 def test_tool_calls_are_part_of_the_history(serve: Any) -> None:
     said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ]
     question = {"role": "user", "content": "hello"}
 
     async def work() -> None:
@@ -81,9 +90,15 @@ def test_tool_calls_are_part_of_the_history(serve: Any) -> None:
             answer = await server.post(CHAT, messages=[question], tools=tools, conversation="a")
             message = answer["choices"][0]["message"]
             log = [*server.requests[0].prompt, *byte_by_byte(said), DONE]
-            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+            result = {
+                "role": "tool",
+                "tool_call_id": message["tool_calls"][0]["id"],
+                "content": "rain",
+            }
             await server.post(CHAT, messages=[question, message, result], tools=tools)
-            await server.post(CHAT, messages=[result], tools=tools, conversation="a", history="server")
+            await server.post(
+                CHAT, messages=[result], tools=tools, conversation="a", history="server"
+            )
             for request in server.requests[1:]:
                 assert request.prompt[: len(log)].tolist() == log
 
@@ -110,18 +125,26 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
 
 
 def test_a_chat_never_leaves_out_a_completion_of_the_servers_history(serve: Any) -> None:
-    """A completion has no messages, so a chat cannot render it. With the client's history a chat replaces it."""
+    """A completion has no messages, so a chat cannot render it. With the client's history a chat
+    replaces it."""
     said = [{"role": "user", "content": "hello"}]
 
     async def work() -> None:
         async with serve() as server:
             await server.chat("hello", conversation="mixed")
-            await server.post(COMPLETIONS, prompt=" world", conversation="mixed", history="server", max_tokens=3)
+            await server.post(
+                COMPLETIONS, prompt=" world", conversation="mixed", history="server", max_tokens=3
+            )
             log = server.logs()[-1][: len(server.requests[-1].prompt) + 3]
-            for path, body in ((CHAT, dict(messages=said, history="server")), ("/v1/responses", dict(input="hello"))):
+            for path, body in (
+                (CHAT, dict(messages=said, history="server")),
+                ("/v1/responses", dict(input="hello")),
+            ):
                 error = (await server.post(path, 409, conversation="mixed", **body))["error"]
                 assert error["param"] == "conversation" and "/v1/completions" in error["message"]
-            await server.post(COMPLETIONS, prompt=[7], conversation="mixed", history="server", max_tokens=3)
+            await server.post(
+                COMPLETIONS, prompt=[7], conversation="mixed", history="server", max_tokens=3
+            )
             assert server.requests[-1].prompt.tolist() == [*log, 7]
             for _ in range(2):  # the same reply: the second turn adds no message
                 await server.chat("hello", conversation="mixed")
@@ -156,7 +179,9 @@ def test_only_one_turn_of_a_server_history_is_in_flight(serve: Any) -> None:
         async with serve() as server:
             await server.chat("hello", conversation="a")
             server.loop.pause()
-            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="server")
+            body = dict(
+                messages=[{"role": "user", "content": "x"}], conversation="a", history="server"
+            )
             slow = asyncio.create_task(server.post(CHAT, **body))
             while len(server.requests) < 2:
                 await asyncio.sleep(0.005)
@@ -165,7 +190,8 @@ def test_only_one_turn_of_a_server_history_is_in_flight(serve: Any) -> None:
             await server.post(CHAT, 409, **body)
             server.loop.go_on()
             await slow
-            await server.post(CHAT, 400, **body, max_tokens=5000)  # a refused call leaves nothing behind
+            # a refused call leaves nothing behind
+            await server.post(CHAT, 400, **body, max_tokens=5000)
             await server.post(CHAT, **body)
 
     run(work())
@@ -192,7 +218,9 @@ def test_a_stream_ends_after_its_turn_is_stored(serve: Any) -> None:
 
             server.store.commit = full
             response = await server.http.post(CHAT, json=body)
-            assert '"finish_reason":"stop"' not in response.text or "the disk is full" in response.text
+            assert (
+                '"finish_reason":"stop"' not in response.text or "the disk is full" in response.text
+            )
             await server.post(CHAT, 507, **body | {"stream": False})
 
     run(work())
@@ -204,11 +232,15 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             for name in ("a", "with/slash", "c"):
                 await server.chat("hello", conversation=name)
             page = await server.ask("GET", f"{CONVERSATIONS}?limit=2&order=asc")
-            assert [entry["id"] for entry in page["data"]] == ["a", "with/slash"] and page["has_more"]
+            assert [entry["id"] for entry in page["data"]] == ["a", "with/slash"] and page[
+                "has_more"
+            ]
             page = await server.ask("GET", f"{CONVERSATIONS}?after=with%2Fslash&order=asc")
             assert [entry["id"] for entry in page["data"]] == ["c"] and not page["has_more"]
             assert page["data"][0]["kv_chunks"] == {"gpu": 1, "host": 2, "dropped": 3, "disk": 4}
-            assert (await server.ask("GET", f"{CONVERSATIONS}/a"))["kv_chunks"] is None, "the loop has not heard of it"
+            assert (await server.ask("GET", f"{CONVERSATIONS}/a"))["kv_chunks"] is None, (
+                "the loop has not heard of it"
+            )
             fork = await server.post(f"{CONVERSATIONS}/with%2Fslash/fork", id="f")
             assert fork["parent"] == "with/slash" and fork["title"] == "hello"
             await server.post(f"{CONVERSATIONS}/a/fork", 409, id="f")
@@ -217,23 +249,37 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert (kept["ttl_s"], kept["history_ttl_s"]) == (60, 3600)
             kept = await server.ask("PATCH", f"{CONVERSATIONS}/a", json={"history_ttl_s": None})
             assert (kept["ttl_s"], kept["history_ttl_s"]) == (60, None)
-            assert (await server.post(f"{CONVERSATIONS}/a/pin", ttl_s=100))["pinned_until"] is not None
+            assert (await server.post(f"{CONVERSATIONS}/a/pin", ttl_s=100))[
+                "pinned_until"
+            ] is not None
             await server.chat("hello", conversation="a")
             assert (await server.post(f"{CONVERSATIONS}/a/unpin"))["pinned_until"] is None
             await asyncio.to_thread(eventually, lambda: len(server.loop.said(Keep)) == 5)
             keeps = server.loop.said(Keep)
-            assert [keep.conversation for keep in keeps] == ["a"] * 5 and {keep.ttl for keep in keeps} == {60.0}
+            assert [keep.conversation for keep in keeps] == ["a"] * 5 and {
+                keep.ttl for keep in keeps
+            } == {60.0}
             assert [keep.pinned > 0 for keep in keeps] == [False, False, True, True, False]
             assert (await server.ask("DELETE", f"{CONVERSATIONS}/c"))["deleted"]
             (forgotten,) = server.loop.said(Forget)
-            assert forgotten.conversation == "c" and len(forgotten.tokens) > 0 and not forgotten.shared
+            assert (
+                forgotten.conversation == "c" and len(forgotten.tokens) > 0 and not forgotten.shared
+            )
             assert server.loop.said(Fork)[0] == Fork("with/slash", "f")
-            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/fork"), ("POST", "/pin"), ("PATCH", "")):
+            for method, path in (
+                ("GET", ""),
+                ("DELETE", ""),
+                ("POST", "/fork"),
+                ("POST", "/pin"),
+                ("PATCH", ""),
+            ):
                 await server.ask(method, f"{CONVERSATIONS}/c{path}", 404)
             for query in ("limit=0", "limit=x", "limit=" + "1" * 5000, "order=up", "what=1"):
                 assert (await server.ask("GET", f"{CONVERSATIONS}?{query}", 400))["error"]["param"]
             made = await server.post(CONVERSATIONS)
-            assert (await server.chat("x", conversation=made["id"], history="server")).startswith("hello")
+            assert (await server.chat("x", conversation=made["id"], history="server")).startswith(
+                "hello"
+            )
             await server.post(CONVERSATIONS, 409, id="a")
 
     run(work())
@@ -254,15 +300,20 @@ def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
                     await server.ask("DELETE", gone)
                 left = await server.ask("GET", CONVERSATIONS)
                 assert [entry["id"] for entry in left["data"]] == names[: len(names) - count][::-1]
-            await server.post(CONVERSATIONS, 413, items=[[]] * 30_000)  # a long one would stop every stream for seconds
+            # a long one would stop every stream for seconds
+            await server.post(CONVERSATIONS, 413, items=[[]] * 30_000)
             for body in ({"id": "x" * 1001}, {"id": ""}):
                 await server.post(CONVERSATIONS, 400, **body)
-            await server.post(CHAT, 400, messages=[{"role": "user", "content": "x"}], conversation="x" * 1001)
+            await server.post(
+                CHAT, 400, messages=[{"role": "user", "content": "x"}], conversation="x" * 1001
+            )
 
     run(work())
 
 
-def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanwhile(serve: Any) -> None:
+def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanwhile(
+    serve: Any,
+) -> None:
     async def work() -> None:
         async with serve() as server:
             for name in ("refused", "left", "anew"):
@@ -270,9 +321,13 @@ def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanw
             server.loop.pause()
             more = {"messages": [{"role": "user", "content": "more"}], "history": "server"}
             turns = {
-                "refused": asyncio.create_task(server.post(CHAT, 409, conversation="refused", **more)),
+                "refused": asyncio.create_task(
+                    server.post(CHAT, 409, conversation="refused", **more)
+                ),
                 "left": asyncio.create_task(server.post(CHAT, conversation="left", **more)),
-                "anew": asyncio.create_task(server.chat("hello", "hi", "more", conversation="anew")),
+                "anew": asyncio.create_task(
+                    server.chat("hello", "hi", "more", conversation="anew")
+                ),
             }
             await asyncio.to_thread(server.loop.said, Submit, 6)
             for name in turns:
@@ -281,8 +336,12 @@ def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanw
             server.loop.go_on()
             await asyncio.wait(turns.values())
             prompts = [request.prompt for request in server.requests]
-            erased = {message.conversation: message.tokens for message in server.loop.said(Forget, 5)[3:]}
-            assert sorted(erased) == ["left", "refused"], "a client's history makes the conversation anew"
+            erased = {
+                message.conversation: message.tokens for message in server.loop.said(Forget, 5)[3:]
+            }
+            assert sorted(erased) == ["left", "refused"], (
+                "a client's history makes the conversation anew"
+            )
             assert erased["left"] in prompts and erased["refused"].tolist() in server.logs()
             await turns["refused"]
             await server.ask("GET", f"{CONVERSATIONS}/anew")
@@ -332,8 +391,11 @@ def test_histories_outlive_the_process(serve: Any, tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_new_process_says_of_what_is_stored_that_it_has_had_kv(serve: Any, tmp_path: Path) -> None:
-    """All but the log's last token, as far as the prompt is the same, and under the salt of the turn that is stored."""
+def test_a_new_process_says_of_what_is_stored_that_it_has_had_kv(
+    serve: Any, tmp_path: Path
+) -> None:
+    """All but the log's last token, as far as the prompt is the same, and under the salt of the
+    turn that is stored."""
 
     async def work() -> None:
         path = tmp_path / "history.sqlite"
@@ -357,21 +419,41 @@ def test_a_new_process_says_of_what_is_stored_that_it_has_had_kv(serve: Any, tmp
                 assert request.known <= common_prefix(array("i", log), request.prompt)
                 return len(log) - 1 - request.known
 
-        assert await unknown(chat, lambda server: server.chat("and?", conversation="a", history="server")) == 0
+        assert (
+            await unknown(
+                chat, lambda server: server.chat("and?", conversation="a", history="server")
+            )
+            == 0
+        )
         assert await unknown(chat, lambda server: server.chat(*whole, conversation="b")) == 0
-        edited = await unknown(chat, lambda server: server.chat("hello", "no", "and?", conversation="c"))
+        edited = await unknown(
+            chat, lambda server: server.chat("hello", "no", "and?", conversation="c")
+        )
         assert 0 < edited < len(chat) - 1
         body = dict(conversation="d", history="server", cache_salt="another")
         assert await unknown(chat, lambda server: server.chat("and?", **body)) == len(chat) - 1
-        assert await unknown(chat, lambda server: server.chat(*whole)) == len(chat) - 1, "without a name"
+        assert await unknown(chat, lambda server: server.chat(*whole)) == len(chat) - 1, (
+            "without a name"
+        )
         body = dict(conversation="e", max_tokens=3)
-        assert await unknown(chat, lambda server: server.post(COMPLETIONS, prompt=[*chat, 7], **body)) == 0
+        assert (
+            await unknown(chat, lambda server: server.post(COMPLETIONS, prompt=[*chat, 7], **body))
+            == 0
+        )
         body = dict(conversation="f", max_tokens=3, history="server")
         assert await unknown(chat, lambda server: server.post(COMPLETIONS, prompt=[7], **body)) == 0
         body = dict(conversation="g", max_tokens=3)
-        assert await unknown(completion, lambda server: server.post(COMPLETIONS, prompt=f"{text}!", **body)) == 0
+        assert (
+            await unknown(
+                completion, lambda server: server.post(COMPLETIONS, prompt=f"{text}!", **body)
+            )
+            == 0
+        )
         body = dict(previous_response_id=response["id"])
-        assert await unknown(chat, lambda server: server.post("/v1/responses", input="and?", **body)) == 0
+        assert (
+            await unknown(chat, lambda server: server.post("/v1/responses", input="and?", **body))
+            == 0
+        )
 
     run(work())
 
@@ -380,7 +462,9 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
             server.loop.pause()
-            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="client")
+            body = dict(
+                messages=[{"role": "user", "content": "x"}], conversation="a", history="client"
+            )
             turn = asyncio.create_task(server.post(CHAT, **body))
             while not server.requests:
                 await asyncio.sleep(0.005)
@@ -396,13 +480,14 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
 def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
     serve: Any, monkeypatch: pytest.MonkeyPatch, history: str
 ) -> None:
-    """Nor is it created again without its settings. Its TTL starts again at the turn's end, or ends if there is
-    none."""
+    """Nor is it created again without its settings. Its TTL starts again at the turn's end, or ends
+    if there is none."""
     clock = [1_000_000.0]
     monkeypatch.setattr(HistoryStore, "now", lambda self: clock[0])
 
     async def begun(server: Any, turn: int) -> asyncio.Task[Any]:
-        """The conversation's time is over while this runs, and the store deletes what has expired."""
+        """The conversation's time is over while this runs, and the store deletes what has
+        expired."""
         contents = ["more"] if history == "server" else ["hello", "there", "more"]
         running = asyncio.create_task(server.chat(*contents, conversation="a", history=history))
         while len(server.requests) < turn:
@@ -424,7 +509,11 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
             await running
             clock[0] += 99
             kept = await server.ask("GET", f"{CONVERSATIONS}/a")
-            assert (kept["ttl_s"], kept["history_ttl_s"], kept["created_at"]) == (60, 100, made["created_at"])
+            assert (kept["ttl_s"], kept["history_ttl_s"], kept["created_at"]) == (
+                60,
+                100,
+                made["created_at"],
+            )
             assert kept["pinned_until"] is not None and len(kept["messages"]) == 4
             server.loop.pause()
             running = await begun(server, 3)
@@ -432,7 +521,10 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
             with contextlib.suppress(asyncio.CancelledError):
                 await running
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
-            assert await server.histories.run(server.store._db.execute, "SELECT * FROM open_turns") == []
+            assert (
+                await server.histories.run(server.store._db.execute, "SELECT * FROM open_turns")
+                == []
+            )
 
     run(work())
 
@@ -448,13 +540,18 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
             for path, body in (
                 (CONVERSATIONS, {}),
                 (f"{CONVERSATIONS}/a/fork", {}),
-                ("/v1/chat/completions", {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]}),
+                (
+                    "/v1/chat/completions",
+                    {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]},
+                ),
                 ("/v1/completions", {"conversation": "c", "prompt": "hello"}),
                 ("/v1/responses", {"input": "hello"}),
                 ("/v1/responses", {"input": "hello", "conversation": "a"}),
             ):
                 error = (await server.post(path, 429, key="one", **body))["error"]
-                assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
+                assert (
+                    error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
+                )
             assert [request.owner for request in server.requests] == [key_digest("one")]
             await server.chat("hello", "there", "again", conversation="b", key="one")
             await server.chat("hello", conversation="c", key="two")
@@ -466,15 +563,17 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
 
 
 def test_a_turn_that_was_let_in_is_stored(serve: Any) -> None:
-    """Even if others were stored meanwhile: its reply is computed, and one of a response's two records is already
-    written."""
+    """Even if others were stored meanwhile: its reply is computed, and one of a response's two
+    records is already written."""
 
     async def work() -> None:
         async with serve() as server:
             server.store.quota = 2
             await server.post(CONVERSATIONS, id="a")
             server.loop.pause()
-            turns = [asyncio.create_task(server.post("/v1/responses", input="hello", conversation="a"))]
+            turns = [
+                asyncio.create_task(server.post("/v1/responses", input="hello", conversation="a"))
+            ]
             turns += [asyncio.create_task(server.chat("hello", conversation=name)) for name in "bc"]
             while len(server.requests) < 3:
                 await asyncio.sleep(0.005)
@@ -496,10 +595,16 @@ def test_keys_keep_tenants_apart(serve: Any) -> None:
                 await server.ask("GET", CONVERSATIONS, 401, key)
             for path in ("/health", "/live", "/metrics", "/ping", "/ready", "/version"):
                 assert (await server.http.get(path)).status_code == 200
-            replies = [await server.chat("hello", conversation="a", key=key) for key in ("one", "two")]
+            replies = [
+                await server.chat("hello", conversation="a", key=key) for key in ("one", "two")
+            ]
             assert replies[0] == replies[1]
             one, two = server.requests
-            assert one.prompt == two.prompt and one.conversation != two.conversation and one.salt != two.salt
+            assert (
+                one.prompt == two.prompt
+                and one.conversation != two.conversation
+                and one.salt != two.salt
+            )
             assert b"" not in (one.salt, two.salt)
             await server.ask("DELETE", f"{CONVERSATIONS}/a", key="one")
             await server.ask("GET", f"{CONVERSATIONS}/a", 404, "one")
@@ -533,7 +638,9 @@ def test_tokenize_and_detokenize(serve: Any) -> None:
             answer = await server.post("/tokenize", prompt="hello world", return_token_strs=True)
             assert answer["count"] == len(answer["tokens"]) == 2 and answer["max_model_len"] == 2000
             assert answer["token_strs"] == ["hello", "Ġworld"]
-            assert await server.post("/detokenize", tokens=answer["tokens"]) == {"prompt": "hello world"}
+            assert await server.post("/detokenize", tokens=answer["tokens"]) == {
+                "prompt": "hello world"
+            }
             messages = [{"role": "user", "content": "hello"}]
             asked = await server.post("/tokenize", messages=messages)
             await server.chat("hello")

@@ -1,4 +1,5 @@
-"""The database of the histories goes away and comes back: no acknowledged turn is lost, and none is stored twice."""
+"""The database of the histories goes away and comes back: no acknowledged turn is lost, and none is
+stored twice."""
 
 from __future__ import annotations
 
@@ -49,10 +50,15 @@ async def begun(server: Any, *contents: str, **body: Any) -> asyncio.Task[Any]:
 
 
 async def messages(server: Any, name: str) -> list[str]:
-    return [message["content"] for message in (await server.ask("GET", f"{CONVERSATIONS}/{name}"))["messages"]]
+    return [
+        message["content"]
+        for message in (await server.ask("GET", f"{CONVERSATIONS}/{name}"))["messages"]
+    ]
 
 
-def test_a_reply_waits_for_a_database_that_comes_back(serve: Any, database: PrivatePostgres) -> None:
+def test_a_reply_waits_for_a_database_that_comes_back(
+    serve: Any, database: PrivatePostgres
+) -> None:
     async def work() -> None:
         async with serve(database.url) as server:
             first = await server.chat("hello", conversation="a")
@@ -79,7 +85,9 @@ def test_while_the_database_is_away_nothing_is_acknowledged_that_is_not_stored(
         async with serve(database.url) as server:
             first = await server.chat("hello", conversation="a")
             server.loop.pause()
-            body = dict(messages=[{"role": "user", "content": "more"}], conversation="a", history="server")
+            body = dict(
+                messages=[{"role": "user", "content": "more"}], conversation="a", history="server"
+            )
             turn = asyncio.create_task(server.http.post(CHAT, json=body | {"stream": True}))
             while len(server.requests) < 2:
                 await asyncio.sleep(0.005)
@@ -126,7 +134,9 @@ def test_a_commit_whose_answer_is_lost_is_repeated_and_stored_once(
             more = await server.chat("more", conversation="a", history="server")
             assert len(lost) == 2
             assert await messages(server, "a") == ["hello", reply, "more", more]
-            assert await server.histories.run(server.store._db.execute, "SELECT count(*) FROM turns") == [(2,)]
+            assert await server.histories.run(
+                server.store._db.execute, "SELECT count(*) FROM turns"
+            ) == [(2,)]
 
     run(work())
 
@@ -151,7 +161,9 @@ def test_a_database_that_hangs_is_given_up_and_found_again(
     run(work())
 
 
-def test_one_answer_of_a_database_that_was_restarted_is_not_missed(serve: Any, database: PrivatePostgres) -> None:
+def test_one_answer_of_a_database_that_was_restarted_is_not_missed(
+    serve: Any, database: PrivatePostgres
+) -> None:
     """A connection that was idle meanwhile is made anew, and no request sees it."""
 
     async def work() -> None:
@@ -163,7 +175,8 @@ def test_one_answer_of_a_database_that_was_restarted_is_not_missed(serve: Any, d
                 assert len(await messages(server, turn)) == 2
             with psycopg.connect(database.url, autocommit=True) as connection:
                 connection.execute(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'pensieve'"
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name "
+                    "= 'pensieve'"
                 )
             await server.chat("and", conversation="hello", history="server")
 
@@ -187,7 +200,9 @@ def refusing(url: str, table: str, state: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("state", ["25P03", "40P01", "53100", "58030", "XX000", "42P01", "23505"])
-def test_leases_are_renewed_again_after_any_error_of_the_database(serve: Any, postgres: str, state: str) -> None:
+def test_leases_are_renewed_again_after_any_error_of_the_database(
+    serve: Any, postgres: str, state: str
+) -> None:
     async def work() -> None:
         async with serve(postgres) as server:
             await server.chat("hello", conversation="a")
@@ -207,7 +222,8 @@ def test_a_transaction_that_pauses_for_too_long_is_tried_again_later(
 ) -> None:
     """The state after a stop of the whole process: the database has ended the session meanwhile."""
     monkeypatch.setitem(databases.SETTINGS, "idle_in_transaction_session_timeout", 20)
-    find, paused = HistoryStore._find, list[str]()
+    find = HistoryStore._find
+    paused = list[str]()
 
     def pausing(store: HistoryStore, *args: Any) -> Any:
         found = find(store, *args)

@@ -34,10 +34,18 @@ def post(path: str, **body: Any) -> Callable[[httpx.AsyncClient], Any]:
 
 def test_the_root_leads_to_the_page_and_the_version_is_told(ask: Callable[..., Any]) -> None:
     async def look(http: httpx.AsyncClient) -> tuple[httpx.Response, Any, httpx.Response]:
-        return await http.get("/", follow_redirects=True), (await http.get("/version")).json(), await http.post("/ping")
+        return (
+            await http.get("/", follow_redirects=True),
+            (await http.get("/version")).json(),
+            await http.post("/ping"),
+        )
 
     page, told, ping = ask(look)
-    assert page.is_success and page.url.path == "/ui" and page.headers["content-type"].startswith("text/html")
+    assert (
+        page.is_success
+        and page.url.path == "/ui"
+        and page.headers["content-type"].startswith("text/html")
+    )
     assert told == {"version": version("pensieve")} and ping.status_code == 200
 
 
@@ -73,9 +81,20 @@ def test_a_refusal_is_counted_and_logged_without_the_text_of_the_request(
 @pytest.mark.parametrize("stream", [False, True])
 def test_unknown_fields_are_ignored_and_named(ask: Callable[..., Any], stream: bool) -> None:
     message = {"role": "user", "content": "hi", "mood": "glad"}
-    body = {"messages": [message, message], "stream": stream, "temprature": 0.3, "stream_usage": None}
-    answer = ask(post(CHAT, **body, tools=[{"type": "function", "function": {"name": "f", "lazy": True}}]))
-    assert answer.is_success and answer.headers[IGNORED].split(", ") == ["temprature", "mood", "lazy"]
+    body = {
+        "messages": [message, message],
+        "stream": stream,
+        "temprature": 0.3,
+        "stream_usage": None,
+    }
+    answer = ask(
+        post(CHAT, **body, tools=[{"type": "function", "function": {"name": "f", "lazy": True}}])
+    )
+    assert answer.is_success and answer.headers[IGNORED].split(", ") == [
+        "temprature",
+        "mood",
+        "lazy",
+    ]
     assert IGNORED not in ask(post(CHAT, messages=HI, stream=stream)).headers
 
 
@@ -87,7 +106,10 @@ def test_refusals_name_ignored_fields_too(ask: Callable[..., Any]) -> None:
 def test_the_header_is_short_and_plain_for_any_names(ask: Callable[..., Any]) -> None:
     odd = {"a\r\nset-cookie: b": 1, "\u96ea,": 1, "n" * 1000: 1}
     many = {f"field {number}": 1 for number in range(1000)}
-    assert ask(post(COMPLETION, prompt="x", **odd)).headers[IGNORED] == f"a__set-cookie__b, __, {'n' * 64}"
+    assert (
+        ask(post(COMPLETION, prompt="x", **odd)).headers[IGNORED]
+        == f"a__set-cookie__b, __, {'n' * 64}"
+    )
     named = ask(post(COMPLETION, prompt="x", **many)).headers[IGNORED].split(", ")
     assert named == [f"field_{number}" for number in range(16)]
 
@@ -101,7 +123,10 @@ def test_an_ignored_field_is_logged_once_and_not_for_ever_more_of_them(
 
     with caplog.at_level(logging.WARNING, "pensieve.runtime.http"):
         ask(ask_often)
-    assert len(caplog.messages) == MOST_LOGGED and sum("field-0 " in message for message in caplog.messages) == 1
+    assert (
+        len(caplog.messages) == MOST_LOGGED
+        and sum("field-0 " in message for message in caplog.messages) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,15 +142,26 @@ def test_an_ignored_field_is_logged_once_and_not_for_ever_more_of_them(
         ("sesion_id", "session_id"),
     ],
 )
-def test_a_misspelling_of_a_field_of_our_own_is_refused(ask: Callable[..., Any], name: str, meant: str) -> None:
-    for path, body in ((COMPLETION, {"prompt": "x"}), (CHAT, {"messages": HI}), ("/v1/responses", {"input": "x"})):
+def test_a_misspelling_of_a_field_of_our_own_is_refused(
+    ask: Callable[..., Any], name: str, meant: str
+) -> None:
+    for path, body in (
+        (COMPLETION, {"prompt": "x"}),
+        (CHAT, {"messages": HI}),
+        ("/v1/responses", {"input": "x"}),
+    ):
         error = ask(post(path, **body, **{name: "c"})).json()["error"]
         assert error["param"] == name and f"did you mean {meant}?" in error["message"]
 
 
-@pytest.mark.parametrize("own", [{"conversation": "c"}, {"history": "server", "conversation": "c", "top_k": 3}])
-def test_a_field_of_our_own_inside_extra_body_is_refused(ask: Callable[..., Any], own: dict[str, Any]) -> None:
-    """Only OpenAI's Python client unpacks `extra_body`. Its client for JavaScript sends it as it is, as curl does."""
+@pytest.mark.parametrize(
+    "own", [{"conversation": "c"}, {"history": "server", "conversation": "c", "top_k": 3}]
+)
+def test_a_field_of_our_own_inside_extra_body_is_refused(
+    ask: Callable[..., Any], own: dict[str, Any]
+) -> None:
+    """Only OpenAI's Python client unpacks `extra_body`. Its client for JavaScript sends it as it
+    is, as curl does."""
     error = ask(post(CHAT, messages=HI, extra_body=own)).json()["error"]
     assert error["param"] == "extra_body" and "put conversation" in error["message"]
     assert ask(post(CHAT, messages=HI, extra_body={"top_k": 3})).headers[IGNORED] == "extra_body"
@@ -135,15 +171,23 @@ def test_fields_of_conversations_are_all_our_own(ask: Callable[..., Any]) -> Non
     assert ask(post("/v1/conversations", id="a", ttl=5)).json()["error"]["param"] == "ttl"
 
 
-@pytest.mark.parametrize(("method", "path"), [("PATCH", "/v1/conversations/a"), ("POST", "/v1/conversations/a/pin")])
-def test_a_time_without_its_unit_is_refused_with_its_name(ask: Callable[..., Any], method: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"), [("PATCH", "/v1/conversations/a"), ("POST", "/v1/conversations/a/pin")]
+)
+def test_a_time_without_its_unit_is_refused_with_its_name(
+    ask: Callable[..., Any], method: str, path: str
+) -> None:
     error = ask(lambda http: http.request(method, path, json={"ttl": 3600})).json()["error"]
     assert error["param"] == "ttl" and "did you mean ttl_s?" in error["message"]
 
 
 def test_strict_fields_refuses_unknown_ones(ask: Callable[..., Any]) -> None:
     strict = HTTPSettings(strict_fields=True)
-    for path, body in ((COMPLETION, {"prompt": "x"}), (CHAT, {"messages": HI}), ("/tokenize", {"prompt": "x"})):
+    for path, body in (
+        (COMPLETION, {"prompt": "x"}),
+        (CHAT, {"messages": HI}),
+        ("/tokenize", {"prompt": "x"}),
+    ):
         answer = ask(post(path, **body, temprature=1), settings=strict)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temprature")
     assert ask(post(COMPLETION, prompt="x", user="me"), settings=strict).is_success
@@ -178,14 +222,24 @@ def test_fields_that_have_no_effect_here_are_accepted(ask: Callable[..., Any]) -
             (COMPLETION, {"prompt": "x"}),
             (CHAT, {"messages": HI, "modalities": ["text"], "documents": []}),
             ("/v1/responses", {"input": "x", "parallel_tool_calls": False, "max_tool_calls": 3}),
-            ("/v1/responses", {"input": "x", "text": {"format": {"type": "text"}, "verbosity": "low"}}),
-            ("/v1/responses", {"input": "x", "include": ["reasoning.encrypted_content"], "reasoning": {}}),
+            (
+                "/v1/responses",
+                {"input": "x", "text": {"format": {"type": "text"}, "verbosity": "low"}},
+            ),
+            (
+                "/v1/responses",
+                {"input": "x", "include": ["reasoning.encrypted_content"], "reasoning": {}},
+            ),
         ]
-        return await asyncio.gather(*(http.post(path, json={**WITHOUT_EFFECT, **body}) for path, body in bodies))
+        return await asyncio.gather(
+            *(http.post(path, json={**WITHOUT_EFFECT, **body}) for path, body in bodies)
+        )
 
     for answer in ask(everywhere):
         assert answer.is_success and IGNORED not in answer.headers, answer.text
-    assert ask(post("/v1/responses", input="x", metadata={"a": "b"}, store=False)).json()["metadata"] == {"a": "b"}
+    assert ask(post("/v1/responses", input="x", metadata={"a": "b"}, store=False)).json()[
+        "metadata"
+    ] == {"a": "b"}
 
 
 # -- templates and grammars
@@ -194,7 +248,13 @@ TEMPLATE = """{% if enable_thinking is false %}quick {% endif %}
 {{- reasoning_effort or "" }}{{ bos_token }}
 {%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}
 {{- messages[0].content }}{{ documents or "" }}"""
-VARIABLES = {"enable_thinking": False, "bos_token": "<b>", "documents": ["d"], "self": 1, "not a name": 2}
+VARIABLES = {
+    "enable_thinking": False,
+    "bos_token": "<b>",
+    "documents": ["d"],
+    "self": 1,
+    "not a name": 2,
+}
 
 
 def test_template_variables_reach_the_template(ask: Callable[..., Any]) -> None:
@@ -214,7 +274,10 @@ def test_template_variables_reach_the_template(ask: Callable[..., Any]) -> None:
         counted = (await http.post("/tokenize", json=seen)).json()["tokens"]
         said = [message.request.prompt.tolist() for message in loop.said(Submit)]
         assert said[0] == counted
-        return ["".join(chr(token - FIRST_BYTE) for token in prompt if token >= FIRST_BYTE) for prompt in said]
+        return [
+            "".join(chr(token - FIRST_BYTE) for token in prompt if token >= FIRST_BYTE)
+            for prompt in said
+        ]
 
     loop = FakeLoop()
     told = ask(prompts, loop, settings=HTTPSettings(chat_template=TEMPLATE))
@@ -279,7 +342,8 @@ def test_a_session_marks_kv_and_stores_nothing(serve: Any) -> None:
 
 
 def test_one_request_of_several_carries_the_mark(ask: Callable[..., Any]) -> None:
-    """A session's name is for one context: of n replies the first has it, of several prompts none."""
+    """A session's name is for one context: of n replies the first has it, of several prompts
+    none."""
 
     async def ask_both(http: httpx.AsyncClient) -> None:
         await http.post(COMPLETION, json={"prompt": "x", "n": 2, "session_id": "s"})
@@ -287,7 +351,12 @@ def test_one_request_of_several_carries_the_mark(ask: Callable[..., Any]) -> Non
 
     loop = FakeLoop()
     ask(ask_both, loop)
-    assert [message.request.conversation for message in loop.said(Submit)] == ["session::s", None, None, None]
+    assert [message.request.conversation for message in loop.said(Submit)] == [
+        "session::s",
+        None,
+        None,
+        None,
+    ]
 
 
 def test_sessions_of_two_owners_never_meet(serve: Any) -> None:
@@ -302,11 +371,17 @@ def test_sessions_of_two_owners_never_meet(serve: Any) -> None:
 
 
 def test_the_name_of_a_session_is_short(ask: Callable[..., Any]) -> None:
-    answer = ask(lambda http: http.post(CHAT, json={"messages": HI}, headers={"x-session-id": "s" * 1001}))
+    answer = ask(
+        lambda http: http.post(CHAT, json={"messages": HI}, headers={"x-session-id": "s" * 1001})
+    )
     assert answer.status_code == 400 and "x-session-id" in answer.json()["error"]["message"]
 
 
 def test_a_name_without_letters_can_stand_in_a_header() -> None:
     ignored: list[str] = []
-    parse(CompletionBody, json.dumps({"prompt": "x", "": 1, "\x8fa\x89": 2, "two words": 3}).encode(), ignored)
+    parse(
+        CompletionBody,
+        json.dumps({"prompt": "x", "": 1, "\x8fa\x89": 2, "two words": 3}).encode(),
+        ignored,
+    )
     assert ignored == ["_", "_a_", "two_words"]

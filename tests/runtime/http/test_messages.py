@@ -36,11 +36,16 @@ def says(text: str) -> Callable[[Request], list[int]]:
 
 
 def body(*contents: Any, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    messages = [
+        {"role": ("user", "assistant")[at % 2], "content": content}
+        for at, content in enumerate(contents)
+    ]
     return {"model": "fake", "max_tokens": 200, "messages": messages, **fields}
 
 
-async def send(server: Served, *contents: Any, status: int = 200, key: str | None = None, **fields: Any) -> Any:
+async def send(
+    server: Served, *contents: Any, status: int = 200, key: str | None = None, **fields: Any
+) -> Any:
     return await server.post(MESSAGES, status, key, **body(*contents, **fields))
 
 
@@ -82,7 +87,9 @@ def test_a_whole_message(serve: Any) -> None:
                     "output_tokens": len(byte_by_byte(f"hello world {prompt}")) + 1,
                 },
             }
-            assert await server.post(COUNT, **{**body("hello"), "max_tokens": None}) == {"input_tokens": prompt}
+            assert await server.post(COUNT, **{**body("hello"), "max_tokens": None}) == {
+                "input_tokens": prompt
+            }
 
     run(work())
 
@@ -101,9 +108,16 @@ def test_a_streamed_message(serve: Any) -> None:
                 "index": 0,
                 "content_block": {"type": "text", "text": ""},
             }
-            assert "".join(event["delta"]["text"] for event in events[3:-3]) == whole["content"][0]["text"]
+            assert (
+                "".join(event["delta"]["text"] for event in events[3:-3])
+                == whole["content"][0]["text"]
+            )
             start = events[0]["message"]
-            assert (start["content"], start["stop_reason"], start["role"]) == ([], None, "assistant")
+            assert (start["content"], start["stop_reason"], start["role"]) == (
+                [],
+                None,
+                "assistant",
+            )
             assert start["usage"] == {**whole["usage"], "output_tokens": 1}
             assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
             assert events[-2]["usage"] == whole["usage"]
@@ -116,19 +130,31 @@ def test_a_tool_is_used(serve: Any) -> None:
         async with serve(answers=says(f"Let me see.\n{CALL}\n{CALL}")) as server:
             answer = await send(server, "x", tools=[WEATHER])
             text, *uses = answer["content"]
-            assert text == {"type": "text", "text": "Let me see."} and answer["stop_reason"] == "tool_use"
+            assert (
+                text == {"type": "text", "text": "Let me see."}
+                and answer["stop_reason"] == "tool_use"
+            )
             assert len({use.pop("id") for use in uses}) == 2 and uses == [USE, USE]
             events = await stream(server, "x", tools=[WEATHER])
-            starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+            starts = [
+                event["content_block"] for event in events if event["type"] == "content_block_start"
+            ]
             assert [block["type"] for block in starts] == ["text", "tool_use", "tool_use"]
             assert starts[1]["input"] == {} and starts[1]["name"] == "weather"
             indices = [event["index"] for event in events if event["type"] == "content_block_stop"]
             assert indices == [0, 1, 2]
-            (part,) = [event["delta"] for event in events if event.get("index") == 1 and "delta" in event]
-            assert part["type"] == "input_json_delta" and json.loads(part["partial_json"]) == USE["input"]
+            (part,) = [
+                event["delta"] for event in events if event.get("index") == 1 and "delta" in event
+            ]
+            assert (
+                part["type"] == "input_json_delta"
+                and json.loads(part["partial_json"]) == USE["input"]
+            )
             assert events[-2]["delta"]["stop_reason"] == "tool_use"
             choice = {"type": "auto", "disable_parallel_tool_use": True}
-            assert len((await send(server, "x", tools=[WEATHER], tool_choice=choice))["content"]) == 2
+            assert (
+                len((await send(server, "x", tools=[WEATHER], tool_choice=choice))["content"]) == 2
+            )
             answer = await send(server, "x", tools=[WEATHER], tool_choice={"type": "none"})
             assert CALL in answer["content"][0]["text"] and answer["stop_reason"] == "end_turn"
 
@@ -152,7 +178,9 @@ def test_text_behind_a_tool_call_is_a_block_of_its_own(serve: Any) -> None:
             assert [block["type"] for block in blocks] == ["text", "tool_use", "text"]
             result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "sunny"}
             await send(server, "x", blocks, [result], tools=[WEATHER])
-            assert (await read(server)).startswith("<|turn|>user\nx<|done|>\n<|turn|>assistant\nOne.Two.<tool_call>")
+            assert (await read(server)).startswith(
+                "<|turn|>user\nx<|done|>\n<|turn|>assistant\nOne.Two.<tool_call>"
+            )
 
     run(work())
 
@@ -205,16 +233,23 @@ def test_what_the_model_reads(serve: Any) -> None:
                 {"type": "text", "text": "go on.", **kept},
             ]
             billing = {"type": "text", "text": f"{BILLING} cc_version=2.1; cch=1a2b3;"}
-            system = [billing, {"type": "text", "text": "Be"}, {"type": "text", "text": "brief.", **kept}]
+            system = [
+                billing,
+                {"type": "text", "text": "Be"},
+                {"type": "text", "text": "brief.", **kept},
+            ]
             messages = body("x", blocks, results)["messages"]
             messages.append({"role": "system", "content": "Hurry."})
-            await server.post(MESSAGES, **body(system=system, messages=messages, tools=[{**WEATHER, **kept}]))
+            await server.post(
+                MESSAGES, **body(system=system, messages=messages, tools=[{**WEATHER, **kept}])
+            )
             call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
             assert await read(server) == (
                 "<|turn|>system\nBe\nbrief.<|done|>\n<|turn|>user\nx<|done|>\n"
                 f"<|turn|>assistant\nI look.{call}{call}<|done|>\n"
                 "<|turn|>tool\nsunny\nwarm<|done|>\n<|turn|>tool\n<|done|>\n"
-                "<|turn|>user\nAnd now\ngo on.<|done|>\n<|turn|>system\nHurry.<|done|>\n<|turn|>assistant\n"
+                "<|turn|>user\nAnd now\ngo "
+                "on.<|done|>\n<|turn|>system\nHurry.<|done|>\n<|turn|>assistant\n"
             )
             await send(server, "x", system=f"{BILLING} cch=1;\nBe brief.")
             assert (await read(server)).startswith("<|turn|>system\nBe brief.<|done|>")
@@ -249,7 +284,11 @@ def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
     async def work() -> None:
         async with serve(answers=says(f"hello world{CALL}")) as server:
             first = await send(server, "x", tools=[WEATHER], system="s")
-            result = {"type": "tool_result", "tool_use_id": first["content"][1]["id"], "content": "sunny"}
+            result = {
+                "type": "tool_result",
+                "tool_use_id": first["content"][1]["id"],
+                "content": "sunny",
+            }
             await send(server, "x", first["content"], [result], tools=[WEATHER], system="s")
             log = [*server.requests[0].prompt, *byte_by_byte(f"hello world{CALL}")]
             assert server.requests[1].prompt[: len(log)].tolist() == log
@@ -270,7 +309,15 @@ def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
         ),
         ({"messages": [{"role": "user", "content": [{**USE, "id": "a"}]}]}, "tool_use blocks"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The"}]}, "last message"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "The"},
+                ]
+            },
+            "last message",
+        ),
         ({"system": [IMAGE]}, "system"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
@@ -289,7 +336,9 @@ def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(serve: Any, fields: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_done_is_refused_by_name(
+    serve: Any, fields: dict[str, Any], what: str
+) -> None:
     async def work() -> None:
         async with serve() as server:
             answer = await send(server, "x", status=400, **fields)
@@ -306,15 +355,26 @@ def test_errors_have_anthropics_form(serve: Any) -> None:
             for path, limit in ((MESSAGES, 9), (COUNT, None)):
                 refused = await server.post(path, 401, "two", **body("x", max_tokens=limit))
                 assert refused["error"]["type"] == "authentication_error"
-                refused = await server.post(path, 404, "one", **body("x", max_tokens=limit, model="claude-opus"))
-                assert refused["error"]["type"] == "not_found_error" and "fake" in refused["error"]["message"]
-            assert (await server.ask("GET", f"{MESSAGES}/x", 404, "one"))["error"]["type"] == "not_found_error"
-            assert (await server.ask("GET", MESSAGES, 405, "one"))["error"]["type"] == "invalid_request_error"
+                refused = await server.post(
+                    path, 404, "one", **body("x", max_tokens=limit, model="claude-opus")
+                )
+                assert (
+                    refused["error"]["type"] == "not_found_error"
+                    and "fake" in refused["error"]["message"]
+                )
+            assert (await server.ask("GET", f"{MESSAGES}/x", 404, "one"))["error"][
+                "type"
+            ] == "not_found_error"
+            assert (await server.ask("GET", MESSAGES, 405, "one"))["error"][
+                "type"
+            ] == "invalid_request_error"
             full = await send(server, "x", status=429, key="one")
             assert full["error"] == {"type": "rate_limit_error", "message": "the queue is full"}
             long = await server.ask("POST", MESSAGES, 413, "one", content=b" " * (33 * 1024**2))
             assert long["error"]["type"] == "request_too_large"
-            other = await server.post("/v1/chat/completions", 404, "one", model="x", messages=body("x")["messages"])
+            other = await server.post(
+                "/v1/chat/completions", 404, "one", model="x", messages=body("x")["messages"]
+            )
             assert other["error"]["code"] == "model_not_found"  # OpenAI's form elsewhere
 
     run(work())
@@ -330,7 +390,9 @@ def test_an_engine_that_ends_is_overloaded_or_broken(serve: Any) -> None:
             server.loop.close()
             await server.closed.wait()
             response = await server.http.post(MESSAGES, json=body("x"))
-            assert response.status_code == 503 and response.headers["retry-after"] == str(RETRY_SECONDS)
+            assert response.status_code == 503 and response.headers["retry-after"] == str(
+                RETRY_SECONDS
+            )
             assert response.json()["error"]["type"] == "overloaded_error"
 
     run(work())
@@ -341,10 +403,15 @@ def test_a_key_may_come_as_x_api_key(serve: Any) -> None:
 
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
-            for headers in ({"x-api-key": "two"}, {"x-api-key": "two", "authorization": "Bearer none"}):
+            for headers in (
+                {"x-api-key": "two"},
+                {"x-api-key": "two", "authorization": "Bearer none"},
+            ):
                 response: httpx.Response = await server.http.get("/v1/models", headers=headers)
                 assert response.status_code == 200
-            assert (await server.http.get("/v1/models", headers={"x-api-key": "three"})).status_code == 401
+            assert (
+                await server.http.get("/v1/models", headers={"x-api-key": "three"})
+            ).status_code == 401
             await server.http.post(MESSAGES, json=body("x"), headers={"x-api-key": "one"})
             await server.post("/v1/chat/completions", 200, "one", messages=body("x")["messages"])
             first, second = server.requests
@@ -366,7 +433,9 @@ MARK = {"cache_control": {"type": "ephemeral"}}
         ({}, {"metadata": {"user_id": "user_0a_account__session_run 1"}}),
     ],
 )
-def test_the_dialogues_of_a_session_are_told_apart(serve: Any, headers: dict[str, str], fields: Any) -> None:
+def test_the_dialogues_of_a_session_are_told_apart(
+    serve: Any, headers: dict[str, str], fields: Any
+) -> None:
     """The loop knows each as a conversation; the store does not know them."""
 
     async def work() -> None:
@@ -379,7 +448,9 @@ def test_the_dialogues_of_a_session_are_told_apart(serve: Any, headers: dict[str
                 ("two", ("x",), "s"),
             ):
                 sent = body(*contents, system=system, **fields)
-                answer = await server.http.post(MESSAGES, json=sent, headers={**headers, "x-api-key": key})
+                answer = await server.http.post(
+                    MESSAGES, json=sent, headers={**headers, "x-api-key": key}
+                )
                 assert answer.status_code == 200
             names = [request.conversation for request in server.requests]
             assert names[0] == names[1] and len({*names}) == 4 and None not in names
@@ -409,10 +480,15 @@ def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
         ({"system": [{"type": "text", "text": "s", **MARK}]}, 300),
         ({"tools": [{**WEATHER, **MARK}]}, 300),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **MARK}]}]}, 300),
-        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}, "tools": [{**WEATHER, **MARK}]}, 3600),
+        (
+            {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "tools": [{**WEATHER, **MARK}]},
+            3600,
+        ),
     ],
 )
-def test_a_marker_keeps_the_kv_of_the_dialogue(serve: Any, fields: dict[str, Any], seconds: float) -> None:
+def test_a_marker_keeps_the_kv_of_the_dialogue(
+    serve: Any, fields: dict[str, Any], seconds: float
+) -> None:
     """Behind its turn, and whether or not the client names a session."""
 
     async def work() -> None:

@@ -36,7 +36,9 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_a_reply_that_is_not_read_when_the_server_ends_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reply_that_is_not_read_when_the_server_ends_is_no_mistake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """uvicorn cancels it; an error would be logged with a traceback."""
 
     async def work() -> None:
@@ -66,7 +68,9 @@ def serve_and_expire_at_once(*args: Any) -> None:
 class Server:
     """The HTTP process over a FakeLoop."""
 
-    def __init__(self, loop: FakeLoop, directory: Path, *settings: HTTPSettings, serve: Any = serve_http):
+    def __init__(
+        self, loop: FakeLoop, directory: Path, *settings: HTTPSettings, serve: Any = serve_http
+    ):
         self.loop = loop
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
@@ -86,13 +90,17 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tokenizer_directory: Path) -> Iterator[Server]:
     """One process for all tests of this module that only read its answers."""
-    server = Server(FakeLoop(lambda request: echo(request)[-40:], step_seconds=0.002), tokenizer_directory)
+    server = Server(
+        FakeLoop(lambda request: echo(request)[-40:], step_seconds=0.002), tokenizer_directory
+    )
     yield server
     server.close()
 
 
 def test_the_official_client_holds_a_streamed_conversation(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0
+    )
     assert [model.id for model in client.models.list()] == ["fake"]
     messages: list[Any] = []
     for turn in ("Hello!", "Wie geht's? 😀", "世界"):
@@ -108,7 +116,10 @@ def test_the_official_client_holds_a_streamed_conversation(server: Server) -> No
             *chunks, last = list(stream)
         assert chunks[0].choices[0].delta.role == "assistant"
         reply = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        prompt = "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+        prompt = (
+            "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+            + "assistant: "
+        )
         assert reply == prompt.encode()[-39:].decode(errors="replace")
         assert chunks[-1].choices[0].finish_reason == "stop"
         assert last.usage is not None and last.usage.prompt_tokens == 1 + len(prompt.encode())
@@ -138,7 +149,9 @@ def test_a_client_that_hangs_up_aborts_its_request(
     assert server.loop.said(Abort)[-1].request == server.loop.said(Submit)[-1].request.id
 
 
-def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(tokenizer_directory: Path) -> None:
+def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(
+    tokenizer_directory: Path,
+) -> None:
     server = Server(FakeLoop(), tokenizer_directory)
     url = f"http://127.0.0.1:{server.port}"
     eventually(lambda: httpx.get(f"{url}/health", timeout=60).is_success)
@@ -180,8 +193,12 @@ def test_the_process_does_without_torch() -> None:
 
 
 def test_a_token_does_not_wait_for_the_acknowledgement_of_the_one_before() -> None:
-    """asyncio sees to that only on sockets that were made with TCP's number, and `create_server` makes none."""
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+    """asyncio sees to that only on sockets that were made with TCP's number, and `create_server`
+    makes none."""
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
         accepted, _ = listener.accept()
         with accepted:
             assert client.getpeername() == accepted.getsockname()
@@ -195,7 +212,9 @@ def test_a_taken_port_is_named_at_once() -> None:
         listen("not an address", 0)
 
 
-def test_what_has_expired_is_forgotten_without_a_request(tokenizer_directory: Path, tmp_path: Path) -> None:
+def test_what_has_expired_is_forgotten_without_a_request(
+    tokenizer_directory: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "history.sqlite"
     store = HistoryStore(path)
     store.commit(Name("", "old"), transcript("0", "1"), 1.0)
@@ -210,7 +229,9 @@ def test_what_has_expired_is_forgotten_without_a_request(tokenizer_directory: Pa
 
 def test_histories_in_memory_expire_too(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[turns.TurnManager] = []
-    monkeypatch.setattr(turns.TurnManager, "expire_in_background", lambda manager: begun.append(manager))
+    monkeypatch.setattr(
+        turns.TurnManager, "expire_in_background", lambda manager: begun.append(manager)
+    )
 
     async def work() -> None:
         async with served(FakeLoop(echo), None):

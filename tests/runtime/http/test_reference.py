@@ -1,4 +1,5 @@
-"""The page about the API (docs/use/http-api.md) has each endpoint and each field, and none that does not exist."""
+"""The page about the API (docs/use/http-api.md) has each endpoint and each field, and none that
+does not exist."""
 
 from __future__ import annotations
 
@@ -46,10 +47,13 @@ def document(ask: Ask) -> Any:
 
 
 def test_the_page_has_every_endpoint_and_no_other(ask: Ask, document: Any) -> None:
-    served = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    served = {
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
+    }
     named = set(re.findall(rf"`({'|'.join(METHODS)}) ([^`\s?]+)`", PAGE))
     assert len(served) > 20 and not served - named
-    for method, path in named - served:  # the page and the document itself: the document leaves them out
+    # the page and the document itself: the document leaves them out
+    for method, path in named - served:
 
         async def look(http: httpx.AsyncClient, path: str = path) -> httpx.Response:
             return await http.get(path)
@@ -70,7 +74,9 @@ def test_the_page_has_every_field_and_no_other(document: Any) -> None:
         for path in paths(where):
             documented[path] |= fields(cell)
     taken = {
-        path: schemas[operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]]
+        path: schemas[
+            operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+        ]
         for path, operations in document["paths"].items()
         for operation in operations.values()
         if "requestBody" in operation
@@ -84,4 +90,6 @@ def test_the_page_has_every_field_that_is_accepted_without_effect() -> None:
     for where, cell in rows("where", "fields"):
         for path in paths(where):
             documented[path, "post"] |= fields(cell)
-    assert documented == {place: set(body.IGNORED) for place, body in BODIES.items() if body.IGNORED}
+    assert documented == {
+        place: set(body.IGNORED) for place, body in BODIES.items() if body.IGNORED
+    }

@@ -31,10 +31,18 @@ def test_responses_go_on_from_any_earlier_one(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
             first = await respond(server, input="hello", instructions="be brief")
-            assert first["status"] == "completed" and first["store"] and text_of(first).startswith("hello world")
+            assert (
+                first["status"] == "completed"
+                and first["store"]
+                and text_of(first).startswith("hello world")
+            )
             log = server.logs()[0]
             for number in range(2):  # the first one is a snapshot: both go on from it
-                body = dict(input=f"more {number}", previous_response_id=first["id"], instructions="be brief")
+                body = dict(
+                    input=f"more {number}",
+                    previous_response_id=first["id"],
+                    instructions="be brief",
+                )
                 again = await respond(server, **body)
                 assert server.requests[-1].prompt[: len(log)].tolist() == log
                 assert server.requests[-1].conversation == server.requests[0].conversation
@@ -43,15 +51,21 @@ def test_responses_go_on_from_any_earlier_one(serve: Any) -> None:
             assert (await server.ask("DELETE", f"{RESPONSES}/{first['id']}"))["deleted"]
             await respond(server, 404, input="x", previous_response_id=first["id"])
             last = await respond(server, input="x", previous_response_id=again["id"], store=False)
-            text = (await server.post("/detokenize", tokens=server.requests[-1].prompt.tolist()))["prompt"]
-            contents = [part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]]
+            text = (await server.post("/detokenize", tokens=server.requests[-1].prompt.tolist()))[
+                "prompt"
+            ]
+            contents = [
+                part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]
+            ]
             assert contents == ["hello", text_of(first), "more 1", text_of(again), "x"]
             await server.ask("GET", f"{RESPONSES}/{last['id']}", 404)
 
     run(work())
 
 
-def test_the_kv_of_a_response_is_forgotten_with_it_and_that_of_its_line_with_the_last(serve: Any) -> None:
+def test_the_kv_of_a_response_is_forgotten_with_it_and_that_of_its_line_with_the_last(
+    serve: Any,
+) -> None:
     async def work() -> None:
         async with serve() as server:
             first = await respond(server, input="hello")
@@ -59,8 +73,14 @@ def test_the_kv_of_a_response_is_forgotten_with_it_and_that_of_its_line_with_the
             for response in (first, second):
                 await server.ask("DELETE", f"{RESPONSES}/{response['id']}")
             logs = server.logs()
-            told = [(gone.conversation, gone.tokens.tolist(), gone.shared) for gone in server.loop.said(Forget)]
-            assert told == [(None, logs[0], len(logs[0])), (server.requests[0].conversation, logs[1], 0)]
+            told = [
+                (gone.conversation, gone.tokens.tolist(), gone.shared)
+                for gone in server.loop.said(Forget)
+            ]
+            assert told == [
+                (None, logs[0], len(logs[0])),
+                (server.requests[0].conversation, logs[1], 0),
+            ]
 
     run(work())
 
@@ -83,8 +103,12 @@ def test_what_responses_have_in_common_is_stored_once(serve: Any, joins: bool) -
             assert stored == len(server.logs()[-1])
             await server.ask("DELETE", f"{CONVERSATIONS}/talk", 200 if joins else 404)
             await respond(server, input="x", previous_response_id=last["id"], store=False)
-            text = (await server.post("/detokenize", tokens=server.requests[-1].prompt.tolist()))["prompt"]
-            assert [part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]] == [
+            text = (await server.post("/detokenize", tokens=server.requests[-1].prompt.tolist()))[
+                "prompt"
+            ]
+            assert [
+                part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]
+            ] == [
                 *contents,
                 "x",
             ]
@@ -105,7 +129,11 @@ def test_responses_join_a_conversation_and_take_message_items(serve: Any) -> Non
             contents = [message["content"] for message in whole["messages"]]
             assert contents == ["hello", text_of(first), "more", text_of(second)]
             await server.ask("GET", f"{RESPONSES}/{first['id']}", 404, "two")
-            sent_back = [{"role": "user", "content": "hello"}, *first["output"], {"role": "user", "content": "more"}]
+            sent_back = [
+                {"role": "user", "content": "hello"},
+                *first["output"],
+                {"role": "user", "content": "more"},
+            ]
             await respond(server, input=sent_back, key="one")
             assert server.requests[-1].prompt == server.requests[-2].prompt
             for wrong in (
@@ -144,19 +172,29 @@ def test_a_turn_is_in_its_conversation_and_a_response_or_in_neither(serve: Any) 
 def test_the_official_client_streams_responses(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=server.http)
+            client = openai.AsyncOpenAI(
+                base_url="http://test/v1", api_key="none", http_client=server.http
+            )
             first = await client.responses.create(model="fake", input="hello", max_output_tokens=5)
             assert (first.status, first.output_text) == ("incomplete", "hello")
-            assert first.incomplete_details is not None and first.incomplete_details.reason == "max_output_tokens"
-            kinds, text = [], ""
-            async with client.responses.stream(model="fake", input="more", previous_response_id=first.id) as stream:
+            assert (
+                first.incomplete_details is not None
+                and first.incomplete_details.reason == "max_output_tokens"
+            )
+            kinds = []
+            text = ""
+            async with client.responses.stream(
+                model="fake", input="more", previous_response_id=first.id
+            ) as stream:
                 async for event in stream:
                     assert event.sequence_number == len(kinds)
                     kinds.append(event.type)
                     text += event.delta if event.type == "response.output_text.delta" else ""
                 final = await stream.get_final_response()
             assert final.output_text == text and text.startswith("hello world")
-            assert final.usage is not None and final.usage.input_tokens == len(server.requests[-1].prompt)
+            assert final.usage is not None and final.usage.input_tokens == len(
+                server.requests[-1].prompt
+            )
             assert final.usage.input_tokens_details.cached_tokens > 0
             assert list(dict.fromkeys(kinds)) == [
                 "response.created",
@@ -184,7 +222,9 @@ def test_the_official_client_streams_responses(serve: Any) -> None:
 def test_a_stream_that_fails_ends_with_a_failed_response(serve: Any) -> None:
     async def work() -> None:
         async with serve(dies_with=1) as server:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=server.http)
+            client = openai.AsyncOpenAI(
+                base_url="http://test/v1", api_key="none", http_client=server.http
+            )
             stream = await client.responses.create(model="fake", input="hello", stream=True)
             events = [event async for event in stream]
             assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -1,4 +1,5 @@
-"""Two servers with one PostgreSQL: each goes on from the turns of the other, and no turn disturbs another one."""
+"""Two servers with one PostgreSQL: each goes on from the turns of the other, and no turn disturbs
+another one."""
 
 from __future__ import annotations
 
@@ -33,9 +34,15 @@ def test_a_conversation_goes_on_at_another_server(serve: Any, postgres: str) -> 
             reply = await one.chat("hello", conversation="a")
             await two.chat("more", conversation="a", history="server")
             (log,) = one.logs()
-            assert two.requests[0].prompt[: len(log)].tolist() == log, "with the ids that were generated"
+            assert two.requests[0].prompt[: len(log)].tolist() == log, (
+                "with the ids that were generated"
+            )
             whole = await one.ask("GET", f"{CONVERSATIONS}/a")
-            assert [message["content"] for message in whole["messages"]][:3] == ["hello", reply, "more"]
+            assert [message["content"] for message in whole["messages"]][:3] == [
+                "hello",
+                reply,
+                "more",
+            ]
             assert len((await two.ask("GET", CONVERSATIONS))["data"]) == 1
             response = await one.post("/v1/responses", input="hello")
             await two.post("/v1/responses", input="more", previous_response_id=response["id"])
@@ -44,20 +51,28 @@ def test_a_conversation_goes_on_at_another_server(serve: Any, postgres: str) -> 
     run(work())
 
 
-def test_one_turn_of_a_server_history_is_in_flight_on_all_servers(serve: Any, postgres: str) -> None:
+def test_one_turn_of_a_server_history_is_in_flight_on_all_servers(
+    serve: Any, postgres: str
+) -> None:
     async def work() -> None:
         async with serve(postgres) as one, serve(postgres) as two:
             await one.chat("hello", conversation="a")
             one.loop.pause()
-            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="server")
+            body = dict(
+                messages=[{"role": "user", "content": "x"}], conversation="a", history="server"
+            )
             slow = asyncio.create_task(one.post(CHAT, **body))
             await until_asked(one, 2)
             error = (await two.post(CHAT, 409, **body, stream=True))["error"]
-            assert "in flight" in error["message"] and not two.requests, "before anything is computed"
+            assert "in flight" in error["message"] and not two.requests, (
+                "before anything is computed"
+            )
             branch = await two.chat("hello", conversation="a")
             one.loop.go_on()
             await slow
-            contents = [m["content"] for m in (await two.ask("GET", f"{CONVERSATIONS}/a"))["messages"]]
+            contents = [
+                m["content"] for m in (await two.ask("GET", f"{CONVERSATIONS}/a"))["messages"]
+            ]
             assert contents[2] == "x" and len(contents) == 4 and branch
             await two.post(CHAT, **body)
 
@@ -70,12 +85,20 @@ def test_a_lease_is_renewed_while_its_turn_runs(serve: Any, postgres: str) -> No
             one.store.lease = 3.0
             await one.chat("hello", conversation="a")
             one.loop.pause()
-            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="server")
+            body = dict(
+                messages=[{"role": "user", "content": "x"}], conversation="a", history="server"
+            )
             slow = asyncio.create_task(one.post(CHAT, **body))
             await until_asked(one, 2)
 
             async def lease_end() -> float:
-                return float((await one.histories.run(one.store._db.execute, "SELECT until FROM open_turns"))[0][0])
+                return float(
+                    (
+                        await one.histories.run(
+                            one.store._db.execute, "SELECT until FROM open_turns"
+                        )
+                    )[0][0]
+                )
 
             first = await lease_end()
             while await lease_end() < first + 3.0:  # longer than the lease
@@ -94,7 +117,9 @@ async def told(server: Any, number: int) -> list[Any]:
     return await asyncio.to_thread(server.loop.said, Forget, number)
 
 
-def test_what_one_server_deletes_is_forgotten_by_all_before_the_name_is_served_again(serve: Any, postgres: str) -> None:
+def test_what_one_server_deletes_is_forgotten_by_all_before_the_name_is_served_again(
+    serve: Any, postgres: str
+) -> None:
     async def work() -> None:
         async with serve(postgres) as one, serve(postgres) as two:
             for name in ("a", "b"):
@@ -129,8 +154,12 @@ def test_a_tombstone_is_kept_until_every_server_has_erased(
             two.loop.erases_wholly = None  # it keeps them waiting
             await one.ask("DELETE", f"{CONVERSATIONS}/a")
             await told(two, 1)  # without a request
-            (alive,) = await one.histories.run(one.store._db.execute, "SELECT max(alive) FROM servers")
-            while await one.histories.run(one.store._db.execute, "SELECT min(alive) FROM servers") <= [alive]:
+            (alive,) = await one.histories.run(
+                one.store._db.execute, "SELECT max(alive) FROM servers"
+            )
+            while await one.histories.run(
+                one.store._db.execute, "SELECT min(alive) FROM servers"
+            ) <= [alive]:
                 await asyncio.sleep(0.01)  # both have looked again
             assert await tombstones(one) == 1
             two.loop.say(Erased(True))
@@ -165,7 +194,9 @@ def test_a_server_that_was_away_erases_what_was_deleted_meanwhile(postgres: str)
     one._db.execute("UPDATE open_turns SET until = 0")
     one.keep_in_step([], one.seen)
     one.keep_in_step([], one.seen)
-    assert one._db.execute("SELECT * FROM open_turns") == [], "their servers have been gone for long"
+    assert one._db.execute("SELECT * FROM open_turns") == [], (
+        "their servers have been gone for long"
+    )
     two.keep_in_step([], two.seen)
     assert one._db.execute("SELECT count(*) FROM tombstones") == [(0,)]
     one._db.execute("UPDATE servers SET alive = 0 WHERE id = 'two'")

@@ -24,7 +24,8 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 class SlowReader:
-    """A client that has sent a request for a stream and reads nothing of its answer before `read`."""
+    """A client that has sent a request for a stream and reads nothing of its answer before
+    `read`."""
 
     def __init__(self, served: Served, path: str, **body: Any):
         self._body = json.dumps({"stream": True, **body}).encode()
@@ -61,7 +62,8 @@ class SlowReader:
 
     async def _receive(self) -> dict[str, Any]:
         if self._body:
-            body, self._body = self._body, b""
+            body = self._body
+            self._body = b""
             return {"type": "http.request", "body": body, "more_body": False}
         await self._left.wait()
         return {"type": "http.disconnect"}
@@ -84,7 +86,11 @@ STOPPED = [
     (COMPLETIONS, {"prompt": "hi", "n": 20, "stop": "wor", "max_tokens": 50}, 20),
     (COMPLETIONS, {"prompt": "hi", "n": 5, "stop": "never", "max_tokens": 50, "logprobs": 20}, 5),
     (CHAT, {"messages": HELLO, "n": 3, "stop": ["never", "wor"]}, 3),
-    (MESSAGES, {"messages": HELLO, "stop_sequences": ["wor"], "max_tokens": 50, "model": "fake"}, 1),
+    (
+        MESSAGES,
+        {"messages": HELLO, "stop_sequences": ["wor"], "max_tokens": 50, "model": "fake"},
+        1,
+    ),
     (RESPONSES, {"input": "hi", "stop": "wor"}, 1),
 ]
 
@@ -107,7 +113,9 @@ def test_replies_are_confirmed_though_the_client_reads_nothing(
     run(work())
 
 
-def test_a_conversation_goes_on_while_the_client_of_its_last_turn_reads_nothing(serve: Callable[..., Any]) -> None:
+def test_a_conversation_goes_on_while_the_client_of_its_last_turn_reads_nothing(
+    serve: Callable[..., Any],
+) -> None:
     """The turn is committed, and another one with the server's history may begin."""
 
     async def work() -> None:
@@ -125,7 +133,9 @@ def test_a_conversation_goes_on_while_the_client_of_its_last_turn_reads_nothing(
     run(work())
 
 
-def test_a_turn_whose_client_leaves_before_its_end_is_not_committed(serve: Callable[..., Any]) -> None:
+def test_a_turn_whose_client_leaves_before_its_end_is_not_committed(
+    serve: Callable[..., Any],
+) -> None:
     async def work() -> None:
         async with serve() as served:
             served.loop.pauses_behind = 3
@@ -140,17 +150,27 @@ def test_a_turn_whose_client_leaves_before_its_end_is_not_committed(serve: Calla
     run(work())
 
 
-def test_a_failed_choice_ends_the_others_though_the_client_reads_nothing(serve: Callable[..., Any]) -> None:
+def test_a_failed_choice_ends_the_others_though_the_client_reads_nothing(
+    serve: Callable[..., Any],
+) -> None:
     """The conversation is free too."""
 
     async def work() -> None:
         async with serve() as served:
             await served.chat("hi", conversation="c")
             served.loop.pauses_behind = 3
-            asked = {"messages": HELLO, "conversation": "c", "history": "server", "n": 3, "stop": "never"}
+            asked = {
+                "messages": HELLO,
+                "conversation": "c",
+                "history": "server",
+                "n": 3,
+                "stop": "never",
+            }
             slow = SlowReader(served, CHAT, **asked)
             await until(lambda: len(served.requests) == 4)
-            stuck = RowResult(served.requests[1].id, error=RequestError(500, "the grammar is stuck"))
+            stuck = RowResult(
+                served.requests[1].id, error=RequestError(500, "the grammar is stuck")
+            )
             served.loop.say(step_message(stuck))
             await until(lambda: len(served.loop.said(Abort)) == 2)
             served.loop.go_on()
@@ -172,7 +192,10 @@ def test_the_end_of_a_reply_that_cannot_be_stored_is_sent_with_the_error(
             streamed = await SlowReader(served, CHAT, messages=HELLO, conversation="c").read()
             chunks = streamed.split("\n\n")[:-2]
             *pieces, error = (json.loads(chunk.removeprefix("data: ")) for chunk in chunks)
-            assert "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)[:11] == "hello world"
+            assert (
+                "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)[:11]
+                == "hello world"
+            )
             assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
             assert "the disk is full" in error["error"]["message"]
 
@@ -201,7 +224,9 @@ def test_a_client_that_leaves_too_much_unread_loses_its_requests(
     assert "has not read" in caplog.text
 
 
-def test_a_finished_reply_is_kept_at_any_length(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_reply_is_kept_at_any_length(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit ends replies that still grow."""
     monkeypatch.setattr(application, "MOST_UNREAD_BYTES", 0)
 
@@ -232,7 +257,8 @@ def test_unread_events_are_sent_in_pieces() -> None:
     """A client that reads steadily gets its time for each piece."""
 
     async def work() -> None:
-        reads, sent = asyncio.Event(), []
+        reads = asyncio.Event()
+        sent = []
 
         async def send(message: Any) -> None:
             await reads.wait()

@@ -1,4 +1,5 @@
-"""Every option of `pensieve serve` has an effect or is refused by name: none is accepted in silence."""
+"""Every option of `pensieve serve` has an effect or is refused by name: none is accepted in
+silence."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from pensieve.scripts import serve as serve_module
 from pensieve.scripts.triton_repository import checked
 
 GIB = 2**30
-DISK, CUDA, KEY, NO_HOST = "--disk-kv-chunks 9", "--device cuda", "--api-key one", "--host-kv-chunks 0"
+DISK, CUDA, KEY, NO_HOST = (
+    "--disk-kv-chunks 9",
+    "--device cuda",
+    "--api-key one",
+    "--host-kv-chunks 0",
+)
 
 
 class Effect(NamedTuple):
@@ -45,7 +51,9 @@ class Refused(NamedTuple):
 
 
 OPTIONS = {
-    action.dest: action for action in parser()._actions if action.dest not in ("help", "help_all", "version", "path")
+    action.dest: action
+    for action in parser()._actions
+    if action.dest not in ("help", "help_all", "version", "path")
 }
 
 
@@ -76,9 +84,14 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Refused("--enforce-eager", "no CUDA graphs without --device cuda"),
     ),
     "state_dir": (Effect("--state-dir FILES/state", "http.histories"),),
-    "max_model_len": (Effect("--max-model-len 128", "config.max_model_len"), at_least("max-model-len", 1)),
+    "max_model_len": (
+        Effect("--max-model-len 128", "config.max_model_len"),
+        at_least("max-model-len", 1),
+    ),
     "max_num_seqs": (Effect("--max-num-seqs 8", "config.max_num_seqs"),),
-    "max_num_batched_tokens": (Effect("--max-num-batched-tokens 512", "config.max_num_batched_tokens"),),
+    "max_num_batched_tokens": (
+        Effect("--max-num-batched-tokens 512", "config.max_num_batched_tokens"),
+    ),
     "target_ms_per_token": (
         Effect("--target-ms-per-token 30", "config.target_ms_per_token"),
         Refused("--target-ms-per-token 30", "needs --batching unified", "--batching separate"),
@@ -97,15 +110,26 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "gpu_memory_utilization": (
         Effect("--gpu-memory-utilization 0.8", "config.gpu_kv_chunks", CUDA),
         Refused("--gpu-memory-utilization 0.8", "--gpu-kv-bytes"),
-        Refused("--gpu-memory-utilization 0.8", "cannot be given beside --gpu-kv-bytes", f"{CUDA} --gpu-kv-bytes 1GiB"),
-        Refused("--gpu-memory-utilization 0.8", "cannot be given beside --gpu-kv-chunks", f"{CUDA} --gpu-kv-chunks 9"),
+        Refused(
+            "--gpu-memory-utilization 0.8",
+            "cannot be given beside --gpu-kv-bytes",
+            f"{CUDA} --gpu-kv-bytes 1GiB",
+        ),
+        Refused(
+            "--gpu-memory-utilization 0.8",
+            "cannot be given beside --gpu-kv-chunks",
+            f"{CUDA} --gpu-kv-chunks 9",
+        ),
     ),
     "host_kv_chunks": (Effect(NO_HOST, "config.host_kv_chunks"),),
     "host_kv_bytes": (
         Effect("--host-kv-bytes 100MiB", "config.host_kv_chunks"),
         Refused("--host-kv-bytes 100", "less than one chunk"),
     ),
-    "disk_kv_chunks": (Effect(DISK, "disk.slots"), Refused(DISK, "needs --host-kv-chunks above 0", NO_HOST)),
+    "disk_kv_chunks": (
+        Effect(DISK, "disk.slots"),
+        Refused(DISK, "needs --host-kv-chunks above 0", NO_HOST),
+    ),
     "disk_kv_bytes": (
         Effect("--disk-kv-bytes 10MiB", "disk.slots"),
         Refused("--disk-kv-bytes 100", "less than one chunk"),
@@ -126,12 +150,21 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     ),
     "kv_cache_dtype": each_choice("kv_cache_dtype", "engine.kv_cache_dtype"),
     "lower_tier_kv": (
-        Refused("--lower-tier-kv packed", "cannot be given beside --kv-cache-dtype fp8", "--kv-cache-dtype fp8"),
+        Refused(
+            "--lower-tier-kv packed",
+            "cannot be given beside --kv-cache-dtype fp8",
+            "--kv-cache-dtype fp8",
+        ),
         Effect("--lower-tier-kv packed", "executor.form"),
         Effect("--lower-tier-kv fp8", "executor.form"),
-        Refused("--lower-tier-kv fp8", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
+        Refused(
+            "--lower-tier-kv fp8", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST
+        ),
     ),
-    "chunk_tokens": (Effect("--chunk-tokens 16", "config.chunk_tokens"), at_least("chunk-tokens", 1)),
+    "chunk_tokens": (
+        Effect("--chunk-tokens 16", "config.chunk_tokens"),
+        at_least("chunk-tokens", 1),
+    ),
     "conversation_ttl": (Effect("--conversation-ttl 9", "config.conversation_ttl"),),
     "owner_kv_bytes": (
         Effect("--owner-kv-bytes 1MiB", "config.owner_kv_chunks", KEY),
@@ -141,7 +174,9 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "eviction": each_choice("eviction", "config.eviction"),
     "swap_out_below": (
         Effect("--swap-out-below 0.5", "config.swap_out_below"),
-        Refused("--swap-out-below 0.5", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
+        Refused(
+            "--swap-out-below 0.5", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST
+        ),
     ),
     "generation_reserve": (Effect("--generation-reserve 0.2", "config.generation_reserve"),),
     "link": (
@@ -170,23 +205,35 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "history_url": (
         Effect("--history-url postgresql://histories/one", "http.histories"),
         Refused("--history-url postgresql://me:secret@histories/one", "must not hold a password"),
-        Refused("--history-url postgresql://histories/one?password=secret", "must not hold a password"),
+        Refused(
+            "--history-url postgresql://histories/one?password=secret", "must not hold a password"
+        ),
         Refused("--history-url mysql://histories/one", "must be a URL as postgresql://"),
-        Refused("--history-url postgresql://h/1", "cannot be given beside", "--history-url-file FILES/histories"),
+        Refused(
+            "--history-url postgresql://h/1",
+            "cannot be given beside",
+            "--history-url-file FILES/histories",
+        ),
     ),
     "history_url_file": (
         Effect("--history-url-file FILES/histories", "http.histories"),
         Refused("--history-url-file FILES/none", "cannot read"),
     ),
     "history_ttl": (Effect("--history-ttl 9", "http.history_ttl"),),
-    "max_requests_per_client": (Effect("--max-requests-per-client 9", "http.max_requests_per_client"),),
-    "max_conversations_per_owner": (Effect("--max-conversations-per-owner 9", "http.max_conversations_per_owner"),),
+    "max_requests_per_client": (
+        Effect("--max-requests-per-client 9", "http.max_requests_per_client"),
+    ),
+    "max_conversations_per_owner": (
+        Effect("--max-conversations-per-owner 9", "http.max_conversations_per_owner"),
+    ),
     "max_body_bytes": (Effect("--max-body-bytes 1MiB", "http.max_body_bytes"),),
     "max_connections": (Effect("--max-connections 9", "http.max_connections"),),
     "client_timeout": (Effect("--client-timeout 9", "http.client_timeout"),),
     "cors_origins": (Effect("--cors-origins https://one.example", "http.cors_origins"),),
     "otlp_traces_endpoint": (
-        Effect("--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces", "http.otlp_traces_endpoint"),
+        Effect(
+            "--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces", "http.otlp_traces_endpoint"
+        ),
     ),
     "trace": (Effect("--trace FILES/trace.json", "trace.path"),),
     "log_format": each_choice("log_format", "log.format"),
@@ -219,10 +266,11 @@ def files(tmp_path, engine):
 
 @pytest.fixture
 def served(files, engine, monkeypatch):
-    """served(words): the settings that `pensieve serve` would serve with, by "section.name". SystemExit if it does not
-    start, with its message on stderr.
+    """served(words): the settings that `pensieve serve` would serve with, by "section.name".
+    SystemExit if it does not start, with its message on stderr.
 
-    The program is the real one except for slow parts: GPU, pools, processes and the loop only record their arguments.
+    The program is the real one except for slow parts: GPU, pools, processes and the loop only
+    record their arguments.
     """
     found: dict[str, object] = {}
 
@@ -231,7 +279,9 @@ def served(files, engine, monkeypatch):
 
     def device(kind, enforce_eager=False):
         note("device", kind=kind, enforce_eager=enforce_eager)
-        return SimpleNamespace(memory=lambda tier: Memory(free=10 * GIB, total=10 * GIB), watch=lambda report: None)
+        return SimpleNamespace(
+            memory=lambda tier: Memory(free=10 * GIB, total=10 * GIB), watch=lambda report: None
+        )
 
     def connect(path):
         note("attach", path=path)
@@ -251,7 +301,9 @@ def served(files, engine, monkeypatch):
 
     def process(target, args, name):
         note("http", **asdict(args[-1]))
-        return SimpleNamespace(start=lambda: None, join=lambda seconds: None, kill=lambda: None, exitcode=0)
+        return SimpleNamespace(
+            start=lambda: None, join=lambda seconds: None, kill=lambda: None, exitcode=0
+        )
 
     def listen(host, port):
         note("listen", host=host, port=port)
@@ -310,7 +362,8 @@ def words(case, files):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_has_an_effect_or_is_refused(name, served, files, capsys):
-    """A new option needs its cases: the setting that it changes, and the options with which it would change nothing."""
+    """A new option needs its cases: the setting that it changes, and the options with which it
+    would change nothing."""
     flags = OPTIONS[name].option_strings
     assert any(isinstance(case, Effect) for case in CASES[name])
     for case in CASES[name]:
@@ -341,7 +394,9 @@ def test_an_option_at_its_default_is_never_refused(name, served, capsys):
         served([option.option_strings[0], str(option.default), *NO_HOST.split()])
 
 
-def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(served, files, engine, caplog):
+def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(
+    served, files, engine, caplog
+):
     mute = files / "mute"
     mute.mkdir()
     for path in engine.iterdir():
@@ -349,13 +404,21 @@ def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(served,
             (mute / path.name).symlink_to(path)
     for words, said in (
         ([], ()),
-        (["--engine", str(files / "dumb")], ("there is no tokenizer.json", "only completions of token ids")),
-        (["--engine", str(mute)], ("no chat_template.jinja", "tokenizer_config.json", "--chat-template FILE")),
+        (
+            ["--engine", str(files / "dumb")],
+            ("there is no tokenizer.json", "only completions of token ids"),
+        ),
+        (
+            ["--engine", str(mute)],
+            ("no chat_template.jinja", "tokenizer_config.json", "--chat-template FILE"),
+        ),
         (["--engine", str(mute), "--chat-template", str(files / "chat.jinja")], ()),
     ):
         caplog.clear()
         served(words)
-        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        warnings = [
+            record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+        ]
         assert len(warnings) == bool(said) and all(part in warnings[0] for part in said), words
 
 
@@ -364,13 +427,16 @@ TOLD_TO_TRITON = {field.name for field in fields(TritonSettings)}
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "attach"])
 def test_triton_is_served_with_an_option_or_refuses_it(name, engine, files):
-    """When the repository is written, and when the engine is started with options that were added to it."""
+    """When the repository is written, and when the engine is started with options that were added
+    to it."""
     for case in CASES[name]:
         section, _, seen = getattr(case, "seen", "").partition(".")
         if not section:
             continue
         options = ["--engine", str(engine), *chain(*words(case, files))]
-        if KEY not in case.beside and (section not in ("http", "listen", "ready") or seen in TOLD_TO_TRITON):
+        if KEY not in case.beside and (
+            section not in ("http", "listen", "ready") or seen in TOLD_TO_TRITON
+        ):
             checked(options)
             continue
         with pytest.raises(SettingError, match="Triton serves the clients"):

@@ -56,8 +56,17 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
         """
     )
     read = options(path)
-    assert (read.engine, read.port, read.max_num_seqs, read.swap_out_below) == ("demo", 9000, 8, 0.5)
-    assert (read.served_model_name, read.state_dir, read.reuse) == (("one", "two"), Path("somewhere"), False)
+    assert (read.engine, read.port, read.max_num_seqs, read.swap_out_below) == (
+        "demo",
+        9000,
+        8,
+        0.5,
+    )
+    assert (read.served_model_name, read.state_dir, read.reuse) == (
+        ("one", "two"),
+        Path("somewhere"),
+        False,
+    )
     assert (read.gpu_kv_bytes, read.max_queue) == (2**30, 1024)
 
 
@@ -71,10 +80,17 @@ def test_quotas_are_of_keys(tmp_path):
 
 
 def test_flags_override_the_file(file):
-    path = file('engine = "demo"\nport = 9000\nno-reuse = true\nserved-model-name = "one"\ngpu-kv-bytes = "1GiB"')
-    read = options(path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7")
+    path = file(
+        'engine = "demo"\nport = 9000\nno-reuse = true\nserved-model-name = "one"\ngpu-kv-bytes = '
+        '"1GiB"'
+    )
+    read = options(
+        path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7"
+    )
     assert (read.port, read.reuse, read.served_model_name) == (9001, True, ("two",))
-    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (7, None), "the other way to say the same is overridden too"
+    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (7, None), (
+        "the other way to say the same is overridden too"
+    )
     path = file('engine = "demo"\ndevice = "cuda"\ngpu-memory-utilization = 0.5')
     assert options(path, "--gpu-kv-chunks", "7").gpu_memory_utilization == 0.9
     assert options(path, "--host-kv-chunks", "7").gpu_memory_utilization == 0.5
@@ -113,25 +129,41 @@ def test_values_are_checked_as_those_of_flags(file, capsys):
         options(file("port = 'high'"), "--engine", "demo")
     assert "argument --port: invalid int value: 'high'" in capsys.readouterr().err
     for text, said in (
-        ("eviction = 'fifo-plain'", "--eviction: must be one of retention, lru, lru-conversation, not 'fifo-plain'"),
-        ("queue-order = 'response-ratio'", "--queue-order: must be one of bounded-ratio, arrival, not"),
+        (
+            "eviction = 'fifo-plain'",
+            "--eviction: must be one of retention, lru, lru-conversation, not 'fifo-plain'",
+        ),
+        (
+            "queue-order = 'response-ratio'",
+            "--queue-order: must be one of bounded-ratio, arrival, not",
+        ),
         ("overflow = 'restart-positions'", "--overflow: must be one of keep, recompute, not"),
         ("prefetch = 'yes'", "--prefetch: must be one of on, off, not 'yes'"),
         ("max-body-bytes = 'big'", "--max-body-bytes: 'big' is not a size"),
     ):
         with pytest.raises(SettingError, match=said):
             options(file(text), "--engine", "demo")
-    with pytest.raises(SettingError, match="--gpu-kv-bytes: cannot be given beside --gpu-kv-chunks"):
+    with pytest.raises(
+        SettingError, match="--gpu-kv-bytes: cannot be given beside --gpu-kv-chunks"
+    ):
         options(file("gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"), "--engine", "demo")
 
 
 def test_an_engine_is_named_by_a_word_a_flag_or_the_file(file):
     path = file("engine = 'some'")
     assert options(path).engine == "some"
-    assert options(path, "--port", "1", "other").engine == options(path, "--engine", "other").engine == "other"
-    assert parse_options(["one", "--engine", "two"]).engine == "two", "the last one counts, as of all options"
+    assert (
+        options(path, "--port", "1", "other").engine
+        == options(path, "--engine", "other").engine
+        == "other"
+    )
+    assert parse_options(["one", "--engine", "two"]).engine == "two", (
+        "the last one counts, as of all options"
+    )
     assert parse_options(["--engine", "two", "one"]).engine == "one"
-    with pytest.raises(SettingError, match=r"PATH: name an engine or a checkpoint's directory .*`demo`"):
+    with pytest.raises(
+        SettingError, match=r"PATH: name an engine or a checkpoint's directory .*`demo`"
+    ):
         options(file("port = 1"))
 
 
@@ -141,7 +173,9 @@ def test_other_names_of_an_option_mean_the_same(alias, file):
     value = [] if "prefix" in alias else ["some"] if ours == "--engine" else ["64"]
     assert parse_options(["demo", alias, *value]) == parse_options(["demo", ours, *value])
     if value:
-        assert parse_options(["demo", f"{alias}={value[0]}"]) == parse_options(["demo", ours, *value])
+        assert parse_options(["demo", f"{alias}={value[0]}"]) == parse_options(
+            ["demo", ours, *value]
+        )
     with pytest.raises(SettingError, match="there is no option"):
         options(file(f"{alias.strip('-')} = 1"), "demo")
 
@@ -156,7 +190,10 @@ def test_options_without_an_equal_say_what_to_use(theirs, capsys):
     with pytest.raises(SystemExit) as refused:
         parse_options(["demo", theirs, "1"])
     said = capsys.readouterr().err
-    assert refused.value.code == 2 and said == f"pensieve serve: there is no option {theirs}: {ELSEWHERE[theirs]}\n"
+    assert (
+        refused.value.code == 2
+        and said == f"pensieve serve: there is no option {theirs}: {ELSEWHERE[theirs]}\n"
+    )
     for word in ELSEWHERE[theirs].split():
         assert not word.startswith("--") or word.partition("=")[0] in parser().format_help()
 
@@ -169,10 +206,22 @@ def test_an_unknown_option_is_one_line_with_the_closest_one(capsys):
             ["--tensor-parallel-sise", "2"],
             "there is no option --tensor-parallel-sise; did you mean --tensor-parallel-size?",
         ),
-        (["demo", "--cpu-offload-gb", "4"], "there is no option --cpu-offload-gb (--help shows what there is)"),
-        (["demo", "--max-logprobs", "4"], "there is no option --max-logprobs (--help shows what there is)"),
-        (["demo", "--max_model_len", "9"], "there is no option --max_model_len; did you mean --max-model-len?"),
-        (["demo", "--ssl-keyfile=x"], "there is no option --ssl-keyfile: put a proxy with TLS before the server"),
+        (
+            ["demo", "--cpu-offload-gb", "4"],
+            "there is no option --cpu-offload-gb (--help shows what there is)",
+        ),
+        (
+            ["demo", "--max-logprobs", "4"],
+            "there is no option --max-logprobs (--help shows what there is)",
+        ),
+        (
+            ["demo", "--max_model_len", "9"],
+            "there is no option --max_model_len; did you mean --max-model-len?",
+        ),
+        (
+            ["demo", "--ssl-keyfile=x"],
+            "there is no option --ssl-keyfile: put a proxy with TLS before the server",
+        ),
         (["demo", "--max_seq_len", "9"], "there is no option --max_seq_len: use --max-model-len"),
         (["demo", "--xyz"], "there is no option --xyz (--help shows what there is)"),
         (["demo", "more"], "'more' is one word too many (--help shows what there is)"),
@@ -187,7 +236,11 @@ def test_help_shows_what_most_people_need_and_help_all_shows_all(capsys):
     for word in ("--help", "--help-all"):
         with pytest.raises(SystemExit):
             parse_options([word])
-        shown[word] = {line.split()[0].strip(",") for line in capsys.readouterr().out.splitlines() if " --" in line[:4]}
+        shown[word] = {
+            line.split()[0].strip(",")
+            for line in capsys.readouterr().out.splitlines()
+            if " --" in line[:4]
+        }
     assert 12 <= len(shown["--help"]) <= 20
     flags = {action.option_strings[0] for action in parser()._actions if action.option_strings}
     assert shown["--help-all"] == flags - {"--batching", "--link"}
@@ -199,7 +252,10 @@ def test_what_only_benchmarks_set_is_read_though_no_help_shows_it():
 
 
 def test_options_are_checked_before_anything_large_is_imported():
-    probe = "import sys; from pensieve.scripts import serve; serve.main(['--prefetch', 'off', '--save', 'none'])"
+    probe = (
+        "import sys; from pensieve.scripts import serve; serve.main(['--prefetch', 'off', "
+        "'--save', 'none'])"
+    )
     probe = f"import atexit, sys; atexit.register(lambda: print(*sys.modules)); {probe}"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert "argument --save: invalid choice: 'none'" in done.stderr
@@ -207,7 +263,10 @@ def test_options_are_checked_before_anything_large_is_imported():
 
 
 def test_keys_of_the_command_line_are_added_to_those_of_the_file(file):
-    assert options(file("engine = 'some'\napi-key = ['one']"), "--api-key", "two").api_key == ("one", "two")
+    assert options(file("engine = 'some'\napi-key = ['one']"), "--api-key", "two").api_key == (
+        "one",
+        "two",
+    )
     assert parse_options(["--engine", "some"]) == ServeSettings("some")
 
 
@@ -239,7 +298,9 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
         http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)]))
     assert refused.value.setting == "--chat-template"
     path.write_text("{{ messages }}")
-    right = parse_options(["--engine", "demo", "--state-dir", str(tmp_path), "--chat-template", str(path)])
+    right = parse_options(
+        ["--engine", "demo", "--state-dir", str(tmp_path), "--chat-template", str(path)]
+    )
     assert http_settings(right).chat_template
 
 
@@ -266,7 +327,9 @@ LLAMA_8B = SimpleNamespace(
     widened_bytes=0,
     chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
     kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 8, chunk_tokens, 128),
-    manifest=SimpleNamespace(decoder=DECODER, tensor_parallel=1, max_model_len=131072, fingerprint="00"),
+    manifest=SimpleNamespace(
+        decoder=DECODER, tensor_parallel=1, max_model_len=131072, fingerprint="00"
+    ),
 )
 H200 = SimpleNamespace(memory=lambda tier: Memory(free=120 * GIB, total=140 * GIB))
 
@@ -301,13 +364,20 @@ def test_eager_steps_are_a_gpus_own():
 
 @pytest.mark.parametrize(
     ("rotary", "asked", "mode"),
-    [(True, None, "keep"), (True, "recompute", "recompute"), (False, None, "recompute"), (False, "keep", None)],
+    [
+        (True, None, "keep"),
+        (True, "recompute", "recompute"),
+        (False, None, "recompute"),
+        (False, "keep", None),
+    ],
 )
 def test_kv_is_kept_where_positions_run_on(rotary, asked, mode):
     decoder = SimpleNamespace(architecture="OPTForCausalLM", rotary=object() if rotary else None)
     manifest = SimpleNamespace(decoder=decoder)
     if mode is None:
-        with pytest.raises(SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"):
+        with pytest.raises(
+            SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"
+        ):
             overflow_mode(asked, manifest)
     else:
         assert overflow_mode(asked, manifest) == mode
@@ -315,7 +385,9 @@ def test_kv_is_kept_where_positions_run_on(rotary, asked, mode):
 
 def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_with_the_other():
     configs = [
-        scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB", *flags]), LLAMA_8B, H200)
+        scheduler_config(
+            parse_options(["--engine", "some", "--host-kv-bytes", "64GiB", *flags]), LLAMA_8B, H200
+        )
         for flags in ((), ("--lower-tier-kv", "same"), ("--lower-tier-kv", "fp8"))
     ]
     default, same, fp8 = configs
@@ -328,15 +400,23 @@ def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_wit
 def test_a_gpu_pool_in_eight_bits_holds_nearly_twice_the_chunks_and_shares_none():
     shape = (1, 32, 2, 8, 32, 129)
     fp8 = dict(
-        kv_dtype=torch.uint8, kv_cache_dtype="fp8", chunk_bytes=lambda _: math.prod(shape), kv_shape=lambda *_: shape
+        kv_dtype=torch.uint8,
+        kv_cache_dtype="fp8",
+        chunk_bytes=lambda _: math.prod(shape),
+        kv_shape=lambda *_: shape,
     )
     engines = LLAMA_8B, SimpleNamespace(**vars(LLAMA_8B) | fp8)
     tiers = ["--gpu-kv-bytes", "40GiB", "--host-kv-bytes", "64GiB", "--disk-kv-bytes", "90GiB"]
-    auto, fp8 = (scheduler_config(parse_options(["--engine", "some", *tiers]), engine, H200) for engine in engines)
+    auto, fp8 = (
+        scheduler_config(parse_options(["--engine", "some", *tiers]), engine, H200)
+        for engine in engines
+    )
     for tier in ("gpu", "host", "disk"):
         before, now = (getattr(config, f"{tier}_kv_chunks") for config in (auto, fp8))
         assert 1.98 * before < now < 1.985 * before
-    lower = scheduler_config(parse_options(["--engine", "some", "--lower-tier-kv", "fp8"]), LLAMA_8B, H200)
+    lower = scheduler_config(
+        parse_options(["--engine", "some", "--lower-tier-kv", "fp8"]), LLAMA_8B, H200
+    )
     assert len({auto.seed, fp8.seed, lower.seed}) == 3
 
 
@@ -345,7 +425,8 @@ def test_kv_in_eight_bits_has_no_other_form_below_the_gpu(lower):
     for kv_cache_dtype in ("fp8", "fp8_e4m3"):
         options = ["--engine", "some", "--kv-cache-dtype", kv_cache_dtype, "--lower-tier-kv"]
         with pytest.raises(
-            SettingError, match=f"--lower-tier-kv: cannot be given beside --kv-cache-dtype {kv_cache_dtype},"
+            SettingError,
+            match=f"--lower-tier-kv: cannot be given beside --kv-cache-dtype {kv_cache_dtype},",
         ):
             parse_options([*options, lower])
         parse_options([*options, "same"])
@@ -353,26 +434,49 @@ def test_kv_in_eight_bits_has_no_other_form_below_the_gpu(lower):
 
 def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():
     def config(engine, *flags):
-        options = ["--engine", "some", "--host-kv-bytes", "64GiB", "--lower-tier-kv", "packed", *flags]
+        options = [
+            "--engine",
+            "some",
+            "--host-kv-bytes",
+            "64GiB",
+            "--lower-tier-kv",
+            "packed",
+            *flags,
+        ]
         return scheduler_config(parse_options(options), engine, H200)
 
-    same = scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB"]), LLAMA_8B, H200)
+    same = scheduler_config(
+        parse_options(["--engine", "some", "--host-kv-bytes", "64GiB"]), LLAMA_8B, H200
+    )
     packed = config(LLAMA_8B)
     assert 1.27 * same.host_kv_chunks < packed.host_kv_chunks < 1.29 * same.host_kv_chunks
     assert packed.copies_may_fail and not same.copies_may_fail and packed.seed != same.seed
-    with pytest.raises(SettingError, match=r"--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"):
+    with pytest.raises(
+        SettingError, match=r"--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"
+    ):
         config(SimpleNamespace(**vars(LLAMA_8B) | dict(dtype=torch.float16)))
     with pytest.raises(SettingError, match=r"--chunk-tokens: packed cannot hold .* 31 x 128"):
         config(LLAMA_8B, "--chunk-tokens", "31")
 
 
 def test_the_logs_of_conversations_are_limited_by_the_size_of_the_tiers():
-    options = ["--engine", "some", "--gpu-kv-chunks", "700", "--host-kv-chunks", "200", "--disk-kv-chunks", "100"]
+    options = [
+        "--engine",
+        "some",
+        "--gpu-kv-chunks",
+        "700",
+        "--host-kv-chunks",
+        "200",
+        "--disk-kv-chunks",
+        "100",
+    ]
     assert scheduler_config(parse_options(options), LLAMA_8B, H200).log_chunks == 32 * 1000
 
 
 def disk_config(*flags):
-    args = parse_options(["--engine", "some", "--gpu-kv-bytes", "40GiB", "--state-dir", "state", *flags])
+    args = parse_options(
+        ["--engine", "some", "--gpu-kv-bytes", "40GiB", "--state-dir", "state", *flags]
+    )
     config = scheduler_config(args, LLAMA_8B, H200)
     return config, disk_settings(args, config)
 
@@ -388,7 +492,9 @@ def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_
     assert config.disk_kv_chunks == 100 * GIB // (LLAMA_8B.chunk_bytes(32) + 4096)
     assert (config.save, config.prefetch) == ("sync", False)
     assert (disk.directory, disk.slots) == (Path("state/kv"), config.disk_kv_chunks)
-    config, disk = disk_config("--disk-kv-chunks", "7", "--disk-dir", "elsewhere", "--lower-tier-kv", "fp8")
+    config, disk = disk_config(
+        "--disk-kv-chunks", "7", "--disk-dir", "elsewhere", "--lower-tier-kv", "fp8"
+    )
     assert (disk.directory, disk.slots, disk.engine) == (Path("elsewhere"), 7, config.seed.hex())
 
 
@@ -401,8 +507,12 @@ def test_more_than_there_is_is_refused_before_anything_is_made(tier):
 
 
 def test_a_size_without_a_unit_is_less_than_a_chunk():
-    with pytest.raises(SettingError, match=r"^--gpu-kv-bytes: .* one chunk, which takes 4194304 bytes"):
-        scheduler_config(parse_options(["--engine", "some", "--gpu-kv-bytes", "40"]), LLAMA_8B, H200)
+    with pytest.raises(
+        SettingError, match=r"^--gpu-kv-bytes: .* one chunk, which takes 4194304 bytes"
+    ):
+        scheduler_config(
+            parse_options(["--engine", "some", "--gpu-kv-bytes", "40"]), LLAMA_8B, H200
+        )
 
 
 def test_a_demo_that_cannot_be_made_is_a_wrong_state_directory(tmp_path):
@@ -414,7 +524,8 @@ def test_a_demo_that_cannot_be_made_is_a_wrong_state_directory(tmp_path):
 def test_the_demo_has_its_name_on_every_device(tmp_path, monkeypatch):
     """Requests name the model, and a server's model has the name of its engine's directory."""
     monkeypatch.setattr(
-        "pensieve.runtime.launch.assemble.build_engine", lambda *_, **settings: SimpleNamespace(outcome="built")
+        "pensieve.runtime.launch.assemble.build_engine",
+        lambda *_, **settings: SimpleNamespace(outcome="built"),
     )
     directories = {demo_engine(tmp_path, device) for device in ("cpu", "cuda")}
     assert len(directories) == 2
@@ -422,15 +533,21 @@ def test_the_demo_has_its_name_on_every_device(tmp_path, monkeypatch):
 
 
 def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
-    args = parse_options(["--engine", "some", "--disk-kv-bytes", "1000TB", "--disk-dir", str(tmp_path)])
+    args = parse_options(
+        ["--engine", "some", "--disk-kv-bytes", "1000TB", "--disk-dir", str(tmp_path)]
+    )
     check_disk_holds(args, 1000, 4096)
-    with pytest.raises(SettingError, match=r"^--disk-kv-bytes: .* need 17179869184\.0 GiB and the disk of"):
+    with pytest.raises(
+        SettingError, match=r"^--disk-kv-bytes: .* need 17179869184\.0 GiB and the disk of"
+    ):
         check_disk_holds(args, 2**51, 4096 - 1)
 
 
 def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
     chunks = shutil.disk_usage(tmp_path).total // 8192 * 3 // 4
-    args = parse_options(["--engine", "some", "--disk-kv-chunks", str(chunks), "--disk-dir", str(tmp_path)])
+    args = parse_options(
+        ["--engine", "some", "--disk-kv-chunks", str(chunks), "--disk-dir", str(tmp_path)]
+    )
     check_disk_holds(args, chunks, 4096)
     with pytest.raises(SettingError, match=r"^--disk-kv-chunks: "):
         check_disk_holds(args, chunks, 4096, ranks=2)
@@ -439,13 +556,16 @@ def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
 def test_sizes_are_a_ranks_in_every_tier():
     """Each of two ranks has half of every chunk."""
     flags = [f"--{tier}-kv-bytes=1GiB" for tier in ("gpu", "host", "disk")]
-    args, half = parse_options(["--engine", "some", "--state-dir", "state", *flags]), LLAMA_8B.chunk_bytes(32) // 2
+    args = parse_options(["--engine", "some", "--state-dir", "state", *flags])
+    half = LLAMA_8B.chunk_bytes(32) // 2
     manifest = SimpleNamespace(**vars(LLAMA_8B.manifest) | {"tensor_parallel": 2})
     parts = dict(
         chunk_bytes=lambda chunk_tokens: LLAMA_8B.chunk_bytes(chunk_tokens) // 2,
         kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 4, chunk_tokens, 128),
     )
-    config = scheduler_config(args, SimpleNamespace(**vars(LLAMA_8B) | parts | {"manifest": manifest}), H200)
+    config = scheduler_config(
+        args, SimpleNamespace(**vars(LLAMA_8B) | parts | {"manifest": manifest}), H200
+    )
     assert (config.gpu_kv_chunks, config.host_kv_chunks) == (GIB // half, GIB // half)
     assert config.disk_kv_chunks == GIB // (half + 4096)
     for rank in range(2):
@@ -470,11 +590,18 @@ def test_wrong_disk_settings_are_named(flags, setting):
 
 
 def test_a_server_has_its_directories_for_itself(tmp_path):
-    args = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "a"), "--disk-dir", str(tmp_path / "kv")])
-    other = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-dir", str(tmp_path / "kv")])
+    args = parse_options(
+        ["--engine", "demo", "--state-dir", str(tmp_path / "a"), "--disk-dir", str(tmp_path / "kv")]
+    )
+    other = parse_options(
+        ["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-dir", str(tmp_path / "kv")]
+    )
     with locked_directories(args):
         for second, setting in ((args, "--state-dir"), (other, "--disk-dir")):
-            with pytest.raises(SettingError, match="in use by process") as refused, locked_directories(second):
+            with (
+                pytest.raises(SettingError, match="in use by process") as refused,
+                locked_directories(second),
+            ):
                 pass
             assert refused.value.setting == setting
     with locked_directories(other):
@@ -482,10 +609,17 @@ def test_a_server_has_its_directories_for_itself(tmp_path):
 
 
 def test_a_disk_directory_in_its_usual_place_is_its_servers_too(tmp_path):
-    state, disk = ["--state-dir", str(tmp_path / "a"), "--disk-kv-chunks", "9"], ["--disk-dir", str(tmp_path / "a/kv")]
+    state = ["--state-dir", str(tmp_path / "a"), "--disk-kv-chunks", "9"]
+    disk = ["--disk-dir", str(tmp_path / "a/kv")]
     args = parse_options(["--engine", "demo", *state])
-    other = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-kv-chunks", "9", *disk])
-    with locked_directories(args), pytest.raises(SettingError, match="in use by process"), locked_directories(other):
+    other = parse_options(
+        ["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-kv-chunks", "9", *disk]
+    )
+    with (
+        locked_directories(args),
+        pytest.raises(SettingError, match="in use by process"),
+        locked_directories(other),
+    ):
         pass
 
 
@@ -498,14 +632,24 @@ def test_one_directory_may_be_both(tmp_path):
 
 @pytest.mark.parametrize(
     ("flops_per_s", "said"),
-    [(1e12, "reading 32 tokens pays from "), (1e18, "32 tokens never pays, 4096 tokens never pays")],
+    [
+        (1e12, "reading 32 tokens pays from "),
+        (1e18, "32 tokens never pays, 4096 tokens never pays"),
+    ],
 )
 def test_the_disks_speed_is_measured_and_said(tmp_path, caplog, flops_per_s, said):
     caplog.set_level("INFO")
     cost = analytic_profile(
-        chunk_tokens=32, parameters=10**9, layers=4, attention_width=512, chunk_bytes=2**16, max_context=4096,
-        flops_per_s=flops_per_s, link_bytes_per_s=1e10, step_base_seconds=1e-9,
-    )  # fmt: skip
+        chunk_tokens=32,
+        parameters=10**9,
+        layers=4,
+        attention_width=512,
+        chunk_bytes=2**16,
+        max_context=4096,
+        flops_per_s=flops_per_s,
+        link_bytes_per_s=1e10,
+        step_base_seconds=1e-9,
+    )
     measured = with_disk_speed(cost, tmp_path, 4096)
     assert measured.disk_read_bytes_per_s != cost.disk_read_bytes_per_s and said in caplog.text
     assert list(tmp_path.iterdir()) == []

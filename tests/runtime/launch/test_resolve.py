@@ -13,7 +13,12 @@ from pensieve.builder.manifest import Manifest
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import Transcript
-from pensieve.runtime.launch.resolve import check_engine, resolved, state_directory, tokenizer_digest
+from pensieve.runtime.launch.resolve import (
+    check_engine,
+    resolved,
+    state_directory,
+    tokenizer_digest,
+)
 from pensieve.runtime.launch.settings import HISTORY_FILE, ServeSettings, default_state_dir
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
@@ -54,7 +59,9 @@ def place(name, digest=ONE):
 def test_each_engine_has_a_state_directory_of_its_own(engine):
     first = resolved(ServeSettings(str(engine)))
     assert first.engine == str(engine)
-    assert first.state_dir.parent == default_state_dir() and first.state_dir.name.startswith("engine-")
+    assert first.state_dir.parent == default_state_dir() and first.state_dir.name.startswith(
+        "engine-"
+    )
     assert resolved(ServeSettings(str(engine))).state_dir == first.state_dir
     demo = resolved(ServeSettings("demo"))
     assert Manifest.read(demo.state_dir / "demo") and demo.engine == str(demo.state_dir / "demo")
@@ -66,7 +73,10 @@ def test_engines_of_one_name_in_different_places_do_not_meet():
 
 
 def test_a_state_directory_that_is_named_is_used(engine, tmp_path):
-    assert resolved(ServeSettings(str(engine), state_dir=tmp_path / "named")).state_dir == tmp_path / "named"
+    assert (
+        resolved(ServeSettings(str(engine), state_dir=tmp_path / "named")).state_dir
+        == tmp_path / "named"
+    )
 
 
 def test_histories_of_earlier_versions_go_to_the_first_engine_with_their_tokenizer(caplog):
@@ -120,7 +130,10 @@ def test_a_checkpoint_is_built_once_and_keeps_its_state_when_it_changes(tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: .* was built with 1; leave the option out"),
+        (
+            {"tensor_parallel_size": 2},
+            "--tensor-parallel-size: .* was built with 1; leave the option out",
+        ),
         ({"dtype": "float16"}, "--dtype: .* was built with bfloat16"),
         ({"quantization": "fp8"}, "--quantization: .* was built with none"),
     ],
@@ -129,12 +142,15 @@ def test_an_engine_is_what_it_was_built_as(engine, options, message):
     with pytest.raises(SettingError, match=message):
         resolved(ServeSettings(str(engine), **options))
     name = "--" + next(iter(options)).replace("_", "-")
-    with pytest.raises(SettingError, match=f"{name}: is for a checkpoint; the demo engine is always the same"):
+    with pytest.raises(
+        SettingError, match=f"{name}: is for a checkpoint; the demo engine is always the same"
+    ):
         check_engine(ServeSettings("demo", **options))
 
 
 def test_a_name_of_the_hub_says_how_to_download_it():
     with pytest.raises(
-        SettingError, match=r"PATH: there is no directory Qwen/Qwen3-0.6B.* `hf download Qwen/Qwen3-0.6B"
+        SettingError,
+        match=r"PATH: there is no directory Qwen/Qwen3-0.6B.* `hf download Qwen/Qwen3-0.6B",
     ):
         resolved(ServeSettings("Qwen/Qwen3-0.6B"))

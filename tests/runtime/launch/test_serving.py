@@ -1,4 +1,5 @@
-"""The start of `pensieve serve`: refusals before anything is built, and `--attach`'s connection to Triton's model."""
+"""The start of `pensieve serve`: refusals before anything is built, and `--attach`'s connection to
+Triton's model."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--max-connections", "9"), "--max-connections: has no meaning here: Triton serves the clients"),
+        (
+            ("--max-connections", "9"),
+            "--max-connections: has no meaning here: Triton serves the clients",
+        ),
         (("--config", "nowhere.toml"), "--config: cannot read nowhere.toml"),
         (("--history-ttl", "0"), "--history-ttl: must be more than 0 seconds"),
     ],
@@ -43,18 +47,28 @@ def test_a_wrong_setting_is_told_to_the_model(model, tmp_path, capsys, flags, sa
 def test_ranks_without_an_mpirun_are_told_to_the_model(model, tmp_path, monkeypatch):
     build_engine(DEMO_CHECKPOINT, tmp_path / "engine", tensor_parallel=2)
     monkeypatch.setattr(ranks_launch, "find_spec", lambda name: None)
-    assert serve_module.main([str(tmp_path / "engine"), "--state-dir", str(tmp_path), "--attach", model.address]) == 2
+    assert (
+        serve_module.main(
+            [str(tmp_path / "engine"), "--state-dir", str(tmp_path), "--attach", model.address]
+        )
+        == 2
+    )
     assert "there is no mpi4py" in model.accept().recv()
 
 
 def test_a_socket_at_which_nothing_listens_is_a_wrong_setting(tmp_path, capsys):
     options = ["--engine", "demo", "--state-dir", str(tmp_path), "--attach", str(tmp_path / "none")]
     assert serve_module.main(options) == 2
-    assert f"--attach: cannot connect to {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+    assert (
+        f"--attach: cannot connect to {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+    )
 
 
 def test_a_setting_that_cannot_be_told_is_raised_all_the_same(tmp_path, caplog):
-    with pytest.raises(SettingError, match=r"^--engine: is wrong"), telling_model(tmp_path / "none"):
+    with (
+        pytest.raises(SettingError, match=r"^--engine: is wrong"),
+        telling_model(tmp_path / "none"),
+    ):
         raise SettingError("--engine", "is wrong")
     assert "cannot connect to" in caplog.text
 
@@ -81,7 +95,10 @@ def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monk
     [
         (("demo", "--gpu-kv-bytes", "abc"), "--gpu-kv-bytes: 'abc' is not a size"),
         (("demo", "--gpu-kv-chunks", "0"), "--gpu-kv-chunks: must be at least one chunk"),
-        (("demo", "--owner-kv-bytes", "abc", "--api-key", "k"), "--owner-kv-bytes: 'abc' is not a size"),
+        (
+            ("demo", "--owner-kv-bytes", "abc", "--api-key", "k"),
+            "--owner-kv-bytes: 'abc' is not a size",
+        ),
         (("demo", "--max-body-bytes", "abc"), "--max-body-bytes: 'abc' is not a size"),
         (("demo", "--max-num-seqs", "0"), "--max-num-seqs: must be at least 1"),
         (("demo", "--generation-reserve", "3"), "--generation-reserve: must be between 0 and 1"),
@@ -89,7 +106,10 @@ def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monk
             ("demo", "--max-model-len", "4000", "--gpu-kv-chunks", "9"),
             "--max-model-len: a context of 4000 tokens needs",
         ),
-        (("demo", "--disk-kv-bytes", "1GiB", "--host-kv-bytes", "0"), "--disk-kv-bytes: needs --host-kv-bytes above 0"),
+        (
+            ("demo", "--disk-kv-bytes", "1GiB", "--host-kv-bytes", "0"),
+            "--disk-kv-bytes: needs --host-kv-bytes above 0",
+        ),
         (("demo", "--chat-template", "nowhere"), "--chat-template: cannot read nowhere"),
         (("demo", "--dtype", "float16"), "--dtype: is for a checkpoint"),
         (("./nowhere",), "PATH: ./nowhere does not exist"),
@@ -115,7 +135,9 @@ def test_kv_that_was_written_apart_from_the_other_servers_is_dropped(tmp_path, p
         assert record.exists() is there
 
 
-def test_kv_that_must_go_goes_at_the_next_start_if_this_one_ends_too_soon(tmp_path, postgres, monkeypatch):
+def test_kv_that_must_go_goes_at_the_next_start_if_this_one_ends_too_soon(
+    tmp_path, postgres, monkeypatch
+):
     """Removing a terabyte takes seconds."""
     settings = ServeSettings("demo", state_dir=tmp_path, history_url=postgres)
     record = tmp_path / "kv" / "rank-0" / "1.kv"
@@ -134,7 +156,8 @@ def test_kv_that_must_go_goes_at_the_next_start_if_this_one_ends_too_soon(tmp_pa
 
 
 def test_a_server_that_met_a_full_disk_gets_its_name_at_the_next_start(tmp_path):
-    """Without a name it would be a new server of the shared histories at each start, and lose its KV on disk."""
+    """Without a name it would be a new server of the shared histories at each start, and lose its
+    KV on disk."""
     (tmp_path / "server").write_text("")
     name = server_name(tmp_path)
     assert name and server_name(tmp_path) == name

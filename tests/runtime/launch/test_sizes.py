@@ -30,7 +30,14 @@ def test_anything_else_is_refused_by_its_setting(text):
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("32768", 32768), ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("1M", 2**20), ("-1", -1)],
+    [
+        ("32768", 32768),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("25.6k", 25_600),
+        ("1M", 2**20),
+        ("-1", -1),
+    ],
 )
 def test_a_number_of_tokens_may_be_in_thousands(text, count):
     assert parse_options(["demo", "--max-model-len", text]).max_model_len == count
@@ -40,4 +47,7 @@ def test_a_number_of_tokens_may_be_in_thousands(text, count):
 def test_other_numbers_of_tokens_are_refused(text, capsys):
     with pytest.raises(SystemExit):
         parse_options(["demo", f"--max-num-batched-tokens={text}"])
-    assert "is not a number of tokens; write 32768, 32K (the same) or 32k (32,000)" in capsys.readouterr().err
+    assert (
+        "is not a number of tokens; write 32768, 32K (the same) or 32k (32,000)"
+        in capsys.readouterr().err
+    )

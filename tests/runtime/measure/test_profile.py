@@ -1,4 +1,5 @@
-"""The measured profile: batches whose rows are apart, sane figures, and a file that is believed only where it holds."""
+"""The measured profile: batches whose rows are apart, sane figures, and a file that is believed
+only where it holds."""
 
 from __future__ import annotations
 
@@ -96,19 +97,32 @@ def test_every_figure_is_there_and_finite(profile):
     contexts = [16, 32, 64, 128]
     assert [tokens for tokens, _ in measured.steps] == [1, 2, 4, 8, 16, 32, 64]
     assert [context for context, _ in measured.full_batches] == contexts
-    assert [(r, c) for r, c, _ in measured.generation] == [(r, c) for r in (1, 2, 4, 6) for c in contexts]
+    assert [(r, c) for r, c, _ in measured.generation] == [
+        (r, c) for r in (1, 2, 4, 6) for c in contexts
+    ]
     assert [copy.layers for copy in measured.copies] == [1, 2]
-    seconds = [point[-1] for points in (measured.steps, measured.full_batches, measured.generation) for point in points]
-    seconds += [each for copy in measured.copies for each in (copy.swap_in, copy.swap_out, copy.both)]
+    seconds = [
+        point[-1]
+        for points in (measured.steps, measured.full_batches, measured.generation)
+        for point in points
+    ]
+    seconds += [
+        each for copy in measured.copies for each in (copy.swap_in, copy.swap_out, copy.both)
+    ]
     assert all(0 < each < 10 for each in seconds)
     assert 0.1 <= profile.swap_out_below <= 1.0
-    assert (profile.dtype, profile.torch, profile.chunk_tokens) == ("float32", torch.__version__, CHUNK)
+    assert (profile.dtype, profile.torch, profile.chunk_tokens) == (
+        "float32",
+        torch.__version__,
+        CHUNK,
+    )
 
 
 def test_costs_grow_with_context_tokens_and_rows(profile):
     cost = profile.cost
     chunks = [cost.recompute(end) for end in range(0, 1000, 40)]
-    assert chunks == sorted(chunks) and chunks[1] > 0  # the first is no less than 0, where contexts cost most
+    # the first is no less than 0, where contexts cost most
+    assert chunks == sorted(chunks) and chunks[1] > 0
     steps = [cost.step(tokens, context=64) for tokens in range(1, 200, 7)]
     assert steps == sorted(steps)
     rows = [cost.step(0, rows=4, rows_context=context) for context in range(0, 300, 16)]
@@ -130,7 +144,8 @@ class Recorder(CpuDevice):
 
     def load(self, engine, seats, blocks, *settings):
         super().load(engine, seats, blocks, *settings)
-        self.table, self.steps = np.zeros((seats, blocks), np.int32), []
+        self.table = np.zeros((seats, blocks), np.int32)
+        self.steps = []
 
     def upload(self, inputs):
         super().upload(inputs)
@@ -165,8 +180,12 @@ def test_rows_share_only_what_they_read(bench, run, tokens, samples, contexts):
     assert len(inputs.token_ids) == tokens and len(inputs.sample_seats) == samples
     assert inputs.segments[:, 3].tolist() == contexts
     assert (inputs.slots >= 0).all()
-    used = [table[seat, : -(-kv_len // CHUNK)].tolist() for *_, kv_len, seat in inputs.segments.tolist()]
-    assert all(len(set(slots)) == len(slots) and max(slots) < CONFIG.gpu_kv_chunks for slots in used)
+    used = [
+        table[seat, : -(-kv_len // CHUNK)].tolist() for *_, kv_len, seat in inputs.segments.tolist()
+    ]
+    assert all(
+        len(set(slots)) == len(slots) and max(slots) < CONFIG.gpu_kv_chunks for slots in used
+    )
     for slots, (start, length, *_) in zip(used, inputs.segments.tolist(), strict=True):
         written = set((inputs.slots[start : start + length] // CHUNK).tolist())
         assert written == {slots[-1]}
@@ -204,7 +223,9 @@ def test_too_small_a_bench_names_the_setting(change, setting):
 
 def test_of_several_ranks_the_slowest_counts_and_all_do_as_many_steps():
     """Here another rank takes 5 s for everything."""
-    with StepBench(Recorder(), FakeEngine(), CONFIG, seconds=50.0, slowest=lambda seconds: max(seconds, 5.0)) as bench:
+    with StepBench(
+        Recorder(), FakeEngine(), CONFIG, seconds=50.0, slowest=lambda seconds: max(seconds, 5.0)
+    ) as bench:
         assert bench.fresh(16) == 5.0
         assert len(steps_of(bench)) == UNCOUNTED + 10 + 3 * (STEPS_IN_FLIGHT - 1)
         assert bench.copies(2, 1)[2:] == (5.0, 5.0, 5.0)
@@ -217,7 +238,9 @@ def test_of_several_ranks_the_slowest_counts_and_all_do_as_many_steps():
 def test_attention_is_parted_from_the_rest():
     rest, attention = split_attention([(32, 5.32), (64, 5.64), (128, 6.28), (1024, 15.24)])
     assert rest == pytest.approx(5.0)
-    assert attention == tuple((context, pytest.approx(context / 100)) for context in (32, 64, 128, 1024))
+    assert attention == tuple(
+        (context, pytest.approx(context / 100)) for context in (32, 64, 128, 1024)
+    )
     # One disturbed time: a longer context was faster.
     rest, attention = split_attention([(32, 5.32), (64, 9.0), (128, 6.28), (1024, 15.24)])
     assert rest == pytest.approx(5.0) and attention[1] == (64, pytest.approx(1.28))
@@ -229,7 +252,10 @@ def test_costs_from_times_that_can_be_worked_out():
         steps=((1, 1.0), (64, 3.0)),
         full_batches=((16, 4.16), (32, 4.32)),
         generation=((1, 16, 9.0), (2, 16, 1.016), (2, 32, 1.032)),
-        copies=tuple(CopyTime(*each) for each in ((1, 10, 1, 1, 5), (GROUP_LAYERS, 10, 1, 1, 2), (40, 10, 1, 1, 1.25))),
+        copies=tuple(
+            CopyTime(*each)
+            for each in ((1, 10, 1, 1, 5), (GROUP_LAYERS, 10, 1, 1, 2), (40, 10, 1, 1, 1.25))
+        ),
     )
     cost = cost_profile(measured, CONFIG, chunk_bytes=100)
     assert cost.chunk_seconds == pytest.approx(1.0)  # of four chunks
@@ -251,8 +277,12 @@ def test_a_profile_is_kept_and_read_back(profile, engine, directory):
 
 
 @pytest.mark.parametrize("part", ["hardware", "engine", "chunk_tokens", "kv_cache_dtype"])
-def test_a_profile_of_something_else_is_not_used(profile, engine, directory, tmp_path, caplog, part):
-    other = {"hardware": "abacus", "engine": "0" * 64, "chunk_tokens": 32, "kv_cache_dtype": "fp8"}[part]
+def test_a_profile_of_something_else_is_not_used(
+    profile, engine, directory, tmp_path, caplog, part
+):
+    other = {"hardware": "abacus", "engine": "0" * 64, "chunk_tokens": 32, "kv_cache_dtype": "fp8"}[
+        part
+    ]
     replace(profile, **{part: other}).save(tmp_path)
     with caplog.at_level(logging.INFO, profile_module.__name__):
         assert load_profile(tmp_path, engine, CHUNK) is None
@@ -301,7 +331,16 @@ def test_a_torn_profile_is_named(engine, tmp_path, text):
 
 # The command.
 
-SMALL = ["--chunk-tokens", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "128", "--seconds", "0.001"]
+SMALL = [
+    "--chunk-tokens",
+    "64",
+    "--max-num-seqs",
+    "2",
+    "--max-num-batched-tokens",
+    "128",
+    "--seconds",
+    "0.001",
+]
 
 
 def test_the_command_measures_and_saves(directory, engine, capsys):
@@ -313,15 +352,31 @@ def test_the_command_measures_and_saves(directory, engine, capsys):
     cost = load_profile(directory, engine, 64)
     assert cost is not None and [context for context, _ in cost.attention] == [64, 128, 256, 512]
 
-    assert main(["--engine", str(directory), *SMALL, "--kv-cache-dtype", "fp8", "--max-model-len", "64"]) == 0
+    assert (
+        main(
+            ["--engine", str(directory), *SMALL, "--kv-cache-dtype", "fp8", "--max-model-len", "64"]
+        )
+        == 0
+    )
     assert load_profile(directory, engine, 64) is None
-    assert load_profile(directory, open_engine(directory, kv_cache_dtype="fp8"), 64).chunk_bytes < cost.chunk_bytes / 3
+    assert (
+        load_profile(directory, open_engine(directory, kv_cache_dtype="fp8"), 64).chunk_bytes
+        < cost.chunk_bytes / 3
+    )
 
 
 @pytest.mark.slow
 def test_the_command_measures_two_ranks(tmp_path):
     directory = build_tiny(tmp_path, tensor_parallel=2)
-    words = [sys.executable, "-m", "pensieve.scripts.profile_engine", "--engine", str(directory), *SMALL, "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "pensieve.scripts.profile_engine",
+        "--engine",
+        str(directory),
+        *SMALL,
+        "--json",
+    ]
     alone = {"OMP_NUM_THREADS": "1", **os.environ}  # it starts its ranks by itself
     ended = subprocess.run(words, env=alone, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
@@ -331,7 +386,10 @@ def test_the_command_measures_two_ranks(tmp_path):
 
     words += ["--gpu-kv-bytes", "16KiB"]
     ended = subprocess.run(words, env=alone, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2 and ended.stderr.count("pensieve profile: --gpu-kv-bytes: must hold") == 1
+    assert (
+        ended.returncode == 2
+        and ended.stderr.count("pensieve profile: --gpu-kv-bytes: must hold") == 1
+    )
 
 
 def test_the_command_draws_both_figures(directory, tmp_path, capsys):
@@ -353,7 +411,10 @@ def test_the_command_draws_both_figures(directory, tmp_path, capsys):
         (["--max-model-len", "4096"], "--max-model-len: 4096 is more than the model's 512"),
         (["--gpu-kv-bytes", "lots"], "--gpu-kv-bytes: 'lots' is not a size"),
         (["--gpu-kv-bytes", "64KiB"], "--gpu-kv-bytes: must hold"),
-        (["--max-num-batched-tokens", "16"], "--max-num-batched-tokens: must hold a chunk of 32 tokens"),
+        (
+            ["--max-num-batched-tokens", "16"],
+            "--max-num-batched-tokens: must hold a chunk of 32 tokens",
+        ),
         (["--device", "cpu", "--engine", "nowhere"], "--engine: nowhere is no engine"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The trace: reports of the loop and the device become events that a viewer shows in their places."""
+"""The trace: reports of the loop and the device become events that a viewer shows in their
+places."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Timepiece:
 def slices(path: Path) -> list[tuple[int, str, float, float, dict[str, object]]]:
     """(track, name, start, end, arguments), times in milliseconds."""
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
-    return [(e["tid"], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3, e["args"]) for e in events]
+    return [
+        (e["tid"], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3, e["args"]) for e in events
+    ]
 
 
 def test_two_steps_of_the_loop(tmp_path: Path, host: Timepiece) -> None:
@@ -73,13 +76,25 @@ def test_two_steps_of_the_loop(tmp_path: Path, host: Timepiece) -> None:
         if not track
     ]
     assert loop == [
-        ("plan", 1, 0), ("launch", 1, 1), ("plan", 2, 2), ("launch", 2, 3),
-        ("wait", 1, 4), ("apply", 1, 14), ("send", 1, 15), ("wait", 2, 16), ("apply", 2, 26), ("send", 2, 27),
-    ]  # fmt: skip
+        ("plan", 1, 0),
+        ("launch", 1, 1),
+        ("plan", 2, 2),
+        ("launch", 2, 3),
+        ("wait", 1, 4),
+        ("apply", 1, 14),
+        ("send", 1, 15),
+        ("wait", 2, 16),
+        ("apply", 2, 26),
+        ("send", 2, 27),
+    ]
     first, second, copied = (found for found in slices(tmp_path / "trace.json") if found[0])
     shape = {"generating_rows": 0, "known_tokens": 5, "swapped_in": 2, "swapped_out": 0}
     assert first == (1, "step 1", 6, 12, {"step": 1, **shape})
-    assert second[1] == "step 2" and second[4]["generating_rows"] == 2 and second[4]["swapped_out"] == 1
+    assert (
+        second[1] == "step 2"
+        and second[4]["generating_rows"] == 2
+        and second[4]["swapped_out"] == 1
+    )
     assert copied == (2, "copy", 4, 6, {"bytes": 4_000_000, "GB/s": 2.0})
     assert set(counters.read(TransferSeconds()).parts) == set(PARTS) == {name for name, *_ in loop}
 
@@ -112,7 +127,8 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFi
 def test_a_slow_disk_ends_the_trace_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pipe without a reader takes 64 KiB. Entries queued until then are written when it is read."""
+    """A pipe without a reader takes 64 KiB. Entries queued until then are written when it is
+    read."""
     monkeypatch.setattr(trace_file, "MOST_QUEUED", 10)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -132,9 +148,11 @@ def test_a_slow_disk_ends_the_trace_before_it_fills_the_memory(
 # -- the device's clock
 
 
-def test_events_are_placed_on_the_clock_of_the_host_though_the_clocks_drift(host: Timepiece) -> None:
-    """The device's clock is 100 ppm fast; the host sees each end 20 us late, or much later. After ten minutes an
-    event's error is at most the drift of two windows."""
+def test_events_are_placed_on_the_clock_of_the_host_though_the_clocks_drift(
+    host: Timepiece,
+) -> None:
+    """The device's clock is 100 ppm fast; the host sees each end 20 us late, or much later. After
+    ten minutes an event's error is at most the drift of two windows."""
     first = FakeEvent(0.0)
     clock = DeviceClock(first)
 
@@ -150,8 +168,11 @@ def test_events_are_placed_on_the_clock_of_the_host_though_the_clocks_drift(host
 
 
 def test_a_watched_device_reports_copies_and_every_step(host: Timepiece) -> None:
-    events, work = Clock(), []
-    times = TransferTimes(events.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
+    events = Clock()
+    work = []
+    times = TransferTimes(
+        events.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle"
+    )
     times.loaded(4)
     times.watch(work.append, lambda event: setattr(event, "at", 0.0))
     times.copy(Lane.OUT, 640, lambda: None)

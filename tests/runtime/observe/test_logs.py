@@ -1,4 +1,5 @@
-"""Lines of the log: for people and for machines, one line for each event with any conversation name."""
+"""Lines of the log: for people and for machines, one line for each event with any conversation
+name."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Configured = Callable[[str, str], io.StringIO]
 def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Configured]:
     """Configures the process's logging into a buffer; afterwards it is as it was."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     root.handlers[:] = []  # pytest's own are not to be closed
 
     def configure(form: str, level: str) -> io.StringIO:
@@ -35,7 +37,11 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Configured]:
 def test_text(configured: Configured) -> None:
     out = configured("text", "info")
     log = logging.getLogger("some.room")
-    log.info("serving %s", "tea", extra={"fields": {"port": 8000, "nothing": None, "name": "a b\n=", "share": 0.5}})
+    log.info(
+        "serving %s",
+        "tea",
+        extra={"fields": {"port": 8000, "nothing": None, "name": "a b\n=", "share": 0.5}},
+    )
     (line,) = out.getvalue().splitlines()
     assert line.endswith(r'INFO serving tea port=8000 name="a b\n=" share=0.5')
 
@@ -43,7 +49,9 @@ def test_text(configured: Configured) -> None:
 def test_json(configured: Configured) -> None:
     out = configured("json", "info")
     log = logging.getLogger("some.room")
-    log.info("request", extra={"fields": {"conversation": "Tee\n☕", "ttft_ms": 1.5, "missing": None}})
+    log.info(
+        "request", extra={"fields": {"conversation": "Tee\n☕", "ttft_ms": 1.5, "missing": None}}
+    )
     try:
         raise ValueError("no")
     except ValueError:

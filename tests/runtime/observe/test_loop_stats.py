@@ -25,7 +25,9 @@ COPY_S = 0.05
 def test_sizes_are_counted_by_powers_of_two() -> None:
     counters = LoopCounters()
     for number, tokens in enumerate((1, 2, 3, 4, 5), start=1):
-        counters.launched(plan(number, spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens))))
+        counters.launched(
+            plan(number, spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens)))
+        )
     counters.launched(plan(6))  # counts as no step: it waits for the disk
     stats = counters.read(TransferSeconds())
     assert stats.tokens == PowerCounts((1, 1, 2, 1), 15)  # 1 | 2 | 3, 4 | 5
@@ -61,13 +63,20 @@ def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_the_cpu_device_measures_what_a_step_waits_for(hidden: bool) -> None:
-    """A slow swap-in before a step that waits for it is exposed; one that no step waits for is hidden."""
+    """A slow swap-in before a step that waits for it is exposed; one that no step waits for is
+    hidden."""
     device = CpuDevice(disturb=lambda lane: COPY_S if lane is Lane.IN else 0.0)
     engine = FakeEngine(3)
     for tier in (Tier.GPU, Tier.HOST):
         device.allocate_pool(tier, engine.kv_shape(8, 4), engine.dtype)
     device.load(engine, seats=2, blocks=4, gates=(0,), most_tokens=16)
-    step = plan(1, joins=[join(0)], blocks=[BlockUpdate(0, 0, (1,))], spans=[span(0, 0, 2)], token_ids=[1, 2])
+    step = plan(
+        1,
+        joins=[join(0)],
+        blocks=[BlockUpdate(0, 0, (1,))],
+        spans=[span(0, 0, 2)],
+        token_ids=[1, 2],
+    )
     go_on = hold(device, Lane.IN)
     device.copy(Lane.IN, np.array([1], np.int32), np.array([1], np.int32), range(3))
     ticket = device.mark(Lane.IN, gate=None if hidden else 0)
@@ -143,8 +152,11 @@ class FakeEvent:
 
 
 def test_events_time_copies_and_the_steps_behind_them() -> None:
-    clock, issued = Clock(), []
-    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
+    clock = Clock()
+    issued = []
+    times = TransferTimes(
+        clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle"
+    )
     times.loaded(4)
     gate = FakeEvent(7000.0)
     times.copy(Lane.IN, 64, lambda: issued.append("copy"))
@@ -167,7 +179,9 @@ def test_events_time_copies_and_the_steps_behind_them() -> None:
 def test_a_copy_on_an_idle_lane_has_not_waited() -> None:
     """Of two events recorded one after the other on two idle streams either may happen first."""
     clock = Clock()
-    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
+    times = TransferTimes(
+        clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle"
+    )
     for at in (0.0, 8.0):
         times.copy(Lane.OUT, 64, lambda: None)
         for event, then in zip(clock.events[-3:], (at + 0.004, at, at + 5.0), strict=True):
@@ -177,7 +191,9 @@ def test_a_copy_on_an_idle_lane_has_not_waited() -> None:
 
 def test_a_step_that_is_held_is_timed_from_before_the_wait() -> None:
     clock = Clock()
-    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
+    times = TransferTimes(
+        clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle"
+    )
     times.loaded(4)
     times.held(FakeEvent(3000.0))
     times.held(FakeEvent(2000.0))

@@ -58,14 +58,22 @@ def test_all_names_of_the_contract() -> None:
 
 def test_the_disk_tier() -> None:
     metrics = Metrics()
-    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, 0.5, 0.25, rejected=9, errors=10, full=1)
+    metrics.disk = DiskCounters(
+        1, 2, 3, 4, 5, 6, 7.5, 8.5, 0.5, 0.25, rejected=9, errors=10, full=1
+    )
     found = samples(metrics)
     both = {
         name: (
             found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
             found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
         )
-        for name in ("records_total", "bytes_total", "seconds_total", "queue_seconds_total", "queue")
+        for name in (
+            "records_total",
+            "bytes_total",
+            "seconds_total",
+            "queue_seconds_total",
+            "queue",
+        )
     }
     seconds = {"seconds_total": (7.5, 8.5), "queue_seconds_total": (0.5, 0.25)}
     assert both == {"records_total": (3, 4), "bytes_total": (5, 6), **seconds, "queue": (1, 2)}
@@ -99,7 +107,16 @@ def test_what_the_loop_says_is_passed_on() -> None:
     )
     sizes = PowerCounts((1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1), 20_007)
     metrics.loop = LoopStats(
-        9, {"plan": 0.5}, sizes, PowerCounts((3,), 3), 2.5, 0.25, 0.5, 0.125, Waits(1.5, 4), Waits(0.75, 2)
+        9,
+        {"plan": 0.5},
+        sizes,
+        PowerCounts((3,), 3),
+        2.5,
+        0.25,
+        0.5,
+        0.125,
+        Waits(1.5, 4),
+        Waits(0.75, 2),
     )
     metrics.ended(3.0, [0.03])
     found = samples(metrics)

@@ -42,7 +42,10 @@ def test_a_conversation_missing_in_a_whole_round_is_removed() -> None:
 def test_a_conversation_is_found_by_the_loop_s_name() -> None:
     found = ResidencyView()
     found.take(Residency(32, [entry("a"), entry("conversation:f0:a", gpu=5)], 0))
-    assert found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5) and found.find("b") is None
+    assert (
+        found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5)
+        and found.find("b") is None
+    )
 
 
 def test_two_open_pages_lose_no_conversation() -> None:
@@ -67,7 +70,11 @@ def test_owners_see_their_own_by_the_names_they_gave() -> None:
 def test_the_state_needs_a_key_and_the_files_do_not(serve) -> None:  # noqa: F811
     async def work() -> None:
         async with serve(keys=("secret",)) as served:
-            for path, kind in (("/ui", "text/html"), ("/ui/app.js", "text/javascript"), ("/ui/icon.svg", "image/svg")):
+            for path, kind in (
+                ("/ui", "text/html"),
+                ("/ui/app.js", "text/javascript"),
+                ("/ui/icon.svg", "image/svg"),
+            ):
                 answer = await served.http.get(path)
                 assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
                 policy = answer.headers["content-security-policy"]
@@ -78,9 +85,18 @@ def test_the_state_needs_a_key_and_the_files_do_not(serve) -> None:  # noqa: F81
             await served.ask("GET", "/ui/state", status=401)
             await served.chat("Hello", key="secret")
             state = await served.ask("GET", "/ui/state", key="secret")
-            assert state["first_token"]["count"] == 1 and state["generated"] > 0 and state["conversations"] == []
+            assert (
+                state["first_token"]["count"] == 1
+                and state["generated"] > 0
+                and state["conversations"] == []
+            )
             assert served.loop.said(Look, 1) == [Look(0)]
-            for path in ("/ui/../ui_api.py", "/ui/%2e%2e/ui_api.py", "/ui/nothing.js", "/ui/..%2fui_api.py"):
+            for path in (
+                "/ui/../ui_api.py",
+                "/ui/%2e%2e/ui_api.py",
+                "/ui/nothing.js",
+                "/ui/..%2fui_api.py",
+            ):
                 await served.ask("GET", path, status=404, key="secret")
 
     run(work())

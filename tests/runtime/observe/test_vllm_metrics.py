@@ -15,7 +15,9 @@ LABELS = {"model_name": "tea", "engine": "0"}
 def samples(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
     """By name: labels and value of each, as a scraper reads them."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(VllmMetrics(metrics, "tea", 32, 200).text().decode()):
+    for family in text_string_to_metric_families(
+        VllmMetrics(metrics, "tea", 32, 200).text().decode()
+    ):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
@@ -46,7 +48,11 @@ def test_labels_that_only_we_have_are_summed_over() -> None:
     metrics = Metrics()
     metrics.count_prompt(Usage(gpu=10, host=11, disk=12, recomputed=13, new=14))
     found = samples(metrics)
-    assert found["vllm:prompt_tokens_total"] == found["vllm:prefix_cache_queries_total"] == [(LABELS, 60)]
+    assert (
+        found["vllm:prompt_tokens_total"]
+        == found["vllm:prefix_cache_queries_total"]
+        == [(LABELS, 60)]
+    )
     assert found["vllm:prefix_cache_hits_total"] == [(LABELS, 33)]
 
 
@@ -55,7 +61,10 @@ def test_histograms_keep_their_buckets() -> None:
     metrics.time_to_first_token.observe(0.03)
     metrics.ended(1.5, [0.01, 0.02])
     found = samples(metrics)
-    buckets = {labels.pop("le"): (labels, value) for labels, value in found["vllm:time_to_first_token_seconds_bucket"]}
+    buckets = {
+        labels.pop("le"): (labels, value)
+        for labels, value in found["vllm:time_to_first_token_seconds_bucket"]
+    }
     assert buckets["0.02"] == (LABELS, 0) and buckets["0.04"] == buckets["+Inf"] == (LABELS, 1)
     assert found["vllm:time_to_first_token_seconds_sum"] == [(LABELS, 0.03)]
     assert found["vllm:request_queue_time_seconds_count"] == [(LABELS, 2)]
@@ -66,7 +75,10 @@ def test_histograms_keep_their_buckets() -> None:
 def test_refused_requests_are_no_successes() -> None:
     metrics = Metrics()
     metrics.finished.update({"stop": 2, "abort": 1, "refused": 5})
-    reasons = {labels["finished_reason"]: value for labels, value in samples(metrics)["vllm:request_success_total"]}
+    reasons = {
+        labels["finished_reason"]: value
+        for labels, value in samples(metrics)["vllm:request_success_total"]
+    }
     assert reasons == {"stop": 2, "length": 0, "abort": 1}
 
 
@@ -76,7 +88,8 @@ def test_the_size_of_the_cache() -> None:
 
 
 def test_all_are_there_before_the_first_request() -> None:
-    """A router that finds a name missing ranks the server as unknown, and a rate needs a first value."""
+    """A router that finds a name missing ranks the server as unknown, and a rate needs a first
+    value."""
     metrics = Metrics()
     kinds = {family.name: family.type for family in metrics.families()}
     text = VllmMetrics(metrics, "tea", 32, 200).text().decode()

@@ -1,4 +1,5 @@
-"""Rank 0's messages and the merging of reports; and its executor, next to a rank that is a thread, or to none."""
+"""Rank 0's messages and the merging of reports; and its executor, next to a rank that is a thread,
+or to none."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.runtime import gc_control as garbage
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.disk.store import DiskSettings
@@ -36,7 +42,17 @@ from pensieve.runtime.ranks.mpi import RankFailed
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.runtime.step.sampler import Sampler, SharedSampler, make_sampler
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import CopyBatch, Join, Lane, Promotion, RowStart, Spill, StepPlan, StepResult, Tickets
+from pensieve.scheduler.plan import (
+    CopyBatch,
+    Join,
+    Lane,
+    Promotion,
+    RowStart,
+    Spill,
+    StepPlan,
+    StepResult,
+    Tickets,
+)
 from pensieve.scheduler.types import (
     GREEDY,
     ChunkKey,
@@ -56,13 +72,24 @@ LAYERS = 5
 
 
 def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
-    copies = CopyBatch(Lane.IN, 3, array("i", [1, 2]), array("i", [3, 4]), Tickets(1, 2, 3), gated=True)
+    copies = CopyBatch(
+        Lane.IN, 3, array("i", [1, 2]), array("i", [3, 4]), Tickets(1, 2, 3), gated=True
+    )
     row = RowId(RequestId(7), 9)
     sent = StepPlan(
         step=5,
         copies=(copies,),
         after=Tickets(4, 2, 1),
-        joins=(Join(2, row, Sampling(temperature=1.0, grammar="g", logprobs=3), (1,), (2,), prompt_logprobs=4),),
+        joins=(
+            Join(
+                2,
+                row,
+                Sampling(temperature=1.0, grammar="g", logprobs=3),
+                (1,),
+                (2,),
+                prompt_logprobs=4,
+            ),
+        ),
         generate=array("i", [0]),
         positions=array("i", [11]),
         blocks=((2, 0, (5, 6)),),
@@ -89,7 +116,9 @@ def result(step, completed=(0, 0, 0), **disk):
     return StepResult(step, (), (), Tickets(*completed), **disk)
 
 
-def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), erase_failed=(), bad_copies=()):
+def report(
+    step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), erase_failed=(), bad_copies=()
+):
     return Report(step, Tickets(*completed), spilled, promoted, failed, erase_failed, bad_copies)
 
 
@@ -109,7 +138,8 @@ def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
     reports.take(1, report(1, promoted=(7,), spilled=(4,), failed=(5,)))
     reports.take(2, report(1, promoted=(6, 7), spilled=(4,)))
     second = reports.merged(result(2))
-    assert (second.spilled, second.promoted, second.failed) == ((4,), (), (7,))  # of 5 and 6 others are still at it
+    # of 5 and 6 others are still at it
+    assert (second.spilled, second.promoted, second.failed) == ((4,), (), (7,))
     reports.take(1, report(2, promoted=(6,)))
     reports.take(2, report(2, failed=(5,)))
     third = reports.merged(result(3))
@@ -139,7 +169,8 @@ def test_a_copy_that_is_none_on_one_rank_is_none():
 
 def test_only_rank_0_knows_which_rows_are_stuck():
     """It alone follows grammars; the others obey its next plan."""
-    reports, row = Reports(2), RowId(RequestId(3), 4)
+    reports = Reports(2)
+    row = RowId(RequestId(3), 4)
     rows = {row: RowResult(row.request, error=RequestError(500, "stuck"))}
     reports.take(1, report(1))
     assert reports.merged(replace(result(1), rows=rows)).rows == rows
@@ -173,7 +204,8 @@ class Gathered:
 
 
 def test_a_record_that_only_one_rank_has_is_erased_at_the_start(tmp_path):
-    """Else it would outlive its conversation: no scheduler knows of it, so no deletion reaches it."""
+    """Else it would outlive its conversation: no scheduler knows of it, so no deletion reaches
+    it."""
     config = replace(CONFIG, disk_kv_chunks=8)
 
     def opened(rank):
@@ -197,7 +229,9 @@ def test_a_record_that_only_one_rank_has_is_erased_at_the_start(tmp_path):
         ranks = Gathered()
         with ThreadPoolExecutor(2) as threads:
             found = list(threads.map(agreed_records, map(ranks.as_rank, (0, 1)), executors))
-        assert [[(record.slot, record.key[:1]) for record in records] for records in found] == [[(1, b"b")]] * 2
+        assert [[(record.slot, record.key[:1]) for record in records] for records in found] == [
+            [(1, b"b")]
+        ] * 2
         for executor in executors:
             assert [record.slot for record in executor.disk_records()] == [1]
             executor.close()
@@ -240,24 +274,36 @@ class Pipes:
             yield self.said.get()
 
 
-CONFIG = SchedulerConfig(gpu_kv_chunks=16, host_kv_chunks=32, max_model_len=36, max_num_seqs=4, chunk_tokens=4)
+CONFIG = SchedulerConfig(
+    gpu_kv_chunks=16, host_kv_chunks=32, max_model_len=36, max_num_seqs=4, chunk_tokens=4
+)
 
 
 def turn():
     """A prompt, three further tokens, and copies of their KV."""
-    first = plan(1, joins=[join(0)], blocks=[(0, 0, (0, 1, 2))], spans=[span(0, 0, 8)], token_ids=PROMPT)
+    first = plan(
+        1, joins=[join(0)], blocks=[(0, 0, (0, 1, 2))], spans=[span(0, 0, 8)], token_ids=PROMPT
+    )
     out = copy(Lane.OUT, 3, {0: 4, 1: 5}, Tickets(compute=1))
-    return [first, plan(2, generate={0: 8}, copies=[out]), *(plan(n, generate={0: 6 + n}) for n in (3, 4))]
+    return [
+        first,
+        plan(2, generate={0: 8}, copies=[out]),
+        *(plan(n, generate={0: 6 + n}) for n in (3, 4)),
+    ]
 
 
 def test_another_rank_executes_rank_0_s_plans_and_ends_with_it(monkeypatch):
     looks = []
     monkeypatch.setattr(garbage, "DUE", 0)
     monkeypatch.setattr(
-        garbage.GarbageCollector, "collect_new", lambda _: looks.append((other.in_flight, gc.isenabled()))
+        garbage.GarbageCollector,
+        "collect_new",
+        lambda _: looks.append((other.in_flight, gc.isenabled())),
     )
     pipes = Pipes()
-    other = Executor(CpuDevice(disturb=lambda lane: 0.02 * (lane is Lane.OUT)), FakeEngine(LAYERS), CONFIG, 2)
+    other = Executor(
+        CpuDevice(disturb=lambda lane: 0.02 * (lane is Lane.OUT)), FakeEngine(LAYERS), CONFIG, 2
+    )
     follower = threading.Thread(target=follow, args=(pipes, other), daemon=True)
     follower.start()
     leader = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, group_layers=2)
@@ -275,7 +321,11 @@ def test_another_rank_executes_rank_0_s_plans_and_ends_with_it(monkeypatch):
     leader.close()
     follower.join(60)
     assert not follower.is_alive()
-    assert len(looks) == 4 and all(in_flight and not enabled for in_flight, enabled in looks) and gc.isenabled()
+    assert (
+        len(looks) == 4
+        and all(in_flight and not enabled for in_flight, enabled in looks)
+        and gc.isenabled()
+    )
     with pytest.raises(InvariantError, match="closed"):
         other.launch(plan(5, generate={0: 11}))
 
@@ -313,7 +363,8 @@ def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
 
 def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, monkeypatch):
     """Rank 1 is a step behind, which any other plan would allow."""
-    pipes, disk = Pipes(), DiskSettings(tmp_path, slots=4, engine="ab")
+    pipes = Pipes()
+    disk = DiskSettings(tmp_path, slots=4, engine="ab")
     executor = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, disk=disk)
     executor.launch(plan(1))
     done = executor.wait()
@@ -352,7 +403,8 @@ def test_another_rank_waits_for_a_plan_for_ever_but_not_for_a_step(monkeypatch):
     """Rank 0 takes part in the step, and may be the rank that hangs."""
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.1)
     monkeypatch.setattr(ranks_executor, "FAREWELL_SECONDS", 0.1)
-    pipes, engine = Pipes(), Hanging()
+    pipes = Pipes()
+    engine = Hanging()
     other = Executor(CpuDevice(), engine, CONFIG, 2)
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(follow, pipes, other)
@@ -376,8 +428,13 @@ def group():
 def test_rank_0_draws_for_all(group):
     """It has inputs that the others lack: the rows' sampling settings, and the grammars' masks."""
     logits = torch.randn(2, FakeEngine.vocab_size)
-    sent = plan(1, joins=[join(0, Sampling(temperature=5.0, seed=3)), join(1)], blocks=[(0, 0, (0,)), (1, 0, (1,))],
-                spans=[span(0, 0, 2), span(1, 0, 3)], token_ids=[1, 2, 3, 4, 5])  # fmt: skip
+    sent = plan(
+        1,
+        joins=[join(0, Sampling(temperature=5.0, seed=3)), join(1)],
+        blocks=[(0, 0, (0,)), (1, 0, (1,))],
+        spans=[span(0, 0, 2), span(1, 0, 3)],
+        token_ids=[1, 2, 3, 4, 5],
+    )
     inputs = [StepPacker(4, 2, 4).pack(seen).sampling for seen in (sent, unpack(pack(sent)))]
     expected = Sampler(FakeEngine.vocab_size).sample(logits.clone(), inputs[0])[0]
 
@@ -392,8 +449,13 @@ def test_rank_0_draws_for_all(group):
 
 def test_scored_rows_are_no_draws_on_any_rank(group):
     wants = Join(0, RowId(RequestId(1), 1), GREEDY, prompt_logprobs=2)
-    sent = plan(1, joins=[wants], blocks=[(0, 0, (0,))], spans=[span(0, 0, 3)._replace(scores=True)],
-                token_ids=[1, 2, 3])  # fmt: skip
+    sent = plan(
+        1,
+        joins=[wants],
+        blocks=[(0, 0, (0,))],
+        spans=[span(0, 0, 3)._replace(scores=True)],
+        token_ids=[1, 2, 3],
+    )
     sent = unpack(pack(StepPlan(**{field.name: getattr(sent, field.name) for field in fields(sent)}
                                 | {"scored": array("i", [2, 3])})))  # fmt: skip
     inputs = StepPacker(4, 2, 4).pack(sent)

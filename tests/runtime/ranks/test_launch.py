@@ -73,10 +73,17 @@ done
 exec {find_mpirun()} "$@"
 """)
     script.chmod(0o755)
-    program = "import sys; from pensieve.runtime.ranks.launch import run_ranks; python = sys.executable; "
-    program += "sys.executable = sys.argv[1]; sys.exit(run_ranks(2, [python, '-c', 'from mpi4py import MPI']))"
+    program = (
+        "import sys; from pensieve.runtime.ranks.launch import run_ranks; python = sys.executable; "
+    )
+    program += (
+        "sys.executable = sys.argv[1]; sys.exit(run_ranks(2, [python, '-c', 'from mpi4py import "
+        "MPI']))"
+    )
     words = [PYTHON, "-c", program, str(tmp_path / "python")]
-    ended = subprocess.run(words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    ended = subprocess.run(
+        words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     assert not list(tmp_path.glob("pensieve-mpi-*"))
 
@@ -115,18 +122,30 @@ def look(process):
 ranks_launch.children = look
 sys.exit(ranks_launch.run_ranks(2, []))
 """
-    words = [PYTHON, "-c", program, str(fake.with_name("python")), str(fake.with_name("mpirun.seen"))]
+    words = [
+        PYTHON,
+        "-c",
+        program,
+        str(fake.with_name("python")),
+        str(fake.with_name("mpirun.seen")),
+    ]
     ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == status
-    assert ended.stderr == ("mpirun did not end, and ranks of it had: it was killed\n" if status == 1 else "")
+    assert ended.stderr == (
+        "mpirun did not end, and ranks of it had: it was killed\n" if status == 1 else ""
+    )
 
 
 @pytest.mark.slow
 def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
     """It is full before the rank ends, and takes no more."""
     writes = "import os; os.write(1, bytes(1000)); os._exit(7)"  # itself: a child would be a rank
-    fake.write_text(f"#!/bin/sh\nhead -c 65536 /dev/zero; sleep 2.5 & wait; exec '{PYTHON}' -c '{writes}'\n")
-    program = "import sys; from pensieve.runtime.ranks import launch; sys.executable = sys.argv[1]; "
+    fake.write_text(
+        f"#!/bin/sh\nhead -c 65536 /dev/zero; sleep 2.5 & wait; exec '{PYTHON}' -c '{writes}'\n"
+    )
+    program = (
+        "import sys; from pensieve.runtime.ranks import launch; sys.executable = sys.argv[1]; "
+    )
     program += "launch.ALONE_LOOKS = 2; sys.exit(launch.run_ranks(2, []))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as parent:
@@ -140,18 +159,29 @@ def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
 def test_ranks_that_do_not_serve_yet_are_ended_with_one_line(number, fake):
     """mpirun does not print this line: Open MPI's prints nothing if SIGTERM ends it."""
     fake.write_text(FAKE_MPIRUN.replace("touch", "# touch"))
-    program = "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = sys.argv[1]; "
+    program = (
+        "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = "
+        "sys.argv[1]; "
+    )
     program += "sys.exit(run_ranks(2, ['serve']))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
         assert [parent.stdout.readline() for _ in range(2)] == ["started -n 2 serve\n", "trapped\n"]
         parent.send_signal(number)
         assert parent.wait(60) == 128 + number
-        assert parent.stderr.read() == f"ended by {signal.Signals(number).name} before the ranks served\n"
+        assert (
+            parent.stderr.read()
+            == f"ended by {signal.Signals(number).name} before the ranks served\n"
+        )
 
 
 def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
-    program = "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = sys.argv[1]; "
+    program = (
+        "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = "
+        "sys.argv[1]; "
+    )
     program += "sys.exit(run_ranks(2, ['serve', '--port', '0']))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
     parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)

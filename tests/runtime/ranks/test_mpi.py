@@ -32,7 +32,9 @@ def test_a_plan_that_was_sent_is_received_while_rank_0_is_busy(tmp_path):
     ],
 )
 def test_a_fault_of_one_rank_is_printed_once_and_ends_all(what, message):
-    ended = subprocess.run(command(3, PROGRAM, what), env=variables(3), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        command(3, PROGRAM, what), env=variables(3), capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 2
     assert ended.stdout == message + "\n"
 
@@ -40,7 +42,11 @@ def test_a_fault_of_one_rank_is_printed_once_and_ends_all(what, message):
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
     ended = subprocess.run(
-        command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=300
+        command(3, PROGRAM, "stopped"),
+        env=variables(3),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ended.returncode == 1
     assert ended.stdout == "ranks [1] have not received their messages after 3 s: a rank hangs\n"
@@ -51,15 +57,23 @@ def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
     "what, message",
     [
         ("absent 1", "ranks [1] have not come to the others after 3 s: a rank hangs"),
-        ("absent 0", "rank 0, or one that it waits for, has not come to the others after 9 s: a rank hangs"),
+        (
+            "absent 0",
+            "rank 0, or one that it waits for, has not come to the others after 9 s: a rank hangs",
+        ),
         ("middle", "rank 1 has not sent all of a message after 3 s: a rank hangs"),
         ("alone", "rank 1: ValueError: no room"),
     ],
 )
 def test_ranks_that_meet_do_not_wait_for_ever(what, message):
-    """Not for a rank that is stopped, before it comes or while it sends, and not at all for one that has failed."""
-    began, apart = time.monotonic(), variables(3) | {"OMPI_MCA_btl": "tcp,self"}  # as if on hosts of their own
-    ended = subprocess.run(command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=120)
+    """Not for a rank that is stopped, before it comes or while it sends, and not at all for one
+    that has failed."""
+    # as if on hosts of their own
+    began = time.monotonic()
+    apart = variables(3) | {"OMPI_MCA_btl": "tcp,self"}
+    ended = subprocess.run(
+        command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 1
     assert message in ended.stdout.splitlines()
     assert time.monotonic() - began < 100
@@ -67,7 +81,10 @@ def test_ranks_that_meet_do_not_wait_for_ever(what, message):
 
 def watched(program):
     """Two ranks of it as `pensieve serve` starts them: with an eye on mpirun."""
-    start = "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.exit(run_ranks(2, sys.argv[1:]))"
+    start = (
+        "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.exit(run_ranks(2, "
+        "sys.argv[1:]))"
+    )
     words = [sys.executable, "-c", start, sys.executable, "-c", program]
     return subprocess.run(words, capture_output=True, text=True, timeout=300)
 
@@ -110,13 +127,17 @@ run_rank("program", 2, work)
 
 @pytest.mark.slow
 def test_every_kind_of_failure_of_a_rank_reaches_rank_0():
-    ended = subprocess.run(command(3, PROGRAM, "fails"), env=variables(3), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        command(3, PROGRAM, "fails"), env=variables(3), capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1
     assert ended.stdout == "rank 1 failed, at length\n"
 
 
 @pytest.mark.slow
 def test_a_rank_that_others_wait_for_too_long_ends_all_and_says_where():
-    ended = subprocess.run(command(3, PROGRAM, "late"), env=variables(3), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        command(3, PROGRAM, "late"), env=variables(3), capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1
     assert "Timeout (0:00:01)!" in ended.stderr and "in wait_for_ever" in ended.stderr

@@ -1,4 +1,5 @@
-"""The device reads the packed batch, padded to a size of the list. On the CPU, with the same code."""
+"""The device reads the packed batch, padded to a size of the list. On the CPU, with the same
+code."""
 
 import random
 from array import array as packed
@@ -40,10 +41,13 @@ WISHES = (
 
 
 def mixed_plan(step: int = 1):
-    """Five requests, each with other wishes: the first two generate, the others come with prompts."""
+    """Five requests, each with other wishes: the first two generate, the others come with
+    prompts."""
     prompts = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3, 5)]
     joins = [
-        join(seat, wish)._replace(prompt=(1, 2, 3), reply=(2, 9)) if wish.penalised else join(seat, wish)
+        join(seat, wish)._replace(prompt=(1, 2, 3), reply=(2, 9))
+        if wish.penalised
+        else join(seat, wish)
         for seat, wish in enumerate(WISHES)
     ]
     return plan(
@@ -78,33 +82,51 @@ def test_batches_beyond_the_list_have_sizes_of_their_own():
     assert many_rows == Shape(112, 35, 90) and many_rows not in shapes.captured
     few = Shapes(10, 8, 32).captured
     assert [shape.tokens for shape in few if not shape.generation] == [1, 2, 4, 8, 16]
-    assert [shape for shape in few if shape.generation] == [Shape(n, n, n, True) for n in (1, 2, 4, 8)]
+    assert [shape for shape in few if shape.generation] == [
+        Shape(n, n, n, True) for n in (1, 2, 4, 8)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_step_has_more_segments_than_its_shape(seed):
-    """Seats with holes in their history: spans of whole chunks, except the remainder of the previous step, a tail's
-    rest, a span that is scored in part, and the last."""
-    dice, seats, chunk = random.Random(seed), 5, 8
+    """Seats with holes in their history: spans of whole chunks, except the remainder of the
+    previous step, a tail's rest, a span that is scored in part, and the last."""
+    dice = random.Random(seed)
+    seats = 5
+    chunk = 8
     segments = tokens = 0
     for _ in range(seats):
-        spans = [dice.randint(1, 3), dice.randint(1, 3), *([chunk] * dice.randrange(4)), 3, chunk - 3]
+        spans = [
+            dice.randint(1, 3),
+            dice.randint(1, 3),
+            *([chunk] * dice.randrange(4)),
+            3,
+            chunk - 3,
+        ]
         spans += [dice.randint(1, 40)] * dice.randrange(2)
-        segments, tokens = segments + len(spans), tokens + sum(spans)
+        segments = segments + len(spans)
+        tokens = tokens + sum(spans)
     assert segments <= Shapes(tokens, seats, chunk).of(tokens, seats).segments
 
 
 def test_a_step_of_three_holes_in_parts_has_room():
-    """The remainder of the previous step, a tail's rest before chunks that another request left, and the sample."""
-    harness = Harness(chunk_tokens=CHUNK, max_num_seqs=1, max_num_batched_tokens=7, max_model_len=96)
+    """The remainder of the previous step, a tail's rest before chunks that another request left,
+    and the sample."""
+    harness = Harness(
+        chunk_tokens=CHUNK, max_num_seqs=1, max_num_batched_tokens=7, max_model_len=96
+    )
     harness.turn(range(31), 1, "a")
     longer = [*harness.logs["a"], *range(100, 117)]
     harness.turn(longer, 1)
-    chunks = [harness.scheduler._store.find(key) for key in harness.scheduler.disk.keys(packed("i", longer), b"")]
+    chunks = [
+        harness.scheduler._store.find(key)
+        for key in harness.scheduler.disk.keys(packed("i", longer), b"")
+    ]
     harness.place(chunks[1], "dropped")
     harness.place(chunks[3], "dropped")
     harness.submit(longer[:48], 1, "a")
-    packer, buffers = StepPacker(1, 12, CHUNK), StepBuffers(Shapes(7, 1, CHUNK), "cpu")
+    packer = StepPacker(1, 12, CHUNK)
+    buffers = StepBuffers(Shapes(7, 1, CHUNK), "cpu")
     spans = []
     while len(spans) < 4:
         step = harness.launch()
@@ -115,7 +137,8 @@ def test_a_step_of_three_holes_in_parts_has_room():
 
 
 def test_a_batch_arrives_padded():
-    packer, shapes = StepPacker(SEATS, BLOCKS, CHUNK), Shapes(64, SEATS, CHUNK)
+    packer = StepPacker(SEATS, BLOCKS, CHUNK)
+    shapes = Shapes(64, SEATS, CHUNK)
     buffers = StepBuffers(shapes, "cpu")
     inputs = packer.pack(mixed_plan())
     shape = buffers.upload(inputs)
@@ -124,7 +147,11 @@ def test_a_batch_arrives_padded():
     for name in PACKED:
         wanted, got = getattr(inputs, name), getattr(batch, name)
         assert got.dtype == torch.int32 and got[: len(wanted)].tolist() == wanted.tolist(), name
-    assert batch.token_ids[:2].tolist() == [LAST_SAMPLE] * 2 and batch.feeds[:3].tolist() == [0, 1, 0]
+    assert batch.token_ids[:2].tolist() == [LAST_SAMPLE] * 2 and batch.feeds[:3].tolist() == [
+        0,
+        1,
+        0,
+    ]
     assert batch.slots[13:].tolist() == [NOT_WRITTEN] * 3
     assert not batch.segments[5:].any() and not batch.token_ids[13:].any()
     assert batch.sharing.tolist() == [[i, 0] for i in range(16)]
@@ -141,14 +168,18 @@ def test_a_batch_arrives_padded():
     assert all(address % 16 == 0 for address in addresses)
     buffers.upload(packer.pack(plan(2, generate={0: 10})))
     again = buffers.batch(shape)
-    assert [getattr(again, name).data_ptr() for name in STAGED_INPUTS] == addresses, "graphs read where captured"
+    assert [getattr(again, name).data_ptr() for name in STAGED_INPUTS] == addresses, (
+        "graphs read where captured"
+    )
     assert not buffers.batch(Shape(1, 1, 1)).segments[:, 0].any()
 
 
 def test_the_forward_pass_gets_last_samples_and_ignores_padding():
     """The same tokens and KV from a padded batch, as a GPU reads it, as from the CPU device."""
-    device, other = CpuDevice(), StepPacker(SEATS, BLOCKS, CHUNK)
-    engine, packer = FakeEngine(), StepPacker(SEATS, BLOCKS, CHUNK)
+    device = CpuDevice()
+    other = StepPacker(SEATS, BLOCKS, CHUNK)
+    engine = FakeEngine()
+    packer = StepPacker(SEATS, BLOCKS, CHUNK)
     shapes = Shapes(64, SEATS, CHUNK)
     buffers = StepBuffers(shapes, "cpu")
     shape = engine.kv_shape(SEATS * BLOCKS, CHUNK)
@@ -185,20 +216,28 @@ def test_the_forward_pass_gets_last_samples_and_ignores_padding():
 
 
 def test_an_idle_batch_writes_and_attends_to_nothing():
-    packer, buffers = StepPacker(SEATS, BLOCKS, CHUNK), StepBuffers(Shapes(64, SEATS, CHUNK), "cpu")
+    packer = StepPacker(SEATS, BLOCKS, CHUNK)
+    buffers = StepBuffers(Shapes(64, SEATS, CHUNK), "cpu")
     buffers.upload(packer.pack(mixed_plan()))
     batch = buffers.idle(Shape(8, 8, 6))
-    assert batch.slots.tolist() == [NOT_WRITTEN] * 8 and not batch.segments.any() and not batch.token_ids.any()
+    assert (
+        batch.slots.tolist() == [NOT_WRITTEN] * 8
+        and not batch.segments.any()
+        and not batch.token_ids.any()
+    )
 
 
 def test_the_sampler_reads_from_the_uploaded_buffer():
-    """Every wish, and a grammar's mask: the same tokens and scores as from the arrays themselves."""
+    """Every wish, and a grammar's mask: the same tokens and scores as from the arrays
+    themselves."""
     bits = np.full((1, -(-VOCAB // 32)), 0x0F0F0F0F, np.int32)
     plain, placed = StepPacker(SEATS, BLOCKS, CHUNK), StepPacker(SEATS, BLOCKS, CHUNK)
     buffers = StepBuffers(Shapes(64, SEATS, CHUNK), "cpu")
     samplers = Sampler(VOCAB), Sampler(VOCAB, place=buffers.place)
     for step in range(1, 4):
-        batch = mixed_plan() if step == 1 else plan(step, generate=dict.fromkeys(range(5), 10 + step))
+        batch = (
+            mixed_plan() if step == 1 else plan(step, generate=dict.fromkeys(range(5), 10 + step))
+        )
         mask = Mask(np.array([1]), bits) if step == 2 else None
         inputs = [packer.pack(batch, mask) for packer in (plain, placed)]
         buffers.upload(inputs[1])
@@ -213,6 +252,11 @@ def test_the_sampler_reads_from_the_uploaded_buffer():
 
 
 def test_arrays_are_aligned_and_do_not_overlap():
-    arrays = [np.zeros(3, np.int32), np.zeros(0), np.zeros(5, np.int64), np.zeros((2, 3), np.float32)]
+    arrays = [
+        np.zeros(3, np.int32),
+        np.zeros(0),
+        np.zeros(5, np.int64),
+        np.zeros((2, 3), np.float32),
+    ]
     begins, end = place_arrays(arrays, 100)
     assert begins == [112, 128, 128, 176] and end == 200

@@ -1,4 +1,5 @@
-"""The tokens that grammars allow, refusals of grammars, and the matchers of rows next to the executor."""
+"""The tokens that grammars allow, refusals of grammars, and the matchers of rows next to the
+executor."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def allowed(mask_row: np.ndarray) -> list[int]:
-    return np.flatnonzero(np.unpackbits(mask_row.view(np.uint8), bitorder="little")[:VOCAB]).tolist()
+    return np.flatnonzero(
+        np.unpackbits(mask_row.view(np.uint8), bitorder="little")[:VOCAB]
+    ).tolist()
 
 
 def follows(grammars: Grammars, grammar: str, text: str) -> bool:
@@ -52,13 +55,19 @@ def test_json_is_written_as_python_and_templates_write_it(grammars: Grammars) ->
     grammar = json_grammar({"type": "object"})
     value = {"a": [1, 2.5, {"b": None}], "é": "\n"}
     assert follows(grammars, grammar, json.dumps(value, ensure_ascii=False))
-    assert not follows(grammars, grammar, json.dumps(value, indent=1)) and not follows(grammars, grammar, "[1]")
+    assert not follows(grammars, grammar, json.dumps(value, indent=1)) and not follows(
+        grammars, grammar, "[1]"
+    )
 
 
 def test_other_forms(grammars: Grammars) -> None:
     for grammar, good, bad in (
         (regex_grammar("[ab]{2}c*"), ["ab", "bacc"], ["a", "abd"]),
-        (choice_grammar(["yes", 'n"o', "é\n", "\x7f"]), ["yes", 'n"o', "é\n", "\x7f"], ["ye", "no"]),
+        (
+            choice_grammar(["yes", 'n"o', "é\n", "\x7f"]),
+            ["yes", 'n"o', "é\n", "\x7f"],
+            ["ye", "no"],
+        ),
         (lark_grammar('start: "a" start "b" | ""'), ["", "aabb"], ["aab"]),
     ):
         assert all(follows(grammars, grammar, text) for text in good)
@@ -66,14 +75,21 @@ def test_other_forms(grammars: Grammars) -> None:
 
 
 def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
-    Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     assert open_grammars(str(tmp_path), 2, (1,)) is None
     assert open_grammars("", 2, (1,)) is None
 
 
-def test_what_is_compiled_ahead_is_not_compiled_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, compile_one = [], module.compile_grammar
-    monkeypatch.setattr(module, "compile_grammar", lambda its, text: compiled.append(text) or compile_one(its, text))
+def test_what_is_compiled_ahead_is_not_compiled_again(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    compile_one = module.compile_grammar
+    monkeypatch.setattr(
+        module, "compile_grammar", lambda its, text: compiled.append(text) or compile_one(its, text)
+    )
     monkeypatch.setattr("pensieve.runtime.step.grammar.MOST_COMPILED", 2)
     texts = [regex_grammar(f"{digit}{{3}}") for digit in "123"]
     for text in texts[:2]:
@@ -84,16 +100,27 @@ def test_what_is_compiled_ahead_is_not_compiled_again(grammars: Grammars, monkey
         assert matcher.consume_tokens([ONE] * count)
     assert compiled == texts[:2]
     assert rows[0].consume_token(ONE) and [row.is_accepting() for row in rows] == [False] * 3
-    assert rows[2].consume_token(ONE) and [row.is_accepting() for row in rows] == [False, False, True]
+    assert rows[2].consume_token(ONE) and [row.is_accepting() for row in rows] == [
+        False,
+        False,
+        True,
+    ]
     grammars.matcher(texts[2])
     assert grammars.begin(texts[0]).done() and compiled == texts
-    assert grammars.begin(texts[1]).result() is not None and compiled == [*texts, texts[1]], "the latest ones are kept"
+    assert grammars.begin(texts[1]).result() is not None and compiled == [*texts, texts[1]], (
+        "the latest ones are kept"
+    )
 
 
-def test_a_request_that_waits_keeps_its_compiled_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_keeps_its_compiled_grammar(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More grammars are compiled while it waits than are kept otherwise."""
-    compiled, compile_one = [], module.compile_grammar
-    monkeypatch.setattr(module, "compile_grammar", lambda its, text: compiled.append(text) or compile_one(its, text))
+    compiled = []
+    compile_one = module.compile_grammar
+    monkeypatch.setattr(
+        module, "compile_grammar", lambda its, text: compiled.append(text) or compile_one(its, text)
+    )
     monkeypatch.setattr("pensieve.runtime.step.grammar.MOST_COMPILED", 2)
     constraints = GrammarMatchers(grammars)
     texts = [regex_grammar(f"{digit}{{4}}") for digit in "1234"]
@@ -102,7 +129,9 @@ def test_a_request_that_waits_keeps_its_compiled_grammar(grammars: Grammars, mon
     assert compiled == texts
     joins = [join(number, constrained(text)) for number, text in enumerate(texts)]
     mask = constraints.mask(plan(1, joins=joins, spans=[span(number, 0, 3) for number in range(4)]))
-    assert mask is not None and [allowed(bits) for bits in mask.bits] == [[ONE + n] for n in range(4)]
+    assert mask is not None and [allowed(bits) for bits in mask.bits] == [
+        [ONE + n] for n in range(4)
+    ]
     assert compiled == texts
     constraints.mask(plan(2, ended=range(4)))
     assert constraints._matchers == {}
@@ -120,7 +149,9 @@ def test_masks_are_those_of_the_constrained_samples(grammars: Grammars) -> None:
     constraints = GrammarMatchers(grammars)
     digit = constrained(regex_grammar("[0-9]{2}"))
     joins = [join(0), join(1, digit), join(2, digit)]
-    mask = constraints.mask(plan(1, joins=joins, generate={0: 5}, spans=[span(1, 0, 3), span(2, 0, 3, samples=False)]))
+    mask = constraints.mask(
+        plan(1, joins=joins, generate={0: 5}, spans=[span(1, 0, 3), span(2, 0, 3, samples=False)])
+    )
     assert mask is not None and mask.rows.tolist() == [1]
     digits = [byte + FIRST_BYTE for byte in range(ord("0"), ord("9") + 1)]
     assert [allowed(bits) for bits in mask.bits] == [digits]
@@ -132,11 +163,17 @@ def test_masks_are_those_of_the_constrained_samples(grammars: Grammars) -> None:
     assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS], digits]
 
 
-def test_a_request_that_has_ended_is_forgotten_and_its_late_tokens_are_passed_over(grammars: Grammars) -> None:
+def test_a_request_that_has_ended_is_forgotten_and_its_late_tokens_are_passed_over(
+    grammars: Grammars,
+) -> None:
     constraints = GrammarMatchers(grammars)
     digit = constrained(regex_grammar("[0-9]"))
-    constraints.mask(plan(1, joins=[join(1, digit), join(2, digit)], spans=[span(1, 0, 3), span(2, 0, 3)]))
-    mask = constraints.mask(plan(2, joins=[join(1)._replace(row=row(5))], ended=[1], generate={2: 3}))
+    constraints.mask(
+        plan(1, joins=[join(1, digit), join(2, digit)], spans=[span(1, 0, 3), span(2, 0, 3)])
+    )
+    mask = constraints.mask(
+        plan(2, joins=[join(1)._replace(row=row(5))], ended=[1], generate={2: 3})
+    )
     assert mask is not None and len(mask.rows) == 1
     assert constraints.advance((row(1), row(2)), (200, ONE)) == ()
     assert constraints.mask(plan(3, ended=[2])) is None and constraints._matchers == {}
@@ -168,10 +205,14 @@ class CountingMatcher:
 def test_a_long_reply_is_not_gone_through_again_when_its_row_resumes(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Suspended, its seat taken by another, and resumed in other seats: a step would wait for all of it each time."""
+    """Suspended, its seat taken by another, and resumed in other seats: a step would wait for all
+    of it each time."""
     compile_one = module.compile_grammar
-    monkeypatch.setattr(module, "compile_grammar", lambda its, text: CountingMatcher(compile_one(its, text)))
-    constraints, reply = GrammarMatchers(grammars), byte_tokens("a" + "b" * 99_999)
+    monkeypatch.setattr(
+        module, "compile_grammar", lambda its, text: CountingMatcher(compile_one(its, text))
+    )
+    constraints = GrammarMatchers(grammars)
+    reply = byte_tokens("a" + "b" * 99_999)
     grammar = constrained(regex_grammar("ab*(cd)?"))
     constraints.mask(plan(1, joins=[join(0, grammar)], spans=[span(0, 0, 3)]))
     for token in reply:
@@ -180,8 +221,12 @@ def test_a_long_reply_is_not_gone_through_again_when_its_row_resumes(
     CountingMatcher.consumed = 0
     for step, seat in ((3, 3), (4, 2)):
         resumed = join(seat, grammar)._replace(row=RowId(RequestId(0), 10 + step), reply=reply)
-        mask = constraints.mask(replace(plan(step, joins=[resumed], spans=[span(seat, 0, 9)]), samples=(resumed.row,)))
-        assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS, *byte_tokens("bc")]]
+        mask = constraints.mask(
+            replace(plan(step, joins=[resumed], spans=[span(seat, 0, 9)]), samples=(resumed.row,))
+        )
+        assert mask is not None and [allowed(bits) for bits in mask.bits] == [
+            [0, EOS, *byte_tokens("bc")]
+        ]
     assert constraints.advance((resumed.row,), (byte_tokens("c")[0],)) == ()
     assert CountingMatcher.consumed == 1
 
@@ -191,11 +236,14 @@ ENTANGLED = lark_grammar("start: X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /
 
 
 def test_a_matcher_that_fails_at_a_token_or_at_its_mask_is_told(grammars: Grammars) -> None:
-    """Others continue. A matcher that cannot continue allows an end of text, which is not a valid end."""
-    constraints, digits = GrammarMatchers(grammars), constrained(regex_grammar("[0-9]*"))
+    """Others continue. A matcher that cannot continue allows an end of text, which is not a valid
+    end."""
+    constraints = GrammarMatchers(grammars)
+    digits = constrained(regex_grammar("[0-9]*"))
     joins = [join(0, digits), join(1, digits), join(2, constrained(ENTANGLED)), join(3)]
     constraints.mask(plan(1, joins=joins, spans=[span(seat, 0, 3) for seat in range(4)]))
-    everyone, a = tuple(row(seat) for seat in range(4)), byte_tokens("a")[0]
+    everyone = tuple(row(seat) for seat in range(4))
+    a = byte_tokens("a")[0]
     assert constraints.advance(everyone, (ONE, 200, a, 200)) == (row(1),)
     for step in range(2, 40):
         mask = constraints.mask(plan(step, generate={0: 2 + step, 2: 2 + step, 3: 2 + step}))
@@ -222,5 +270,7 @@ _deep_threads(2)
 
 def test_threads_that_cannot_all_be_had_do_not_wait_for_each_other() -> None:
     """A limit of address space, or of threads: the process ends with that error."""
-    ended = subprocess.run([sys.executable, "-c", LAST_THREAD], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST_THREAD], capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1 and "no more threads" in ended.stderr

@@ -16,12 +16,22 @@ CHUNK = 4
 def packer():
     """Four seats of five chunks; seats 0, 1 and 3 hold 2, 3 and 1 chunks."""
     packer = StepPacker(seats=4, blocks=5, chunk_tokens=CHUNK)
-    packer.pack(plan(1, joins=[join(0), join(1), join(3)], blocks=[(0, 0, (9, 8)), (1, 0, (5, 6, 7)), (3, 0, (2,))]))
+    packer.pack(
+        plan(
+            1,
+            joins=[join(0), join(1), join(3)],
+            blocks=[(0, 0, (9, 8)), (1, 0, (5, 6, 7)), (3, 0, (2,))],
+        )
+    )
     return packer
 
 
 def arrays(inputs) -> list[np.ndarray]:
-    names = [name for name in inputs.__dataclass_fields__ if name not in ("generated", "sharing", "sampling")]
+    names = [
+        name
+        for name in inputs.__dataclass_fields__
+        if name not in ("generated", "sharing", "sampling")
+    ]
     return [getattr(inputs, name) for name in names] + list(inputs.sampling.draws)
 
 
@@ -39,7 +49,12 @@ def test_a_batch_of_generation_and_spans(packer):
     assert inputs.positions.tolist() == [2, 6, 2, 3, 4, 5, 8, 9, 10]
     places = [2 * CHUNK + 2, 8 * CHUNK + 2, 5 * CHUNK + 2, 5 * CHUNK + 3, 6 * CHUNK, 6 * CHUNK + 1]
     assert inputs.slots.tolist() == [*places, NOT_WRITTEN, NOT_WRITTEN, 7 * CHUNK + 2]
-    assert inputs.segments.tolist() == [[0, 1, 0, 3, 3], [1, 1, 0, 7, 0], [2, 4, 0, 6, 1], [6, 3, 0, 11, 1]]
+    assert inputs.segments.tolist() == [
+        [0, 1, 0, 3, 3],
+        [1, 1, 0, 7, 0],
+        [2, 4, 0, 6, 1],
+        [6, 3, 0, 11, 1],
+    ]
     assert inputs.sample_rows.tolist() == [0, 1, 8]
     assert inputs.sample_seats.tolist() == [3, 0, 1]
     assert len(inputs.sampling.draws.rows) == 0
@@ -87,21 +102,40 @@ def test_draws_name_rows_parameters_and_the_sampled_position(packer):
             token_ids=range(5),
         )
     )
-    assert [a.tolist() for a in inputs.sampling.draws] == [[2], [0.7], [5], [0.9], [0.05], [2**63 - 1], [5]]
+    assert [a.tolist() for a in inputs.sampling.draws] == [
+        [2],
+        [0.7],
+        [5],
+        [0.9],
+        [0.05],
+        [2**63 - 1],
+        [5],
+    ]
 
 
 def test_a_join_forgets_the_seat_s_previous_row(packer):
     packer.pack(plan(2, joins=[join(1, Sampling(temperature=1.0))], blocks=[(1, 0, (0,))]))
-    inputs = packer.pack(plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 4)], token_ids=range(4)))
+    inputs = packer.pack(
+        plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 4)], token_ids=range(4))
+    )
     assert len(inputs.sampling.draws.rows) == 0
     with pytest.raises(InvariantError, match="never given"):
         packer.pack(plan(4, generate={1: 4}))
 
 
 def test_hazard_buffer_rewritten_while_a_step_in_flight_reads_it(packer):
-    """No array of a packed step shares memory with the packer or a later step, so none can change under its reader."""
+    """No array of a packed step shares memory with the packer or a later step, so none can change
+    under its reader."""
     steps = [
-        packer.pack(plan(n, blocks=[(0, 2, (n,))], generate={0: n, 1: n + 1}, spans=[span(3, 0, 2)], token_ids=[n, n]))
+        packer.pack(
+            plan(
+                n,
+                blocks=[(0, 2, (n,))],
+                generate={0: n, 1: n + 1},
+                spans=[span(3, 0, 2)],
+                token_ids=[n, n],
+            )
+        )
         for n in (2, 3)
     ]
     own = [a for a in vars(packer).values() if isinstance(a, np.ndarray)]
@@ -129,7 +163,11 @@ def test_a_plain_generation_step_packs_quickly():
     seats, blocks = 256, 128
     packer = StepPacker(seats, blocks, 32)
     packer.pack(
-        plan(1, joins=[join(s) for s in range(seats)], blocks=[(s, 0, tuple(range(blocks))) for s in range(seats)])
+        plan(
+            1,
+            joins=[join(s) for s in range(seats)],
+            blocks=[(s, 0, tuple(range(blocks))) for s in range(seats)],
+        )
     )
     steps = [
         plan(n, blocks=[(s, 60, (n,)) for s in range(8)], generate=dict.fromkeys(range(seats), n))
@@ -143,7 +181,9 @@ def test_a_plain_generation_step_packs_quickly():
     assert min(times) < 500e-6, "it takes about 80 us"
 
 
-@pytest.mark.parametrize(("zero", "told"), [(0, [9, 8, 9, 10]), (8, [1, 0, 1, 2]), (4, [5, 4, 5, 6])])
+@pytest.mark.parametrize(
+    ("zero", "told"), [(0, [9, 8, 9, 10]), (8, [1, 0, 1, 2]), (4, [5, 4, 5, 6])]
+)
 def test_a_row_that_begins_in_the_middle_of_a_context(packer, zero, told):
     """Coordinates count from the row's first position, the model's positions from `zero`."""
     origins = [(1, 8, zero), (3, 8, zero)]
@@ -167,11 +207,15 @@ def test_a_row_that_begins_in_the_middle_of_a_context(packer, zero, told):
 
 def test_a_draw_is_counted_by_its_position_in_the_context(packer):
     hot = Sampling(temperature=0.7, seed=3)
-    inputs = packer.pack(plan(2, joins=[join(2, hot)], origins=[(2, 8, 8)], blocks=[(2, 0, (1,))], generate={2: 9}))
+    inputs = packer.pack(
+        plan(2, joins=[join(2, hot)], origins=[(2, 8, 8)], blocks=[(2, 0, (1,))], generate={2: 9})
+    )
     assert inputs.sampling.draws.positions.tolist() == [10]
 
 
 def test_a_joining_row_begins_at_position_0(packer):
     packer.pack(plan(2, origins=[(1, 8, 8)], blocks=[(1, 0, (6,))]))
-    inputs = packer.pack(plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 2)], token_ids=[1, 2]))
+    inputs = packer.pack(
+        plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 2)], token_ids=[1, 2])
+    )
     assert inputs.positions.tolist() == [0, 1] and inputs.segments.tolist() == [[0, 2, 0, 2, 1]]

@@ -81,7 +81,8 @@ def test_other_chunk_sizes_share_nothing(chunk_tokens):
 @pytest.mark.parametrize("seed", range(20))
 def test_neighbours_share_what_their_tables_say(seed):
     """Random changes, chunks replaced in the middle too."""
-    dice, seats = random.Random(seed), Seats()
+    dice = random.Random(seed)
+    seats = Seats()
     for _ in range(60):
         seat = dice.randrange(SEATS)
         held = int((seats.table[seat] >= 0).sum())
@@ -89,10 +90,14 @@ def test_neighbours_share_what_their_tables_say(seed):
             seats.clear(seat)
         else:
             first = dice.randint(0, held)
-            seats.give(seat, first, [dice.randrange(2) for _ in range(dice.randint(0, BLOCKS - first))])
+            seats.give(
+                seat, first, [dice.randrange(2) for _ in range(dice.randint(0, BLOCKS - first))]
+            )
         present = [s for s in range(SEATS) if seats.table[s, 0] >= 0]
         order = seats.order(*present)
-        units = {s: [tuple(seats.table[s, i : i + 4]) for i in range(0, BLOCKS - 3, 4)] for s in present}
+        units = {
+            s: [tuple(seats.table[s, i : i + 4]) for i in range(0, BLOCKS - 3, 4)] for s in present
+        }
         units = {s: [unit for unit in own if min(unit) >= 0] for s, own in units.items()}
         firsts = [own[0] for own in units.values() if own]
         assert (order is None) == (len(firsts) == len(set(firsts)))
@@ -106,6 +111,7 @@ def test_neighbours_share_what_their_tables_say(seed):
             while equal < min(len(before), len(row)) and before[equal] == row[equal]:
                 equal += 1
             assert shared == equal * SHARED_KEYS
-        for start in {row[0] for row in rows if row}:  # rows with the same first unit are side by side
+        # rows with the same first unit are side by side
+        for start in {row[0] for row in rows if row}:
             places = [i for i, row in enumerate(rows) if row and row[0] == start]
             assert places == list(range(places[0], places[-1] + 1))

@@ -1,4 +1,5 @@
-"""The rows that plans of random conversations put side by side, compared with the device model's tables of slots."""
+"""The rows that plans of random conversations put side by side, compared with the device model's
+tables of slots."""
 
 from collections import Counter
 from math import ceil, log2
@@ -61,7 +62,9 @@ class PackingDriver(Driver):
         model = super()._new_device()
         model.__class__ = PackingModel
         model.found = self.found
-        model.packer = StepPacker(self.config.max_num_seqs, self.config.max_model_len // CHUNK + 1, CHUNK)
+        model.packer = StepPacker(
+            self.config.max_num_seqs, self.config.max_model_len // CHUNK + 1, CHUNK
+        )
         return model
 
     def __init__(self, found, **settings):

@@ -1,4 +1,5 @@
-"""Penalties, bias, masks and scores against twins in numpy, and the way of a step's settings to them."""
+"""Penalties, bias, masks and scores against twins in numpy, and the way of a step's settings to
+them."""
 
 from __future__ import annotations
 
@@ -49,9 +50,13 @@ def test_penalties_equal_their_twin():
         for token in replies[at]:
             counts[at, token] += 2
     factors = rng.uniform(0.5, 2, rows), rng.uniform(-2, 2, rows), rng.uniform(-2, 2, rows)
-    got = penalise(logits, counts, *(torch.tensor(factor, dtype=torch.float32) for factor in factors))
+    got = penalise(
+        logits, counts, *(torch.tensor(factor, dtype=torch.float32) for factor in factors)
+    )
     for at in range(rows):
-        expected = penalise_twin(logits[at].numpy(), prompts[at], replies[at], *(factor[at] for factor in factors))
+        expected = penalise_twin(
+            logits[at].numpy(), prompts[at], replies[at], *(factor[at] for factor in factors)
+        )
         assert np.allclose(got[at].numpy(), expected, atol=1e-4)
 
 
@@ -74,7 +79,8 @@ def test_biases_and_masks_touch_their_places_only():
 
 @pytest.mark.parametrize("width", [0, 1, 20])
 def test_scores_equal_their_twin(width):
-    logits, tokens = random_logits(30, seed=4), torch.arange(30)
+    logits = random_logits(30, seed=4)
+    tokens = torch.arange(30)
     scores = score(logits, tokens, width)
     entries = scores.entries([width] * 30)
     exact = logits.double().numpy()
@@ -105,21 +111,39 @@ def packed(packer, step, joins=(), generate=(), spans=(), scored=(), mask=None):
     """Every join gets the chunks it may need."""
     blocks = [(join.seat, 0, (4 * join.seat, 4 * join.seat + 1)) for join in joins]
     tokens = sum(span.end - span.start for span in spans)
-    made = plan(step, joins=joins, blocks=blocks, generate=dict(generate), spans=spans, token_ids=range(tokens))
+    made = plan(
+        step,
+        joins=joins,
+        blocks=blocks,
+        generate=dict(generate),
+        spans=spans,
+        token_ids=range(tokens),
+    )
     return packer.pack(replace(made, scored=array("i", scored)), mask)
 
 
 def test_counts_follow_the_samples_and_begin_anew_with_a_join():
     """A seat's counts are its own in every step; a resumed row counts its earlier tokens."""
-    packer, sampler = StepPacker(4, 2, 8), Sampler(VOCAB)
-    prompt, reply = [1, 2, 2, 3], []
+    packer = StepPacker(4, 2, 8)
+    sampler = Sampler(VOCAB)
+    prompt = [1, 2, 2, 3]
+    reply = []
     other = [9]
     seat_one = join(1, PENALISED)._replace(prompt=array("i", prompt))
     seat_three = join(3, PENALISED)._replace(prompt=array("i", other))
-    starts = packed(packer, 1, [seat_one, join(2), seat_three], spans=[span(1, 0, 4), span(2, 0, 2), span(3, 0, 1)])
+    starts = packed(
+        packer,
+        1,
+        [seat_one, join(2), seat_three],
+        spans=[span(1, 0, 4), span(2, 0, 2), span(3, 0, 1)],
+    )
     replies = {1: reply, 3: []}
     for step in range(2, 12):
-        inputs = starts if step == 2 else packed(packer, step, generate=dict.fromkeys((2, 1, 3), step + 2))
+        inputs = (
+            starts
+            if step == 2
+            else packed(packer, step, generate=dict.fromkeys((2, 1, 3), step + 2))
+        )
         sampler.start(inputs.sampling.starts)
         logits = random_logits(3, seed=step) / 3
         exact = logits.numpy().copy()
@@ -129,8 +153,14 @@ def test_counts_follow_the_samples_and_begin_anew_with_a_join():
             if seat == 2:
                 assert tokens[at] == exact[at].argmax()
                 continue
-            asked = (PENALISED.repetition_penalty, PENALISED.presence_penalty, PENALISED.frequency_penalty)
-            expected = penalise_twin(exact[at], prompt if seat == 1 else other, replies[seat], *asked)
+            asked = (
+                PENALISED.repetition_penalty,
+                PENALISED.presence_penalty,
+                PENALISED.frequency_penalty,
+            )
+            expected = penalise_twin(
+                exact[at], prompt if seat == 1 else other, replies[seat], *asked
+            )
             assert tokens[at] == expected.argmax()
             replies[seat].append(int(tokens[at]))
     # Seat 1's row leaves and is resumed in seat 0: the same counts, from the log.
@@ -145,7 +175,13 @@ def test_counts_follow_the_samples_and_begin_anew_with_a_join():
 def test_places_of_counts_are_used_again():
     packer = StepPacker(4, 2, 8)
     places = []
-    for seat, sampling in ((0, PENALISED), (1, PENALISED), (0, Sampling()), (2, PENALISED), (1, PENALISED)):
+    for seat, sampling in (
+        (0, PENALISED),
+        (1, PENALISED),
+        (0, Sampling()),
+        (2, PENALISED),
+        (1, PENALISED),
+    ):
         inputs = packed(packer, len(places) + 1, [join(seat, sampling)], spans=[span(seat, 0, 2)])
         places.append([start.place for start in inputs.sampling.starts])
     assert places == [[0], [1], [], [0], [1]]
@@ -153,8 +189,15 @@ def test_places_of_counts_are_used_again():
 
 def test_a_plain_step_asks_for_nothing_more():
     packer = StepPacker(4, 2, 8)
-    packed(packer, 1, [join(0, PENALISED), join(1, Sampling(logprobs=1))], spans=[span(0, 0, 2), span(1, 0, 2)])
-    packed(packer, 2, [join(0), join(1), join(2)], spans=[span(0, 0, 2), span(1, 0, 2), span(2, 0, 2)])
+    packed(
+        packer,
+        1,
+        [join(0, PENALISED), join(1, Sampling(logprobs=1))],
+        spans=[span(0, 0, 2), span(1, 0, 2)],
+    )
+    packed(
+        packer, 2, [join(0), join(1), join(2)], spans=[span(0, 0, 2), span(1, 0, 2), span(2, 0, 2)]
+    )
     sampling = packed(packer, 3, generate={0: 2, 1: 2, 2: 2}).sampling
     assert sampling.penalties is sampling.biases is sampling.mask is sampling.scores is None
 
@@ -183,41 +226,62 @@ def test_biases_are_read_once_when_their_row_joins():
     """A step joins ready arrays for any rows; the results equal the slow computation."""
     draw = np.random.default_rng(3)
     tokens = [draw.permutation(VOCAB).tolist() for _ in range(8)]
-    biased = [ReadOnce((token, at - 4.0) for at, token in enumerate(row[:at])) for at, row in enumerate(tokens)]
+    biased = [
+        ReadOnce((token, at - 4.0) for at, token in enumerate(row[:at]))
+        for at, row in enumerate(tokens)
+    ]
     stops = [ReadOnce(sorted(row[: 3 * (at % 3)])) for at, row in enumerate(tokens)]
-    plain = [(list(tuple.__iter__(row)), list(tuple.__iter__(ids))) for row, ids in zip(biased, stops, strict=True)]
-    seats, may_end = SeatSampling(8), [10 + 2 * at for at in range(8)]
-    rows = [join(at, FreeSampling(biased[at]))._replace(stop_ids=stops[at], may_end=may_end[at]) for at in range(8)]
+    plain = [
+        (list(tuple.__iter__(row)), list(tuple.__iter__(ids)))
+        for row, ids in zip(biased, stops, strict=True)
+    ]
+    seats = SeatSampling(8)
+    may_end = [10 + 2 * at for at in range(8)]
+    rows = [
+        join(at, FreeSampling(biased[at]))._replace(stop_ids=stops[at], may_end=may_end[at])
+        for at in range(8)
+    ]
     seats.join(rows)
     for step in range(40):
         chosen = draw.permutation(8)[: 1 + step % 8]
         positions = draw.integers(5, 30, len(chosen)).astype(np.int32)
         got = seats.pack((), chosen, positions, (), (), None).biases
         expected = biases_twin(
-            [(*plain[seat], at >= may_end[seat]) for seat, at in zip(chosen.tolist(), positions, strict=True)]
+            [
+                (*plain[seat], at >= may_end[seat])
+                for seat, at in zip(chosen.tolist(), positions, strict=True)
+            ]
         )
         if not expected:
             assert got is None
             continue
         assert sorted(zip(*(column.tolist() for column in got), strict=True)) == sorted(expected)
         assert [column.dtype for column in got] == [np.int64, np.int64, np.float32]
-    first, second, third = (seats.pack((), np.arange(8), np.full(8, at), (), (), None).biases for at in (5, 6, 12))
+    first, second, third = (
+        seats.pack((), np.arange(8), np.full(8, at), (), (), None).biases for at in (5, 6, 12)
+    )
     assert first is second and third is not first, "nothing is made anew before a row may end"
     seats.join([join(at) for at in range(8)])
     assert seats.pack((), np.arange(8), np.full(8, 5), (), (), None).biases is None
 
 
 def test_scores_of_samples_and_of_prompts():
-    """Scored rows come after the sampled ones; the rows before a sampled position score nothing there."""
+    """Scored rows come after the sampled ones; the rows before a sampled position score nothing
+    there."""
     packer = StepPacker(4, 2, 8)
     joins = [join(0, Sampling(logprobs=2)), join(1)._replace(prompt_logprobs=1), join(2)]
     spans = [span(0, 0, 3), Span(1, 0, 4, 0, False, True), span(2, 0, 2)]
     inputs = packed(packer, 1, joins, spans=spans, scored=[11, 12, 13, 14])
-    assert inputs.sample_rows.tolist() == [2, 8, 3, 4, 5, 6] and inputs.sample_seats.tolist() == [0, 2]
+    assert inputs.sample_rows.tolist() == [2, 8, 3, 4, 5, 6] and inputs.sample_seats.tolist() == [
+        0,
+        2,
+    ]
     wanted = inputs.sampling.scores
     assert (wanted.rows.tolist(), wanted.targets.tolist()) == ([0], [11, 12, 13, 14])
     assert wanted.tops.tolist() == [2, 1, 1, 1, 1] and wanted.width == 2
-    inputs = packed(packer, 2, generate={0: 3}, spans=[Span(1, 4, 7, 4, True, True)], scored=[15, 16])
+    inputs = packed(
+        packer, 2, generate={0: 3}, spans=[Span(1, 4, 7, 4, True, True)], scored=[15, 16]
+    )
     assert inputs.sample_rows.tolist() == [0, 3, 1, 2]
     logits = random_logits(4)
     exact = logits.log_softmax(dim=-1)
@@ -228,12 +292,16 @@ def test_scores_of_samples_and_of_prompts():
 
 
 def test_scores_are_of_the_logits_as_they_came():
-    """They show neither bias nor penalties nor a mask, though all of these decide the drawn token."""
-    packer, sampler = StepPacker(4, 2, 8), Sampler(VOCAB)
+    """They show neither bias nor penalties nor a mask, though all of these decide the drawn
+    token."""
+    packer = StepPacker(4, 2, 8)
+    sampler = Sampler(VOCAB)
     sampling = replace(PENALISED, logprobs=3, logit_bias=((7, 50.0), (8, 60.0)))
     bits = np.full((1, 2), -1, np.int32)
     bits[0, 0] ^= 1 << 8
-    inputs = packed(packer, 1, [join(0, sampling)], spans=[span(0, 0, 2)], mask=Mask(np.array([0]), bits))
+    inputs = packed(
+        packer, 1, [join(0, sampling)], spans=[span(0, 0, 2)], mask=Mask(np.array([0]), bits)
+    )
     sampler.start(inputs.sampling.starts)
     logits = random_logits(1)
     exact = logits.log_softmax(dim=-1)
@@ -254,8 +322,11 @@ def test_a_row_does_not_depend_on_its_neighbours():
     ]
 
     def run(seats):
-        packer, sampler = StepPacker(4, 2, 8), Sampler(VOCAB)
-        joins = [join(seat, settings[seat])._replace(prompt=array("i", [seat, 5])) for seat in seats]
+        packer = StepPacker(4, 2, 8)
+        sampler = Sampler(VOCAB)
+        joins = [
+            join(seat, settings[seat])._replace(prompt=array("i", [seat, 5])) for seat in seats
+        ]
         drawn = {seat: [] for seat in seats}
         for step in range(1, 9):
             if step == 1:

@@ -34,11 +34,18 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
     words = ["<unk>", "<s>", "</s>", "▁", "▁Hello", "▁world", "Hello", "world", "ü", "!"]
     vocabulary = {word: at for at, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
 
@@ -55,10 +62,14 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = (
 
 
 @pytest.mark.parametrize(
-    ("method", "given"), [("encode_rendered", "tea " * 400_000), ("decode_all", byte_tokens("tea ") * 400_000)]
+    ("method", "given"),
+    [("encode_rendered", "tea " * 400_000), ("decode_all", byte_tokens("tea ") * 400_000)],
 )
-def test_the_process_goes_on_while_a_long_text_is_encoded_or_decoded(method: str, given: object) -> None:
-    tokenizer, went_on = Tokenizer(byte_tokenizer()), 0
+def test_the_process_goes_on_while_a_long_text_is_encoded_or_decoded(
+    method: str, given: object
+) -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    went_on = 0
     working = threading.Thread(target=getattr(tokenizer, method), args=(given,))
     working.start()
     while working.is_alive():
@@ -103,7 +114,9 @@ def test_sentencepiece_spaces_and_bytes() -> None:
     backend = sentencepiece_like()
     tokenizer = Tokenizer(backend)
     emoji = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀😃".encode()]
-    words = [backend.token_to_id(word) for word in ("▁Hello", "▁world", "</s>", "▁", "▁Hello", "ü", "!")]
+    words = [
+        backend.token_to_id(word) for word in ("▁Hello", "▁world", "</s>", "▁", "▁Hello", "ü", "!")
+    ]
     tokens = [*words, *emoji, *words, 1, *emoji]
     said = pieces(tokenizer, tokens)
     assert "".join(said) == tokenizer.decode(tokens)
@@ -114,7 +127,10 @@ def test_sentencepiece_spaces_and_bytes() -> None:
 def test_a_reply_that_begins_with_a_character_in_bytes() -> None:
     """After the reply's leading space, which has no text of its own there."""
     backend = sentencepiece_like()
-    words = [backend.token_to_id("▁"), *(backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode())]
+    words = [
+        backend.token_to_id("▁"),
+        *(backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode()),
+    ]
     assert pieces(Tokenizer(backend), words) == ["", "", "", "", "😀", "", "é", ""]
 
 
@@ -207,9 +223,11 @@ def test_the_outcome_does_not_depend_on_how_text_is_cut(seed: int) -> None:
 
 
 def matcher_twin(stops: list[str], said: list[str], include: bool) -> list[str]:
-    """The text that each piece releases, computed from the whole text each time; the last piece completes a stop
-    string."""
-    text, done, outcome = "", 0, []
+    """The text that each piece releases, computed from the whole text each time; the last piece
+    completes a stop string."""
+    text = ""
+    done = 0
+    outcome = []
     for piece in said:
         text += piece
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
@@ -226,10 +244,15 @@ def matcher_twin(stops: list[str], said: list[str], include: bool) -> list[str]:
 @pytest.mark.parametrize("seed", range(200))
 def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
     draw = random.Random(seed)
-    stops = ["".join(draw.choices("ab", k=draw.randrange(1, 12))) for _ in range(draw.randrange(1, 5))]
-    said = ["".join(draw.choices("ab", (3, 1), k=draw.randrange(5))) for _ in range(draw.randrange(30))]
+    stops = [
+        "".join(draw.choices("ab", k=draw.randrange(1, 12))) for _ in range(draw.randrange(1, 5))
+    ]
+    said = [
+        "".join(draw.choices("ab", (3, 1), k=draw.randrange(5))) for _ in range(draw.randrange(30))
+    ]
     include = bool(seed % 2)
-    matcher, outcome = StopMatcher(stops, include), []
+    matcher = StopMatcher(stops, include)
+    outcome = []
     for piece in said:
         outcome.append(matcher.push(piece))
         if matcher.matched:
@@ -240,7 +263,8 @@ def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
 
 
 class Watched(str):
-    """Counts its characters that are read, compared or copied, and characters that are put before it."""
+    """Counts its characters that are read, compared or copied, and characters that are put before
+    it."""
 
     seen = 0
 
@@ -285,8 +309,11 @@ LONG = 100_000
     ids=["all is held", "half is held", "held and said", "borders"],
 )
 @pytest.mark.parametrize("piece", [1, 7, LONG - 3])
-def test_stop_strings_take_time_in_proportion_to_the_text(stops: list[str], text: str, piece: int) -> None:
-    matcher, length = StopMatcher([Watched(stop) for stop in stops]), len(text)
+def test_stop_strings_take_time_in_proportion_to_the_text(
+    stops: list[str], text: str, piece: int
+) -> None:
+    matcher = StopMatcher([Watched(stop) for stop in stops])
+    length = len(text)
     Watched.seen = 0
     said = [matcher.push(Watched(text[at : at + piece])) for at in range(0, length, piece)]
     assert "".join(said) + matcher.end("") == text and not matcher.matched
@@ -296,7 +323,9 @@ def test_stop_strings_take_time_in_proportion_to_the_text(stops: list[str], text
 def test_load_reads_the_directory(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path))
     assert tokenizer.encode("hi").tolist() == [1, *byte_tokens("hi")]
-    prompt = tokenizer.encode_rendered(tokenizer.render_chat([{"role": "user", "content": "<b>hi</b>"}]))
+    prompt = tokenizer.encode_rendered(
+        tokenizer.render_chat([{"role": "user", "content": "<b>hi</b>"}])
+    )
     assert prompt.tolist() == [1, *byte_tokens("user: <b>hi</b>\nassistant: ")]
     assert tokenizer.decode([*prompt, 2]) == "user: <b>hi</b>\nassistant: "
 
@@ -320,18 +349,26 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_tools_are_told_by_the_template_that_is_made_for_them(in_files: bool, tmp_path: Path) -> None:
+def test_tools_are_told_by_the_template_that_is_made_for_them(
+    in_files: bool, tmp_path: Path
+) -> None:
     save_tokenizer(tmp_path)
     templates = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
     if in_files:
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "chat_template.jinja").write_text(templates["default"])
-        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+            templates["tool_use"]
+        )
     else:
         named = [{"name": name, "template": source} for name, source in templates.items()]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     speaker = Tokenizer.load(tmp_path)
-    assert [speaker.render_chat([], tools=tools) for tools in (TOOLS, [], None)] == ["f", "plain", "plain"]
+    assert [speaker.render_chat([], tools=tools) for tools in (TOOLS, [], None)] == [
+        "f",
+        "plain",
+        "plain",
+    ]
     assert Tokenizer.load(tmp_path, "ours").render_chat([], tools=TOOLS) == "ours"
     assert not speaker.ignores_tools and Tokenizer.load(tmp_path, "ours").ignores_tools
 
@@ -347,7 +384,9 @@ def test_tools_are_told_by_the_template_that_is_made_for_them(in_files: bool, tm
         ("{% macro told() %}{{ tools }}{% endmacro %}{{ told() }}", False),
     ],
 )
-def test_a_template_that_ignores_tools_is_recognised(source: str, ignores: bool, tmp_path: Path) -> None:
+def test_a_template_that_ignores_tools_is_recognised(
+    source: str, ignores: bool, tmp_path: Path
+) -> None:
     assert Tokenizer.load(save_tokenizer(tmp_path), source).ignores_tools is ignores
 
 
@@ -375,14 +414,19 @@ def test_special_tokens_are_named_where_transformers_looks(
     "source, expected",
     [
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "é<!"),
-        ("{{ tools | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}", '[{"a":"é","b":1}]'),
+        (
+            "{{ tools | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}",
+            '[{"a":"é","b":1}]',
+        ),
         ("{{ tools | tojson(true) }}", '[{"b": 1, "a": "\\u00e9"}]'),
         ("{{ tools | tojson(indent=1) }}", '[\n {\n  "b": 1,\n  "a": "é"\n }\n]'),
         ("{{ documents is none }}", "True"),
         ("{{ bos_token }}{{ think_token }}{{ boi_token }}{{ add_bos_token }}", "<s></s><pad>"),
     ],
 )
-def test_a_template_finds_what_transformers_gives_it(source: str, expected: str, tmp_path: Path) -> None:
+def test_a_template_finds_what_transformers_gives_it(
+    source: str, expected: str, tmp_path: Path
+) -> None:
     save_tokenizer(tmp_path)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -395,7 +439,10 @@ def test_a_template_finds_what_transformers_gives_it(source: str, expected: str,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     messages, tools = [{"role": "user", "content": "é<"}], [{"b": 1, "a": "é"}]
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert theirs.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True) == expected
+    assert (
+        theirs.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
+        == expected
+    )
     assert Tokenizer.load(tmp_path).render_chat(messages, tools=tools) == expected
 
 
@@ -432,7 +479,9 @@ def test_messages_that_a_template_stumbles_over_are_their_sender_s_fault(source:
         ("chat_template.jinja", b"{% if %}"),
     ],
 )
-def test_a_file_that_is_damaged_is_a_wrong_setting(tmp_path: Path, file: str, content: bytes) -> None:
+def test_a_file_that_is_damaged_is_a_wrong_setting(
+    tmp_path: Path, file: str, content: bytes
+) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / file).write_bytes(content)
     with pytest.raises(SettingError, match=r"--engine.*(cannot be read|does not parse)"):

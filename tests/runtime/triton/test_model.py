@@ -51,7 +51,8 @@ def triton(monkeypatch):
     backend = MagicMock()
     backend.TritonModelException = type("TritonModelException", (Exception,), {})
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    monkeypatch.setattr(importlib.import_module(NAME), "configure_logging", lambda *_: None)  # pytest's stays
+    # pytest's stays
+    monkeypatch.setattr(importlib.import_module(NAME), "configure_logging", lambda *_: None)
     yield backend
     del sys.modules[NAME]
 
@@ -77,9 +78,13 @@ def test_without_its_engine_the_model_is_unloaded(triton, model):
 
 
 def test_where_triton_unloads_nothing_the_log_says_so(triton, model, caplog):
-    triton.unload_model.side_effect = triton.TritonModelException("explicit model unload is not allowed")
+    triton.unload_model.side_effect = triton.TritonModelException(
+        "explicit model unload is not allowed"
+    )
     model._process.kill()
-    eventually(lambda: "the model stays loaded: explicit model unload is not allowed" in caplog.text)
+    eventually(
+        lambda: "the model stays loaded: explicit model unload is not allowed" in caplog.text
+    )
     assert not model.is_ready()
 
 
@@ -99,16 +104,24 @@ def test_an_engine_that_does_not_end_is_killed(triton, model):
 
 
 class Asking:
-    """A request from Triton; `said` are its responses: errors by their code, None for one without."""
+    """A request from Triton; `said` are its responses: errors by their code, None for one
+    without."""
 
     def __init__(self, triton, **inputs):
         triton.InferenceResponse = lambda _, error: error
-        triton.TritonError = MagicMock(side_effect=lambda _, code: code, CANCELLED="CANCELLED", INTERNAL="INTERNAL")
+        triton.TritonError = MagicMock(
+            side_effect=lambda _, code: code, CANCELLED="CANCELLED", INTERNAL="INTERNAL"
+        )
         tensors = [MagicMock() for _ in inputs]
         for tensor, (name, value) in zip(tensors, inputs.items(), strict=True):
-            tensor.name.return_value, tensor.as_numpy.return_value = name, np.array([value])
-        self.request_id, self.correlation_id, self.inputs = (lambda: "a"), (lambda: 0), (lambda: tensors)
-        self.get_response_sender = lambda: SimpleNamespace(is_cancelled=lambda: False, send=self._send)
+            tensor.name.return_value = name
+            tensor.as_numpy.return_value = np.array([value])
+        self.request_id = lambda: "a"
+        self.correlation_id = lambda: 0
+        self.inputs = lambda: tensors
+        self.get_response_sender = lambda: SimpleNamespace(
+            is_cancelled=lambda: False, send=self._send
+        )
         self.said = []
 
     def _send(self, response, flags):
@@ -118,7 +131,8 @@ class Asking:
 @contextlib.asynccontextmanager
 async def desk_before(loop, directory, history_ttl=None):
     """A desk whose engine is played by hand, which ends with it."""
-    directory, client = save_tokenizer(directory), EngineClient(loop.client_end)
+    directory = save_tokenizer(directory)
+    client = EngineClient(loop.client_end)
     store = HistoryStore(directory / "history.sqlite", history_ttl)
     desk = sys.modules[NAME].TritonFrontend(client, ready(), Tokenizer.load(directory), store)
     yield desk
@@ -132,7 +146,8 @@ PROMPT = {"text_input": b"x", "sampling_param_max_tokens": 100}
 
 def test_what_has_expired_is_forgotten_without_a_request(triton, tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "EXPIRY_SECONDS", 0.01)
-    loop, store = FakeLoop(say("y")), HistoryStore(tmp_path / "history.sqlite")
+    loop = FakeLoop(say("y"))
+    store = HistoryStore(tmp_path / "history.sqlite")
     store.commit(Name("", "old"), transcript("0", "1"), 1.0)
     store.close()
 
@@ -169,7 +184,8 @@ def test_a_request_whose_tensors_cannot_be_read_is_answered(triton, tmp_path):
 
 def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeypatch):
     asked = Asking(triton, conversation_id=b"tea", **PROMPT)
-    loop, read = FakeLoop(say("y" * 9)), past_turns.tokens_inside
+    loop = FakeLoop(say("y" * 9))
+    read = past_turns.tokens_inside
 
     def slowly(*args):
         loop.close()

@@ -11,7 +11,14 @@ from pensieve.runtime.frontend.engine_client import OutputStream
 from pensieve.runtime.frontend.reply import Reply
 from pensieve.runtime.text.tokenizer import StopMatcher, Tokenizer
 from pensieve.runtime.triton.tensors import INPUTS, OUTPUTS, end_tensors, read_inputs, read_value
-from pensieve.scheduler.types import FinishReason, Request, RequestError, RequestId, RowResult, Usage
+from pensieve.scheduler.types import (
+    FinishReason,
+    Request,
+    RequestError,
+    RequestId,
+    RowResult,
+    Usage,
+)
 
 from ..fake_loop import byte_tokenizer, byte_tokens
 
@@ -19,7 +26,13 @@ EOS = 2
 
 
 def tensor(name, *values):
-    kinds = {"STRING": np.object_, "BOOL": np.bool_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32}
+    kinds = {
+        "STRING": np.object_,
+        "BOOL": np.bool_,
+        "INT32": np.int32,
+        "UINT64": np.uint64,
+        "FP32": np.float32,
+    }
     return np.array(values, dtype=kinds[INPUTS[name].type])
 
 
@@ -49,9 +62,18 @@ def test_every_input_reaches_its_field():
         sampling_param_ignore_eos=True,
         sampling_param_seed=2**40,
     ).body
-    assert (body.prompt, body.conversation_id, body.server_history, body.stream) == ([3, 1, 2], "mine", True, True)
+    assert (body.prompt, body.conversation_id, body.server_history, body.stream) == (
+        [3, 1, 2],
+        "mine",
+        True,
+        True,
+    )
     assert (body.temperature, body.top_k, body.top_p, body.min_p) == (0.5, 7, 0.75, 0.125)
-    assert (body.frequency_penalty, body.presence_penalty, body.repetition_penalty) == (0.25, -0.5, 1.5)
+    assert (body.frequency_penalty, body.presence_penalty, body.repetition_penalty) == (
+        0.25,
+        -0.5,
+        1.5,
+    )
     assert (body.max_tokens, body.min_tokens, body.seed, body.ignore_eos) == (9, 2, 2**40, True)
     assert (body.stop, body.stop_token_ids) == (["ä", "b"], [5, 6])
 
@@ -61,7 +83,12 @@ def test_a_bare_prompt_asks_for_nothing_else():
     assert (request.body.prompt, request.body.stream, request.body.echo, request.body.logprobs) == (
         "hello", False, False, None
     )  # fmt: skip
-    assert not (request.finish_reason or request.stop_reason or request.cumulative_logprob or request.perf_metrics)
+    assert not (
+        request.finish_reason
+        or request.stop_reason
+        or request.cumulative_logprob
+        or request.perf_metrics
+    )
 
 
 def test_what_is_to_be_said_of_the_reply():
@@ -74,11 +101,18 @@ def test_what_is_to_be_said_of_the_reply():
         return_cumulative_logprob=True,
     )
     assert (request.body.echo, request.body.logprobs) == (True, 0)
-    assert request.finish_reason and request.stop_reason and request.cumulative_logprob and request.perf_metrics
+    assert (
+        request.finish_reason
+        and request.stop_reason
+        and request.cumulative_logprob
+        and request.perf_metrics
+    )
 
 
 @pytest.mark.parametrize(
-    ("inputs", "conversation"), [({}, "7"), ({"conversation_id": b"mine"}, "mine")], ids=["sequence", "both"]
+    ("inputs", "conversation"),
+    [({}, "7"), ({"conversation_id": b"mine"}, "mine")],
+    ids=["sequence", "both"],
 )
 def test_a_sequence_names_the_conversation_unless_its_id_does(inputs, conversation):
     assert asked("7", text_input=b"hello", **inputs).body.conversation_id == conversation
@@ -112,10 +146,11 @@ class Call:
 
 
 def told(inputs, tokens, finish):
-    """The last response's stop and finish reasons for a reply of these tokens, ended by the engine, to a prompt of 9
-    tokens."""
+    """The last response's stop and finish reasons for a reply of these tokens, ended by the engine,
+    to a prompt of 9 tokens."""
     wanted = asked(text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs)
-    stops, ids = wanted.body.stop, frozenset([EOS, *wanted.body.stop_token_ids])
+    stops = wanted.body.stop
+    ids = frozenset([EOS, *wanted.body.stop_token_ids])
     request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))
     stream = OutputStream(SimpleNamespace(finish=lambda request, tokens: None), [request])
     matcher = StopMatcher(stops) if stops else None
@@ -147,11 +182,23 @@ def told(inputs, tokens, finish):
 def test_the_stop_reason_is_the_request_s_own_stop(inputs, tokens, finish, reason):
     end = told(inputs, tokens, finish)
     assert end.get("stop_reason") == reason
-    assert end["finish_reason"] == (b"length" if finish is FinishReason.LENGTH and reason is None else b"stop")
+    assert end["finish_reason"] == (
+        b"length" if finish is FinishReason.LENGTH and reason is None else b"stop"
+    )
 
 
 def test_blocks_are_chunks():
-    """9 tokens, 8 of which were there, and 4 more, of which the last one has no KV: 2 chunks of 4 reused, 3 in all."""
+    """9 tokens, 8 of which were there, and 4 more, of which the last one has no KV: 2 chunks of 4
+    reused, 3 in all."""
     end = told({"sampling_param_return_perf_metrics": True}, [6, 6, 6, 6], FinishReason.LENGTH)
-    blocks = {name.removeprefix("kv_cache_"): end[name] for name in end if name.endswith(("block", "blocks"))}
-    assert blocks == {"reused_block": 2, "missed_block": 1, "alloc_new_blocks": 1, "alloc_total_blocks": 3}
+    blocks = {
+        name.removeprefix("kv_cache_"): end[name]
+        for name in end
+        if name.endswith(("block", "blocks"))
+    }
+    assert blocks == {
+        "reused_block": 2,
+        "missed_block": 1,
+        "alloc_new_blocks": 1,
+        "alloc_total_blocks": 3,
+    }

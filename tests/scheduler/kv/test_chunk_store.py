@@ -15,7 +15,8 @@ from ..stores import SIZE, a_store, check, fresh_key, idle, in_use
 
 def test_the_first_owner_of_a_key_keeps_it():
     """Computed twice side by side: the later one stays private, and is gone when its row leaves."""
-    store, key = a_store(), fresh_key()
+    store = a_store()
+    key = fresh_key()
     first, second = store.new(SIZE, 0.0), store.new(SIZE, 0.0)
     assert store.publish(first, key) is first
     assert store.publish(second, key) is second and second.key is None
@@ -27,8 +28,10 @@ def test_the_first_owner_of_a_key_keeps_it():
 
 
 def test_a_dropped_owner_takes_over_the_slot_of_the_recomputed_chunk():
-    """A conversation claims the dropped chunk; the recomputed KV becomes that chunk's, claim and all."""
-    store, key = a_store(), fresh_key()
+    """A conversation claims the dropped chunk; the recomputed KV becomes that chunk's, claim and
+    all."""
+    store = a_store()
+    key = fresh_key()
     owner = idle(store, now=1.0, key=key, claims=1)
     store.release_gpu(owner)
     assert not owner.resident and store.find(key) is owner and store.dropped == 1
@@ -41,7 +44,8 @@ def test_a_dropped_owner_takes_over_the_slot_of_the_recomputed_chunk():
 
 def test_an_owner_on_host_takes_over_the_gpu_slot_and_keeps_its_copy():
     """If recomputing is faster than loading, the chunk ends up in both tiers."""
-    store, key = a_store(), fresh_key()
+    store = a_store()
+    key = fresh_key()
     owner = idle(store, key=key, on_gpu=False)
     assert store.publish(store.new(SIZE, 1.0), key) is owner
     assert owner.gpu != NO_SLOT and owner.host != NO_SLOT and owner in store.busy_copied
@@ -72,7 +76,11 @@ def test_a_claimed_chunk_stays_in_the_store_when_it_is_dropped():
 def test_an_idle_chunk_is_filed_where_its_copies_say():
     store = a_store()
     only, both, host = idle(store), idle(store, copied=True), idle(store, on_gpu=False)
-    assert (list(store.uncopied), list(store.reclaimable), list(store.host_only)) == ([only], [both], [host])
+    assert (list(store.uncopied), list(store.reclaimable), list(store.host_only)) == (
+        [only],
+        [both],
+        [host],
+    )
     assert (store.available, store.obtainable) == (6 + 1, 6 + 2)
     store.pin([both])
     assert both in store.busy_copied and not len(store.reclaimable)
@@ -108,7 +116,8 @@ def test_a_row_that_lets_go_notes_its_last_step_on_the_slot():
 def test_a_host_slot_that_a_swap_in_still_reads_is_free_after_the_plan():
     store = a_store(host=1)
     tail = store.new(SIZE, 0.0)
-    tail.tokens, tail.host = 2, store.host.take()
+    tail.tokens = 2
+    tail.host = store.host.take()
     store.release_host_late(tail)
     assert tail.host == NO_SLOT and store.host.free == 0
     store.end_plan()
@@ -159,7 +168,17 @@ def kept_for_no_conversation(store, chunk):
 
 
 @pytest.mark.parametrize(
-    "damage", [lost_slot, double_slot, foreign_key, unfiled, misfiled, filed_ghost, unfreed, kept_for_no_conversation]
+    "damage",
+    [
+        lost_slot,
+        double_slot,
+        foreign_key,
+        unfiled,
+        misfiled,
+        filed_ghost,
+        unfreed,
+        kept_for_no_conversation,
+    ],
 )
 def test_check_notices(damage):
     store = a_store()
@@ -228,6 +247,12 @@ def test_only_the_store_writes_slots_and_flags_of_chunks():
         if path.name in ("chunk.py", "chunk_store.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNED:
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and node.attr in OWNED
+            ):
                 owner = ast.unparse(node.value)
-                assert owner in ("self", "conversation"), f"{path.name}:{node.lineno} writes {ast.unparse(node)}"
+                assert owner in ("self", "conversation"), (
+                    f"{path.name}:{node.lineno} writes {ast.unparse(node)}"
+                )

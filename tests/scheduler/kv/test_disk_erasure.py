@@ -1,8 +1,9 @@
-"""Which records a disk may still hold, and the ends that deletions report. A plain model of the disk judges them.
+"""Which records a disk may still hold, and the ends that deletions report. A plain model of the
+disk judges them.
 
-The model lists for each slot all records that might be found there, after a loss of power too: one that is written,
-perhaps in part, and those before it. A write that succeeds replaces earlier records. But if one of them is of a deleted
-chunk, all of them count until the slot is erased.
+The model lists for each slot all records that might be found there, after a loss of power too: one
+that is written, perhaps in part, and those before it. A write that succeeds replaces earlier
+records. But if one of them is of a deleted chunk, all of them count until the slot is erased.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class DiskDriver:
     """
 
     def __init__(self, seed):
-        self.random, self.now = Random(seed), 0.0
+        self.random = Random(seed)
+        self.now = 0.0
         self.refusals = self.random.choice((0.0, 0.1, 0.3))
         self.slots = [Slot() for _ in range(8)]
         self.counts = Counter()
@@ -65,12 +67,22 @@ class DiskDriver:
 
     def start(self, records):
         config = SchedulerConfig(
-            8, 6, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0, disk_kv_chunks=len(self.slots), save="off"
+            8,
+            6,
+            max_model_len=1,
+            chunk_tokens=SIZE,
+            generation_reserve=0.0,
+            disk_kv_chunks=len(self.slots),
+            save="off",
         )
         self.scheduler = Scheduler(config, profile(SIZE))
-        self.store, self.disk = self.scheduler._store, self.scheduler._store.disk
+        self.store = self.scheduler._store
+        self.disk = self.scheduler._store.disk
         self.users, self.claims = Counter(), Counter()
-        self.work, self.deletions, self.plans, self.refused_early = {}, deque(), deque(), set()
+        self.work = {}
+        self.deletions = deque()
+        self.plans = deque()
+        self.refused_early = set()
         self.scheduler.disk.adopt(records, self.now)
 
     def play(self):
@@ -101,7 +113,9 @@ class DiskDriver:
     # -- chunks
 
     def pick(self, fits):
-        chunks = [chunk for chunk in map(self.store.find, KEYS) if chunk is not None and fits(chunk)]
+        chunks = [
+            chunk for chunk in map(self.store.find, KEYS) if chunk is not None and fits(chunk)
+        ]
         return self.random.choice(chunks) if chunks else None
 
     def compute(self):
@@ -133,7 +147,9 @@ class DiskDriver:
             self.store.unclaim(chunk)
 
     def copy_out(self):
-        if self.store.host.free and (chunk := self.pick(lambda c: c.gpu != NO_SLOT and c.host == NO_SLOT)):
+        if self.store.host.free and (
+            chunk := self.pick(lambda c: c.gpu != NO_SLOT and c.host == NO_SLOT)
+        ):
             self.store.copied_out(chunk, self.store.host.take())
             self.store.file(chunk)
 
@@ -156,13 +172,19 @@ class DiskDriver:
         if len(self.plans) == MOST_IN_FLIGHT:
             return
         for _ in range(self.random.randrange(3)):
-            if not self.disk.room and (victim := self.pick(lambda c: c.disk != NO_SLOT and c.moving is None)):
+            if not self.disk.room and (
+                victim := self.pick(lambda c: c.disk != NO_SLOT and c.moving is None)
+            ):
                 self.store.release_disk(victim)
-            chunk = self.pick(lambda c: c.host != NO_SLOT and c.disk == NO_SLOT and c.moving is None)
+            chunk = self.pick(
+                lambda c: c.host != NO_SLOT and c.disk == NO_SLOT and c.moving is None
+            )
             if chunk is not None and self.disk.room:
                 self.store.spill(chunk, self.disk.take())
         for _ in range(self.random.randrange(2)):
-            chunk = self.pick(lambda c: c.disk != NO_SLOT and c.gpu == c.host == NO_SLOT and c.moving is None)
+            chunk = self.pick(
+                lambda c: c.disk != NO_SLOT and c.gpu == c.host == NO_SLOT and c.moving is None
+            )
             if chunk is not None and self.store.host.free:
                 self.store.promote(chunk, self.store.host.take())
         self.launch()
@@ -175,7 +197,9 @@ class DiskDriver:
         for spill in plan.spills:
             slot = self.slots[spill.disk]
             assert spill.disk not in busy and not slot.refuses
-            assert not self.to_erase(slot), "a record of a deleted chunk is overwritten, and not erased"
+            assert not self.to_erase(slot), (
+                "a record of a deleted chunk is overwritten, and not erased"
+            )
             self.work[spill.disk] = Record(spill.key)
             slot.holds.append(self.work[spill.disk])
             slot.readable = None
@@ -190,8 +214,8 @@ class DiskDriver:
         return True
 
     def apply(self):
-        """The result of the oldest plan. Some of all work has ended, and some of it failed. That an erasure failed may
-        be known before the result of its plan."""
+        """The result of the oldest plan. Some of all work has ended, and some of it failed. That an
+        erasure failed may be known before the result of its plan."""
         if not self.plans:
             return
         plan, refused = self.plans.popleft()
@@ -214,11 +238,15 @@ class DiskDriver:
             else:
                 slot.holds = []
         completed = self.store.completed
-        self.scheduler.apply(StepResult(plan.step, (), (), completed, erase_failed=tuple(tell), **reports), self.now)
+        self.scheduler.apply(
+            StepResult(plan.step, (), (), completed, erase_failed=tuple(tell), **reports), self.now
+        )
 
     def end_work(self, number, succeeds):
-        """A read or a write has succeeded. A deleted chunk that a conversation claims again keeps its record."""
-        slot, record = self.slots[number], self.work[number]
+        """A read or a write has succeeded. A deleted chunk that a conversation claims again keeps
+        its record."""
+        slot = self.slots[number]
+        record = self.work[number]
         name = "promoted" if slot.readable is record else "spilled"
         if name == "spilled":
             deleted = self.to_erase(slot)
@@ -226,7 +254,12 @@ class DiskDriver:
                 slot.holds = [other for other in slot.holds if other in deleted or other is record]
             slot.readable = record
         chunk = self.store.find(record.key)
-        if chunk is not None and chunk.moving is not None and chunk.moving.disk == number and chunk.claims:
+        if (
+            chunk is not None
+            and chunk.moving is not None
+            and chunk.moving.disk == number
+            and chunk.claims
+        ):
             same = {other for other in slot.holds if other.key == record.key}
             for records in self.deletions:
                 self.counts["claimed again"] += not same.isdisjoint(records)
@@ -235,7 +268,9 @@ class DiskDriver:
 
     def to_erase(self, slot):
         """The slot's records of deleted chunks."""
-        return {record for record in slot.holds if any(record in records for records in self.deletions)}
+        return {
+            record for record in slot.holds if any(record in records for records in self.deletions)
+        }
 
     def delete(self):
         """One deletion or two, which the next plan begins."""
@@ -244,18 +279,28 @@ class DiskDriver:
         for _ in range(self.random.choice((1, 1, 2))):
             keys = self.random.sample(KEYS, self.random.randint(1, 3))
             chunks = [self.store.find(key) for key in keys]
-            own = {key for key, chunk in zip(keys, chunks, strict=True) if chunk is None or not chunk.claims}
-            self.deletions.append({record for slot in self.slots for record in slot.holds if record.key in own})
+            own = {
+                key
+                for key, chunk in zip(keys, chunks, strict=True)
+                if chunk is None or not chunk.claims
+            }
+            self.deletions.append(
+                {record for slot in self.slots for record in slot.holds if record.key in own}
+            )
             self.scheduler.disk.erase(keys)
         self.launch()
 
     def restart(self):
-        """What is complete is found again; the rest is erased at the start. Erasures are tried again."""
+        """What is complete is found again; the rest is erased at the start. Erasures are tried
+        again."""
         for number, slot in enumerate(self.slots):
             if number in self.work and slot.readable is not self.work[number]:
                 slot.readable = None
-            slot.holds, slot.refuses = ([slot.readable] if slot.readable else []), False
-        readable = [(number, slot.readable) for number, slot in enumerate(self.slots) if slot.readable]
+            slot.holds = [slot.readable] if slot.readable else []
+            slot.refuses = False
+        readable = [
+            (number, slot.readable) for number, slot in enumerate(self.slots) if slot.readable
+        ]
         self.random.shuffle(readable)
         self.start([DiskRecord(number, record.key, SIZE, 1.0) for number, record in readable])
         self.counts["restarts"] += 1
@@ -264,11 +309,17 @@ class DiskDriver:
         for wholly in self.scheduler.disk.take_erased():
             records = self.deletions.popleft()
             left = [slot for slot in self.slots if records.intersection(slot.holds)]
-            assert all(slot.refuses for slot in left), "a deletion has ended, and its record is not erased"
+            assert all(slot.refuses for slot in left), (
+                "a deletion has ended, and its record is not erased"
+            )
             assert wholly == (not left)
             self.counts["erased wholly" if wholly else "erased in part"] += 1
         users = {chunk: count for chunk, count in self.users.items() if count}
-        check_store(self.store, users, {chunk: Claims(count) for chunk, count in self.claims.items() if count})
+        check_store(
+            self.store,
+            users,
+            {chunk: Claims(count) for chunk, count in self.claims.items() if count},
+        )
         for chunk in self.store.resident_chunks():
             if chunk.disk != NO_SLOT:
                 readable = self.slots[chunk.disk].readable
@@ -327,7 +378,10 @@ def test_a_deleted_record_is_erased_though_a_claimed_chunk_is_written_over_it():
     driver.store.spill(second, slot)
     tick(driver)
     driver.scheduler.disk.erase([KEYS[0]])
-    assert slot not in tick(driver, spilled=(slot,)).erased and driver.scheduler.disk.take_erased() == []
+    assert (
+        slot not in tick(driver, spilled=(slot,)).erased
+        and driver.scheduler.disk.take_erased() == []
+    )
     assert tick(driver).erased == (slot,)
     assert driver.scheduler.disk.take_erased() == [True] and second.disk == NO_SLOT
 

@@ -1,5 +1,5 @@
-"""The third tier: the order of writes, the order of reads, and records that are never read again. The device model
-below checks every slot and every token; the tests check further conditions."""
+"""The third tier: the order of writes, the order of reads, and records that are never read again.
+The device model below checks every slot and every token; the tests check further conditions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_an_ended_turn_is_on_disk_soon_but_for_its_tail():
     assert records(harness) == set(harness.scheduler.conversations.get("a").keys)
     ends = sorted(end for _, end, _ in harness.device.disk.values())
     assert ends == [4, 8, 12, 16]
-    assert all(chunk.gpu != NO_SLOT for chunk in chunks_of(harness)), "it goes on as it was on the GPU"
+    assert all(chunk.gpu != NO_SLOT for chunk in chunks_of(harness)), (
+        "it goes on as it was on the GPU"
+    )
     harness.drain()
 
 
@@ -80,7 +82,9 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
     harness.turn(range(18), 2, "a")
     for _ in range(9):
         harness.tick()
-    assert any(chunk.host != NO_SLOT for chunk in chunks_of(harness)) and not harness.counts["spilled"]
+    assert (
+        any(chunk.host != NO_SLOT for chunk in chunks_of(harness)) and not harness.counts["spilled"]
+    )
     assert harness.scheduler.disk.saving, "and plans go on asking for results"
     del harness.completes
     settle(harness)
@@ -89,8 +93,8 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
 
 
 def test_what_is_on_host_already_does_not_wait_for_the_links_share():
-    """A step copies one chunk out. If chunks that need no copy counted too, the queue would grow whenever turns end
-    faster than that, and the chunks saved last would be gone by then."""
+    """A step copies one chunk out. If chunks that need no copy counted too, the queue would grow
+    whenever turns end faster than that, and the chunks saved last would be gone by then."""
     harness = SlowDisk(chunks_a_step=1, **DISK)
     harness.turn(range(18), 2, "a")
     for chunk in chunks_of(harness):
@@ -120,7 +124,9 @@ def test_in_time_means_before_the_last_event():
     request = harness.submit(range(18), 2, "a")
     for _ in range(20):
         harness.tick()
-    assert request in harness.open and len(harness.reply(request)) == 2, "it has its tokens, and its end is kept back"
+    assert request in harness.open and len(harness.reply(request)) == 2, (
+        "it has its tokens, and its end is kept back"
+    )
     while request in harness.open:
         harness.done.update(dict.fromkeys(harness.device.work, True))
         harness.tick()
@@ -135,8 +141,13 @@ def test_a_failed_write_stops_spilling_for_some_seconds_and_the_turn_ends_all_th
     while request in harness.open:
         harness.done.update(dict.fromkeys(harness.device.work, False))
         harness.tick()
-    stats, disk = harness.scheduler.stats(), harness.scheduler._store.disk
-    assert disk.paused_until > harness.now and stats.failed_writes == 4 and stats.slots["disk"]["free"] == 64
+    stats = harness.scheduler.stats()
+    disk = harness.scheduler._store.disk
+    assert (
+        disk.paused_until > harness.now
+        and stats.failed_writes == 4
+        and stats.slots["disk"]["free"] == 64
+    )
     harness.in_time = True
     harness.turn(range(30, 48), 2, "b")
     assert not harness.counts["spilled"]
@@ -157,7 +168,9 @@ def test_a_swap_in_may_read_a_slot_that_is_being_spilled_and_no_chunk_may_take_i
     usage = harness.turn([*harness.logs["a"], 5], 1, "a")
     assert usage["host"] == 4 * len(spilling)
     harness.turn(range(100, 160), 3)
-    assert all(chunk.host != NO_SLOT for chunk in spilling), "the device model would have seen worse"
+    assert all(chunk.host != NO_SLOT for chunk in spilling), (
+        "the device model would have seen worse"
+    )
     harness.in_time = True
     harness.drain()
 
@@ -249,9 +262,13 @@ def test_what_is_read_ahead_of_its_turn_counts_as_found_on_host(prefetch):
 
 @pytest.mark.parametrize("order", ["bounded-ratio", "arrival"])
 def test_the_request_that_joins_first_is_prefetched_first(order):
-    """One seat, taken, and room on HOST for one history: a short turn is to pass a long one that came before it."""
+    """One seat, taken, and room on HOST for one history: a short turn is to pass a long one that
+    came before it."""
     harness = Harness(**DISK | {"max_num_seqs": 1, "host_kv_chunks": 9, "queue_order": order})
-    prompts = {name: only_on_disk(harness, name, first=first) for name, first in (("long", 0), ("short", 100))}
+    prompts = {
+        name: only_on_disk(harness, name, first=first)
+        for name, first in (("long", 0), ("short", 100))
+    }
     harness.submit(range(60, 64), 12)
     harness.tick()
     harness.submit([*prompts["long"], *range(200, 212)], 1, "long")
@@ -259,7 +276,9 @@ def test_the_request_that_joins_first_is_prefetched_first(order):
     harness.now += 0.1
     for _ in range(4):
         harness.tick()
-    there = {name: all(chunk.host != NO_SLOT for chunk in chunks_of(harness, name)) for name in prompts}
+    there = {
+        name: all(chunk.host != NO_SLOT for chunk in chunks_of(harness, name)) for name in prompts
+    }
     assert there == {"long": order == "arrival", "short": order == "bounded-ratio"}
     harness.drain()
 
@@ -290,7 +309,8 @@ def test_a_deleted_conversation_is_erased_but_for_what_others_claim():
     harness.turn(range(18), 2, "a")
     harness.turn([*range(8), *range(50, 60)], 2, "b")
     settle(harness)
-    kept, gone = set(harness.scheduler.conversations.get("b").keys), harness.scheduler.conversations.get("a").keys[2:]
+    kept = set(harness.scheduler.conversations.get("b").keys)
+    gone = harness.scheduler.conversations.get("a").keys[2:]
     harness.delete("a")
     assert not any(harness.scheduler._store.find(key) for key in gone)
     harness.tick()
@@ -349,7 +369,8 @@ def test_a_conversation_of_an_earlier_life_is_erased_by_its_keys():
     harness.turn(range(18), 2, "a")
     harness.turn(range(50, 68), 2, "b")
     settle(harness)
-    log, keys = harness.logs["a"], harness.scheduler.conversations.get("b").keys
+    log = harness.logs["a"]
+    keys = harness.scheduler.conversations.get("b").keys
     harness.restart()
     harness.scheduler.disk.erase(harness.scheduler.disk.keys(log, b""))
     harness.tick()
@@ -363,10 +384,15 @@ def test_adopted_records_are_each_in_a_slot_of_their_own_and_the_first_of_a_key_
     scheduler = harness.scheduler
     scheduler.disk.adopt([DiskRecord(3, b"one", 4, 5.0), DiskRecord(9, b"one", 4, 1.0)], now=100.0)
     harness.check()
-    assert (scheduler._store.find(b"one").disk, scheduler._store.find(b"one").last_active) == (3, 95.0)
+    assert (scheduler._store.find(b"one").disk, scheduler._store.find(b"one").last_active) == (
+        3,
+        95.0,
+    )
     assert scheduler.next_plan(100.0).erased == (9,)
     for slot in (64, 3):
         with pytest.raises(InvariantError, match="slot"):
-            Harness(**DISK).scheduler.disk.adopt([DiskRecord(3, b"one", 4, 1.0), DiskRecord(slot, b"two", 4, 1.0)], 0.0)
+            Harness(**DISK).scheduler.disk.adopt(
+                [DiskRecord(3, b"one", 4, 1.0), DiskRecord(slot, b"two", 4, 1.0)], 0.0
+            )
     with pytest.raises(InvariantError, match="no such work"):
         scheduler.apply(StepResult(1, (), (), spilled=(1,)), 100.0)

@@ -18,7 +18,8 @@ RETENTION = eviction_policy("retention", profile())
 
 def a_chunk(end=4, active=0.0, created=0.0, claims=0):
     chunk = Chunk(end, 0, created)
-    chunk.last_active, chunk.claims = active, claims
+    chunk.last_active = active
+    chunk.claims = claims
     return chunk
 
 
@@ -27,8 +28,10 @@ def by_brute_force(policy, chunks, now, sign=1):
 
 
 def taken(victims, now, descending=False):
-    """(V, chunk) in the order in which the set's head gives them up; then all are victim_set again."""
-    head, gone = Head(victims, now, descending), []
+    """(V, chunk) in the order in which the set's head gives them up; then all are victim_set
+    again."""
+    head = Head(victims, now, descending)
+    gone = []
     while chunks := head.peek(1):
         gone.append((head.value, chunks[0]))
         victims.discard(chunks[0])
@@ -51,31 +54,42 @@ def in_order(victims, now):
 @pytest.mark.parametrize("name", ["retention", "lru", "fifo"])
 @pytest.mark.parametrize("seed", range(4))
 def test_order_is_that_of_a_sort_by_value(name, descending, seed):
-    """At random moments, between random filings, re-filings (new activity, other claims) and departures."""
-    draw, policy = random.Random(seed), eviction_policy(name, profile())
-    victims, chunks, sign = VictimSet(policy), [], -1 if descending else 1
+    """At random moments, between random filings, re-filings (new activity, other claims) and
+    departures."""
+    draw = random.Random(seed)
+    policy = eviction_policy(name, profile())
+    victims = VictimSet(policy)
+    chunks = []
+    sign = -1 if descending else 1
     now = 0.0
     for _ in range(60):
         now += draw.choice((0.01, 1.0, 300.0))
         for _ in range(draw.randrange(8)):
             chunk = a_chunk(
-                4 * draw.randrange(1, 200), now - draw.random() - SHORTEST_IDLE_S, now - 2, draw.randrange(4)
+                4 * draw.randrange(1, 200),
+                now - draw.random() - SHORTEST_IDLE_S,
+                now - 2,
+                draw.randrange(4),
             )
             victims.add(chunk)
             chunks.append(chunk)
         for chunk in draw.sample(chunks, len(chunks) // 3):
-            chunk.last_active, chunk.claims = now - SHORTEST_IDLE_S, draw.randrange(4)
+            chunk.last_active = now - SHORTEST_IDLE_S
+            chunk.claims = draw.randrange(4)
             victims.add(chunk)
         for chunk in draw.sample(chunks, len(chunks) // 8):
             victims.discard(chunk)
             chunks.remove(chunk)
         moment = now + draw.random()
-        assert as_taken(policy, victims, moment, sign) == by_brute_force(policy, chunks, moment, sign)
+        assert as_taken(policy, victims, moment, sign) == by_brute_force(
+            policy, chunks, moment, sign
+        )
         assert len(victims) == len(chunks) and set(victims) == set(chunks)
 
 
 def test_order_changes_as_time_passes():
-    """A costly chunk idle for long against a cheap one just left: no order of filing stays right."""
+    """A costly chunk idle for long against a cheap one just left: no order of filing stays
+    right."""
     cheap, costly = a_chunk(4, active=9.9), a_chunk(4000, active=0.0)
     victims = VictimSet(RETENTION)
     victims.add(cheap)
@@ -136,7 +150,8 @@ def test_lru_and_fifo_look_at_their_stamp_only():
 
 @pytest.mark.parametrize("kind", ["lru", "fifo"])
 def test_plain_policies_do_not_see_the_queue(kind):
-    """CachedAttention's baselines: an awaited chunk goes by its stamp, and not behind all others."""
+    """CachedAttention's baselines: an awaited chunk goes by its stamp, and not behind all
+    others."""
     for form, first in (("conversation", 4000), ("plain", 4)):
         policy = eviction_policy(f"{kind}-{form}", profile())
         victims = VictimSet(policy)
@@ -177,8 +192,11 @@ def test_a_head_stays_until_it_leaves_and_sees_what_is_filed_meanwhile():
 
 
 def test_the_departed_leave_nothing_behind():
-    """A chunk that is active five thousand times costs no more memory than one that is active once or twice."""
-    victims, chunk, other = VictimSet(RETENTION), a_chunk(), a_chunk(8, active=0.5)
+    """A chunk that is active five thousand times costs no more memory than one that is active once
+    or twice."""
+    victims = VictimSet(RETENTION)
+    chunk = a_chunk()
+    other = a_chunk(8, active=0.5)
     victims.add(other)
     for now in range(5000):
         chunk.last_active = float(now)
@@ -188,8 +206,8 @@ def test_the_departed_leave_nothing_behind():
 
 
 def test_a_class_that_empties_under_a_head():
-    """A plan pins all hits of one class, and files others again and again: the head's merge still names the class,
-    which is now empty."""
+    """A plan pins all hits of one class, and files others again and again: the head's merge still
+    names the class, which is now empty."""
     victims = VictimSet(RETENTION)
     light = [a_chunk(4, active=float(second)) for second in range(3)]
     heavy, just_left = a_chunk(4000, active=90.0), a_chunk(400, active=99.9)
@@ -217,7 +235,9 @@ def test_moving_members_of_a_group_is_taking_them_out_one_by_one_and_filing_them
             for sets in (quick, slow):
                 sets[active % 2].add(a_chunk(end, active=float(active)))
     for now in range(30, 90):
-        source, most, gone = draw.randrange(2), draw.randrange(1, 6), draw.random() < 0.2
+        source = draw.randrange(2)
+        most = draw.randrange(1, 6)
+        gone = draw.random() < 0.2
         chunks, twins = (Head(sets[source], float(now)).peek(most) for sets in (quick, slow))
         quick[source].move(chunks, None if gone else quick[1 - source])
         for twin in twins:
@@ -243,12 +263,15 @@ def test_moving_members_of_a_group_is_taking_them_out_one_by_one_and_filing_them
 def test_chunks_that_the_queue_waits_for_go_last_those_of_its_tail_first(name, places):
     """At any cost and age: the first request in the queue is the next to need its chunks."""
     victims = VictimSet(eviction_policy(name, profile()))
-    third, first, second = (a_chunk(end, active=float(end), created=float(end)) for end in (4000, 4, 400))
+    third, first, second = (
+        a_chunk(end, active=float(end), created=float(end)) for end in (4000, 4, 400)
+    )
     for place, chunk in zip(places, (first, second, third), strict=True):
         chunk.queue_places = [place, (10**9, 9)]
         victims.add(chunk)
     not_awaited, pinned = a_chunk(40_000, active=9_999.0, created=9_999.0), a_chunk(4)
-    pinned.queue_places, pinned.pins = [(10**9, 4)], 1
+    pinned.queue_places = [(10**9, 4)]
+    pinned.pins = 1
     victims.add(not_awaited)
     victims.add(pinned)
     assert in_order(victims, 10_000.0) == [not_awaited, third, second, first, pinned]

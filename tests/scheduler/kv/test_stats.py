@@ -1,4 +1,5 @@
-"""The counts of victims: by tier and reason, by retention value, and of victims that returned too soon."""
+"""The counts of victims: by tier and reason, by retention value, and of victims that returned too
+soon."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from ..stores import SIZE, a_store, an_evictor, fresh_key, idle, in_use
 
 def counted(store) -> dict[str, int]:
     tiers = store.evictions.by_tier_and_reason()
-    return {f"{tier} {reason}": n for tier, reasons in tiers.items() for reason, n in reasons.items() if n}
+    return {
+        f"{tier} {reason}": n
+        for tier, reasons in tiers.items()
+        for reason, n in reasons.items()
+        if n
+    }
 
 
 def test_each_victim_is_counted_once_by_what_became_of_it():
@@ -28,7 +34,12 @@ def test_each_victim_is_counted_once_by_what_became_of_it():
     evictor.take_gpu_slots(2)
     assert counted(store) == {"gpu reclaimed": 1, "gpu dropped": 1}
     evictor.take_gpu_slots(3)  # on HOST the chunk of least value makes room
-    assert counted(store) == {"gpu reclaimed": 1, "gpu dropped": 1, "gpu moved": 1, "host dropped": 1}
+    assert counted(store) == {
+        "gpu reclaimed": 1,
+        "gpu dropped": 1,
+        "gpu moved": 1,
+        "host dropped": 1,
+    }
     assert sum(store.evictions.by_value().values()) == 4
     evictor.take_gpu_slots(3)
     assert sum(counted(store).values()) == 4, "there is room already"
@@ -42,7 +53,10 @@ def test_copies_given_up_are_counted_apart_and_have_no_value():
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(1)
     assert busy.host == NO_SLOT
-    assert counted(store) == {"host copy": 1, "gpu moved": 1} and sum(store.evictions.by_value().values()) == 1
+    assert (
+        counted(store) == {"host copy": 1, "gpu moved": 1}
+        and sum(store.evictions.by_value().values()) == 1
+    )
 
 
 def test_values_are_counted_between_powers_of_two():
@@ -50,7 +64,8 @@ def test_values_are_counted_between_powers_of_two():
     for value in (0.25, 0.3, 0.5, 2.0**130):
         evictions.count_evicted(value, 1)
     evictions.count_evicted(0.3, 2)
-    assert evictions.by_value() == evictions.by_value() == {-1: 4, 0: 1, 131: 1}  # [1/4, 1/2), [1/2, 1), ...
+    # [1/4, 1/2), [1/2, 1), ...
+    assert evictions.by_value() == evictions.by_value() == {-1: 4, 0: 1, 131: 1}
     assert evictions.value_sum == pytest.approx(0.25 + 0.3 * 3 + 0.5 + 2.0**130)
 
 

@@ -11,7 +11,8 @@ from ..harness import Harness
 
 
 def fits(harness, request):
-    """True if the waiting request would join the next step: looked up anew, it gets all its slots."""
+    """True if the waiting request would join the next step: looked up anew, it gets all its
+    slots."""
     scheduler = harness.scheduler
     turn = next(turn for turn in scheduler._queues.waiting if turn.request.id == request)
     needs = scheduler._lookup.look_up(turn, None, len(scheduler._queues.rows))
@@ -31,7 +32,8 @@ MOST_STEPS = 4  # in which generation takes the room first
 
 
 def test_the_need_of_a_suspended_request_is_not_that_of_its_first_wait():
-    """Another request holds its prompt's chunks meanwhile, so it needs fewer slots than when it first waited."""
+    """Another request holds its prompt's chunks meanwhile, so it needs fewer slots than when it
+    first waited."""
     harness = Harness(gpu_kv_chunks=32, host_kv_chunks=0, generation_reserve=0.1, max_model_len=100)
     prompt = range(44)
     harness.submit(range(100, 172), 2)
@@ -53,7 +55,9 @@ def test_the_need_of_a_suspended_request_is_not_that_of_its_first_wait():
 
 
 def test_a_need_shrinks_when_another_request_computes_shared_chunks():
-    harness = Harness(gpu_kv_chunks=24, generation_reserve=0.0, queue_order="arrival", max_num_batched_tokens=64)
+    harness = Harness(
+        gpu_kv_chunks=24, generation_reserve=0.0, queue_order="arrival", max_num_batched_tokens=64
+    )
     prompt = range(40)
     harness.submit(range(100, 132), 6)
     harness.submit(range(200, 220), 30)
@@ -68,7 +72,8 @@ def test_a_need_shrinks_when_another_request_computes_shared_chunks():
 
 
 def two_that_wait_for_the_same_chunks():
-    """Returns the harness, two requests in the queue that share a prompt, and its four chunks, which are idle."""
+    """Returns the harness, two requests in the queue that share a prompt, and its four chunks,
+    which are idle."""
     harness = Harness(max_num_seqs=1)
     shared = range(100, 116)
     harness.turn(shared, 2, "a")
@@ -123,7 +128,8 @@ def test_the_first_request_by_priority_loses_its_chunks_last():
     harness.tick()
     harness.submit([9] * 4, 2)
     first_by_arrival, first = (
-        harness.submit([*prompt, 1], 2, priority=p) for prompt, p in zip(prompts, (5, -5), strict=True)
+        harness.submit([*prompt, 1], 2, priority=p)
+        for prompt, p in zip(prompts, (5, -5), strict=True)
     )
     turns = [harness.scheduler._turns[request] for request in (first_by_arrival, first)]
     store = harness.scheduler._store

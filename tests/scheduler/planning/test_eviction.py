@@ -11,9 +11,14 @@ from ..stores import SIZE, a_store, an_evictor, check, idle, in_use
 
 
 def test_slots_that_cost_nothing_go_first():
-    """The free one, the copied one, the refused_by_host one; the only copy goes last although its value is lowest."""
+    """The free one, the copied one, the refused_by_host one; the only copy goes last although its
+    value is lowest."""
     store = a_store(gpu=4, host=4)
-    only, copied, refused_by_host = idle(store, now=0.0), idle(store, now=5.0, copied=True), idle(store, now=6.0)
+    only, copied, refused_by_host = (
+        idle(store, now=0.0),
+        idle(store, now=5.0, copied=True),
+        idle(store, now=6.0),
+    )
     refused_by_host.refused_by_host = True
     store.file(refused_by_host)
     copies, evictor = an_evictor(store, now=10.0)
@@ -55,14 +60,19 @@ def test_a_copy_of_a_chunk_in_use_is_given_up_first():
     victim = idle(store, now=5.0)
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(2)
-    assert busy.host == NO_SLOT and busy.gpu != NO_SLOT and other.host != NO_SLOT and victim.host != NO_SLOT
+    assert (
+        busy.host == NO_SLOT
+        and busy.gpu != NO_SLOT
+        and other.host != NO_SLOT
+        and victim.host != NO_SLOT
+    )
     check(store, held=[busy])
 
 
 @pytest.mark.parametrize(("active", "displaced"), [(2.0, False), (8.0, True)])
 def test_a_copy_out_never_displaces_the_copy_of_an_idle_chunk_of_lower_value(active, displaced):
-    """That chunk leaves the GPU before this one does, and would be lost. One of higher value stays longer: its copy
-    can go."""
+    """That chunk leaves the GPU before this one does, and would be lost. One of higher value stays
+    longer: its copy can go."""
     store = a_store(gpu=4, host=1)
     copied, saved = idle(store, now=active, copied=True), idle(store, now=5.0)
     copies, evictor = an_evictor(store, now=10.0)
@@ -80,15 +90,18 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
         copies, evictor = an_evictor(store, now=10.0)
         evictor.swap_out_ahead(available, most)
         assert len(copies.saves) == expected
-        assert [chunk.host != NO_SLOT for chunk in chunks] == [index < expected for index in range(4)], "leading first"
+        assert [chunk.host != NO_SLOT for chunk in chunks] == [
+            index < expected for index in range(4)
+        ], "leading first"
         assert all(chunk.gpu != NO_SLOT for chunk in chunks), "the GPU slot stays valid"
         check(store)
 
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
-    """HOST is full of copies of chunks that are on DISK too. The awaited ones are worth more than the chunk that is
-    only on HOST, so that chunk cannot take their slots: it is dropped next, unless it is written to DISK before."""
+    """HOST is full of copies of chunks that are on DISK too. The awaited ones are worth more than
+    the chunk that is only on HOST, so that chunk cannot take their slots: it is dropped next,
+    unless it is written to DISK before."""
     store = a_store(gpu=4, host=4, disk=8)
     for _ in range(3):
         copy = idle(store, now=1.0, on_gpu=False)
@@ -102,7 +115,8 @@ def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
 
 
 def test_one_plan_uses_a_host_slot_once():
-    """The copies of a batch run in any order: a slot that this plan fills is not emptied and filled again by it."""
+    """The copies of a batch run in any order: a slot that this plan fills is not emptied and filled
+    again by it."""
     store = a_store(gpu=2, host=1)
     first, second = idle(store, now=1.0), idle(store, now=9.0)
     copies, evictor = an_evictor(store, now=10.0)
@@ -138,9 +152,13 @@ def test_by_conversation_a_victim_takes_its_whole_turn_along():
     store.file(other)
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(5)
-    assert all(chunk.gpu == NO_SLOT for chunk in turn) and other.gpu != NO_SLOT and store.gpu.free == 5
+    assert (
+        all(chunk.gpu == NO_SLOT for chunk in turn) and other.gpu != NO_SLOT and store.gpu.free == 5
+    )
     evictor.take_gpu_slots(6)
-    assert not any(chunk.resident for chunk in turn) and other.host != NO_SLOT and store.host.free == 1
+    assert (
+        not any(chunk.resident for chunk in turn) and other.host != NO_SLOT and store.host.free == 1
+    )
     check(store)
 
 
@@ -154,7 +172,8 @@ def test_more_than_was_counted_is_an_error():
 
 
 def test_failed_copies_are_found_by_their_slots(monkeypatch):
-    """The slot's present chunk is found without a search of all chunks: there may be a million, and some each step."""
+    """The slot's present chunk is found without a search of all chunks: there may be a million, and
+    some each step."""
     store = a_store(gpu=3, host=2, copies_may_fail=True)
     first, second = idle(store, now=1.0), idle(store, now=2.0)
     _, evictor = an_evictor(store, now=10.0)
@@ -168,15 +187,20 @@ def test_failed_copies_are_found_by_their_slots(monkeypatch):
     monkeypatch.setattr(store, "resident_chunks", None)
     store.drop_bad_copies(slots)
     monkeypatch.undo()
-    assert (third.host, third.gpu >= 0, second.resident, store.bad_copies) == (NO_SLOT, True, False, 2)
+    assert (third.host, third.gpu >= 0, second.resident, store.bad_copies) == (
+        NO_SLOT,
+        True,
+        False,
+        2,
+    )
     store.drop_bad_copies(slots)
     assert store.bad_copies == 2 and store.host.free == 2
     check(store)
 
 
 def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
-    """A chunk that was copied to make room is taken without another copy; a chunk that was copied for DISK keeps its
-    place, for example a pinned one."""
+    """A chunk that was copied to make room is taken without another copy; a chunk that was copied
+    for DISK keeps its place, for example a pinned one."""
     store = a_store(gpu=2, host=2, copies_may_fail=True)
     pinned, old = idle(store, now=9.0, claims=1), idle(store, now=1.0)
     store.change_pins(pinned, 1)

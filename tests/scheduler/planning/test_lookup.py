@@ -16,12 +16,14 @@ PROMPT = range(22)  # five full chunks and two tokens
 
 def find(harness, request):
     turn = harness.scheduler._turns[request]
-    return harness.scheduler._lookup.look_up(turn, harness.scheduler.conversations.of(turn.request), 0)
+    return harness.scheduler._lookup.look_up(
+        turn, harness.scheduler.conversations.of(turn.request), 0
+    )
 
 
 def spread(harness, places):
-    """Moves a finished conversation's chunks to the tiers in `places`, one letter for each chunk. Returns the prompt's
-    chunks."""
+    """Moves a finished conversation's chunks to the tiers in `places`, one letter for each chunk.
+    Returns the prompt's chunks."""
     for chunk, place in zip(harness.scheduler.conversations.get("a").chunks, places, strict=True):
         harness.place(chunk, {"g": "gpu", "h": "host", "b": "both", "-": "dropped"}[place])
     harness.check()
@@ -33,8 +35,8 @@ def spans(needs):
 
 @pytest.mark.parametrize("places", ["".join(places) for places in product("gh-", repeat=5)])
 def test_holes_anywhere(places):
-    """Every mixture of GPU, HOST and dropped: missing chunks are computed, each token counts once, the reply is
-    right."""
+    """Every mixture of GPU, HOST and dropped: missing chunks are computed, each token counts once,
+    the reply is right."""
     harness = Harness(host_kv_chunks=32)
     harness.turn(range(21), 1, "a")
     spread(harness, places)
@@ -44,12 +46,21 @@ def test_holes_anywhere(places):
     assert isinstance(needs, RequestNeeds)
     assert needs.tail_tokens == 1 and needs.tail.end == 24
     hits = [place != "-" for place in places]
-    missing = {p for index, hit in enumerate(hits) if not hit for p in range(index * SIZE, (index + 1) * SIZE)}
+    missing = {
+        p
+        for index, hit in enumerate(hits)
+        if not hit
+        for p in range(index * SIZE, (index + 1) * SIZE)
+    }
     covered = [p for start, end in spans(needs) for p in range(start, end)]
     assert covered == sorted(missing | set(range(21, 28)))
-    assert all(left[1] < right[0] for left, right in zip(spans(needs), spans(needs)[1:], strict=False))
+    assert all(
+        left[1] < right[0] for left, right in zip(spans(needs), spans(needs)[1:], strict=False)
+    )
     assert [span.samples for span in needs.spans] == [False] * (len(needs.spans) - 1) + [True]
-    assert [needs.chunks[index] in needs.loads for index in range(5)] == [place == "h" for place in places]
+    assert [needs.chunks[index] in needs.loads for index in range(5)] == [
+        place == "h" for place in places
+    ]
     usage = needs.usage
     assert (usage.gpu, usage.host) == (SIZE * places.count("g") + 1, SIZE * places.count("h"))
     assert (usage.recomputed, usage.new) == (SIZE * places.count("-"), 7)
@@ -58,11 +69,13 @@ def test_holes_anywhere(places):
 
 
 def test_the_work_of_a_turn_is_what_a_step_grows_by():
-    """In proportion to the tokens that are in no tier; the step's fixed part, which two tokens take too, is no part."""
+    """In proportion to the tokens that are in no tier; the step's fixed part, which two tokens take
+    too, is no part."""
     harness = Harness()
     harness.turn(range(40), 2, "a")
     request = harness.submit([*harness.logs["a"], 7], 2, "a")
-    turn, lookup = harness.scheduler._turns[request], harness.scheduler._lookup
+    turn = harness.scheduler._turns[request]
+    lookup = harness.scheduler._lookup
     kept = lookup.work(turn, 10)
     assert lookup.work(turn, 0) / kept == pytest.approx(43 / 3)
     harness.drain()
@@ -73,7 +86,8 @@ def test_idle_hits_count_as_no_longer_obtainable():
     harness.turn(range(21), 1, "a")
     spread(harness, "gb-hb")
     needs = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
-    assert (needs.idle_safe, needs.idle_only) == (2, 1 + 1)  # the tail is the second one without a copy
+    # the tail is the second one without a copy
+    assert (needs.idle_safe, needs.idle_only) == (2, 1 + 1)
     harness.drain()
 
 
@@ -90,7 +104,8 @@ def test_looking_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("common", "hits", "tail_tokens"), [(22, 20, 2), (21, 20, 1), (20, 20, 0), (19, 16, 0), (3, 0, 0)]
+    ("common", "hits", "tail_tokens"),
+    [(22, 20, 2), (21, 20, 1), (20, 20, 0), (19, 16, 0), (3, 0, 0)],
 )
 def test_a_branch_keeps_what_it_has_in_common(common, hits, tail_tokens):
     """A log of 23 tokens, 22 with KV; the new prompt leaves it after `common` tokens."""
@@ -116,7 +131,8 @@ def test_recomputed_counts_what_was_here_before():
 
 @pytest.mark.parametrize("in_first_chunks", [0, 8])
 def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
-    """Without the chunks that are resident again; everything behind is new. A branch ends it earlier."""
+    """Without the chunks that are resident again; everything behind is new. A branch ends it
+    earlier."""
     harness = Harness()
     if in_first_chunks:
         harness.turn(range(in_first_chunks), 1, "b")
@@ -124,7 +140,9 @@ def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
     found = {"gpu": in_first_chunks} if in_first_chunks else {}
     assert usage == found | {"recomputed": 21 - in_first_chunks, "new": 9}
     log = harness.logs["a"]
-    assert harness.turn([*log, 1], 1, "a", known=len(log) - 1) == {"gpu": 30, "new": 2}, "it is here now"
+    assert harness.turn([*log, 1], 1, "a", known=len(log) - 1) == {"gpu": 30, "new": 2}, (
+        "it is here now"
+    )
     harness.lose(list)
     assert harness.turn([*PROMPT, 9], 1, "a", known=20) == {"recomputed": 22, "new": 1}, (
         "of that this process knows more"
@@ -153,7 +171,8 @@ def test_of_a_known_context_that_overflows_only_what_is_seen_counts():
 
 
 def test_a_chunk_is_computed_where_that_is_quicker_than_loading():
-    """Early chunks cost less to compute than late ones; with this link the line lies in the middle of the history."""
+    """Early chunks cost less to compute than late ones; with this link the line lies in the middle
+    of the history."""
     harness = Harness(chunks_a_step=0.88, host_kv_chunks=32)
     harness.turn(range(41), 1, "a")
     spread(harness, "h" * 10)

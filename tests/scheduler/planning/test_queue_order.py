@@ -1,5 +1,5 @@
-"""The order in which waiting requests join: by response ratio, with a bound on overtaking, and fairly between
-owners."""
+"""The order in which waiting requests join: by response ratio, with a bound on overtaking, and
+fairly between owners."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ def queue(waits, **settings):
     harness = Harness(**settings)
     waiting = []
     for number, (name, (arrived, work)) in enumerate(waits.items(), start=1):
-        request = Request(RequestId(number), array("i", [1]), 1, conversation=name, priority=-(name == "urgent"))
+        request = Request(
+            RequestId(number), array("i", [1]), 1, conversation=name, priority=-(name == "urgent")
+        )
         turn = Turn(request, number, arrived)
-        turn.work, turn.allowance = work, 100.0
+        turn.work = work
+        turn.allowance = 100.0
         waiting.append(turn)
     waiting.sort(key=lambda turn: turn.order)
     return waiting, QueueOrder(harness.config, harness._cost, harness.scheduler._lookup, waiting)
@@ -49,7 +52,9 @@ def names(turns):
 
 def test_a_longer_wait_makes_up_for_more_work():
     """With ten times the work, it is passed by requests that have waited a tenth as long."""
-    waiting, order = queue({"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)})
+    waiting, order = queue(
+        {"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)}
+    )
     assert names(order.candidates([], 9.9)) == ["urgent", "heavy", "light", "lighter"]
     assert names(order.candidates([], 10.6)) == ["urgent", "light", "heavy", "lighter"]
     suspended = waiting[-1]
@@ -100,8 +105,8 @@ CLIENTS = 128
 
 
 def wait_of_a_long_prompt(order, among=CLIENTS, target=None):
-    """Seconds until the first token of a prompt of 900 tokens. The clients send one request after the other: 68 tokens,
-    64 of them cached, 16 generated. None: not in 60 s."""
+    """Seconds until the first token of a prompt of 900 tokens. The clients send one request after
+    the other: 68 tokens, 64 of them cached, 16 generated. None: not in 60 s."""
     short = (SessionTurn(0, 68, 16), *[SessionTurn(64, 4, 16)] * 400)
     sessions = [Session(f"{client}", client / 100, short) for client in range(among)]
     sessions.append(Session("long", 5.0, (SessionTurn(0, 900, 4),)))
@@ -109,7 +114,11 @@ def wait_of_a_long_prompt(order, among=CLIENTS, target=None):
 
     def watch(now, applied, served):
         begun = [event.request for event in applied.rows if event.usage is not None]
-        waited.extend(now - served[request].arrival for request in begun if served[request].session.name == "long")
+        waited.extend(
+            now - served[request].arrival
+            for request in begun
+            if served[request].session.name == "long"
+        )
 
     config = replace(CROWD, queue_order=order, max_queue=len(sessions), target_ms_per_token=target)
     simulator = Simulator(config, SERVER, sessions, watch=watch)
@@ -134,14 +143,21 @@ class Bound:
     """The work that joins before each waiting request, counted independently of the scheduler."""
 
     def __init__(self, scheduler):
-        self.scheduler, self.order = scheduler, scheduler._order
-        self.most, self.passed, self.joined = {}, {}, 0
+        self.scheduler = scheduler
+        self.order = scheduler._order
+        self.most = {}
+        self.passed = {}
+        self.joined = 0
         self._arrived, self._joins = self.order.arrived, self.order.joins
         self.order.arrived, self.order.joins = self.arrived, self.joins
 
     def arrived(self, turn, there):
         self._arrived(turn, there)
-        before = [other for other in self.scheduler._queues.waiting if other.order < turn.order and not other.resumes]
+        before = [
+            other
+            for other in self.scheduler._queues.waiting
+            if other.order < turn.order and not other.resumes
+        ]
         self.most[turn] = OVERTAKING[self.scheduler.config.queue_order] * (
             sum(other.work + other.reply_work for other in before) + turn.work + turn.reply_work
         )
@@ -171,8 +187,11 @@ def test_later_arrivals_never_pass_a_request_beyond_its_bound(order, owners, dis
         settings = {"disk_kv_chunks": disk, "target_ms_per_token": target}
         driver = Driver(seed, queue_order=order, max_num_seqs=2, max_queue=20, **settings)
         driver.restart_one = lambda: None  # would begin with another scheduler
-        submit, draw = driver.submit, Random(seed)
-        driver.submit = lambda *a, submit=submit, draw=draw, **f: submit(*a, **({"owner": draw.choice(owners)} | f))
+        submit = driver.submit
+        draw = Random(seed)
+        driver.submit = lambda *a, submit=submit, draw=draw, **f: submit(
+            *a, **({"owner": draw.choice(owners)} | f)
+        )
         bound = Bound(driver.scheduler)
         for _ in range(800):
             driver.step()
@@ -187,7 +206,8 @@ def test_later_arrivals_never_pass_a_request_beyond_its_bound(order, owners, dis
 
 def lookups(harness, monkeypatch):
     """Counts the lookups, by request."""
-    tried, look_up = Counter(), harness.scheduler._lookup.look_up
+    tried = Counter()
+    look_up = harness.scheduler._lookup.look_up
 
     def counted(turn, *rest):
         tried[turn.request.id] += 1
@@ -199,8 +219,11 @@ def lookups(harness, monkeypatch):
 
 @pytest.mark.parametrize("order", QUEUE_ORDERS)
 def test_one_step_tries_few_of_many_requests(order, monkeypatch):
-    """A client sends a batch of requests with one new prefix. Each that is tried waits for the first one's chunks."""
-    harness = Harness(max_queue=1000, queue_order=order, gpu_kv_chunks=200, max_num_seqs=20, check=False)
+    """A client sends a batch of requests with one new prefix. Each that is tried waits for the
+    first one's chunks."""
+    harness = Harness(
+        max_queue=1000, queue_order=order, gpu_kv_chunks=200, max_num_seqs=20, check=False
+    )
     asked = [harness.submit([*range(20), 100 + n], 1) for n in range(400)]
     tried = lookups(harness, monkeypatch)
     harness.tick()
@@ -211,11 +234,19 @@ def test_one_step_tries_few_of_many_requests(order, monkeypatch):
 
 @pytest.mark.parametrize("owners", [("",), ("a", "b", "c")])
 def test_a_request_is_not_looked_up_again_for_each_chunk_that_another_computes(owners, monkeypatch):
-    """A long new document is computed in many steps. Requests about it wait for its last chunk. If there are several
-    owners, every step has some budget for requests that join."""
-    harness = Harness(max_queue=100, max_num_batched_tokens=12, max_num_seqs=4, gpu_kv_chunks=120, max_model_len=256)
+    """A long new document is computed in many steps. Requests about it wait for its last chunk. If
+    there are several owners, every step has some budget for requests that join."""
+    harness = Harness(
+        max_queue=100,
+        max_num_batched_tokens=12,
+        max_num_seqs=4,
+        gpu_kv_chunks=120,
+        max_model_len=256,
+    )
     tried = lookups(harness, monkeypatch)
-    asked = [harness.submit([*range(180), 200 + n], 4, owner=owners[n % len(owners)]) for n in range(10)]
+    asked = [
+        harness.submit([*range(180), 200 + n], 4, owner=owners[n % len(owners)]) for n in range(10)
+    ]
     harness.run_until(lambda: any(harness.state(i) == "running" for i in asked[1:]))
     assert max(tried[i] for i in asked) <= 3
     harness.drain()
@@ -238,8 +269,11 @@ def test_the_free_seat_is_for_the_owner_with_fewest():
 
 
 @pytest.mark.parametrize("many", [2, 12])
-def test_with_free_seats_a_request_waits_two_steps_at_most_however_many_prompts_another_owner_has(many):
-    """The prompts of one owner fill every step for long; another owner's request begins at once and gets its share."""
+def test_with_free_seats_a_request_waits_two_steps_at_most_however_many_prompts_another_owner_has(
+    many,
+):
+    """The prompts of one owner fill every step for long; another owner's request begins at once and
+    gets its share."""
     harness = Harness(max_num_seqs=20, gpu_kv_chunks=400, max_num_batched_tokens=24, max_queue=40)
     for n in range(many):
         harness.submit(range(1000 + 60 * n, 1060 + 60 * n), 2, owner="a")
@@ -253,7 +287,11 @@ def test_with_free_seats_a_request_waits_two_steps_at_most_however_many_prompts_
         for span in plan.spans:
             row = next(row for row in harness.scheduler._queues.rows if row.seat == span.seat)
             shares[row.turn.request.owner] += span.end - span.start
-        assert sum(shares.values()) >= 24 - len(plan.generate) or other not in harness.open or harness.reply(other)
+        assert (
+            sum(shares.values()) >= 24 - len(plan.generate)
+            or other not in harness.open
+            or harness.reply(other)
+        )
         if 1 <= steps <= 3:
             assert shares["b"] == 12
         harness.apply()
@@ -275,7 +313,8 @@ def test_owners_have_equal_shares_of_the_time_that_prompts_have_beside_generatio
     """The tokens of one owner have long contexts and take longer, so that it computes fewer."""
     harness = Harness(gpu_kv_chunks=96, target_ms_per_token=17.0)
     cost = replace(harness._cost, attention=((64, 10e-3),))  # a token at 64 takes 2.5 ms more
-    harness.scheduler, harness._cost = Scheduler(harness.config, cost), cost
+    harness.scheduler = Scheduler(harness.config, cost)
+    harness._cost = cost
     harness.turn(range(40), 1, "long")
     harness.submit([1, 2], 40)
     harness.tick()
@@ -289,15 +328,23 @@ def test_owners_have_equal_shares_of_the_time_that_prompts_have_beside_generatio
 
 def test_a_shortage_suspends_a_row_of_the_owner_with_most_seats():
     harness = Harness(gpu_kv_chunks=16, generation_reserve=0.0, swap_out_below=0.0, max_num_seqs=3)
-    requests = [harness.submit(range(100 * n, 100 * n + 17), 20, owner=owner) for n, owner in enumerate("aab")]
+    requests = [
+        harness.submit(range(100 * n, 100 * n + 17), 20, owner=owner)
+        for n, owner in enumerate("aab")
+    ]
     harness.run_until(lambda: harness.scheduler.stats().suspensions)
-    assert [harness.state(request) in ("leaving", "suspended") for request in requests] == [False, True, False]
+    assert [harness.state(request) in ("leaving", "suspended") for request in requests] == [
+        False,
+        True,
+        False,
+    ]
     harness.drain()
 
 
 def test_owners_in_turn_draw_no_more_than_their_shares_of_seats():
     """Two owners, one with ten times the requests: while both wait each has half of the seats."""
-    ids, harness = SimpleNamespace(a=[], b=[]), Harness(max_num_seqs=4, gpu_kv_chunks=96, max_queue=60)
+    ids = SimpleNamespace(a=[], b=[])
+    harness = Harness(max_num_seqs=4, gpu_kv_chunks=96, max_queue=60)
     for n in range(40):
         ids.a.append(harness.submit([1000 + 10 * n, 1], 6, owner="a"))
     for n in range(4):
@@ -313,8 +360,11 @@ def test_owners_in_turn_draw_no_more_than_their_shares_of_seats():
 
 
 def seconds_beside(others, rows):
-    """Seconds (until its first seat, until its reply's end) of another owner's request that comes after 3 s."""
-    config = replace(CROWD, max_num_seqs=rows, max_num_batched_tokens=512, gpu_kv_chunks=4096, max_queue=1024)
+    """Seconds (until its first seat, until its reply's end) of another owner's request that comes
+    after 3 s."""
+    config = replace(
+        CROWD, max_num_seqs=rows, max_num_batched_tokens=512, gpu_kv_chunks=4096, max_queue=1024
+    )
     other = Session("other", 3.0, (SessionTurn(0, 200, 50),), owner="b")
     found = []
 

@@ -1,5 +1,5 @@
-"""Several replicas behind a router: one replica equals the simulator, and effects of routing and failures can be
-counted."""
+"""Several replicas behind a router: one replica equals the simulator, and effects of routing and
+failures can be counted."""
 
 from dataclasses import replace
 
@@ -29,8 +29,14 @@ def chats(count, turns=4, think_s=40.0):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_one_replica_is_the_simulator(routing):
     sessions = crowd(shared=4)
-    report, one = simulate(CONFIG, QUICK, sessions), Cluster(CONFIG, QUICK, sessions, 1, routing).run()
-    assert (one.requests, one.usage, one.moved, one.retried) == (report.requests, report.usage, 0, 0)
+    report = simulate(CONFIG, QUICK, sessions)
+    one = Cluster(CONFIG, QUICK, sessions, 1, routing).run()
+    assert (one.requests, one.usage, one.moved, one.retried) == (
+        report.requests,
+        report.usage,
+        0,
+        0,
+    )
     assert (one.ttft_p50, one.ttft_p99) == pytest.approx((report.ttft_p50, report.ttft_p99))
     assert one.seconds_per_token == pytest.approx(report.seconds_per_token)
 
@@ -48,8 +54,12 @@ def test_random_routing_loses_what_other_replicas_have():
 def test_a_system_prompt_is_known_of_sessions_that_replicas_not_simulated_have_served():
     """At random: most turns at a simulated replica come after turns elsewhere."""
     turns = SessionTurn(0, 16, 4), *(SessionTurn(20 + 8 * turn, 4, 4, 40.0) for turn in range(5))
-    sessions = [Session(f"s{number}", 2.0 * number, turns, system_tokens=12) for number in range(60)]
-    every, some = (Cluster(ROOMY, QUICK, sessions, 16, "random", simulated=n).run().hit_rate for n in (None, 4))
+    sessions = [
+        Session(f"s{number}", 2.0 * number, turns, system_tokens=12) for number in range(60)
+    ]
+    every, some = (
+        Cluster(ROOMY, QUICK, sessions, 16, "random", simulated=n).run().hit_rate for n in (None, 4)
+    )
     assert some == pytest.approx(every, abs=0.1)
 
 
@@ -57,7 +67,9 @@ def test_a_system_prompt_is_known_of_sessions_that_replicas_not_simulated_have_s
 def test_a_part_of_an_overloaded_cluster_waits_as_long_as_the_whole(routing):
     turns = SessionTurn(0, 8, 4), *(SessionTurn(12 * turn, 8, 4, 2.0) for turn in range(1, 4))
     sessions = [Session(f"s{number}", number / 16, turns) for number in range(400)]
-    every, some = (Cluster(CONFIG, QUICK, sessions, 16, routing, simulated=n).run(240.0) for n in (None, 4))
+    every, some = (
+        Cluster(CONFIG, QUICK, sessions, 16, routing, simulated=n).run(240.0) for n in (None, 4)
+    )
     assert some.ttft_p50 == pytest.approx(every.ttft_p50, rel=0.15) and every.ttft_p50 > 20
     assert some.ttft_p95 == pytest.approx(every.ttft_p95, rel=0.15)
 
@@ -74,7 +86,10 @@ def test_a_crowded_replica_sends_new_turns_elsewhere():
     ring = Cluster(ROOMY, COST, (), 4, "session")
     chosen = [session for session in chats(100, think_s=0.5) if ring.home(session.name) == 0][:16]
     sessions = [session._replace(start_s=0.1 * at) for at, session in enumerate(chosen)]
-    waits = {routing: Cluster(ROOMY, COST, sessions, 4, routing).run() for routing in ("session", "session-then-load")}
+    waits = {
+        routing: Cluster(ROOMY, COST, sessions, 4, routing).run()
+        for routing in ("session", "session-then-load")
+    }
     assert waits["session-then-load"].ttft_p50 < waits["session"].ttft_p50 / 2
     assert waits["session-then-load"].moved > waits["session"].moved == 0
 
@@ -83,7 +98,12 @@ def test_a_failure_loses_time_and_cache_but_no_request():
     sessions = chats(6)
     whole = Cluster(ROOMY, QUICK, sessions, 3, "session").run()
     failed = Cluster(
-        ROOMY, QUICK, sessions, 3, "session", events=[Event(45.0, 0, "fail"), Event(70.0, 0, "back")]
+        ROOMY,
+        QUICK,
+        sessions,
+        3,
+        "session",
+        events=[Event(45.0, 0, "fail"), Event(70.0, 0, "back")],
     ).run()
     assert failed.requests == whole.requests
     assert failed.moved > 0 and failed.hit_rate < 1.0
@@ -107,7 +127,9 @@ def test_a_drained_replica_finishes_what_it_has():
 def test_some_replicas_stand_for_all():
     """Sessions that stay are served alike, however many of the replicas are simulated."""
     sessions = [session._replace(name=f"n{at}") for at, session in enumerate(chats(60))]
-    every, some = (Cluster(ROOMY, QUICK, sessions, 8, "session", simulated=n).run() for n in (None, 4))
+    every, some = (
+        Cluster(ROOMY, QUICK, sessions, 8, "session", simulated=n).run() for n in (None, 4)
+    )
     assert some.requests < every.requests
     assert some.hit_rate == every.hit_rate == 1.0
 
@@ -118,7 +140,8 @@ def test_warm_up_is_served_but_not_reported():
 
 
 def test_the_fullest_share_is_that_of_the_replica_with_most_names():
-    cluster, names = Cluster(ROOMY, QUICK, (), 4, "session"), 20_000
+    cluster = Cluster(ROOMY, QUICK, (), 4, "session")
+    names = 20_000
     homes = [cluster.home(f"n{number}") for number in range(names)]
     most = max(homes.count(number) for number in range(4)) / names
     assert fullest_share(4) == pytest.approx(most, rel=0.03)

@@ -1,4 +1,5 @@
-"""The simulator: times that can be worked out by hand, tokens that are never lost, and runs that repeat exactly."""
+"""The simulator: times that can be worked out by hand, tokens that are never lost, and runs that
+repeat exactly."""
 
 from array import array
 from collections import deque
@@ -53,7 +54,8 @@ CONFIG = SchedulerConfig(
 
 
 def crowd(sessions=24, shared=0):
-    """Sessions of several turns that overlap and together need far more than the pools; some histories are cut."""
+    """Sessions of several turns that overlap and together need far more than the pools; some
+    histories are cut."""
     return [
         Session(
             f"c{index}",
@@ -73,12 +75,23 @@ def plan(step=1, copies=(), after=NO_TICKETS, positions=(), spans=()):
     tokens = sum(span.end - span.start for span in spans)
     seats = tuple(range(len(positions)))
     return StepPlan(
-        step, tuple(copies), after, (), (), seats, tuple(positions), tuple(spans), array("i", range(tokens)), ()
+        step,
+        tuple(copies),
+        after,
+        (),
+        (),
+        seats,
+        tuple(positions),
+        tuple(spans),
+        array("i", range(tokens)),
+        (),
     )
 
 
 def copy(lane, ticket, chunks, after=NO_TICKETS, gated=False):
-    return CopyBatch(lane, ticket, array("i", range(chunks)), array("i", range(chunks)), after, gated)
+    return CopyBatch(
+        lane, ticket, array("i", range(chunks)), array("i", range(chunks)), after, gated
+    )
 
 
 # -- worked out by hand
@@ -87,7 +100,8 @@ def copy(lane, ticket, chunks, after=NO_TICKETS, gated=False):
 def test_two_turns_take_the_time_that_is_their_due():
     session = Session("c", 100.0, (SessionTurn(0, 8, 3), SessionTurn(11, 2, 1, think_s=10.0)))
     report = simulate(CONFIG, COST, [session])
-    # First turn: 0.5 + 8 s, then twice 1.5 s. Of its 11 tokens the last has no KV yet: 10 are on the GPU, 3 are new.
+    # First turn: 0.5 + 8 s, then twice 1.5 s. Of its 11 tokens the last has no KV yet: 10 are on
+    # the GPU, 3 are new.
     assert report.usage == Usage(gpu=10, new=8 + 3)
     assert report.generated == 4 and report.requests == 2 and report.steps == 4
     assert (report.ttft_p50, report.ttft_p99) == (3.5, 8.5)
@@ -109,12 +123,17 @@ def test_a_conversation_outgrows_its_context_if_it_may():
     report = Simulator(CONFIG, replace(COST, attention=((4, 4.0),)), [session], truncate=True).run()
     # Nothing is computed twice: 12 tokens of each prompt, and the last one of the reply before it.
     assert report.usage.recomputed == 0 and report.usage.new == 8 * 12 + 7
-    assert report.usage.cached < sum(20 * turn for turn in range(8)) - 7, "tokens beyond the window are not seen"
+    assert report.usage.cached < sum(20 * turn for turn in range(8)) - 7, (
+        "tokens beyond the window are not seen"
+    )
     assert report.full_hits == 7
 
 
 def test_sessions_with_equal_system_tokens_share_them():
-    sessions = [Session("a", 0.0, (SessionTurn(0, 12, 1),), 8), Session("b", 50.0, (SessionTurn(0, 12, 1),), 8)]
+    sessions = [
+        Session("a", 0.0, (SessionTurn(0, 12, 1),), 8),
+        Session("b", 50.0, (SessionTurn(0, 12, 1),), 8),
+    ]
     assert simulate(CONFIG, COST, sessions).usage == Usage(gpu=8, new=16)
     sessions[1] = sessions[1]._replace(system_tokens=9)
     assert simulate(CONFIG, COST, sessions).usage == Usage(new=24)
@@ -122,7 +141,14 @@ def test_sessions_with_equal_system_tokens_share_them():
 
 def test_percentiles_are_values_that_occurred():
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert [percentile(values, share) for share in (0.01, 0.2, 0.21, 0.5, 0.99, 1.0)] == [1.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+    assert [percentile(values, share) for share in (0.01, 0.2, 0.21, 0.5, 0.99, 1.0)] == [
+        1.0,
+        1.0,
+        2.0,
+        3.0,
+        5.0,
+        5.0,
+    ]
 
 
 # -- the device's time
@@ -131,7 +157,10 @@ def test_percentiles_are_values_that_occurred():
 def test_mean_context_counts_each_token_with_what_it_sees():
     assert mean_contexts(plan(positions=(9,))) == (0, 10)
     assert mean_contexts(plan(spans=[Span(0, 0, 4, 0, True)])) == ((1 + 2 + 3 + 4) // 4, 0)
-    assert mean_contexts(plan(positions=(0, 2), spans=[Span(2, 5, 7, 5, True)])) == ((6 + 7) // 2, (1 + 3) // 2)
+    assert mean_contexts(plan(positions=(0, 2), spans=[Span(2, 5, 7, 5, True)])) == (
+        (6 + 7) // 2,
+        (1 + 3) // 2,
+    )
 
 
 def test_a_row_whose_window_has_moved_sees_less():
@@ -150,10 +179,12 @@ def test_a_gated_copy_hides_behind_compute_and_only_the_rest_shows():
 def test_lanes_work_in_order_and_wait_for_the_tickets_they_name():
     device = VirtualDevice(COST)
     early, save = copy(Lane.IN, 2, 3), copy(Lane.OUT, 2, 1)
-    assert device.launch(plan(1, [early, save], positions=(3,)), 0.0) == 1.5  # neither copy holds it up
+    # neither copy holds it up
+    assert device.launch(plan(1, [early, save], positions=(3,)), 0.0) == 1.5
     assert device.launch(plan(2, after=Tickets(swap_in=2), positions=(3,)), 0.0) == 6.0 + 1.5
     behind = copy(Lane.OUT, 5, 1, after=Tickets(compute=2))
-    assert device.launch(plan(3, [behind]), 0.0) == 7.5 + 2.0  # no tokens: complete when its copies are
+    # no tokens: complete when its copies are
+    assert device.launch(plan(3, [behind]), 0.0) == 7.5 + 2.0
     assert device.launch(plan(4, positions=(3,)), 20.0) == 21.5
     assert device.busy_s == 1.5 + 1.5 + 1.5
 
@@ -165,12 +196,16 @@ def test_lanes_work_in_order_and_wait_for_the_tickets_they_name():
 @pytest.mark.parametrize("host_kv_chunks", [0, 32])
 def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
     sessions = crowd()
-    simulator = Simulator(replace(CONFIG, eviction=eviction, host_kv_chunks=host_kv_chunks), QUICK, sessions)
+    simulator = Simulator(
+        replace(CONFIG, eviction=eviction, host_kv_chunks=host_kv_chunks), QUICK, sessions
+    )
     report = simulator.run()
     simulator.scheduler.check()
     turns = [turn for session in sessions for turn in session.turns]
     usage = report.usage
-    assert usage.cached + usage.recomputed + usage.new == sum(turn.history_tokens + turn.input_tokens for turn in turns)
+    assert usage.cached + usage.recomputed + usage.new == sum(
+        turn.history_tokens + turn.input_tokens for turn in turns
+    )
     assert usage.new >= sum(turn.input_tokens for turn in turns)
     assert usage.gpu and usage.recomputed and bool(usage.host) == bool(host_kv_chunks)
     assert report.generated == sum(turn.output_tokens for turn in turns)
@@ -182,7 +217,14 @@ def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_with_a_disk_histories_outlive_host(save, prefetch):
     sessions = crowd(40)
-    config = replace(CONFIG, host_kv_chunks=16, disk_kv_chunks=400, save=save, prefetch=prefetch, queue_order="arrival")
+    config = replace(
+        CONFIG,
+        host_kv_chunks=16,
+        disk_kv_chunks=400,
+        save=save,
+        prefetch=prefetch,
+        queue_order="arrival",
+    )
     cost = replace(QUICK, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=10.0)
     simulator = Simulator(config, cost, sessions)
     report = simulator.run()
@@ -197,12 +239,17 @@ def test_with_a_disk_histories_outlive_host(save, prefetch):
 
 def test_a_user_may_think_for_longer_than_a_conversation_lives():
     session = Session("c", 0.0, (SessionTurn(0, 8, 4), SessionTurn(12, 2, 1, think_s=100.0)))
-    usage = simulate(replace(CONFIG, conversation_ttl=50.0), COST, [session, session._replace(name="d", start_s=200.0)])
+    usage = simulate(
+        replace(CONFIG, conversation_ttl=50.0),
+        COST,
+        [session, session._replace(name="d", start_s=200.0)],
+    )
     assert usage.usage.cached == 0 and usage.usage.recomputed == 2 * 8
 
 
 def test_an_end_may_be_kept_back_for_longer_than_a_conversation_lives():
-    """The disk takes 40 s to write a chunk, and the user, who gets the end after that, writes at once."""
+    """The disk takes 40 s to write a chunk, and the user, who gets the end after that, writes at
+    once."""
     config = replace(CONFIG, disk_kv_chunks=8, save="sync", conversation_ttl=50.0)
     cost = replace(COST, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=0.5)
     session = Session("c", 0.0, (SessionTurn(0, 8, 4), SessionTurn(12, 2, 1)))
@@ -214,13 +261,19 @@ def test_the_warm_up_is_served_but_not_counted():
     sessions = crowd(12)
     whole, part = simulate(CONFIG, QUICK, sessions), simulate(CONFIG, QUICK, sessions, warm_up=6)
     assert part.requests == whole.requests - 6 and part.usage.new < whole.usage.new
-    assert part.busy_s < whole.busy_s and part.seconds < whole.seconds and part.generated < whole.generated
+    assert (
+        part.busy_s < whole.busy_s
+        and part.seconds < whole.seconds
+        and part.generated < whole.generated
+    )
 
 
 def test_without_reuse_every_token_is_new():
     sessions = crowd(6, shared=8)
     report = simulate(replace(CONFIG, reuse=False), QUICK, sessions)
-    assert report.usage == Usage(new=sum(sum(turn[:2]) for session in sessions for turn in session.turns))
+    assert report.usage == Usage(
+        new=sum(sum(turn[:2]) for session in sessions for turn in session.turns)
+    )
     assert report.hit_rate == 0.0
     assert simulate(CONFIG, QUICK, sessions).busy_s < report.busy_s
 
@@ -239,13 +292,17 @@ def test_a_context_that_cannot_be_served_is_refused():
 
 
 def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
-    """Chats that never come back push at one long history, whose last chunks are the dearest, while its user thinks."""
+    """Chats that never come back push at one long history, whose last chunks are the dearest, while
+    its user thinks."""
     long = Session("long", 0.0, (SessionTurn(0, 64, 1), SessionTurn(65, 3, 1, think_s=200.0)))
-    chats = [Session(f"s{index}", 100.0 + 10.0 * index, (SessionTurn(0, 12, 1),)) for index in range(10)]
+    chats = [
+        Session(f"s{index}", 100.0 + 10.0 * index, (SessionTurn(0, 12, 1),)) for index in range(10)
+    ]
     cost = replace(QUICK, attention=((4, 0.01), (64, 4.0)))
     config = replace(CONFIG, gpu_kv_chunks=24, host_kv_chunks=0, max_model_len=72)
     retention, lru = (
-        simulate(replace(config, eviction=eviction), cost, [long, *chats]) for eviction in ("retention", "lru")
+        simulate(replace(config, eviction=eviction), cost, [long, *chats])
+        for eviction in ("retention", "lru")
     )
     assert retention.usage.gpu > 20 and lru.usage.gpu == 0
     assert retention.usage.recomputed < lru.usage.recomputed
@@ -261,12 +318,16 @@ def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
     [("unified", 0, None), ("separate", 0, None), ("unified", 60, None), ("unified", 0, 700)],
 )
 def test_skipping_steps_changes_nothing(policy, batching, disk, target):
-    """Replies of a few chunks, so that most steps can be skipped, over pools that are far too small."""
+    """Replies of a few chunks, so that most steps can be skipped, over pools that are far too
+    small."""
     sessions = [
         Session(
             f"c{index}",
             7.0 * index,
-            (SessionTurn(0, 9 + index % 5, 5 + index), SessionTurn(8, 5, 30, think_s=2.0 + index % 7)),
+            (
+                SessionTurn(0, 9 + index % 5, 5 + index),
+                SessionTurn(8, 5, 30, think_s=2.0 + index % 7),
+            ),
             system_tokens=8 * (index % 2),
         )
         for index in range(20)
@@ -286,11 +347,14 @@ def test_skipping_steps_changes_nothing(policy, batching, disk, target):
 
 
 def test_what_is_skipped_leaves_rows_and_plans_as_they_would_be():
-    """Two schedulers, one of which skips as much as it may: after every skip both are in the same state."""
+    """Two schedulers, one of which skips as much as it may: after every skip both are in the same
+    state."""
     quick, slow = (FastForwardScheduler(CONFIG, QUICK) for _ in range(2))
     for scheduler in (quick, slow):
         for number in (1, 2, 3):
-            scheduler.add(Request(RequestId(number), array("i", range(5 * number)), 9 + 7 * number), 0.0)
+            scheduler.add(
+                Request(RequestId(number), array("i", range(5 * number)), 9 + 7 * number), 0.0
+            )
     flights = {quick: deque(), slow: deque()}
     skipped = 0
     while not slow.idle:
@@ -321,11 +385,14 @@ def state(scheduler):
         (row.id, row.position, row.launched, row.first_without_slot, row.tokens[:].tolist())
         for row in scheduler._queues.rows
     ]
-    return rows, [(plan.step, plan.generate, plan.positions, plan.samples) for plan, _ in scheduler._inflight]
+    return rows, [
+        (plan.step, plan.generate, plan.positions, plan.samples) for plan, _ in scheduler._inflight
+    ]
 
 
 def count_plans(simulator):
-    plans, next_plan = [], simulator.scheduler.next_plan
+    plans = []
+    next_plan = simulator.scheduler.next_plan
 
     def counted(now):
         plans.append(now)

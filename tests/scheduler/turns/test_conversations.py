@@ -14,7 +14,9 @@ def test_common_prefix_is_that_of_a_plain_loop():
     draw = random.Random(1)
     for _ in range(2000):
         left = [draw.randrange(2) for _ in range(draw.randrange(70))]
-        right = left[: draw.randrange(len(left) + 1)] + [draw.randrange(2) for _ in range(draw.randrange(9))]
+        right = left[: draw.randrange(len(left) + 1)] + [
+            draw.randrange(2) for _ in range(draw.randrange(9))
+        ]
         plain = 0
         while plain < min(len(left), len(right)) and left[plain] == right[plain]:
             plain += 1
@@ -83,10 +85,13 @@ def test_delete_keeps_inactive_conversations_chunks_and_drops_an_abandoned_branc
     harness.turn(range(18), 2, "a")
     left = harness.logs["a"]
     harness.turn([*range(10), *range(70, 78)], 2, "a")
-    log, scheduler = harness.logs["a"], harness.scheduler
+    log = harness.logs["a"]
+    scheduler = harness.scheduler
     scheduler.conversations.delete("a", 9, left)
     there = [
-        scheduler._store.find(key) is not None for tokens in (log, left) for key in scheduler.disk.keys(tokens, b"")
+        scheduler._store.find(key) is not None
+        for tokens in (log, left)
+        for key in scheduler.disk.keys(tokens, b"")
     ]
     assert there == [True, True, False, False, False] * 2
     scheduler.check()
@@ -206,7 +211,9 @@ def test_beyond_so_many_logged_chunks_the_longest_idle_conversation_is_forgotten
     harness.turn(range(20, 38), 2, "b")
     harness.launch()
     assert harness.scheduler.stats().conversations == 2
-    log, chunks, tail = harness.logs["a"], conversation(harness, "a").chunks, conversation(harness, "a").tail
+    log = harness.logs["a"]
+    chunks = conversation(harness, "a").chunks
+    tail = conversation(harness, "a").tail
     harness.turn(range(40, 58), 2, "c")
     harness.launch()
     assert set(harness.logs) == {"b", "c"} and harness.counts["forgotten"] == 1

@@ -7,7 +7,14 @@ from array import array
 import pytest
 
 from pensieve.scheduler.turns import drafts
-from pensieve.scheduler.turns.drafts import LEARNED, MOST_DRAFTS, SEARCHED, Drafts, may_draft, propose
+from pensieve.scheduler.turns.drafts import (
+    LEARNED,
+    MOST_DRAFTS,
+    SEARCHED,
+    Drafts,
+    may_draft,
+    propose,
+)
 from pensieve.scheduler.types import Request, RequestId, Sampling
 
 
@@ -23,7 +30,8 @@ from pensieve.scheduler.types import Request, RequestId, Sampling
         ("__abcdX....abcdY....__abcd", "X....abc"),  # a longer match goes before a later one
         ("abababab", "abababab"),  # goes on in the same way
         ("-----", "--------"),
-        ("x\ud800\U00020000abcdQR\ud800\U00020000abcd", "QR\ud800\U00020000abcd"),  # any id is a character
+        # any id is a character
+        ("x\ud800\U00020000abcdQR\ud800\U00020000abcd", "QR\ud800\U00020000abcd"),
     ],
 )
 def test_proposals(text: str, proposed: str) -> None:
@@ -43,13 +51,18 @@ def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() 
 
 
 def test_drafts_are_given_only_if_enough_of_them_are_expected_to_come_true() -> None:
-    made, text = Drafts(), "abcd12345678+abcd"
+    made = Drafts()
+    text = "abcd12345678+abcd"
     assert made.next(ids(text), 2) and not made.next(ids(text), 3)
-    assert made.next(ids(text + "123456"), 1) and not made.next(ids(text + "123456"), 2), "two are left"
+    assert made.next(ids(text + "123456"), 1) and not made.next(ids(text + "123456"), 2), (
+        "two are left"
+    )
 
 
 def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() -> None:
-    made, text, mean = Drafts(), "abcd1234", drafts.FIRST_MEAN
+    made = Drafts()
+    text = "abcd1234"
+    mean = drafts.FIRST_MEAN
     for sign in "EFGHIJKLMNOPQRST":
         text += sign + "abcd"
         made.next(ids(text), 10)
@@ -65,7 +78,8 @@ def test_matches_are_looked_for_in_the_latest_tokens_only(step: int) -> None:
     """However many tokens come at once; the text stays as long as what is searched."""
     other = "".join(chr(0x10000 + at) for at in range(2 * SEARCHED))
     for between, found in ((SEARCHED - 16, "12345678"), (SEARCHED - 15, "")):
-        made, tokens = Drafts(), ids("abcd12345678" + other[:between] + "abcd")
+        made = Drafts()
+        tokens = ids("abcd12345678" + other[:between] + "abcd")
         for end in range(step, len(tokens), step):
             made.next(tokens[:end], 0)
         assert made.next(tokens, 0) == ids(found)

@@ -15,7 +15,8 @@ def over_quota_of(shares, most):
     """The slow way: all but the latest conversations that fit together."""
     found = set()
     for conversations in shares.values():
-        left, fits = most, True
+        left = most
+        fits = True
         for name, chunks in reversed(conversations.items()):
             left -= chunks
             fits = fits and left >= 0
@@ -25,7 +26,10 @@ def over_quota_of(shares, most):
 
 
 def test_the_latest_conversations_up_to_the_quota_are_within_it():
-    chance, quotas, shares, over_quota = random.Random(3), Quotas(10), {"x": {}, "y": {}}, set()
+    chance = random.Random(3)
+    quotas = Quotas(10)
+    shares = {"x": {}, "y": {}}
+    over_quota = set()
     for _ in range(3000):
         owner = chance.choice("xy")
         name = f"{owner}{chance.randrange(8)}"
@@ -79,8 +83,11 @@ def test_counts_agree_after_any_turns_of_owners():
         elif chance.random() < 0.1 and name in harness.logs and "f" not in harness.logs:
             harness.fork(name, "f")
         elif not any(request.conversation == name for request, _ in harness.open.values()):
-            log, new = harness.logs.get(name, ())[:40], range(chance.randrange(1, 12))
-            harness.submit([*log, *new], chance.randint(1, 6), name, owner="x" if name < "c5" else "y")
+            log = harness.logs.get(name, ())[:40]
+            new = range(chance.randrange(1, 12))
+            harness.submit(
+                [*log, *new], chance.randint(1, 6), name, owner="x" if name < "c5" else "y"
+            )
         for _ in range(chance.randrange(4)):
             harness.tick()
     harness.drain()

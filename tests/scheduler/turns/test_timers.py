@@ -8,7 +8,10 @@ from pensieve.scheduler.turns.timers import SPARE, Timers
 
 def test_names_come_when_their_time_has_and_it_never_grows():
     """Against a plain dict, with names that are given other times, or none, before they come."""
-    chance, table, expected, now = random.Random(1), Timers(), {}, 0.0
+    chance = random.Random(1)
+    table = Timers()
+    expected = {}
+    now = 0.0
     for _ in range(3000):
         name = f"c{chance.randrange(40)}"
         time = chance.choice((inf, now + chance.randrange(1, 10**6), now + 5.0, now))

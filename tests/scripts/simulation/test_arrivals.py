@@ -12,16 +12,23 @@ from pensieve.scripts.simulation.traces import CHATS, Dialogue, MadeUp, made_up,
 PER_TOKEN = 0.01
 CHATTERS = [
     made_up(session)
-    for session in synthetic(CHATS["sharegpt"], conversations=1000, sessions_per_s=1.0, think_s=5.0, seed=3)
+    for session in synthetic(
+        CHATS["sharegpt"], conversations=1000, sessions_per_s=1.0, think_s=5.0, seed=3
+    )
 ]
 MEAN_TURNS = fmean(len(chatter.turns) for chatter in CHATTERS)
 TWO_TURNS = Dialogue(
-    "d", None, (SessionTurn(0, 3, 100), SessionTurn(103, 2, 50, think_s=4.0)), ((MadeUp(3),), (MadeUp(2),))
+    "d",
+    None,
+    (SessionTurn(0, 3, 100), SessionTurn(103, 2, 50, think_s=4.0)),
+    ((MadeUp(3),), (MadeUp(2),)),
 )
 
 
 def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS, **start):
-    return plan_arrivals(dialogues, rate=rate, seconds=seconds, seconds_per_token=PER_TOKEN, seed=seed, **start)
+    return plan_arrivals(
+        dialogues, rate=rate, seconds=seconds, seconds_per_token=PER_TOKEN, seed=seed, **start
+    )
 
 
 def rest(arrival):
@@ -42,11 +49,15 @@ def rest(arrival):
     ],
 )
 def test_a_conversation_is_joined_where_it_is(start, at, turn, done):
-    assert join(TWO_TURNS, 7, start, PER_TOKEN) == Arrival(pytest.approx(at), TWO_TURNS, 7, turn, done)
+    assert join(TWO_TURNS, 7, start, PER_TOKEN) == Arrival(
+        pytest.approx(at), TWO_TURNS, 7, turn, done
+    )
 
 
 def test_a_history_is_sent_while_its_user_thinks():
-    assert join(TWO_TURNS, 7, -2.0, PER_TOKEN, True) == Arrival(0.0, TWO_TURNS, 7, 0, 99, pytest.approx(3.0))
+    assert join(TWO_TURNS, 7, -2.0, PER_TOKEN, True) == Arrival(
+        0.0, TWO_TURNS, 7, 0, 99, pytest.approx(3.0)
+    )
     for start in (2.5, -0.25, -5.125, -5.5):  # all others: as without
         assert join(TWO_TURNS, 7, start, PER_TOKEN, True) == join(TWO_TURNS, 7, start, PER_TOKEN)
 
@@ -64,7 +75,8 @@ def test_a_conversation_that_is_over_is_not_joined():
 def live(arrivals, moment):
     """Conversations that have begun (those joined: before 0) and are not over."""
     return sum(
-        arrival.at + rest(arrival) > moment and (arrival.at <= moment or arrival.turn > 0) for arrival in arrivals
+        arrival.at + rest(arrival) > moment and (arrival.at <= moment or arrival.turn > 0)
+        for arrival in arrivals
     )
 
 
@@ -75,12 +87,14 @@ def test_from_empty_every_conversation_begins_at_its_beginning():
 
 
 def test_over_a_ramp_the_load_grows_evenly():
-    """After a third of the ramp a third of the conversations that live then are there; after the ramp, all of them."""
+    """After a third of the ramp a third of the conversations that live then are there; after the
+    ramp, all of them."""
     runs = [plan(seed=seed, ramp_s=30.0) for seed in range(40)]
     expected = 4.0 * fmean(lifetime(dialogue, PER_TOKEN) for dialogue in CHATTERS)  # Little's law
     for moment, share in ((10.0, 1 / 3), (30.0, 1.0), (59.0, 1.0)):
         here = [sum(a.at <= moment < a.at + rest(a) for a in run) for run in runs]
-        assert share * expected * 0.65 < fmean(here) < share * expected * 1.05  # some think before their first request
+        # some think before their first request
+        assert share * expected * 0.65 < fmean(here) < share * expected * 1.05
 
 
 def test_as_many_conversations_live_at_the_start_as_later():
@@ -91,28 +105,39 @@ def test_as_many_conversations_live_at_the_start_as_later():
 
 
 def test_turns_in_progress_at_the_start_are_spread_as_later():
-    """The index of the turn that is being waited for or answered, by time: the same at 0 as at 40 s."""
+    """The index of the turn that is being waited for or answered, by time: the same at 0 as at 40
+    s."""
 
     def turn_at(arrival, moment):
-        now, turns = arrival.at, arrival.dialogue.turns
+        now = arrival.at
+        turns = arrival.dialogue.turns
         for index in range(arrival.turn, len(turns)):
             now += turns[index].think_s if index > arrival.turn else 0.0
-            answered = now + PER_TOKEN * (turns[index].output_tokens - (arrival.done if index == arrival.turn else 0))
+            answered = now + PER_TOKEN * (
+                turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
+            )
             if answered > moment:
                 return index
             now = answered
         return None
 
     def mean_turn(moment):
-        found = [turn_at(a, moment) for seed in range(30) for a in plan(seed=seed) if a.at <= moment or a.turn]
+        found = [
+            turn_at(a, moment)
+            for seed in range(30)
+            for a in plan(seed=seed)
+            if a.at <= moment or a.turn
+        ]
         return fmean(index for index in found if index is not None)
 
     assert mean_turn(0.0) == pytest.approx(mean_turn(40.0), rel=0.1)
 
 
 def requests(arrival):
-    """When each of its requests is sent, replies taken to last as expected; not one that was sent before it joined."""
-    now, turns = arrival.at, arrival.dialogue.turns
+    """When each of its requests is sent, replies taken to last as expected; not one that was sent
+    before it joined."""
+    now = arrival.at
+    turns = arrival.dialogue.turns
     for index in range(arrival.turn, len(turns)):
         first = index == arrival.turn
         now += 0.0 if first else turns[index].think_s
@@ -131,7 +156,10 @@ def test_requests_come_at_one_rate_from_the_first_second_on():
 
 
 def test_behind_a_ramp_requests_come_at_the_rate_that_was_asked_for():
-    runs = [[at for arrival in plan(seed=seed, ramp_s=30.0) for at in requests(arrival)] for seed in range(40)]
+    runs = [
+        [at for arrival in plan(seed=seed, ramp_s=30.0) for at in requests(arrival)]
+        for seed in range(40)
+    ]
     behind = sum(30.0 <= at < 60.0 for run in runs for at in run)
     assert behind / 40 / 30.0 == pytest.approx(4.0 * MEAN_TURNS, rel=0.03)
 
@@ -139,10 +167,13 @@ def test_behind_a_ramp_requests_come_at_the_rate_that_was_asked_for():
 def test_arrivals_are_a_poisson_process():
     counts = []
     for seed in range(60):
-        fresh = [arrival.at for arrival in plan(seed=seed) if arrival.turn == 0 and not arrival.done]
+        fresh = [
+            arrival.at for arrival in plan(seed=seed) if arrival.turn == 0 and not arrival.done
+        ]
         counts += [sum(second <= at < second + 1 for at in fresh) for second in range(60)]
     assert fmean(counts) == pytest.approx(4.0, rel=0.05)
-    assert fmean((count - 4.0) ** 2 for count in counts) == pytest.approx(4.0, rel=0.1)  # variance = mean
+    # variance = mean
+    assert fmean((count - 4.0) ** 2 for count in counts) == pytest.approx(4.0, rel=0.1)
 
 
 def test_a_seed_names_the_arrivals():
@@ -157,12 +188,18 @@ def test_a_workload_is_played_once_in_each_pass():
 
 
 def test_a_trace_with_a_clock_is_thinned_and_never_stretched():
-    clocked = [TWO_TURNS._replace(name=f"{index}", start_s=100 + index / 10) for index in range(1001)]
+    clocked = [
+        TWO_TURNS._replace(name=f"{index}", start_s=100 + index / 10) for index in range(1001)
+    ]
     assert clock_rate(clocked) == pytest.approx(10.0, rel=0.01)
     everything = plan(clock_rate(clocked), dialogues=clocked)
-    assert [arrival.at for arrival in everything] == pytest.approx([index / 10 for index in range(600)])
+    assert [arrival.at for arrival in everything] == pytest.approx(
+        [index / 10 for index in range(600)]
+    )
     thinned = plan(2.0, dialogues=clocked)
-    assert 80 < len(thinned) < 160 and {arrival.at for arrival in thinned} < {arrival.at for arrival in everything}
+    assert 80 < len(thinned) < 160 and {arrival.at for arrival in thinned} < {
+        arrival.at for arrival in everything
+    }
     with pytest.raises(SettingError, match="--rate: at most 10"):
         plan(11.0, dialogues=clocked)
     with pytest.raises(SettingError, match="--send-histories: the trace has its own clock"):

@@ -1,4 +1,5 @@
-"""The command: a line for each run's last seconds; the order of service under overload; wrong settings are named."""
+"""The command: a line for each run's last seconds; the order of service under overload; wrong
+settings are named."""
 
 import json
 
@@ -41,14 +42,22 @@ def test_recomputations_do_not_evict_the_hits_of_later_requests(capsys):
     (first_come,) = runs(capsys, *options, "--queue-order", "arrival")
     assert fair["waiting"] and first_come["waiting"]
     assert fair["recomputed_percent"] < first_come["recomputed_percent"]
-    assert fair["ttft_ms_p50"] < first_come["ttft_ms_p50"] and fair["done_per_s"] > first_come["done_per_s"]
+    assert (
+        fair["ttft_ms_p50"] < first_come["ttft_ms_p50"]
+        and fair["done_per_s"] > first_come["done_per_s"]
+    )
 
 
 def test_every_rate_with_every_seed_has_a_line(capsys):
     options = ["--rate", "0.5,1", "--seeds", "0,1"]
     assert main([*SMALL, *options]) == 0
     titles, *lines = capsys.readouterr().out.splitlines()
-    assert [tuple(map(float, text.split()[:2])) for text in lines] == [(0.5, 0), (0.5, 1), (1, 0), (1, 1)]
+    assert [tuple(map(float, text.split()[:2])) for text in lines] == [
+        (0.5, 0),
+        (0.5, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert {len(text) for text in (titles, *lines)} == {len(titles)}
 
 
@@ -69,17 +78,25 @@ def test_the_window_counts_what_happens_in_it():
     }
     tally = Tally(start=10.0)
     tally.watch(9.75, Applied(rows=(RowResult(RequestId(1), (7,), usage=Usage(new=8)),)), served)
-    tally.watch(10.5, Applied([1], [7], (RowResult(RequestId(2), (7,), usage=Usage(gpu=15)),)), served)
+    tally.watch(
+        10.5, Applied([1], [7], (RowResult(RequestId(2), (7,), usage=Usage(gpu=15)),)), served
+    )
     ended = tuple(RowResult(RequestId(number), (7,), FinishReason.LENGTH) for number in (1, 2))
     tally.watch(11.5, Applied(rows=ended), served)
-    assert list(tally.gaps) == [0.75, 1.0, 1.0] and list(tally.ttft) == [1.0] and tally.usage == [Usage(gpu=15)]
+    assert (
+        list(tally.gaps) == [0.75, 1.0, 1.0]
+        and list(tally.ttft) == [1.0]
+        and tally.usage == [Usage(gpu=15)]
+    )
     assert list(tally.latency) == [2.5, 2.0] and list(tally.tokens) == [2, 4]
     assert (tally.logs, tally.returning) == (10 + 19, 1)
 
 
 def test_a_conversation_in_the_middle_sends_its_history_first():
     dialogue = made_up(
-        Session("a", 0.0, (SessionTurn(0, 8, 6), SessionTurn(14, 5, 4, 2.0), SessionTurn(19, 1, 1, 3.0)))
+        Session(
+            "a", 0.0, (SessionTurn(0, 8, 6), SessionTurn(14, 5, 4, 2.0), SessionTurn(19, 1, 1, 3.0))
+        )
     )
     session = joined(Arrival(7.0, dialogue, turn=1, done=3), "b")
     assert session == Session("b", 7.0, (SessionTurn(0, 22, 1), SessionTurn(19, 1, 1, 3.0)))
@@ -87,7 +104,9 @@ def test_a_conversation_in_the_middle_sends_its_history_first():
 
 def test_a_chunk_costs_what_was_measured():
     cost = measured(32)
-    assert cost.recompute(1024) == pytest.approx(1.24e-3) and cost.load() == pytest.approx(0.135e-3, rel=0.01)
+    assert cost.recompute(1024) == pytest.approx(1.24e-3) and cost.load() == pytest.approx(
+        0.135e-3, rel=0.01
+    )
     assert cost.step(0, rows=1, rows_context=1024) == pytest.approx(6.78e-3)
     assert measured(64).recompute(1024) == pytest.approx(2.48e-3)
 
@@ -116,7 +135,9 @@ def test_kv_in_eight_bits_has_about_half_the_bytes_on_every_tier(capsys):
     for name in ("auto", "fp8"):
         made.kv_cache_dtype = name
         run = load_run(made, measured(32), [Session("a", 0.0, (SessionTurn(0, 8, 2),))], 1.0, 0)
-        pools.append((run.config.gpu_kv_chunks, run.config.host_kv_chunks, 1 / run.cost.chunk_bytes))
+        pools.append(
+            (run.config.gpu_kv_chunks, run.config.host_kv_chunks, 1 / run.cost.chunk_bytes)
+        )
     assert all(1.98 < now / before < 1.985 for before, now in zip(*pools, strict=True))
     assert main([*SMALL, "--kv-cache-dtype", "fp8", "--lower-tier-kv", "packed"]) == 2
     assert "--lower-tier-kv: cannot be given beside --kv-cache-dtype" in capsys.readouterr().err
