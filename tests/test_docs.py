@@ -18,7 +18,7 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-MOST_LINES = {"README.md": 150, "BENCHMARKS.md": 300}
+MOST_LINES = {"README.md": 160, "BENCHMARKS.md": 300}
 ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts", "benchmarks")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 
