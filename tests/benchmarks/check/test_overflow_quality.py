@@ -11,7 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from benchmarks.check.quality import Context, held_out_rows, perplexities, stretches, truncated_loss
+from benchmarks.check.quality import (
+    RESTART,
+    Context,
+    held_out_rows,
+    perplexities,
+    stretches,
+    truncated_loss,
+)
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.engine import open_engine
@@ -84,7 +91,8 @@ def test_losses_are_those_of_transformers(models, kind, mode):
 
 def test_every_way_is_measured_that_the_positions_allow(models):
     rows = [row(1), row(2)]
-    assert set(perplexities(models["llama"][0], rows, LENGTH, STEP)) == set(OVERFLOW_MODES)
+    found = perplexities(models["llama"][0], rows, LENGTH, STEP)
+    assert set(found) == {*OVERFLOW_MODES, RESTART}
     found = perplexities(models["opt"][0], rows, LENGTH, STEP)
     assert KEEP not in found and all(math.isfinite(value) and value > 1 for value in found.values())
 
