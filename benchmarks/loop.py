@@ -31,6 +31,7 @@ from pensieve.runtime.executor import Executor
 from pensieve.runtime.step.inputs import StepInputs
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
@@ -44,7 +45,7 @@ from pensieve.scheduler.types import (
     TokenLogprobs,
     Usage,
 )
-from pensieve.scripts.command import add_kv_cache_dtype, flag
+from pensieve.scripts.command import add_kv_cache_dtype
 
 SPARE_CHUNKS = 4  # in the smallest GPU cache that holds a turn
 

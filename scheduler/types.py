@@ -7,7 +7,7 @@ A wrong setting stops the start (`SettingError`), a bad request is answered to i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from math import inf
@@ -314,6 +314,10 @@ class RowResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+LOGPROBS = ("logprobs", "prompt_logprobs")
+"""Fields of a `RowResult` that hold log probabilities."""
+
+
 class Applied(NamedTuple):
     """The results of one applied step, at most one for each row.
 
@@ -342,24 +346,21 @@ class Applied(NamedTuple):
         the time."""
         if not self.rows:
             return Applied, (self.requests, self.tokens)
-        *others, logprobs, prompt_logprobs = zip(*self.rows, strict=True)
-        columns = (*others, _plain(logprobs), _plain(prompt_logprobs))
-        return _read_applied, (self.requests, self.tokens, columns)
-
-
-def _plain(column: Iterable[tuple[TokenLogprobs, ...]]) -> list[list[tuple[Any, ...]]]:
-    return [[*map(tuple, entries)] for entries in column]
+        columns: dict[str, Any] = dict(
+            zip(RowResult._fields, zip(*self.rows, strict=True), strict=True)
+        )
+        for name in LOGPROBS:
+            columns[name] = [[*map(tuple, entries)] for entries in columns[name]]
+        return _read_applied, (self.requests, self.tokens, (*columns.values(),))
 
 
 def _read_applied(
     requests: Sequence[int], tokens: Sequence[int], columns: Sequence[Sequence[Any]]
 ) -> Applied:
-    *others, logprobs, prompt_logprobs = columns
-    scores = [
-        [tuple(map(TokenLogprobs._make, plain)) for plain in column]
-        for column in (logprobs, prompt_logprobs)
-    ]
-    return Applied(requests, tokens, tuple(map(RowResult, *others, *scores)))
+    fields = dict(zip(RowResult._fields, columns, strict=True))
+    for name in LOGPROBS:
+        fields[name] = [tuple(map(TokenLogprobs._make, plain)) for plain in fields[name]]
+    return Applied(requests, tokens, tuple(map(RowResult, *fields.values())))
 
 
 class ConversationKV(NamedTuple):

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from ..builder.choices import KV_CACHE_DTYPES
+from ..scheduler.declaration import flag
 from ..scheduler.types import SettingError
 
 Number = TypeVar("Number", int, float)
@@ -49,10 +50,6 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 def add_kv_cache_dtype(made: argparse.ArgumentParser) -> None:
     made.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
                       help="as `pensieve serve` (default %(default)s)")  # fmt: skip
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:

@@ -53,9 +53,10 @@ import torch
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.conversations.turns import EXPIRY_SECONDS
 from pensieve.runtime.system import descendants, running
+from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.chat import Server, ServerError
-from pensieve.scripts.command import exit_status, flag
+from pensieve.scripts.command import exit_status
 
 from .postgres import NotInstalled, PrivatePostgres
 from .soak_faults import (
@@ -333,8 +334,9 @@ class Client:
 
 
 class Soak(Stage):
-    """`database`: of the histories; None: a file. `faults`: as of the command, those that concern
-    these histories."""
+    """database  the URL of the histories' database; None: a file
+    faults    the faults of the command that concern histories
+    """
 
     def __init__(
         self,

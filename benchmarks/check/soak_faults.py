@@ -562,8 +562,8 @@ class Faults:
         longest.recovered = max(longest.recovered, took)
 
     def _looked(self, wanted: Callable[[set[str]], bool]) -> tuple[float | None, set[str]]:
-        """Seconds until /health names parts as wanted, None: it does not within TELL_SECONDS. And
-        those that it named last."""
+        """Returns the seconds until /health names the wanted parts (None: TELL_SECONDS were too
+        few), and the parts that it named last."""
         began = time.monotonic()
         while True:
             since = time.monotonic()

@@ -1,4 +1,4 @@
-"""trains the demo models, a Llama and an OPT of about 5 million parameters that chat in simple
+"""Trains the demo models, a Llama and an OPT of about 5 million parameters that chat in simple
 English.
 
 Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt.

@@ -24,8 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.command import check_least, check_matplotlib, exit_status, flag, title_line
+from pensieve.scripts.command import check_least, check_matplotlib, exit_status, title_line
 from pensieve.scripts.command import numbers as parse_numbers
 
 from . import cachedattention, device, pensieve

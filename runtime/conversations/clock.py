@@ -2,8 +2,8 @@
 
 Both are the wall clock's, of PostgreSQL the database's. A wall clock may jump: a wrong time is set,
 or a machine starts with one and is corrected. A jump ahead would delete all histories. So the wall
-clock is compared with CLOCK_BOOTTIME, which nobody can set and which counts while the machine
-sleeps. After a jump expiry is suspended until the new time has lasted a day; meanwhile
+clock is compared with CLOCK_BOOTTIME. No program can set that clock, and it counts while the
+machine sleeps. After a jump expiry is suspended until the new time has lasted a day; meanwhile
 conversations are as old as without the jump. What is stored meanwhile has the later of both times,
 so that it is never too old, whichever of them is right.
 

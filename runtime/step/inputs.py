@@ -32,7 +32,7 @@ class StepInputs(PackedBatch[np.ndarray]):
     """The inputs of one step's forward pass and of its sampling, and U changed entries of the block
     table.
 
-    `sample_rows` are first the D rows that are sampled, then those that are scored.
+    `sample_rows` has first the D sampled rows, then the scored rows.
 
     generated     the number of first tokens that are LAST_SAMPLE; segment i < `generated` is that
                   of token i

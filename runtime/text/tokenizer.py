@@ -259,7 +259,7 @@ class Tokenizer:
         return None
 
     def context(self, ids: Sequence[int]) -> list[int]:
-        """The last tokens of `ids`: those that can change how the text behind them decodes.
+        """Returns the last tokens of `ids`. Earlier tokens cannot change how later text decodes.
 
         They begin with a whole character, unless the text is broken. Otherwise a byte-fallback
         decoder would turn the run of bytes at their beginning into replacement characters, also
