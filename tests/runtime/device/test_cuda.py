@@ -670,8 +670,8 @@ def test_more_rows_than_seats_run_without_a_graph(closing):
         results.append(executor.wait())
     wanted, got = results
     assert got.tokens == wanted.tokens
-    (own_row,) = got.rows
-    (other_row,) = wanted.rows
+    (own_row,) = got.rows.values()
+    (other_row,) = wanted.rows.values()
     for own, other in zip(own_row.prompt_logprobs, other_row.prompt_logprobs, strict=True):
         assert (own.rank, own.top_ids) == (other.rank, other.top_ids)
         assert abs(own.logprob - other.logprob) < 1e-4
