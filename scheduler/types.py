@@ -249,7 +249,7 @@ class Request:
     truncate: bool = False
     expect_next_s: float | None = None
     owner: str = ""
-    known: int = 0
+    stored_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
