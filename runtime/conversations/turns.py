@@ -97,7 +97,7 @@ class OpenTurn:
     inside     leading tokens that `text` stands for
     opening    the store's admission, None: the turn is not stored
     held       resources that are held until the turn is closed
-    known      leading tokens that had KV in a stored turn, under the salt `stored_salt`
+    stored_tokens  leading tokens that had KV in a stored turn, under the salt `stored_salt`
     """
 
     def __init__(
