@@ -64,7 +64,7 @@ class Tally:
     """Counts inside the window. Times in seconds.
 
     prompt_tokens     of the requests whose first token has arrived
-    cached_tokens     of the replies that ended, if the server reports it (`cached_known` replies)
+    cached_tokens     of the replies that ended, if the server reports it (`num_cache_reports`)
     per_token         of each reply that ended: from request to end, over its tokens
     gaps              between two events of a reply with tokens
     open_at_start, open_at_end
@@ -77,7 +77,7 @@ class Tally:
     completed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    cached_known: int = 0
+    num_cache_reports: int = 0
     output_tokens: int = 0
     open_at_start: int = 0
     open_at_end: int = 0
@@ -247,7 +247,7 @@ class Client:
                 tally.per_token.append((now - sent) / reply.length)
                 if reply.cached is not None:
                     tally.cached_tokens += reply.cached
-                    tally.cached_known += 1
+                    tally.num_cache_reports += 1
             return reply
         except Failed as error:
             tally.errors[str(error)] += self._measured(clock())

@@ -115,7 +115,7 @@ def report(
         inter_token_ms_p50=milliseconds(tally.gaps, 0.5),
         inter_token_ms_p99=milliseconds(tally.gaps, 0.99),
         prompt_tokens=tally.prompt_tokens,
-        cached_tokens=tally.cached_tokens if tally.cached_known else None,
+        cached_tokens=tally.cached_tokens if tally.num_cache_reports else None,
         sources=sources,
         open_at_start=tally.open_at_start,
         open_at_end=tally.open_at_end,

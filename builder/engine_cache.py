@@ -139,8 +139,8 @@ class _Place:
         )
 
     def engine(self, progress: Progress) -> Path:
-        if (found := self._unchanged()) is not None:
-            return found
+        if (engine := self._unchanged()) is not None:
+            return engine
         self._cache.mkdir(parents=True, exist_ok=True)
         with locked(
             self._record.with_suffix(".lock"),
@@ -151,16 +151,16 @@ class _Place:
     def _unchanged(self) -> Path | None:
         """Returns the engine if neither it nor the checkpoint nor the program has changed since it
         was recorded, else None."""
-        known = _read(self._record)
-        if "engine" not in known:
+        record = _read(self._record)
+        if "engine" not in record:
             return None
-        engine = self._cache / known["engine"] / self._checkpoint.name
+        engine = self._cache / record["engine"] / self._checkpoint.name
         try:
             same = (
-                known["program"] == _program_digest()
-                and known["small"] == self._small_digest()
-                and known["times"] == _times(self._weights)
-                and known["engine_times"] == _times(map(Path, known["engine_times"]))
+                record["program"] == _program_digest()
+                and record["small"] == self._small_digest()
+                and record["times"] == _times(self._weights)
+                and record["engine_times"] == _times(map(Path, record["engine_times"]))
             )
         except FileNotFoundError:
             return None
@@ -169,11 +169,11 @@ class _Place:
     def _build(self, progress: Progress) -> Path:
         how = self._settings
         check_settings(how.backend, how.tensor_parallel, how.device, None, how.weights)
-        known = _read(self._record)
+        previous = _read(self._record)
         small = self._small_digest()
         times = _times(self._weights)
-        if known.get("times") == times:
-            weights = known["weights"]
+        if previous.get("times") == times:
+            weights = previous["weights"]
         else:
             progress.say("reading the checkpoint")
             weights = _content_digest(self._weights, progress.advance)
@@ -181,8 +181,8 @@ class _Place:
         engine = self._cache / key / self._checkpoint.name
         # Written before the build, because it outlives a killed process: the next build learns from
         # it which engines it may remove.
-        engines = [*(one for one in known.get("engines", []) if one != key), key]
-        _write(self._record, known | {"checkpoint": str(self._checkpoint), "engines": engines})
+        engines = [*(one for one in previous.get("engines", []) if one != key), key]
+        _write(self._record, previous | {"checkpoint": str(self._checkpoint), "engines": engines})
         built = build_engine(
             self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how)
         )
@@ -210,9 +210,9 @@ class _Place:
         records = [_read(record) for record in self._cache.glob("*.json")]
         kept = {
             one
-            for known in records
-            if Path(known["checkpoint"]).exists()
-            for one in known["engines"]
+            for about in records
+            if Path(about["checkpoint"]).exists()
+            for one in about["engines"]
         }
         for engine in engines:
             if engine not in kept:
@@ -293,9 +293,9 @@ def _weights(quantization: str | None, config: dict[str, Any]) -> str:
         return "same"
     if quantization == "fp8" and own is None:
         return "fp8"
-    known = "fp8" if own is None else f"{own}, which the checkpoint's weights have already"
+    possible = "fp8" if own is None else f"{own}, which the checkpoint's weights have already"
     raise SettingError(
-        "--quantization", f"{quantization!r} is not possible here; possible is {known}"
+        "--quantization", f"{quantization!r} is not possible here; possible is {possible}"
     )
 
 
@@ -318,9 +318,9 @@ def _check_engine(
     for setting, (wanted, there) in built.items():
         if wanted not in (None, there):
             weights = "weights in int4" if in_int4 else "weights in fp8" if manifest.fp8 else "none"
-            said = weights if setting == "--quantization" else there
+            actual = weights if setting == "--quantization" else there
             raise SettingError(
-                setting, f"the engine {directory} was built with {said}; leave the option out"
+                setting, f"the engine {directory} was built with {actual}; leave the option out"
             )
 
 

@@ -92,9 +92,9 @@ def _group_size(settings: Mapping[str, Any], bits: str) -> int:
         )
     size = settings.get("group_size")
     if size not in GROUPS:
-        known = ", ".join(map(str, GROUPS))
+        sizes = ", ".join(map(str, GROUPS))
         raise _refusal(
-            f"group_size {size} is not supported: the int4 product takes groups of {known} inputs"
+            f"group_size {size} is not supported: the int4 product takes groups of {sizes} inputs"
         )
     return int(size)
 

@@ -95,16 +95,16 @@ class EngineSession:
         """Applies the change if the scheduler knows the conversation. The history store knows all
         conversations. The scheduler knows only the conversations that have been active since the
         start."""
-        known = self.scheduler.conversations
+        conversations = self.scheduler.conversations
         now = self.clock()
-        if message.conversation not in known:
+        if message.conversation not in conversations:
             return
         match message:
             case Fork(conversation, new):
-                if new not in known:
-                    known.fork(conversation, new, now)
+                if new not in conversations:
+                    conversations.fork(conversation, new, now)
             case Keep(conversation, ttl, pinned):
-                known.keep(conversation, ttl, now + pinned, now)
+                conversations.keep(conversation, ttl, now + pinned, now)
 
     def forget(self, message: Forget, answer: Callable[[bool], None]) -> None:
         """Begins to erase the conversation's own KV. A conversation that was not active since the

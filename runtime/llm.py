@@ -297,10 +297,10 @@ class LLM:
         caller = Caller()
         body = body_of(kind, params, **fields, max_tokens=None)
         # calls stay in the text
-        asked = replace(await self._builder.asked(body, caller), most_tool_calls=0)
+        options = replace(await self._builder.asked(body, caller), most_tool_calls=0)
         make = self._builder.chat if kind is ChatBody else self._builder.completion
         most = self._ready.max_model_len if params.max_tokens is None else params.max_tokens
-        return await make(body, asked, arrived, caller, most_tokens=most)
+        return await make(body, options, arrived, caller, most_tokens=most)
 
     # -- the loop
 

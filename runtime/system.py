@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ASKED = signal.SIGUSR2
+DUMP_STACKS = signal.SIGUSR2
 # for all ranks to meet at the start: loading and capturing graphs takes some longer than others
 MEETING_SECONDS = 600.0
 STDERR = 2  # the file descriptor, even if Python's sys.stderr is replaced
@@ -36,10 +36,10 @@ def hold_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
-def tell_when_asked() -> None:
-    """From now on the signal ASKED writes every thread's stack to stderr. mpirun passes the signal
-    on to all ranks."""
-    faulthandler.register(ASKED, file=STDERR)
+def dump_stacks_on_signal() -> None:
+    """From now on the signal DUMP_STACKS writes every thread's stack to stderr. mpirun passes the
+    signal on to all ranks."""
+    faulthandler.register(DUMP_STACKS, file=STDERR)
 
 
 @contextlib.contextmanager
@@ -68,18 +68,18 @@ def allow_open_files(wanted: int) -> int:
 def children(process: int) -> list[int]:
     """Child processes, including ended ones that were not waited for. Children of threads that end
     during the call may be missing."""
-    found = list[int]()
+    ids = list[int]()
     with contextlib.suppress(FileNotFoundError):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += map(int, (thread / "children").read_text().split())
-    return found
+                ids += map(int, (thread / "children").read_text().split())
+    return ids
 
 
 def descendants(process: int) -> list[int]:
     """Children, their children, and so on."""
-    found = children(process)
-    return [*found, *(one for child in found for one in descendants(child))]
+    direct = children(process)
+    return [*direct, *(one for child in direct for one in descendants(child))]
 
 
 def running(process: int) -> bool:

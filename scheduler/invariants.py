@@ -56,8 +56,8 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     store.disk.pool.check(
         [*(chunk.disk for chunk in chunks if chunk.disk != NO_SLOT), *moving_disk]
     )
-    known = set(chunks)
-    if missing := {*users, *claims} - known:
+    stored = set(chunks)
+    if missing := {*users, *claims} - stored:
         raise InvariantError(f"held but not in the store: {missing}")
     filed = copies = 0
     for chunk in chunks:

@@ -225,5 +225,5 @@ def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tu
         for span in plan.spans
     )
     rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
-    known, rows = len(plan.token_ids), len(plan.positions)
-    return seen // known if known else 0, rows_seen // rows + 1 if rows else 0
+    num_tokens, rows = len(plan.token_ids), len(plan.positions)
+    return seen // num_tokens if num_tokens else 0, rows_seen // rows + 1 if rows else 0

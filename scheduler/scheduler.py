@@ -214,8 +214,8 @@ class Scheduler:
         if turn in self._queues.waiting:
             self._queues.leave_queue(turn)
             self._committer.commit(turn, None, tokens, turn.tail, now)
-            found = map(self._store.find, self._lookup.seen_keys(turn))
-            chunks = [chunk for chunk in found if chunk is not None]
+            matches = map(self._store.find, self._lookup.seen_keys(turn))
+            chunks = [chunk for chunk in matches if chunk is not None]
             self._write_behind.turn_ended(chunks, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)

@@ -228,7 +228,7 @@ class Request:
     truncate        the context may outgrow the model's length: then its leading tokens are no
                     longer seen
     owner           the owner of the conversation: its share of seats and steps, and its quota
-    known           leading prompt tokens that had KV in an earlier turn, perhaps in an earlier
+    stored_tokens   leading prompt tokens that had KV in an earlier turn, perhaps in an earlier
                     process: if they are computed, they count as recomputed, not as new
     expect_next_s   seconds from the reply's end until the client expects to send its next turn, or
                     None
@@ -249,7 +249,7 @@ class Request:
     truncate: bool = False
     expect_next_s: float | None = None
     owner: str = ""
-    known: int = 0
+    stored_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

@@ -125,9 +125,11 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):
         raise refusal("config.json: per_layer_config is not supported: layers must be alike")
-    known = [*LLAMA_FLAVOURS, GEMMA3_OF_IMAGES, OPT]
-    if names[0] not in known:
-        raise refusal(f"architecture {names[0]!r} is not supported; known are {', '.join(known)}")
+    supported = [*LLAMA_FLAVOURS, GEMMA3_OF_IMAGES, OPT]
+    if names[0] not in supported:
+        raise refusal(
+            f"architecture {names[0]!r} is not supported; known are {', '.join(supported)}"
+        )
     kind = config.get("model_type")
     wanted = names[0].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
     # models use either of the two names

@@ -71,7 +71,7 @@ def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -
 
     Ranks that divide the columns add their results, so all but the first have a bias of zeros.
     """
-    made: Sources = {
+    sources: Sources = {
         f"{target}.weight": tuple(
             Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items()
         )
@@ -81,10 +81,10 @@ def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -
             n: rows if columns.start == 0 else Part(rows.full, rows.full, rows.size)
             for n, rows in parts.items()
         }
-        made[f"{target}.bias"] = tuple(
+        sources[f"{target}.bias"] = tuple(
             Source(f"{name}.bias", (rows,)) for name, rows in held.items()
         )
-    return made
+    return sources
 
 
 def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
@@ -374,10 +374,12 @@ def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfi
             raise refusal(
                 f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}"
             )
-    for kind, found in (("missing", missing), ("unexpected", extra)):
-        if found:
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise refusal(f"{kind} tensors for {config.architecture}: {', '.join(found[:5])}{more}")
+    for kind, listed in (("missing", missing), ("unexpected", extra)):
+        if listed:
+            more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+            raise refusal(
+                f"{kind} tensors for {config.architecture}: {', '.join(listed[:5])}{more}"
+            )
 
 
 def _slice(files: Mapping[str, Any], name: str) -> Any:

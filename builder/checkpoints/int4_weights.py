@@ -21,7 +21,7 @@ def int4_projections(files: Mapping[str, Any], wanted: Sources, form: Int4) -> S
 
     SettingError if a projection is in int4 in part, or cannot be cut or packed.
     """
-    found: Sources = {}
+    projections: Sources = {}
     for projection, sources in layer_projections(wanted).items():
         modules = tuple(
             Source(source.name.removesuffix(".weight"), source.parts) for source in sources
@@ -36,8 +36,8 @@ def int4_projections(files: Mapping[str, Any], wanted: Sources, form: Int4) -> S
             )
         for module in modules:
             _check_sizes(module, form.group)
-        found[projection] = modules
-    return found
+        projections[projection] = modules
+    return projections
 
 
 def _check_sizes(module: Source, group: int) -> None:

@@ -166,19 +166,19 @@ class LegacyTensors:
     safetensors file."""
 
     ranks: list[dict[str, Any]]
-    _made: dict[str, JoinedTensor] = field(default_factory=dict)
+    _joined: dict[str, JoinedTensor] = field(default_factory=dict)
     _used: set[str] = field(default_factory=set)
 
     def get_slice(self, name: str) -> JoinedTensor:
-        return self._made[name]
+        return self._joined[name]
 
     def get_tensor(self, name: str) -> Tensor:
-        return self._made[name][:]
+        return self._joined[name][:]
 
     def names(self) -> Iterator[str]:
         """The whole tensors, and the unused ones under their own names: these are then refused as
         unexpected."""
-        yield from self._made
+        yield from self._joined
         yield from (
             name for name in self.ranks[0] if name not in self._used and not HARMLESS.search(name)
         )
@@ -186,9 +186,9 @@ class LegacyTensors:
     def take(self, name: str, legacy: str, split: int | None, **how: Any) -> None:
         """split: the dimension that ranks divide; None: all ranks have the whole tensor."""
         owners = self.ranks[:1] if split is None else self.ranks
-        if found := self._of_ranks(legacy, owners):
-            self._made[name] = JoinedTensor(
-                [_Part(x, 0, x.get_shape()[0]) for x in found], dim=split or 0, **how
+        if tensors := self._of_ranks(legacy, owners):
+            self._joined[name] = JoinedTensor(
+                [_Part(x, 0, x.get_shape()[0]) for x in tensors], dim=split or 0, **how
             )
 
     def take_linear(self, name: str, legacy: str, split: int) -> None:
@@ -209,9 +209,9 @@ class LegacyTensors:
             ("v", held * head_dim, all_different),
         ):
             for kind in ("weight", "bias"):
-                if found := self._of_ranks(f"{legacy}.{kind}", owners):
-                    self._made[f"{name}.{x}_proj.{kind}"] = JoinedTensor(
-                        [_Part(y, first, rows) for y in found]
+                if tensors := self._of_ranks(f"{legacy}.{kind}", owners):
+                    self._joined[f"{name}.{x}_proj.{kind}"] = JoinedTensor(
+                        [_Part(y, first, rows) for y in tensors]
                     )
             first += rows
 
@@ -229,10 +229,10 @@ def legacy_files(directory: Path, config: Mapping[str, Any]) -> dict[str, Legacy
     """For each tensor's Hugging Face name the object that contains it. config: the legacy
     config.json."""
     ranks = (config.get("mapping") or {}).get("tp_size", 1)
-    found = len(legacy_weight_files(directory))
-    if found != ranks:
+    count = len(legacy_weight_files(directory))
+    if count != ranks:
         raise refusal(
-            f"config.json: mapping.tp_size is {ranks}, but {directory} holds the files of {found} "
+            f"config.json: mapping.tp_size is {ranks}, but {directory} holds the files of {count} "
             "ranks"
         )
     tensors = LegacyTensors([_open(directory / f"rank{rank}.safetensors") for rank in range(ranks)])

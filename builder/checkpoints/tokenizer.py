@@ -70,17 +70,17 @@ def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
                 if value is not None
             }
     texts = {role: _text(settings[role]) for role in SPECIAL_ROLES if role in settings}
-    known = [
+    special = [
         text for text in dict.fromkeys(texts.values()) if tokenizer.token_to_id(text) is not None
     ]
-    _check_is_gpt2s(checkpoint, settings, known)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in known])
+    _check_is_gpt2s(checkpoint, settings, special)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=bool(settings.get("add_prefix_space", False))
     )
     tokenizer.decoder = decoders.ByteLevel()
     bos = texts.get("bos_token")
-    if settings.get("add_bos_token", False) and bos in known:
+    if settings.get("add_bos_token", False) and bos in special:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
@@ -137,9 +137,9 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
     except Exception as error:  # the library raises this class for a file that it cannot parse
         also = f", or the tokens in {path.name}," if settings else ""
         raise refusal(f"{checkpoint / 'tokenizer.json'}{also} cannot be read: {error}") from error
-    known = tokenizer.get_added_tokens_decoder()
-    missing = {at: token for at, token in described if repr(token) != repr(known.get(at))}
-    whole = {token.content for token in (*known.values(), *missing.values())}
+    present = tokenizer.get_added_tokens_decoder()
+    missing = {at: token for at, token in described if repr(token) != repr(present.get(at))}
+    whole = {token.content for token in (*present.values(), *missing.values())}
     uncut = tokenizer.get_vocab().keys() - whole
     roles = [token for token in roles if token.content in uncut]
     if not (missing or roles):
@@ -157,7 +157,7 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
 def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
     """The tokens in the settings that transformers recognises: those of its own roles, and objects
     that describe a token."""
-    found = [
+    role_tokens = [
         value
         for key, value in settings.items()
         if key.endswith("_token")  # add_bos_token is not a token
@@ -165,9 +165,9 @@ def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
     ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         several = settings.get(key) or ()
-        found += several.values() if isinstance(several, dict) else several
+        role_tokens += several.values() if isinstance(several, dict) else several
     flags = ("single_word", "lstrip", "rstrip", "normalized")
-    tokens = [{"content": token} if isinstance(token, str) else token for token in found]
+    tokens = [{"content": token} if isinstance(token, str) else token for token in role_tokens]
     return [
         AddedToken(
             token["content"], special=True, **{flag: token[flag] for flag in flags if flag in token}

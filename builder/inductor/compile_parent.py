@@ -68,7 +68,7 @@ def compile_apart(
         )
 
 
-def _reason(status: int, directory: Path, said: str) -> str:
+def _reason(status: int, directory: Path, output: str) -> str:
     manifest = Manifest.read(directory)
     loaded = (directory / manifest.package).exists()
     if status < 0 and loaded and manifest.backend == "inductor":
@@ -81,4 +81,4 @@ def _reason(status: int, directory: Path, said: str) -> str:
         )
     how = f"was killed ({signal.Signals(-status).name})" if status < 0 else "failed"
     what = "trying the compiled engine" if loaded else "compiling"
-    return f"{what} {how}; its last words: {said[-SHOWN:] or 'none'}"
+    return f"{what} {how}; its last words: {output[-SHOWN:] or 'none'}"

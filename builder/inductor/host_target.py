@@ -38,10 +38,10 @@ def why_not_here(target: str, device: str, backend: str = "inductor") -> str | N
     if device == "cuda":
         return None if target == here else f"it was compiled for {target}, and this GPU has {here}"
     wanted = target.split()
-    found = here.split()
-    if wanted[:1] != found[:1]:
-        return f"it was compiled for {wanted[0]}, and this is {found[0]}"
-    missing = [name for name in wanted if name not in found]
+    features = here.split()
+    if wanted[:1] != features[:1]:
+        return f"it was compiled for {wanted[0]}, and this is {features[0]}"
+    missing = [name for name in wanted if name not in features]
     return (
         f"it was compiled for a processor with {', '.join(missing)}, which this one lacks"
         if missing

@@ -53,9 +53,9 @@ class Package:
         # calling thread.
         self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
         device = weights["embed.weight"].device
-        known = {**weights, "frequencies": rotary_frequencies(config).to(device)}
+        constants = {**weights, "frequencies": rotary_frequencies(config).to(device)}
         # kept here, because the loader keeps only addresses
-        self._constants = {name: known[name] for name in self._loader.get_constant_fqns()}
+        self._constants = {name: constants[name] for name in self._loader.get_constant_fqns()}
         # active, complete, managed by the caller
         self._loader.load_constants(self._constants, False, True, True)
 

@@ -73,15 +73,15 @@ def _add_profile(library: Library, network: int, config: DecoderConfig, profile:
 
 def _build(library: Library, network: int, workspace: int, cache: bytes) -> tuple[bytes, bytes]:
     """The plan and the measured times."""
-    made = Bytes(), Bytes()
+    outputs = Bytes(), Bytes()
     given = (network, workspace, cache, len(cache))
     try:
-        if library.call("build", *given, *map(ctypes.byref, made)):
+        if library.call("build", *given, *map(ctypes.byref, outputs)):
             raise SettingError("--backend", library.error())
-        plan, times = (ctypes.string_at(one.data, one.size) for one in made)
+        plan, times = (ctypes.string_at(one.data, one.size) for one in outputs)
         return plan, times
     finally:
-        for one in made:
+        for one in outputs:
             library.call("bytes_free", ctypes.byref(one))
 
 

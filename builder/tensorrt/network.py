@@ -83,7 +83,7 @@ class Operations:
         number = self._library.call(
             "input", self._network, name.encode(), TYPES[dtype], len(shape), sizes(shape)
         )
-        return self._made(number, dtype, len(shape))
+        return self._tensor(number, dtype, len(shape))
 
     def output(self, x: Value, name: str) -> None:
         if self._library.call("output", self._network, x.number, TYPES[x.dtype], name.encode()):
@@ -103,7 +103,7 @@ class Operations:
             sizes(shape),
             tensor.data_ptr(),
         )
-        return self._made(
+        return self._tensor(
             self._library.call("constant", self._network, *place), tensor.dtype, len(shape)
         )
 
@@ -164,7 +164,7 @@ class Operations:
             *self._numbers(inputs),
         )
         first = self._library.call("plugin", self._network, *place)
-        return [self._made(first, inputs[0].dtype, 2)] + [
+        return [self._tensor(first, inputs[0].dtype, 2)] + [
             Value(first + 1, inputs[0].dtype, 2)
         ] * attributes.added
 
@@ -186,7 +186,7 @@ class Operations:
             len(numbers),
             sizes(tuple(numbers)),
         )
-        return self._made(
+        return self._tensor(
             self._library.call("layer", self._network, *place), dtype, rank or inputs[0].rank
         )
 
@@ -197,7 +197,7 @@ class Operations:
     def _name(self, kind: str) -> str:
         return f"{kind}.{next(self._count)}"
 
-    def _made(self, number: int, dtype: torch.dtype, rank: int) -> Value:
+    def _tensor(self, number: int, dtype: torch.dtype, rank: int) -> Value:
         if number < 0:
             raise SettingError("--backend", self._library.error())
         return Value(number, dtype, rank)

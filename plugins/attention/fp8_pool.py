@@ -46,8 +46,8 @@ def write(pool: Tensor, layer: int, k: Tensor, v: Tensor, slot: Tensor, offset: 
     """Writes keys and values [T, kv_heads, head_dim] of tokens at places slot, offset [T]."""
     codes, exponents = parts(pool, layer)
     for i, x in enumerate((k, v)):
-        made, scale = to_codes(x.float(), (-1,))
-        codes[slot, i, :, offset] = made.view(DTYPE)
+        quantized, scale = to_codes(x.float(), (-1,))
+        codes[slot, i, :, offset] = quantized.view(DTYPE)
         exponents[slot, i, :, offset] = scale.squeeze(-1).to(DTYPE)
 
 

@@ -90,11 +90,13 @@ def multi_token_attention(
         )
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     classes = reachable_classes(work, tokens)
-    made = launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks)
+    kernels = launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks)
     # the large tiles go first
     if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work, window, sinks):
-        made[0] = prefill_kernel.launch(q, o, block_table, pool, layer, scale * LOG2_E.value, work)
-    for launch in made:
+        kernels[0] = prefill_kernel.launch(
+            q, o, block_table, pool, layer, scale * LOG2_E.value, work
+        )
+    for launch in kernels:
         launch.run()
     return o
 
@@ -124,7 +126,7 @@ def launches(
     overlap = _overlaps(q.device)
     # on GPUs whose kernels run one after the other no later kernel uses the free multiprocessors
     shared = overlap or q.device.type == "cpu"
-    made = []
+    kernels = []
     # the large tiles first: they need a free multiprocessor each
     for kind in reversed(range(classes)):
         tile = work.tiles[kind]
@@ -180,8 +182,8 @@ def launches(
             maxnreg=tile.registers,
             launch_pdl=follows,
         )
-        made.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
-    return made
+        kernels.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
+    return kernels
 
 
 @functools.cache

@@ -98,18 +98,16 @@ def launches(
     count = len(of.down) // hidden
     pairs = chosen.numel()
     blocks = pairs if tiles.rows == 1 else most_blocks(pairs, count, tiles.rows)
-    made_launches = []
+    kernels = []
     order = table = chosen
     if tiles.rows > 1:
         order = torch.empty(pairs, dtype=torch.int32, device=x.device)
         table = torch.empty((blocks, 3), dtype=torch.int32, device=x.device)
         bins = max(triton.next_power_of_2(count), LEAST_BINS)
         settings = dict(EXPERTS=count, BINS=bins, ROWS=tiles.rows, CHUNK=CHUNK)
-        made_launches.append(
-            Launch(_route, (count,), (chosen, order, table, pairs, blocks), settings)
-        )
+        kernels.append(Launch(_route, (count,), (chosen, order, table, pairs, blocks), settings))
     gated = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     up = (x, of.up, of.up_bias, order, table, gated, of.limit, of.slope)
     settings = dict(
         OUTPUTS=width,
@@ -118,18 +116,16 @@ def launches(
         CLAMPED=of.limit != 0,
         **_settings(tiles.rows, tiles.up, 2, x),
     )
-    made_launches.append(
-        Launch(_up, (blocks * triton.cdiv(width, tiles.up.outputs),), up, settings)
-    )
-    down = (gated, of.down, of.down_bias, order, table, made)
+    kernels.append(Launch(_up, (blocks * triton.cdiv(width, tiles.up.outputs),), up, settings))
+    down = (gated, of.down, of.down_bias, order, table, results)
     settings = dict(OUTPUTS=hidden, INPUTS=width, **_settings(tiles.rows, tiles.down, 1, x))
-    made_launches.append(
+    kernels.append(
         Launch(_down, (blocks * triton.cdiv(hidden, tiles.down.outputs),), down, settings)
     )
     block = min(triton.next_power_of_2(hidden), ADDED)
     grid = (tokens, triton.cdiv(hidden, block))
     settings = dict(HIDDEN=hidden, OWN=own, BLOCK=block)
-    return [*made_launches, Launch(_add, grid, (made, shares, y), settings)]
+    return [*kernels, Launch(_add, grid, (results, shares, y), settings)]
 
 
 def _settings(rows: int, tile: Tile, matrices: int, x: Tensor) -> dict[str, int]:
@@ -268,12 +264,12 @@ def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, I
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         value = tl.minimum(tl.maximum(value, -limit), limit) + 1.0
-        made = value * gate / (1.0 + tl.exp(-slope * gate))
+        product = value * gate / (1.0 + tl.exp(-slope * gate))
     else:
-        made = value * gate / (1.0 + tl.exp(-gate))
+        product = value * gate / (1.0 + tl.exp(-gate))
     tl.store(
         gated + place[:, None].to(tl.int64) * OUTPUTS + column,
-        made.to(gated.dtype.element_ty),
+        product.to(gated.dtype.element_ty),
         mask=mask,
     )
 
@@ -285,7 +281,7 @@ def _down(
     bias,
     order,
     table,
-    made,
+    results,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -338,20 +334,20 @@ def _down(
         bias_at = bias + expert.to(tl.int64) * OUTPUTS + column
         total += tl.load(bias_at, mask=column < OUTPUTS, other=0.0).to(tl.float32)
     tl.store(
-        made + pair[:, None].to(tl.int64) * OUTPUTS + column,
-        total.to(made.dtype.element_ty),
+        results + pair[:, None].to(tl.int64) * OUTPUTS + column,
+        total.to(results.dtype.element_ty),
         mask=mask,
     )
 
 
 @triton.jit
-def _add(made, shares, y, HIDDEN: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):
+def _add(results, shares, y, HIDDEN: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK columns of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for pair in range(OWN):
-        row = made + (token * OWN + pair) * HIDDEN
+        row = results + (token * OWN + pair) * HIDDEN
         share = tl.load(shares + token * OWN + pair)
         total += tl.load(row + column, mask=column < HIDDEN, other=0.0).to(tl.float32) * share
     tl.store(y + token * HIDDEN + column, total.to(y.dtype.element_ty), mask=column < HIDDEN)

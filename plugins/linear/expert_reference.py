@@ -66,10 +66,10 @@ def grouped(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor:
         experts, torch.arange(len(up), device=x.device), right=True, out_int32=True
     )
     gated = of.gate(F.grouped_mm(x[pairs // chosen.shape[1]], up.mT, offs=ends), experts)
-    made = F.grouped_mm(gated, down.mT, offs=ends)
+    results = F.grouped_mm(gated, down.mT, offs=ends)
     if down_bias is not None:
-        made += down_bias[experts]
-    of_tokens = torch.empty_like(made).index_copy_(0, pairs, made).unflatten(0, chosen.shape)
+        results += down_bias[experts]
+    of_tokens = torch.empty_like(results).index_copy_(0, pairs, results).unflatten(0, chosen.shape)
     return (of_tokens * shares.unsqueeze(2)).sum(1).to(x.dtype)
 
 
@@ -79,8 +79,8 @@ def one_by_one(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(len(up)):
         gated = of.gate(F.linear(x, up[expert]), chosen.new_full((len(x),), expert))
-        made = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert])
+        result = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert])
         is_own = chosen == expert
         share = (shares * is_own).sum(1, keepdim=True)
-        total += (made * share).where(is_own.any(1, keepdim=True), 0.0)  # others may be infinite
+        total += (result * share).where(is_own.any(1, keepdim=True), 0.0)  # others may be infinite
     return total.to(x.dtype)

@@ -116,10 +116,10 @@ class Library:
 
     def make(self, name: str, *arguments: object) -> int:
         """The address that a function returns. RuntimeError if it is null."""
-        made = self.call(name, *arguments)
-        if not made:
+        handle = self.call(name, *arguments)
+        if not handle:
             raise RuntimeError(self.error())
-        return made
+        return handle
 
     def error(self) -> str:
         return str(self._functions.pensieve_error().decode(errors="replace"))
@@ -153,13 +153,13 @@ def load_library() -> Library:
         raise SettingError(
             "--backend", f"TENSORRT_HOME has no {home}/include/NvInfer.h: headers are missing"
         )
-    found = sorted((home / "lib").glob("libnvinfer.so*"))
-    if not found:
+    libraries = sorted((home / "lib").glob("libnvinfer.so*"))
+    if not libraries:
         raise SettingError(
             "--backend",
             f"TENSORRT_HOME has no {home}/lib/libnvinfer.so: TensorRT itself is missing",
         )
-    path = compile_library(home / "include", found[-1])
+    path = compile_library(home / "include", libraries[-1])
     try:
         return Library(path)
     except OSError as error:

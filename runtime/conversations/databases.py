@@ -360,8 +360,8 @@ def stored_tokenizer(path: str | Path) -> bytes | None:
             if version < 3:
                 return None
             latest = "SELECT tokenizer FROM turns ORDER BY number DESC LIMIT 1"
-            found = db.execute("SELECT digest FROM tokenizer" if version < 5 else latest).fetchone()
-            return None if found is None or found[0] is None else bytes(found[0])
+            row = db.execute("SELECT digest FROM tokenizer" if version < 5 else latest).fetchone()
+            return None if row is None or row[0] is None else bytes(row[0])
     except sqlite3.Error as error:
         raise SettingError(Sqlite.setting, _why_unusable(path, error)) from error
 
@@ -494,9 +494,9 @@ class Postgres:
                 # tables of an older program may be large
                 connection.execute("SET LOCAL statement_timeout = 0")
                 connection.execute(INDEXES + TOMBSTONES_NAMED + POSTGRES_BRANCHES)
-            found = connection.execute("SELECT version FROM layout").fetchone()
-        if found != (VERSION,):
-            version = found[0] if found is not None else "none"
+            layout = connection.execute("SELECT version FROM layout").fetchone()
+        if layout != (VERSION,):
+            version = layout[0] if layout is not None else "none"
             raise SettingError(
                 self.setting,
                 f"the tables of {self.where} have number {version}, this program's have {VERSION}",
@@ -533,11 +533,11 @@ class Postgres:
 
     def _first(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         """Runs outside of a transaction: tried again on a new connection if the old one is lost."""
-        known = self._connection
+        connection = self._connection
         try:
             return self._rows(sql, values)
         except self.errors:
-            if known is None or not known.closed:
+            if connection is None or not connection.closed:
                 raise
         return self._rows(sql, values)
 
@@ -653,16 +653,16 @@ def look_at(url: str) -> tuple[str, list[tuple[str, float]]]:
     heard of. SettingError if it does not answer."""
     database = Postgres(url, make=False)
     try:
-        ((version, made),) = database.execute(
+        ((version, has_tables),) = database.execute(
             f"SELECT current_setting('server_version'), to_regclass('{SPACE}.layout') IS NOT NULL"
         )
-        found = f"{database.where}, PostgreSQL {version.partition(' ')[0]}"
-        if not made:
-            return f"{found}, without histories yet", []
+        place = f"{database.where}, PostgreSQL {version.partition(' ')[0]}"
+        if not has_tables:
+            return f"{place}, without histories yet", []
         counted = f"SELECT count(*) FROM conversations WHERE kind <> '{REMOVED}'"
         ((conversations,),) = database.execute(counted)
         servers = database.execute(f"SELECT id, {database.clock} - alive FROM servers ORDER BY id")
-        return f"{found}, {conversations} conversations and responses", servers
+        return f"{place}, {conversations} conversations and responses", servers
     finally:
         database.close()
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
-MOST_KNOWN = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
+MOST_CACHED = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
 # if the server that deletes what has expired is silent for longer, another one does it
 SWEEPER_SECONDS = 60.0
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
@@ -217,7 +217,7 @@ class HistoryStore:
         self._tokenizer = b""
         # by their heads, the last used one last
         self._lines: OrderedDict[int, Line] = OrderedDict()
-        self._known = 0
+        self._cached_size = 0
         self._db = db = open_database(where)
         self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
         self.errors = db.errors
@@ -245,8 +245,8 @@ class HistoryStore:
     def waiting(self) -> float:
         """Called from another thread: the seconds for which a statement has waited for the
         database's answer, or 0."""
-        asked = self._db.asked
-        return time.monotonic() - asked if asked is not None else 0.0
+        since = self._db.asked
+        return time.monotonic() - since if since is not None else 0.0
 
     def now(self) -> float:
         """The time for all calls, seconds since the epoch; of a shared database by its own
@@ -276,7 +276,7 @@ class HistoryStore:
         SettingError."""
         self._tokenizer = digest
         self._lines.clear()
-        self._known = 0
+        self._cached_size = 0
         adopt = (
             "UPDATE turns SET tokenizer = :digest WHERE number IN "
             "(SELECT number FROM turns WHERE tokenizer IS NULL LIMIT :most) RETURNING number"
@@ -414,12 +414,12 @@ class HistoryStore:
     def _learn(self, which: str, values: Mapping[str, Any]) -> None:
         """Reads new tombstones, also of own deletions whose success this server does not know: the
         answer to their commit was lost."""
-        found = self._db.execute(
+        rows = self._db.execute(
             "SELECT number, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
             f"WHERE number > :seen AND {which} ORDER BY number",
             {"seen": self.seen, **values},
         )
-        for number, owner, id, kind, thread, tokens, shared, salt in found:
+        for number, owner, id, kind, thread, tokens, shared, salt in rows:
             if number not in self._told_early:
                 self._expired.append(
                     Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt)
@@ -444,12 +444,17 @@ class HistoryStore:
         )
         self._told_early |= {number for (number,) in numbers}
 
-    def _hold(self, found: Conversation, turn: bytes, alone: bool) -> None:
-        values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
+    def _hold(self, conversation: Conversation, turn: bytes, alone: bool) -> None:
+        values = {
+            "turn": turn,
+            "number": conversation.number,
+            "alone": int(alone),
+            "lease": self.lease,
+        }
         if alone:
-            if self._held_by_another(found.number, turn):
+            if self._held_by_another(conversation.number, turn):
                 raise RequestError(
-                    409, f"a turn of conversation {found.id!r} {IN_FLIGHT}", "conversation"
+                    409, f"a turn of conversation {conversation.id!r} {IN_FLIGHT}", "conversation"
                 )
             self._db.execute(
                 "DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values
@@ -502,11 +507,17 @@ class HistoryStore:
         """
         with self.transaction():
             before = self._find(behind, now) if behind is not None else None
-            found = self._find(name, now)
-            kept = found is None or opening is None or self._unchanged(name, found, opening)
+            conversation = self._find(name, now)
+            kept = (
+                conversation is None
+                or opening is None
+                or self._unchanged(name, conversation, opening)
+            )
             if opening is not None:
                 if opening.alone and (
-                    found is None or not kept or not _same_row(found, opening.seen[name])
+                    conversation is None
+                    or not kept
+                    or not _same_row(conversation, opening.seen[name])
                 ):
                     what = (
                         "another turn has taken its place, or the conversation was deleted: this "
@@ -516,26 +527,30 @@ class HistoryStore:
                         409, f"this turn of conversation {name.id!r} comes too late: {what}"
                     )
                 self._let_go(opening.turn)
-            if found is None:
-                found = self._insert(name, now, **about)
-            head = found.head if before is None else before.head
-            branches = self._branches(found)
+            if conversation is None:
+                conversation = self._insert(name, now, **about)
+            head = conversation.head if before is None else before.head
+            branches = self._branches(conversation)
             past = self._nearest(
                 head, [branch.head for branch in branches if branch.head is not None], whole
             )
             parent = past.last.number if past is not None else None
             if not kept and opening is not None:
                 branch = Name(name.owner, opening.turn.hex(), "branch")
-                found = self._insert(
-                    branch, now, found.history_ttl, parent=name.id, thread=found.thread
+                conversation = self._insert(
+                    branch,
+                    now,
+                    conversation.history_ttl,
+                    parent=name.id,
+                    thread=conversation.thread,
                 )
-            elif name.kind == "conversation" and found.head not in (None, parent):
-                log.info(DIVERGED, name.id, found.tokens, len(whole.tokens))
+            elif name.kind == "conversation" and conversation.head not in (None, parent):
+                log.info(DIVERGED, name.id, conversation.tokens, len(whole.tokens))
             turn = self._add_turn(
                 past, whole, opening.turn if opening is not None else uuid.uuid4().bytes
             )
             after = replace(
-                found,
+                conversation,
                 head=turn.number,
                 tokens=len(whole.tokens),
                 active=now,
@@ -553,21 +568,21 @@ class HistoryStore:
                 self._db.execute(
                     "DELETE FROM conversations WHERE number = :it", {"it": continued.number}
                 )
-            surplus = len(others) + (found.kind == "branch") - MOST_BRANCHES
+            surplus = len(others) + (conversation.kind == "branch") - MOST_BRANCHES
             self._expired += [self._remove(oldest) for oldest in others[: max(0, surplus)]]
-            self._prune(found.head)
-            if found.kind != "branch" and (before is None or before.kind == "response"):
+            self._prune(conversation.head)
+            if conversation.kind != "branch" and (before is None or before.kind == "response"):
                 self._forget_line(head)  # it has become longer
                 self._know(_grown(past, turn, whole))
         return after
 
-    def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
+    def _unchanged(self, name: Name, conversation: Conversation, opening: Opening) -> bool:
         """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
-        same = found.head is None or (
-            seen is not None and _same_row(found, seen) and found.head == seen.head
+        same = conversation.head is None or (
+            seen is not None and _same_row(conversation, seen) and conversation.head == seen.head
         )
-        return same and not self._held_by_another(found.number, opening.turn)
+        return same and not self._held_by_another(conversation.number, opening.turn)
 
     def _branches(self, conversation: Conversation) -> list[Conversation]:
         rows = self._db.execute(
@@ -583,18 +598,18 @@ class HistoryStore:
     def find(self, name: Name, now: float) -> tuple[Conversation, StoredTurn | None] | None:
         """Returns the conversation and its last turn, or None if it is unknown or expired."""
         with self._db.snapshot():
-            found = self._find(name, now)
-            if found is None:
+            conversation = self._find(name, now)
+            if conversation is None:
                 return None
-            line = self._line_to(found.head)
-            return found, line.last.turn if line is not None else None
+            line = self._line_to(conversation.head)
+            return conversation, line.last.turn if line is not None else None
 
     def get(self, name: Name, now: float) -> Conversation:
         """Raises RequestError (404) if it is unknown, expired, or another owner's."""
-        found = self._find(name, now)
-        if found is None:
+        conversation = self._find(name, now)
+        if conversation is None:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", name.kind)
-        return found
+        return conversation
 
     def page(
         self, owner: str, limit: int, after: str | None, ascending: bool, now: float
@@ -644,14 +659,14 @@ class HistoryStore:
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
         with self.transaction():
-            found = replace(self.get(name, now), **values)  # type: ignore[arg-type]
+            conversation = replace(self.get(name, now), **values)  # type: ignore[arg-type]
             self._db.execute(
                 "UPDATE conversations SET ttl = :ttl, history_ttl = :history_ttl, pinned_until = "
                 ":pinned_until "
                 "WHERE number = :number OR (owner = :owner AND kind = 'branch' AND parent = :id)",
-                _row(found),
+                _row(conversation),
             )
-        return found
+        return conversation
 
     def delete_branches(self, name: Name, now: float) -> bool:
         """Deletes some of the conversation's branches, so that its deletion is short. Returns
@@ -705,10 +720,12 @@ class HistoryStore:
             if self.shared:
                 self._read_tombstones(names)
             for name in names:
-                if (found := self.get(name, now) if alone else self._find(name, now)) is not None:
-                    seen[name] = found
+                if (
+                    conversation := self.get(name, now) if alone else self._find(name, now)
+                ) is not None:
+                    seen[name] = conversation
                     if turn:
-                        self._hold(found, turn, alone)
+                        self._hold(conversation, turn, alone)
                 else:
                     self._remove_expired(name)
                     self._need_room(name.owner, now)
@@ -725,7 +742,7 @@ class HistoryStore:
         """Adds the conversations of another database, all or none. Returns how many, and how many
         stay behind because their names are taken here. Raises RequestError as
         `Database.transaction`."""
-        copied, known = 0, 0
+        copied, present = 0, 0
         turns: dict[int | None, int | None] = {None: None}  # numbers there and here
         with self._db.transaction():
             # parents come first
@@ -739,13 +756,13 @@ class HistoryStore:
                     "SELECT 1 FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
                 )
                 if self._db.execute(taken, {"owner": owner, "kind": kind, "id": id}):
-                    known += 1
+                    present += 1
                     continue
                 self._copied(source, "conversations", COLUMNS, number, turns)
                 copied += 1
             for turn in sorted(filter(None, turns.values()), reverse=True):
                 self._prune(turn)
-        return copied, known
+        return copied, present
 
     def _copied(
         self,
@@ -874,18 +891,18 @@ class HistoryStore:
         line = self._line_to(head)
         best = None
         longest = (-1, -1)
-        if line is not None and (found := _beginning(line, whole)) is not None:
-            turn, count = found
+        if line is not None and (match := _beginning(line, whole)) is not None:
+            turn, count = match
             best = _up_to(line, turn)
             longest = (count, turn.log)
         traces = self._traces(others, line.turns if line is not None else {})
         if not traces:
             return best
-        known, count = (
+        base, count = (
             (best.last.digest, longest[0]) if best is not None else (dialogue_keys("", ())[0], 0)
         )
         counts = {
-            key: count + more for more, key in enumerate(keys_behind(known, whole.messages[count:]))
+            key: count + more for more, key in enumerate(keys_behind(base, whole.messages[count:]))
         }
         for other in others:
             number: int | None = other
@@ -896,33 +913,33 @@ class HistoryStore:
             if number not in traces:
                 continue
             line = Line(self._line(other))
-            if (found := _beginning(line, whole)) is not None and (
-                found[1],
-                found[0].log,
+            if (match := _beginning(line, whole)) is not None and (
+                match[1],
+                match[0].log,
             ) > longest:
-                best = _up_to(line, found[0])
-                longest = (found[1], found[0].log)
+                best = _up_to(line, match[0])
+                longest = (match[1], match[0].log)
         return best
 
-    def _traces(self, heads: Sequence[int], known: Collection[int]) -> dict[int, Trace]:
+    def _traces(self, heads: Sequence[int], cached: Collection[int]) -> dict[int, Trace]:
         """The turns of the lines to these heads that are not known. Branches are short: the first
         two queries read nearly always all, however long the line is from which they have parted."""
         traces: dict[int, Trace] = {}
-        ahead = {head for head in heads if head not in known}
+        ahead = {head for head in heads if head not in cached}
         for query in (TRACES, TRACES, TRACES_OF_LINES):
             if not ahead:
                 break
             names = {f"turn_{place}": number for place, number in enumerate(sorted(ahead))}
             listed = ", ".join(f":{name}" for name in names)
-            found = [
+            stored = [
                 Trace(*row)
                 for row in self._db.execute(
                     query.format(columns=TRACE_COLUMNS, listed=listed), names
                 )
             ]
-            traces |= {trace.number: trace for trace in found if trace.number not in known}
-            parents = {trace.parent for trace in found if trace.parent is not None}
-            ahead = {parent for parent in parents if parent not in traces and parent not in known}
+            traces |= {trace.number: trace for trace in stored if trace.number not in cached}
+            parents = {trace.parent for trace in stored if trace.parent is not None}
+            ahead = {parent for parent in parents if parent not in traces and parent not in cached}
         return traces
 
     def _may_have_more(
@@ -977,10 +994,16 @@ class HistoryStore:
         turn = None
         line = {}
         for number, id, digest, messages, kept, tokens, text_kept, text, inside, tokenizer in rows:
-            said = text if isinstance(text, str) else text.decode()
-            known = inside if tokenizer == self._tokenizer else OTHERS
+            prompt_text = text if isinstance(text, str) else text.decode()
+            own_inside = inside if tokenizer == self._tokenizer else OTHERS
             turn = StoredTurn(
-                turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, said, known
+                turn,
+                tuple(json.loads(messages)),
+                kept,
+                _unpacked(tokens),
+                text_kept,
+                prompt_text,
+                own_inside,
             )
             line[number] = LineTurn(number, id, digest, turn)
         return line
@@ -1003,19 +1026,19 @@ class HistoryStore:
         return line
 
     def _id(self, turn: int | None) -> bytes | None:
-        found = self._db.execute("SELECT id FROM turns WHERE number = :turn", {"turn": turn})
-        return found[0][0] if found else None
+        rows = self._db.execute("SELECT id FROM turns WHERE number = :turn", {"turn": turn})
+        return rows[0][0] if rows else None
 
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
         self._lines[line.last.number] = line
-        self._known += line.size
-        while self._known > MOST_KNOWN:
+        self._cached_size += line.size
+        while self._cached_size > MOST_CACHED:
             self._forget_line(next(iter(self._lines)))
 
     def _forget_line(self, head: int | None) -> None:
         if head is not None and (line := self._lines.pop(head, None)) is not None:
-            self._known -= line.size
+            self._cached_size -= line.size
 
     def _remove(self, conversation: Conversation) -> Gone:
         """Deletes the conversation with its branches, which are reported like expired ones."""
@@ -1054,8 +1077,8 @@ class HistoryStore:
             alone = own == len(line)
             shared = 0 if alone else min((tree[turn].kept for turn in line[:own]), default=len(log))
             name = Name(conversation.owner, conversation.id, conversation.kind)
-            known = name.kind == "conversation" or (alone and name.kind == "response")
-            thread = conversation.thread if known else None
+            has_kv = name.kind == "conversation" or (alone and name.kind == "response")
+            thread = conversation.thread if has_kv else None
             all_gone.append(Gone(name, thread, log, shared, conversation.salt))
         self._bury(all_gone)
         self._delete_turns(unused)
@@ -1134,7 +1157,7 @@ class HistoryStore:
         for row in self._db.execute(BRANCHES.format(columns=columns, numbers=numbers)):
             branch = Conversation(*row)
             branches.setdefault((branch.owner, branch.parent), []).append(branch)
-        found: dict[int, Conversation] = {}
+        expired: dict[int, Conversation] = {}
         tokens = 0
         for conversation in due:
             own = (
@@ -1143,11 +1166,11 @@ class HistoryStore:
                 else ()
             )
             for one in (*own, conversation):
-                if found and (tokens >= MOST_EXPIRED_TOKENS or len(found) >= MOST_EXPIRED):
-                    return list(found.values())
-                found[one.number] = one
+                if expired and (tokens >= MOST_EXPIRED_TOKENS or len(expired) >= MOST_EXPIRED):
+                    return list(expired.values())
+                expired[one.number] = one
                 tokens += one.tokens
-        return list(found.values())
+        return list(expired.values())
 
     def _due(self, now: float, given: str, since: str, due: float) -> list[Conversation]:
         sql = DUE.format(columns=COLUMNS, given=given, since=since, live=self._live)
@@ -1156,10 +1179,10 @@ class HistoryStore:
 
     def _delete_removed(self) -> bool:
         """Deletes turns that `_delete_turns` has left. False if there are none."""
-        found = self._db.execute(
+        rows = self._db.execute(
             f"SELECT number, head FROM conversations WHERE kind = '{REMOVED}' LIMIT 1"
         )
-        for number, head in found:
+        for number, head in rows:
             chain = self._db.execute(CHAIN, {"head": head, "most": MOST_TURNS})
             values = {"number": number, "head": chain[-1][1]}
             if values["head"] is None:
@@ -1171,7 +1194,7 @@ class HistoryStore:
             self._db.execute(
                 f"DELETE FROM turns WHERE number IN ({_listed([turn for turn, _ in chain])})"
             )
-        return bool(found)
+        return bool(rows)
 
 
 def _release(line: Sequence[int], tree: Mapping[int, TreeTurn]) -> int:
@@ -1207,8 +1230,10 @@ def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
 def _grown(past: Line | None, turn: LineTurn, whole: Transcript) -> Line:
     """The line to `turn` behind the last one of this line. `whole`: up to the end of `turn`."""
     before = past.turns if past is not None else {}
-    said = past.whole.messages if past is not None else ()
-    return Line(before | {turn.number: turn}, replace(whole, messages=said + turn.turn.messages))
+    messages = past.whole.messages if past is not None else ()
+    return Line(
+        before | {turn.number: turn}, replace(whole, messages=messages + turn.turn.messages)
+    )
 
 
 def _up_to(line: Line, last: LineTurn) -> Line:

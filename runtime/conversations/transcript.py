@@ -111,10 +111,10 @@ def ends_with_completion(turn: StoredTurn) -> bool:
     end of the sequence."""
     if turn.messages:
         return False
-    said = next((past for past in turn.lineage() if past.messages), None)
-    if said is None:
+    spoken = next((past for past in turn.lineage() if past.messages), None)
+    if spoken is None:
         return True
-    before = said.transcript().tokens
+    before = spoken.transcript().tokens
     log = turn.transcript().tokens
     return len(log) > len(before) + 1 and common_prefix(before, log) == len(before)
 
@@ -125,14 +125,14 @@ LONGEST_TITLE = 80  # characters
 def title_of(whole: Transcript) -> str | None:
     """The beginning of the user's first message, in one line; of a plain completion, the beginning
     of its text. None: there is no text."""
-    said = next(
+    title = next(
         (message.get("content") for message in whole.messages if message["role"] == "user"), None
     )
-    if isinstance(said, list):
-        said = " ".join(part.get("text") or "" for part in said)
+    if isinstance(title, list):
+        title = " ".join(part.get("text") or "" for part in title)
     if not whole.messages:
-        said = whole.text
-    words = " ".join((said or "")[: 4 * LONGEST_TITLE].replace("\0", "").split())
+        title = whole.text
+    words = " ".join((title or "")[: 4 * LONGEST_TITLE].replace("\0", "").split())
     if not words:
         return None
     return words if len(words) <= LONGEST_TITLE else words[: LONGEST_TITLE - 1].rstrip() + "…"
@@ -169,10 +169,10 @@ def spliced(tokenizer: Tokenizer, text: str, turn: StoredTurn | None) -> array[i
     """
     for past in _fitting(turn, text)[:MOST_TRIES]:
         whole = past.transcript()
-        known = whole.tokens[: whole.inside]
-        rest = tokenizer.encode_behind(known, text[len(whole.text) :])
+        stored = whole.tokens[: whole.inside]
+        rest = tokenizer.encode_behind(stored, text[len(whole.text) :])
         if rest is not None:
-            return known + rest
+            return stored + rest
     return None
 
 
@@ -184,7 +184,7 @@ def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
     """Returns those of the turn and the ones before it whose text is a beginning of this one and
     has tokens, the latest first. Each turn's own text is compared once."""
     # leading characters that the text shares with that of the turn
-    found = []
+    matches = []
     equal = 0
     for past in reversed(list(turn.lineage()) if turn is not None else ()):
         if equal >= past.text_kept:
@@ -192,8 +192,8 @@ def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
                 past.text, text[past.text_kept : past.text_kept + len(past.text)]
             )
         if equal == past.text_kept + len(past.text) and past.inside > 0:
-            found.append(past)
-    return found[::-1]
+            matches.append(past)
+    return matches[::-1]
 
 
 def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> StoredTurn | None:
@@ -212,7 +212,7 @@ def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> St
     return None
 
 
-def known_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
+def stored_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
     """Returns how many leading tokens of a prompt equal the log up to `turn`, without the log's
     last token, which has no KV."""
     whole = turn.transcript() if turn is not None else None
@@ -236,11 +236,11 @@ def tokens_inside(
     count = len(reply)
     while count and reply[count - 1] in tokenizer.special:
         count -= 1
-    said = tokenizer.decode(before)
+    decoded = tokenizer.decode(before)
     for inside in range(count, max(0, count - LONGEST_CUT), -1):
         text = tokenizer.decode([*before, *reply[:inside]])
-        if text.startswith(said) and delivered.startswith(text[len(said) :]):
-            return inside, text[len(said) :]
+        if text.startswith(decoded) and delivered.startswith(text[len(decoded) :]):
+            return inside, text[len(decoded) :]
     return 0, ""
 
 

@@ -37,8 +37,8 @@ from .transcript import (
     common_beginning,
     dialogue_keys,
     ends_with_completion,
-    known_tokens,
     spliced,
+    stored_tokens,
     tokens_inside,
 )
 
@@ -97,7 +97,7 @@ class OpenTurn:
     inside     leading tokens that `text` stands for
     opening    the store's admission, None: the turn is not stored
     held       resources that are held until the turn is closed
-    known      leading tokens that had KV in a stored turn, under the salt `known_salt`
+    stored_tokens  leading tokens that had KV in a stored turn, under the salt `stored_salt`
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class OpenTurn:
         self._histories = histories
         self._held = held
         self._session: str | None = None
-        self.known = 0
-        self.known_salt = b""
+        self.stored_tokens = 0
+        self.stored_salt = b""
         if stored is not None:
-            self.known = known_tokens(stored[1], prompt)
-            self.known_salt = stored[0].salt
+            self.stored_tokens = stored_tokens(stored[1], prompt)
+            self.stored_salt = stored[0].salt
 
     def in_session(self, session: str) -> None:
         """Assigns a turn without a name to one of the session's dialogues; an agent has several at
@@ -262,23 +262,25 @@ class TurnManager:
     async def _repeated(self, name: str, seconds: Callable[[], float], work: Work) -> None:
         clock = asyncio.get_running_loop().time
         silent_until = 0.0
-        said = False  # the latest error is in the log
+        logged = False  # the latest error is in the log
         while True:
             pause = min(seconds(), RECOVERY_S) if name in self._faults else seconds()
             await asyncio.sleep(pause)
             try:
                 await work()
             except (RequestError, self._store.errors) as error:
-                known = isinstance(error, RequestError)
-                self._faults[name] = str(error) if known else f"{name}: the database refuses it"
+                is_request_error = isinstance(error, RequestError)
+                self._faults[name] = (
+                    str(error) if is_request_error else f"{name}: the database refuses it"
+                )
                 if clock() >= silent_until:
                     silent_until = clock() + COMPLAINT_S
-                    said = True
-                    log.error("%s: %s", name, error, exc_info=None if known else error)
+                    logged = True
+                    log.error("%s: %s", name, error, exc_info=None if is_request_error else error)
             else:
                 self._faults.pop(name, None)
-                if said:
-                    said = False
+                if logged:
+                    logged = False
                     log.warning("%s: it works again", name)
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
@@ -491,8 +493,8 @@ class TurnManager:
             prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
         whole = before.tokens + prompt
         records = (Record(name),)
-        said = (before.messages, whole, before.text, before.inside)
-        return OpenTurn(self, name.owner, *said, records, opening, held.pop_all(), stored)
+        stored_text = (before.messages, whole, before.text, before.inside)
+        return OpenTurn(self, name.owner, *stored_text, records, opening, held.pop_all(), stored)
 
     async def _chat_turn(
         self,
@@ -531,8 +533,8 @@ class TurnManager:
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
             return recent, None
         stored = await self.run(self._store.find, name, self.now())
-        found = common_beginning(stored[1], messages) if stored is not None else None
-        return (found if _message_count(found) > covered else recent), stored
+        match = common_beginning(stored[1], messages) if stored is not None else None
+        return (match if _message_count(match) > covered else recent), stored
 
     async def _admit(self, records: Sequence[Record], held: ExitStack) -> Opening | None:
         """Keeps the existing histories from expiring while they are held. RequestError (429),
@@ -548,13 +550,13 @@ class TurnManager:
         def admit_and_find(names: Sequence[Name], now: float, turn: bytes) -> Opening:
             with self._store.transaction(durable=False):
                 opening = self._store.admit(names, now, turn, alone=True)
-                found.append(self._store.find(name, now))
+                stored.append(self._store.find(name, now))
             return opening
 
-        found: list[Stored | None] = []
+        stored: list[Stored | None] = []
         opening = await self._open_turn(admit_and_find, [name], held)
-        assert found[0] is not None
-        return opening, found[0]
+        assert stored[0] is not None
+        return opening, stored[0]
 
     async def _open_turn(
         self,
@@ -580,10 +582,10 @@ class TurnManager:
                 self._thread.submit(release).add_done_callback(Future.result)  # a fault is logged
 
     async def _continued(self, name: Name) -> Stored:
-        found = await self.run(self._store.find, name, self.now())
-        if found is None:
+        stored = await self.run(self._store.find, name, self.now())
+        if stored is None:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
-        return found
+        return stored
 
     async def store_turn(
         self,
@@ -659,8 +661,10 @@ class TurnManager:
 
     async def load(self, name: Name) -> tuple[Conversation, Transcript]:
         """The conversation with all of its history. RequestError (404)."""
-        found, past = await self._continued(name)
-        return found, past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+        conversation, past = await self._continued(name)
+        return conversation, past.transcript() if past is not None else Transcript(
+            (), array("i"), "", 0
+        )
 
     async def page(
         self, owner: str, limit: int, after: str | None, ascending: bool
@@ -713,9 +717,9 @@ class TurnManager:
         return self._erase_kv(gone)
 
     def _erase_kv(self, gone: Gone) -> Awaitable[bool]:
-        known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
+        kv_id = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(
-            self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
+            self._erase(Forget(kv_id, gone.tokens, gone.shared, gone.salt))
         )
         size = len(gone.tokens) + FORGET_TOKENS
 

@@ -176,13 +176,13 @@ class Transfers:
     def bad_copies(self) -> tuple[int, ...]:
         """HOST slots of failed copies, among the swap-outs that the last `completed` call found
         complete."""
-        found = list[int]()
+        bad = list[int]()
         completed = self._books[Lane.OUT].completed
         while self._unchecked and self._unchecked[0][0] <= completed:
             _, slots = self._unchecked.popleft()
             assert self._is_exact is not None
-            found += (slot for slot in slots if not self._is_exact(slot))
-        return tuple(found)
+            bad += (slot for slot in slots if not self._is_exact(slot))
+        return tuple(bad)
 
     def _wait(self, lane: Lane, after: Iterable[int]) -> None:
         """Makes the lane wait for the other lanes' tickets; its own order needs no wait."""

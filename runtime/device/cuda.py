@@ -402,8 +402,10 @@ def _check_gpu() -> None:
         )
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST_CAPABILITY:
-        wanted, found = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
+        wanted, actual = (
+            ".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability)
+        )
         name = torch.cuda.get_device_name()
         raise SettingError(
-            "--device", f"cuda needs compute capability {wanted} or newer, and {name} has {found}"
+            "--device", f"cuda needs compute capability {wanted} or newer, and {name} has {actual}"
         )

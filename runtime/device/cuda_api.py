@@ -58,9 +58,9 @@ class CudaRuntime:
         version = ctypes.c_int()
         _check("cudaRuntimeGetVersion", self._library.cudaRuntimeGetVersion(ctypes.byref(version)))
         if version.value < _OLDEST:
-            found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+            actual = f"{version.value // 1000}.{version.value % 1000 // 10}"
             raise SettingError(
-                "--device", f"cuda needs a torch made for CUDA 13 or newer, not {found}"
+                "--device", f"cuda needs a torch made for CUDA 13 or newer, not {actual}"
             )
         self._library.cudaMemcpyBatchAsync.argtypes = _BATCH_SIGNATURE
         self._attributes = _CopyAttributes(order=_IN_STREAM_ORDER)

@@ -84,9 +84,9 @@ def activation_bytes(
     partial = splits * heads * (head_dim + 1) * 4 if splits > 1 else 0
     # Logits by the last product, gathered from all ranks, without the last rank's padding, in
     # float32, and copied out of a graph.
-    made = (3 if several else 1) * itemsize + 4 + 4
+    per_logit = (3 if several else 1) * itemsize + 4 + 4
     logits = decoder.vocab_size * (
-        sampled * (made + _DRAWN_LOGIT) + scored * (made + _SCORED_LOGIT)
+        sampled * (per_logit + _DRAWN_LOGIT) + scored * (per_logit + _SCORED_LOGIT)
     )
     return tokens * (stream + max(attention, mlp) + partial) + logits
 

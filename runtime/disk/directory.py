@@ -60,8 +60,8 @@ def open_directory(path: Path, origin: RecordOrigin) -> Path:
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         if origin.rank == 0:
             _remove_ranks(path, origin.ranks)
-        found = about.read_text("utf-8") if about.exists() else None
-        if found != words:
+        previous = about.read_text("utf-8") if about.exists() else None
+        if previous != words:
             records = sorted(own.glob("*.kv"))
             for file in records:
                 file.unlink()

@@ -75,7 +75,7 @@ def payload_intact(page: bytes | memoryview, payload: np.ndarray) -> bool:
 
 def _checksum(*parts: bytes | memoryview) -> bytes:
     """The checksum of the joined parts."""
-    made = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for part in parts:
-        made.update(part)
-    return made.digest()
+        digest.update(part)
+    return digest.digest()

@@ -132,10 +132,10 @@ class Segments:
     def _descriptor(self, segment: int, make: bool) -> int:
         """FileNotFoundError if the file does not exist and `make` is False, ENOSPC if there is no
         room for all of it."""
-        known = self._open.get(segment)
-        if known is not None and (segment in self._whole or not make):
+        opened = self._open.get(segment)
+        if opened is not None and (segment in self._whole or not make):
             # without the lock: another thread may hold it for seconds to allocate a file
-            return known
+            return opened
         with self._lock:
             if segment not in self._open:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)

@@ -116,10 +116,10 @@ class DiskStore:
         """
         now = time.time()
         unreadable = list[int]()
-        found = self._readers.map(
+        read = self._readers.map(
             lambda slot: self._look(slot, now, unreadable), self._segments.present()
         )
-        records = [record for record in found if record is not None]
+        records = [record for record in read if record is not None]
         self.erase(unreadable)
         return records
 

@@ -315,7 +315,9 @@ class RequestBuilder:
                 priority=body.priority,
                 expect_next_s=body.expect_next_s,
                 owner=caller.share,
-                known=turn.known if turn is not None and turn.known_salt == salt else 0,
+                stored_tokens=turn.stored_tokens
+                if turn is not None and turn.stored_salt == salt
+                else 0,
                 confirm=bool(body.stop),
                 prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
                 choice=choice,

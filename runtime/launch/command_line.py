@@ -45,13 +45,13 @@ class CommandParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         for word in self.own_words(words):
             name = word.partition("=")[0]
-            if name.startswith("--") and " " not in name and name not in self._known():
+            if name.startswith("--") and " " not in name and name not in self._option_names():
                 # before a missing option, which may be the misspelt one
                 self.error(self._unknown(name))
-        found, rest = self.parse_known_args(words, namespace)
+        parsed, rest = self.parse_known_args(words, namespace)
         if rest:
             self.error(self._unknown(rest[0]))
-        return found
+        return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def _known(self) -> list[str]:
+    def _option_names(self) -> list[str]:
         return ["--", *(name for action in self._actions for name in action.option_strings)]
 
     def _unknown(self, word: str) -> str:
@@ -73,13 +73,13 @@ class CommandParser(argparse.ArgumentParser):
             return f"{word!r} is one word too many (--help shows what there is)"
         if hint := self._elsewhere.get(word.replace("_", "-")):
             return f"there is no option {word}: {hint}"
-        near = did_you_mean(word, [*self._known(), *self._aliases])
+        near = did_you_mean(word, [*self._option_names(), *self._aliases])
         return f"there is no option {word}{near or ' (--help shows what there is)'}"
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
+def did_you_mean(word: str, words: Sequence[str]) -> str:
     """The end of a message about an unknown word; "" if no known word is close to it."""
-    near = difflib.get_close_matches(word, known, 1, CLOSE)
+    near = difflib.get_close_matches(word, words, 1, CLOSE)
     return f"; did you mean {near[0]}?" if near else ""
 
 

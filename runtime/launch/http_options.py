@@ -22,9 +22,9 @@ from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 def http_settings(settings: ServeSettings) -> HTTPSettings:
     """Returns the HTTP process's settings, once the state directory is known. SettingError as
     `client_settings`."""
-    made = client_settings(settings)
-    histories = made.histories or str(settings.state_directory / HISTORY_FILE)
-    return replace(made, histories=histories, server=server_name(settings.disk_directory))
+    client = client_settings(settings)
+    histories = client.histories or str(settings.state_directory / HISTORY_FILE)
+    return replace(client, histories=histories, server=server_name(settings.disk_directory))
 
 
 def client_settings(settings: ServeSettings) -> HTTPSettings:
@@ -73,11 +73,11 @@ def server_name(directory: Path) -> str:
     path = directory / "server"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        known = path.read_text("utf-8").strip() if path.exists() else ""
-        if not known:  # or a full disk took only the file's name
-            known = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-            path.write_text(known, "utf-8")
-        return known
+        name = path.read_text("utf-8").strip() if path.exists() else ""
+        if not name:  # or a full disk took only the file's name
+            name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+            path.write_text(name, "utf-8")
+        return name
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("--state-dir", f"cannot use {path}: {error}") from error
 
@@ -109,10 +109,10 @@ def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
             lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError("--api-key-file", f"cannot read {path}: {error}") from error
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
+        api_keys = [line for line in lines if line and not line.startswith("#")]
+        if not api_keys:
             raise SettingError("--api-key-file", f"{path} holds no key")
-        keys = [*keys, *found]
+        keys = [*keys, *api_keys]
     if not all(key.strip() for key in keys):
         raise SettingError("--api-key", "a key must not be empty")
     return list(keys)

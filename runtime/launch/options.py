@@ -143,13 +143,13 @@ class Option:
             return value == words[0]
         return value
 
-    def add_to(self, made: argparse._ActionsContainer) -> None:
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
         declared = self.declared
         help = argparse.SUPPRESS
         if declared.help:
             help = declared.help + (f" (default: {self.default_text})" if self.default_text else "")
         if self.is_switch:
-            made.add_argument(flag(self.name), action=argparse.BooleanOptionalAction, help=help)
+            parser.add_argument(flag(self.name), action=argparse.BooleanOptionalAction, help=help)
             return
         how: dict[str, Any] = {}
         if declared.choices:
@@ -160,14 +160,14 @@ class Option:
             how["type"] = token_count if declared.unit == "TOKENS" else ARGPARSE_TYPES[self.kind]
         if self.several:
             how |= {"nargs": "+", "action": "store" if self.default is None else "extend"}
-        made.add_argument(flag(self.name), help=help, **how)
+        parser.add_argument(flag(self.name), help=help, **how)
 
 
 def _options() -> tuple[Option, ...]:
     """Of `ServeSettings`; its own fields come before those of its bases."""
     hints = get_type_hints(ServeSettings)
     own = ServeSettings.__annotations__
-    made = []
+    options = []
     for name, declared in sorted(DECLARED.items(), key=lambda item: item[0] not in own):
         hint = hints[name]
         default = DEFAULTS[name]
@@ -183,8 +183,8 @@ def _options() -> tuple[Option, ...]:
             default = declared.choices[not default]
         elif declared.unit == "SIZE" and default is not None:
             default = size_text(default)
-        made.append(Option(name, kind, several, default, declared))
-    return tuple(made)
+        options.append(Option(name, kind, several, default, declared))
+    return tuple(options)
 
 
 OPTIONS = _options()
@@ -194,17 +194,17 @@ COMMON = tuple(option.name for option in OPTIONS if option.declared.common)
 def parse_options(argv: Sequence[str]) -> ServeSettings:
     """Reads the flags, else the file of `--config`, else the defaults. SettingError for wrong
     values."""
-    made = parser()
+    commands = parser()
     path = early_options(argv).config
     if path is not None:
-        given = {word.partition("=")[0] for word in made.own_words(argv)}
+        given = {word.partition("=")[0] for word in commands.own_words(argv)}
         values = {
             name: value
-            for name, value in read_file(made, path).items()
+            for name, value in read_file(commands, path).items()
             if not _rivals(name) & given
         }
-        made.set_defaults(**values)
-    return settings_of(made.parse_args(argv))
+        commands.set_defaults(**values)
+    return settings_of(commands.parse_args(argv))
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
@@ -228,7 +228,7 @@ def early_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parser(prog: str = "pensieve serve") -> CommandParser:
-    made = CommandParser(
+    commands = CommandParser(
         prog=prog,
         usage="%(prog)s PATH [options]",
         description=(
@@ -241,7 +241,7 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
         aliases=ALIASES,
         elsewhere=ELSEWHERE,
     )
-    made.add_argument(
+    commands.add_argument(
         "path",
         nargs="?",
         action=_Path,
@@ -249,7 +249,7 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
         metavar="PATH",
         help=PATH_HELP,
     )
-    made.add_argument(
+    commands.add_argument(
         "--help",
         "-h",
         action=_Help,
@@ -257,12 +257,12 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
         default=argparse.SUPPRESS,
         help="show what most people need",
     )
-    made.add_argument("--help-all", action="help", help="show all options")
-    groups = {name: made.add_argument_group(name, about) for name, about in GROUPS.items()}
+    commands.add_argument("--help-all", action="help", help="show all options")
+    groups = {name: commands.add_argument_group(name, about) for name, about in GROUPS.items()}
     for option in OPTIONS:
-        option.add_to(groups.get(option.declared.group, made))
-    made.set_defaults(**{option.name: option.default for option in OPTIONS})
-    return made
+        option.add_to(groups.get(option.declared.group, commands))
+    commands.set_defaults(**{option.name: option.default for option in OPTIONS})
+    return commands
 
 
 class _Path(argparse.Action):
@@ -285,7 +285,7 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+def read_file(commands: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
     """Returns the file's options, by the names of the parser's values. Numbers become text, which
     the parser reads as a flag's value."""
     try:
@@ -294,22 +294,22 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
         raise SettingError("--config", f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError("--config", f"{path} is not TOML: {error}") from error
-    known = {
+    settings = {
         word: action
-        for action in made._actions
+        for action in commands._actions
         for word in action.option_strings
         if word.startswith("--")
     }
     for word in ("--help", "--help-all", "--version", "--config", "--attach"):
-        del known[word]
+        del settings[word]
     values: dict[str, Any] = {}
     for name, value in options.items():
         word = flag(name)
-        if word not in known:
-            near = did_you_mean(name.replace("_", "-"), [word[2:] for word in known])
+        if word not in settings:
+            near = did_you_mean(name.replace("_", "-"), [word[2:] for word in settings])
             hint = f": {ELSEWHERE[word]}" if word in ELSEWHERE else near
             raise SettingError("--config", f"{path}: there is no option {name!r}{hint}")
-        action = known[word]
+        action = settings[word]
         switch = action.nargs == 0
         several = action.nargs == "+"
         parts = value if several and isinstance(value, list) else [value]

@@ -16,7 +16,7 @@ from ...scheduler.types import SettingError
 from ..device.protocol import Device
 from ..engine import Engine, open_engine
 from ..ranks.launch import die_with_mpirun, open_ranks
-from ..system import MEETING_SECONDS, give_up_after, tell_when_asked
+from ..system import MEETING_SECONDS, dump_stacks_on_signal, give_up_after
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
@@ -48,17 +48,17 @@ def open_rank(
     """Returns this rank's device and its part of the engine, with the group in which it computes.
     All ranks call it at the same time. A fault of one rank is raised on it and on rank 0."""
     ranks.together(lambda: take_share(device, ranks))
-    made = ranks.together(make_device)
+    own_device = ranks.together(make_device)
     engine = ranks.together(lambda: open_engine(directory, device, ranks.rank, kv_cache_dtype))
     ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
     register_group(TENSOR_PARALLEL, ranks.open_group(device, engine.dtype))
-    return made, engine
+    return own_device, engine
 
 
 def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
     """Calls work(ranks) as one of the `count` processes that mpirun started. An exception ends them
     all."""
-    tell_when_asked()
+    dump_stacks_on_signal()
     die_with_mpirun()
     try:
         with give_up_after(MEETING_SECONDS):

@@ -38,9 +38,9 @@ def resolved(settings: ServeSettings) -> ServeSettings:
         tensor_parallel=settings.tensor_parallel_size,
         device=settings.device,
     )
-    asked = Path(settings.engine).resolve()
+    path = Path(settings.engine).resolve()
     state = settings.state_dir or state_directory(
-        asked.name, str(asked), lambda: tokenizer_digest(engine)
+        path.name, str(path), lambda: tokenizer_digest(engine)
     )
     return replace(settings, engine=str(engine), state_dir=state)
 

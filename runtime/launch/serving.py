@@ -19,7 +19,7 @@ from ..http.settings import HTTPSettings
 from ..messages import TritonSettings
 from ..ranks.launch import DRAIN, tell_serving
 from ..service import Service
-from ..system import ASKED
+from ..system import DUMP_STACKS
 from .assemble import Assembled, assemble, make_executor, prepare_rank
 from .attached import connect
 from .http_options import http_settings
@@ -50,7 +50,7 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     # process too, which inherits this mask. Started later, the process that multiprocessing starts
     # would remove the mask.
     resource_tracker.ensure_running()
-    ours_alone = [*ENDS, ASKED]
+    ours_alone = [*ENDS, DUMP_STACKS]
     signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
     http.start()  # its imports run while the weights load
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)

@@ -172,17 +172,17 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
             raise SettingError(flag(name), needs)
 
 
-def overflow_mode(asked: str | None, manifest: Manifest) -> str:
+def overflow_mode(mode: str | None, manifest: Manifest) -> str:
     """Kept KV stays valid only with relative positions; a table of learned positions also has an
     end."""
     if manifest.decoder.rotary is not None:
-        return asked or KEEP
-    if asked == KEEP:
+        return mode or KEEP
+    if mode == KEEP:
         message = (
             f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
         )
         raise SettingError("--overflow", message)
-    return asked or RECOMPUTE
+    return mode or RECOMPUTE
 
 
 def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler.types import SettingError
-from ..system import ASKED, children, running
+from ..system import DUMP_STACKS, children, running
 
 if TYPE_CHECKING:
     from .mpi import Ranks
@@ -87,14 +87,14 @@ def mpirun_here() -> str | None:
 
 def find_mpirun() -> str:
     """Returns the path of mpirun. SettingError if it, or Python's MPI package, is missing."""
-    found = mpirun_here()
-    if found is None or find_spec("mpi4py") is None:
-        missing = "mpirun" if found is None else "mpi4py"
+    program = mpirun_here()
+    if program is None or find_spec("mpi4py") is None:
+        missing = "mpirun" if program is None else "mpi4py"
         raise SettingError(
             "--engine",
             f"it has several ranks, which mpirun starts, and there is no {missing}: {_ADVICE}",
         )
-    return found
+    return program
 
 
 def environment(given: dict[str, str], ranks: int, scratch: str) -> dict[str, str]:
@@ -122,7 +122,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
     The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third
     kills them. Before they serve, the first signal ends them with one log line, and the exit status
     is the shell's for that signal. SIGUSR2 makes them print their stacks
-    (`system.tell_when_asked`). They end with this process.
+    (`system.dump_stacks_on_signal`). They end with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
@@ -144,7 +144,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
         for ends in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ends, pass_on)
         # Without ranks the signal has no effect.
-        signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)
+        signal.signal(DUMP_STACKS, lambda *_: mpirun.send_signal(DUMP_STACKS) if mpirun else None)
         # In a new session: signals of the terminal reach this process only, which passes them on to
         # the ranks.
         mpirun = subprocess.Popen(

@@ -141,14 +141,14 @@ class Place(NamedTuple):
 @lru_cache(maxsize=1024)
 def places(shape: Shape) -> tuple[Place, ...]:
     """The parts of a `StagedBatch` of this shape, one after the other."""
-    found = []
+    placed = []
     end = 0
     for name, one in STAGED_INPUTS.items():
         first = -(-end // _ALIGNED_WORDS) * _ALIGNED_WORDS
         own = one.shape(shape._asdict())
         end = first + prod(own)
-        found.append(Place(name, first, end, own))
-    return tuple(found)
+        placed.append(Place(name, first, end, own))
+    return tuple(placed)
 
 
 def batch_views(words: Array, shape: Shape) -> StagedBatch[Array]:

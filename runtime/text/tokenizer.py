@@ -241,11 +241,11 @@ class Tokenizer:
         a newline, the ids are cut behind the newline, and the result is decoded to check it.
         """
         context = self.context(before)
-        said = self._tokenizer.decode(context, skip_special_tokens=False)
+        decoded = self._tokenizer.decode(context, skip_special_tokens=False)
         normalizer = self._tokenizer.normalizer
         wanted = {
-            said + text,
-            said + (normalizer.normalize_str(text) if normalizer is not None else text),
+            decoded + text,
+            decoded + (normalizer.normalize_str(text) if normalizer is not None else text),
         }
         for anchor in ("", "\n"):
             (encoded,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
@@ -318,10 +318,10 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     or as the description of an added token."""
     extra = config.get("extra_special_tokens")
     roles = {**config, **(extra if isinstance(extra, dict) else {})}
-    found = {role: value for role, value in roles.items() if role.endswith("_token")}
+    special = {role: value for role, value in roles.items() if role.endswith("_token")}
     texts = {
         role: value.get("content") if isinstance(value, dict) else value
-        for role, value in found.items()
+        for role, value in special.items()
     }
     # skips add_bos_token, which is not a token
     return {role: text for role, text in texts.items() if isinstance(text, str)}
@@ -346,7 +346,7 @@ class Detokenizer:
         self._decode, self._special = tokenizer.decode, tokenizer.special
         self._window = [token for token in context if token not in self._special]
         self._held = len(self._window)  # index in the window at which the held tokens begin
-        self._said = self._decode(self._window) if self._window else ""
+        self._text = self._decode(self._window) if self._window else ""
 
     def push(self, token: int) -> str:
         """Returns the text that this token completes, possibly none."""
@@ -364,7 +364,7 @@ class Detokenizer:
         # known to be a character boundary here, so the window stays.
         signs = len(new) - len(new.rstrip(REPLACEMENT))
         new = new[: len(new) - min(signs, 3)]
-        self._said += new
+        self._text += new
         return new
 
     def flush(self) -> str:
@@ -373,8 +373,8 @@ class Detokenizer:
 
     def _unsaid(self) -> str:
         text = self._decode(self._window)
-        if text.startswith(self._said):
-            return text[len(self._said) :]
+        if text.startswith(self._text):
+            return text[len(self._text) :]
         # Byte-fallback decoders turn a whole run of bytes into replacement characters if a later
         # byte is invalid.
         return self._decode(self._window[self._held :])
@@ -383,7 +383,7 @@ class Detokenizer:
         """Moves the window: its held tokens become the next window's context."""
         del self._window[: self._held]
         self._held = len(self._window)
-        self._said = self._decode(self._window)
+        self._text = self._decode(self._window)
         return new
 
 
@@ -483,15 +483,15 @@ class StopMatcher:
 
     def _say(self, count: int) -> str:
         """Removes and returns the first `count` held characters."""
-        said = []
+        pieces = []
         self._held -= count
         while count:
             piece = self._pieces[0]
             begin = self._begin
-            said.append(piece[begin : begin + count])
-            count -= len(said[-1])
-            self._begin += len(said[-1])
+            pieces.append(piece[begin : begin + count])
+            count -= len(pieces[-1])
+            self._begin += len(pieces[-1])
             if self._begin == len(piece):
                 self._pieces.popleft()
                 self._begin = 0
-        return "".join(said)
+        return "".join(pieces)

@@ -83,7 +83,7 @@ class ChunkStore:
 
     # -- looking up
 
-    def known(self, key: ChunkKey) -> bool:
+    def was_computed(self, key: ChunkKey) -> bool:
         """True if the key's chunk was computed here before, even if it is in no tier now."""
         return key in self._by_key or key in self._forgotten
 

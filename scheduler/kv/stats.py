@@ -124,10 +124,10 @@ class LoadOrRecomputeStats:
 
     def by_choice(self) -> dict[str, dict[str, float]]:
         """{"load" or "recompute": {"chunks", "load", "recompute"}}."""
-        made = {"load": self._loaded, "recompute": self._recomputed}
+        choices = {"load": self._loaded, "recompute": self._recomputed}
         return {
             name: {part: getattr(choice, part) for part in Choice.__slots__}
-            for name, choice in made.items()
+            for name, choice in choices.items()
         }
 
 

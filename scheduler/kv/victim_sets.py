@@ -122,15 +122,15 @@ class VictimSet:
         """
         end, sign = (-1, -1.0) if most else (0, 1.0)
         best = inf
-        found = None
+        group = None
         for weight_class in self._classes.values():
             stamp = weight_class.stamps[end]
             value = sign * weight_class.weight / max(now - stamp, SHORTEST_IDLE_S)
             if value < best:
                 best = value
-                found = weight_class.groups[stamp]
-        assert found is not None
-        return sign * best, found
+                group = weight_class.groups[stamp]
+        assert group is not None
+        return sign * best, group
 
 
 class Head:

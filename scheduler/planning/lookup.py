@@ -192,12 +192,14 @@ class CacheLookup:
             anew = turn.context_start
         else:
             *others, anew = windows.context_starts(last, turn.context_start)
-        for context_start in self._known_starts(turn, others):
-            found = self._needs_from(turn, conversation, rows, context_start, most=last - anew)
-            if found is not None and not (
-                isinstance(found, RequestNeeds) and found.computed > last - anew
+        for context_start in self._computed_starts(turn, others):
+            request_needs = self._needs_from(
+                turn, conversation, rows, context_start, most=last - anew
+            )
+            if request_needs is not None and not (
+                isinstance(request_needs, RequestNeeds) and request_needs.computed > last - anew
             ):
-                return found
+                return request_needs
         needs = self._needs_from(turn, conversation, rows, anew)
         assert needs is not None
         return needs
@@ -210,12 +212,12 @@ class CacheLookup:
         self._chunk_keys.extend(keys, context_start, turn.request.salt, turn.tokens, end)
         return keys
 
-    def _known_starts(self, turn: Turn, starts: Sequence[int]) -> Iterator[int]:
+    def _computed_starts(self, turn: Turn, starts: Sequence[int]) -> Iterator[int]:
         """Yields the turn's context start, and those where any context began. This looks at one
         chunk of each, before keys are made for all chunks."""
         first_keys = turn.first_keys
         pending = self._store.pending
-        known = self._store.known
+        had_kv = self._store.was_computed
         for start in starts:
             if start == turn.context_start:
                 yield start
@@ -227,7 +229,7 @@ class CacheLookup:
                 key = first_keys[start] = self._chunk_keys.first(
                     start, turn.request.salt, turn.tokens
                 )
-            if key in pending or known(key):
+            if key in pending or had_kv(key):
                 yield start
 
     def _needs_from(
@@ -268,7 +270,7 @@ class CacheLookup:
         view.held = -(-end // size) - view.first
 
         hits: list[Chunk | None] = []
-        known: list[bool] = []
+        had_kv: list[bool] = []
         on_disk: list[Chunk] = []
         unknown = 0
         find = self._store.find
@@ -279,7 +281,7 @@ class CacheLookup:
             chunk = find(key)
             if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
                 hits.append(chunk)
-                known.append(False)
+                had_kv.append(False)
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return next(last for last in reversed(seen) if self.must_wait(last))
@@ -293,7 +295,7 @@ class CacheLookup:
                 and (overflows or self._cost.recompute(chunk.end) >= load)
             )
             hits.append(chunk if hit else None)
-            known.append(not hit and self._store.known(key))
+            had_kv.append(not hit and self._store.was_computed(key))
             unknown += chunk is None
             # of one chunk a tail may have a part, and of another there may be no more
             if (unknown - 2) * size > most:
@@ -302,7 +304,7 @@ class CacheLookup:
             return NeedsDisk(on_disk, hits)
         missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
-        known += [False] * missing
+        had_kv += [False] * missing
         if view.tail is not None:
             index = view.tail.end // size - 1 - view.first
             if 0 <= index < view.held and hits[index] is None:
@@ -310,7 +312,7 @@ class CacheLookup:
             else:
                 view.tail = None
                 view.tail_tokens = 0
-        return self._needs(view, hits, known)
+        return self._needs(view, hits, had_kv)
 
     def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
         """True if any chunk from position `start` on is available without computing it."""
@@ -361,7 +363,9 @@ class CacheLookup:
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
         return (tail, tokens) if tokens > 0 else (None, 0)
 
-    def _needs(self, view: _View, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
+    def _needs(
+        self, view: _View, hits: list[Chunk | None], computed_before: list[bool]
+    ) -> RequestNeeds:
         size = self._chunk_tokens
         count = len(view.turn.tokens)
         turn = view.turn
@@ -386,7 +390,7 @@ class CacheLookup:
                             spans.append(Span(-1, first, reached, first, 0))
                         first = start
                     reached = end
-                    again = end if known[index - view.first] else min(end, had_kv)
+                    again = end if computed_before[index - view.first] else min(end, had_kv)
                     sources["recomputed"] += max(0, again - max(start, seen))
                 if chunk is None:
                     continue
@@ -452,9 +456,9 @@ class CacheLookup:
         if not self._reuse:
             return 0
         if conversation is None:
-            return turn.request.known
+            return turn.request.stored_tokens
         had_kv = min(_common(conversation, turn), len(conversation.tokens) - 1)
-        return max(turn.request.known, had_kv)
+        return max(turn.request.stored_tokens, had_kv)
 
 
 def _common(conversation: Conversation, turn: Turn) -> int:

@@ -84,18 +84,18 @@ class StepCopies:
         return Tickets(swap_in=self._after_in, swap_out=self._after_out)
 
     def batches(self) -> tuple[CopyBatch, ...]:
-        made = vars(self)
+        copies = vars(self)
         order = ("evictions", "gated", "early", "saves")
         return tuple(
-            made[name].freeze(gated=name == "gated")
+            copies[name].freeze(gated=name == "gated")
             for name in order
-            if name in made and made[name].sources
+            if name in copies and copies[name].sources
         )
 
     def moved(self) -> tuple[int, int]:
         """Chunks swapped in and out so far."""
-        made = vars(self)
-        sizes = [len(made.get(name, ())) for name in ("gated", "early", "evictions", "saves")]
+        copies = vars(self)
+        sizes = [len(copies.get(name, ())) for name in ("gated", "early", "evictions", "saves")]
         return sizes[0] + sizes[1], sizes[2] + sizes[3]
 
 

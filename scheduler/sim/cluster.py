@@ -77,8 +77,8 @@ class ClusterReport:
     def hit_rate(self) -> float:
         """The share of previously computed prompt tokens that was not computed again."""
         return (
-            self.usage.cached / known
-            if (known := self.usage.cached + self.usage.recomputed)
+            self.usage.cached / computed_before
+            if (computed_before := self.usage.cached + self.usage.recomputed)
             else 0.0
         )
 
@@ -279,8 +279,8 @@ class Cluster:
         step = turn.session.turns[turn.turn]
         if turn.turn == 0:
             return self._content.first_input(turn.session)
-        known = (life.log or self._content.system(turn.session))[: step.history_tokens]
-        return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
+        history = (life.log or self._content.system(turn.session))[: step.history_tokens]
+        return history + self._content.fresh(step.history_tokens - len(history) + step.input_tokens)
 
     def _serve_elsewhere(self, turn: Open, life: _Life) -> None:
         """Serves the turn on a replica that is not simulated. Its reply begins together with that
@@ -310,9 +310,11 @@ class Cluster:
         life.followers = []
         if turn.arrival >= self._warm_up_s:
             # a reply's last token has no KV yet
-            known = turn.session.turns[turn.turn].history_tokens - 1
+            computed_before = turn.session.turns[turn.turn].history_tokens - 1
             again = max(
-                usage.recomputed, min(known - usage.cached, usage.recomputed + usage.new), 0
+                usage.recomputed,
+                min(computed_before - usage.cached, usage.recomputed + usage.new),
+                0,
             )
             self._usage.append(
                 replace(usage, recomputed=again, new=usage.recomputed + usage.new - again)

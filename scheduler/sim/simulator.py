@@ -92,8 +92,8 @@ class Report:
     @property
     def hit_rate(self) -> float:
         """The share of previously computed prompt tokens that was not computed again."""
-        known = self.usage.cached + self.usage.recomputed
-        return self.usage.cached / known if known else 0.0
+        computed_before = self.usage.cached + self.usage.recomputed
+        return self.usage.cached / computed_before if computed_before else 0.0
 
 
 class VirtualDevice:
@@ -353,10 +353,10 @@ class Simulator:
         conversation = session.name if len(session.turns) > 1 else None
         self._open[request] = turn
         tokens = session.turns[turn.turn].output_tokens
-        asked = Request(
+        message = Request(
             request, prompt, tokens, conversation, truncate=self._truncate, owner=session.owner
         )
-        self.scheduler.add(asked, self.now)
+        self.scheduler.add(message, self.now)
 
     # -- results
 

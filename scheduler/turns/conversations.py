@@ -165,9 +165,9 @@ class Conversations:
     def tokens(self, conversation_id: str) -> array[int]:
         """Returns the log: every token of the last committed branch. Raises RequestError (404) for
         an unknown id."""
-        return self._known(conversation_id).tokens
+        return self._get(conversation_id).tokens
 
-    def _known(self, conversation_id: str) -> Conversation:
+    def _get(self, conversation_id: str) -> Conversation:
         conversation = self._by_id.get(conversation_id)
         if conversation is None:
             raise RequestError(404, f"there is no conversation {conversation_id!r}", "conversation")
@@ -258,7 +258,7 @@ class Conversations:
 
         Raises RequestError: 404 for an unknown id, 409 if `new_id` exists.
         """
-        source = self._known(conversation_id)
+        source = self._get(conversation_id)
         if new_id in self._by_id:
             raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
         log = Log(
@@ -284,7 +284,7 @@ class Conversations:
         `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError
         (404) for an unknown id.
         """
-        self._known(conversation_id)
+        self._get(conversation_id)
         self._deletions.begin(self._delete(self._detach(conversation_id), shared, others, salt))
 
     def _delete(
@@ -334,7 +334,7 @@ class Conversations:
 
         Raises RequestError (404) for an unknown id.
         """
-        conversation = self._known(conversation_id)
+        conversation = self._get(conversation_id)
         conversation.ttl = self._ttl if ttl is None else ttl
         conversation.pinned_until = pinned_until
         self._pin(conversation, pinned_until > now)
@@ -467,16 +467,16 @@ class Conversations:
     def residency(self, start: int, most: int) -> Residency:
         """Returns the tiers of conversations' chunks, from conversation number `start` on. Cost:
         about `most` chunks."""
-        found: list[ConversationKV] = []
+        entries: list[ConversationKV] = []
         self._budget.spend(start // PASSED)
         for conversation_id, conversation in islice(self._by_id.items(), start, None):
             if most <= 0:
-                return Residency(self._chunk_tokens, found, start + len(found), start)
-            found.append(_whereabouts(conversation_id, conversation))
+                return Residency(self._chunk_tokens, entries, start + len(entries), start)
+            entries.append(_whereabouts(conversation_id, conversation))
             chunks = len(conversation.keys) - conversation.first + 1
             self._budget.spend(1 + chunks // LOOKED_AT)
             most -= chunks
-        return Residency(self._chunk_tokens, found, 0, start)
+        return Residency(self._chunk_tokens, entries, 0, start)
 
     def _drop_tail(self, conversation: Conversation) -> None:
         if conversation.tail is not None and conversation.tail.resident:

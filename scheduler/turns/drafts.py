@@ -46,9 +46,9 @@ class Drafts:
     def _settle(self, tokens: Tokens) -> int:
         """Makes a new proposal if the open one is settled. Returns how many tokens of the open one
         have come true."""
-        said = tokens[self._begin : self._begin + len(self._proposal)]
-        came = common_prefix(said, self._proposal)
-        if came == len(said) and came < len(self._proposal):
+        sampled = tokens[self._begin : self._begin + len(self._proposal)]
+        came = common_prefix(sampled, self._proposal)
+        if came == len(sampled) and came < len(self._proposal):
             return came
         if self._proposal:
             self._mean += LEARNED * (came - self._mean)

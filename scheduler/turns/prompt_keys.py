@@ -34,8 +34,8 @@ class PromptKeys:
         self.keys: list[ChunkKey] = []
         self.key_chains: dict[int, list[ChunkKey]] = {}
         self.first_keys: dict[int, ChunkKey] = {}
-        known = (array("i"), []) if log is None else (log.tokens, log.keys)
-        self._work = self._make(*known)
+        start = (array("i"), []) if log is None else (log.tokens, log.keys)
+        self._work = self._make(*start)
 
     def serves(self, request: Request, log: Conversation | None) -> bool:
         """True if these are that request's keys too."""

@@ -330,7 +330,9 @@ def test_a_report_adds_up():
 
 
 def test_lines_are_aligned_and_say_what_is_missing():
-    rich = report(tally(cached_known=20, cached_tokens=4000), rate=1.5, turns=4.0, seconds=10.0)
+    rich = report(
+        tally(num_cache_reports=20, cached_tokens=4000), rate=1.5, turns=4.0, seconds=10.0
+    )
     assert "cached 80.0%" in report_line(rich)
     sources = {"gpu": 75, "host": 25, "disk": 0, "recomputed": 0, "new": 0}
     assert "gpu 75.0%, host 25.0%" in report_line(

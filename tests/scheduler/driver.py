@@ -95,7 +95,7 @@ class Driver(Harness):
                 else self.random.choice(self.owners),
                 sampling=Sampling(grammar="g" if grammar else None),
                 prompt_logprobs=1 if scores else None,
-                known=len(start) if name in self.remembered else 0,
+                stored_tokens=len(start) if name in self.remembered else 0,
             )
         except RequestError as refusal:
             self.counts[f"refused {refusal.status}"] += 1

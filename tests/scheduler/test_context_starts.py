@@ -99,7 +99,7 @@ class Starts(Harness):
             return anew
         lowest = self.remembered(prompt, conversation)
         for base in range(lowest, anew, self.windows.step):
-            known = base == lowest or self.scheduler._store.known(
+            known = base == lowest or self.scheduler._store.was_computed(
                 self.chain(prompt, base)[base // self.config.chunk_tokens]
             )
             if known and self.to_compute(prompt, conversation, base) < last - anew + 1:

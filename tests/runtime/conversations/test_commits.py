@@ -156,7 +156,7 @@ def test_a_turn_goes_on_from_the_same_turn_as_after_a_search_through_everything(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_BRANCHES", 2 + seed % 5)
-    monkeypatch.setattr(module, "MOST_KNOWN", (150, 1000, 10**6)[seed % 3])
+    monkeypatch.setattr(module, "MOST_CACHED", (150, 1000, 10**6)[seed % 3])
     stores = HistoryStore(":memory:"), WholeSearch(":memory:")
     driver = Driver(seed, stores)
     for _ in range(250):
@@ -164,9 +164,9 @@ def test_a_turn_goes_on_from_the_same_turn_as_after_a_search_through_everything(
         one, other = map(tables, stores)
         assert one == other
         assert (
-            stores[0]._known
+            stores[0]._cached_size
             == sum(line.size for line in stores[0]._lines.values())
-            <= module.MOST_KNOWN
+            <= module.MOST_CACHED
         )
     for digest, owner, id, kind in stores[0]._db.execute(
         "SELECT digest, owner, conversations.id, kind FROM conversations JOIN turns ON "

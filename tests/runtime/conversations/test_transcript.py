@@ -18,8 +18,8 @@ from pensieve.runtime.conversations.transcript import (
     Transcript,
     common_beginning,
     dialogue_keys,
-    known_tokens,
     spliced,
+    stored_tokens,
     title_of,
     tokens_inside,
 )
@@ -144,9 +144,9 @@ def test_what_is_known_of_a_prompt_are_the_ids_that_its_log_had_kv_of():
         return StoredTurn.behind(None, Transcript((), array("i", [1, 2, 3, 4]), "", inside))
 
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3], [1, 2, 9, 4], [9]]
-    assert [known_tokens(turn(0), array("i", prompt)) for prompt in prompts] == [3, 3, 3, 2, 0]
-    assert known_tokens(turn(OTHERS), array("i", prompts[0])) == 0, "ids of another tokenizer"
-    assert known_tokens(None, array("i", prompts[0])) == 0
+    assert [stored_tokens(turn(0), array("i", prompt)) for prompt in prompts] == [3, 3, 3, 2, 0]
+    assert stored_tokens(turn(OTHERS), array("i", prompts[0])) == 0, "ids of another tokenizer"
+    assert stored_tokens(None, array("i", prompts[0])) == 0
 
 
 def test_a_stop_string_inside_a_token_leaves_the_rest_of_its_text_to_the_tokenizer():

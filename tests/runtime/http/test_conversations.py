@@ -406,7 +406,7 @@ def test_a_new_process_says_of_what_is_stored_that_it_has_had_kv(
                 await server.ask("POST", f"{CONVERSATIONS}/a/fork", json={"id": name})
             answer = await server.post(COMPLETIONS, prompt="hello", conversation="g", max_tokens=5)
             text = "hello" + answer["choices"][0]["text"]
-            assert [request.known for request in server.requests] == [0, 0, 0]
+            assert [request.stored_tokens for request in server.requests] == [0, 0, 0]
             chat, _, completion = server.logs()
             del completion[len(server.requests[-1].prompt) + 5 :]
         whole = ("hello", reply, "and?")
@@ -416,8 +416,8 @@ def test_a_new_process_says_of_what_is_stored_that_it_has_had_kv(
             async with serve(path) as server:
                 await asking(server)
                 (request,) = server.requests
-                assert request.known <= common_prefix(array("i", log), request.prompt)
-                return len(log) - 1 - request.known
+                assert request.stored_tokens <= common_prefix(array("i", log), request.prompt)
+                return len(log) - 1 - request.stored_tokens
 
         assert (
             await unknown(

@@ -57,8 +57,8 @@ def test_keys_of_dropped_chunks_stay_known_for_a_bounded_while():
     keys = [fresh_key() for _ in range(20)]
     for key in keys:
         store.drop(idle(store, key=key))
-        assert store.known(key) and store.find(key) is None
-    assert [store.known(key) for key in keys] == [False] * 8 + [True] * 12
+        assert store.was_computed(key) and store.find(key) is None
+    assert [store.was_computed(key) for key in keys] == [False] * 8 + [True] * 12
     again = idle(store, key=keys[-1])
     assert store.find(keys[-1]) is again and len(store._forgotten) == 11
 
@@ -69,7 +69,7 @@ def test_a_claimed_chunk_stays_in_the_store_when_it_is_dropped():
     store.drop(chunk)
     check(store, claims={chunk: 1})
     store.unclaim(chunk)
-    assert store.find(chunk.key) is None and store.known(chunk.key)
+    assert store.find(chunk.key) is None and store.was_computed(chunk.key)
     check(store)
 
 

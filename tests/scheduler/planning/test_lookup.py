@@ -136,15 +136,15 @@ def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
     harness = Harness()
     if in_first_chunks:
         harness.turn(range(in_first_chunks), 1, "b")
-    usage = harness.turn([*PROMPT, *range(40, 48)], 1, "a", known=21)
+    usage = harness.turn([*PROMPT, *range(40, 48)], 1, "a", stored_tokens=21)
     found = {"gpu": in_first_chunks} if in_first_chunks else {}
     assert usage == found | {"recomputed": 21 - in_first_chunks, "new": 9}
     log = harness.logs["a"]
-    assert harness.turn([*log, 1], 1, "a", known=len(log) - 1) == {"gpu": 30, "new": 2}, (
+    assert harness.turn([*log, 1], 1, "a", stored_tokens=len(log) - 1) == {"gpu": 30, "new": 2}, (
         "it is here now"
     )
     harness.lose(list)
-    assert harness.turn([*PROMPT, 9], 1, "a", known=20) == {"recomputed": 22, "new": 1}, (
+    assert harness.turn([*PROMPT, 9], 1, "a", stored_tokens=20) == {"recomputed": 22, "new": 1}, (
         "of that this process knows more"
     )
     harness.drain()
@@ -152,20 +152,20 @@ def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
 
 def test_a_prompt_that_is_all_known_is_recomputed_to_its_end():
     harness = Harness()
-    assert harness.turn(PROMPT, 1, "a", known=22) == {"recomputed": 22}
-    assert harness.turn(range(20), 1, "b", known=20) == {"gpu": 19, "recomputed": 1}
+    assert harness.turn(PROMPT, 1, "a", stored_tokens=22) == {"recomputed": 22}
+    assert harness.turn(range(20), 1, "b", stored_tokens=20) == {"gpu": 19, "recomputed": 1}
     harness.drain()
 
 
 def test_without_reuse_nothing_is_known():
     harness = Harness(reuse=False)
-    assert harness.turn(PROMPT, 1, "a", known=21) == {"new": 22}
+    assert harness.turn(PROMPT, 1, "a", stored_tokens=21) == {"new": 22}
     harness.drain()
 
 
 def test_of_a_known_context_that_overflows_only_what_is_seen_counts():
     harness = Harness(max_model_len=16)  # half of it goes at once
-    usage = harness.turn(range(22), 1, "a", truncate=True, known=20)
+    usage = harness.turn(range(22), 1, "a", truncate=True, stored_tokens=20)
     assert usage == {"recomputed": 20 - 8, "new": 2}
     harness.drain()
 
