@@ -47,8 +47,8 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
             raise SettingError(flag(name), f"must be at least {bound}, not {value}")
 
 
-def add_kv_cache_dtype(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
+def add_kv_cache_dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
                       help="as `pensieve serve` (default %(default)s)")  # fmt: skip
 
 
@@ -75,10 +75,10 @@ def title_line(columns: Columns) -> str:
     ).rstrip()
 
 
-def result_line(columns: Columns, found: Mapping[str, Any]) -> str:
+def result_line(columns: Columns, values: Mapping[str, Any]) -> str:
     """None, nothing to tell, is a dash."""
     shown = (
-        "-" if found[name] is None else format(found[name], form)
+        "-" if values[name] is None else format(values[name], form)
         for name, (_, form) in columns.items()
     )
     places = ((_side(form), _width(title, form)) for title, form in columns.values())

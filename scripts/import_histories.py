@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SettingError("--history-url", "names no database")
         if not args.file.is_file():
             raise SettingError("FILE", f"there is no {args.file}")
-        copied, known = import_histories(args.file, url)
+        copied, kept = import_histories(args.file, url)
     except (SettingError, RequestError) as error:
         parser.error(str(error))
-    print(f"copied {copied} conversations and responses, {known} were there already")
+    print(f"copied {copied} conversations and responses, {kept} were there already")
     return 0
 
 

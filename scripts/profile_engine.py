@@ -34,8 +34,8 @@ TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200
 
 
 def parser() -> CommandParser:
-    made = CommandParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    command = CommandParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
+    option = command.add_argument
     option(
         "--engine",
         required=True,
@@ -49,7 +49,7 @@ def parser() -> CommandParser:
         choices=DEVICES,
         help="where the engine runs (default %(default)s)",
     )
-    add_kv_cache_dtype(made)
+    add_kv_cache_dtype(command)
     option("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default %(default)s)")
     option(
         "--max-num-seqs",
@@ -61,7 +61,7 @@ def parser() -> CommandParser:
         "--max-num-batched-tokens", type=int, metavar="N", help="a full batch (default %(default)s)"
     )
     served = ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens")
-    made.set_defaults(**{name: DEFAULTS[name] for name in served})
+    command.set_defaults(**{name: DEFAULTS[name] for name in served})
     option(
         "--max-model-len",
         type=int,
@@ -87,7 +87,7 @@ def parser() -> CommandParser:
         help="also time whole turns, and draw both figures there (matplotlib)",
     )
     option("--json", action="store_true", help="print one JSON line instead of the table")
-    return made
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -87,15 +87,15 @@ async def measure(places: dict[str, str], rounds: int, number: int) -> None:
     print("| streams | way | events | p50, ms | p99, ms |\n|---|---|---|---|---|")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for streams in STREAMS:
-            found: dict[str, list[float]] = {way: [] for way in places}
+            latencies: dict[str, list[float]] = {way: [] for way in places}
             for turn in range(rounds + 1):  # the first one warms up
                 for way, url in places.items():
                     all_streams = [
                         read(session, url, number, f"session {stream}") for stream in range(streams)
                     ]
                     lists = await asyncio.gather(*all_streams)
-                    found[way] += [seconds for one in lists for seconds in one] if turn else []
-            for way, seconds in found.items():
+                    latencies[way] += [seconds for one in lists for seconds in one] if turn else []
+            for way, seconds in latencies.items():
                 p50, p99 = (
                     sorted(seconds)[int(len(seconds) * part)] * 1000 for part in (0.5, 0.99)
                 )
