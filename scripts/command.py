@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.choices import KV_CACHE_DTYPES
+from ..runtime.launch.settings import HISTORY_URL
 from ..scheduler.declaration import flag
 from ..scheduler.types import SettingError
 
@@ -50,6 +52,13 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 def add_kv_cache_dtype(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
                       help="as `pensieve serve` (default %(default)s)")  # fmt: skip
+
+
+def add_history_url(command: argparse.ArgumentParser, use: str) -> None:
+    command.add_argument("--history-url", metavar="URL", help=f"{use} (default: {HISTORY_URL})")
+    command.add_argument(
+        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
+    )
 
 
 def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:

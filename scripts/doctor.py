@@ -24,10 +24,11 @@ from ..builder.tensorrt.installed import tensorrt_version
 from ..runtime.conversations.databases import LEASE_SECONDS, look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.settings import HISTORY_URL, default_state_dir
+from ..runtime.launch.settings import default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import RequestError, SettingError
 from .chat import Server, ServerError
+from .command import add_history_url
 
 GIB = 2**30
 PROGRAM_S = 20  # for another program to answer; a driver that hangs never does
@@ -315,12 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument(
-        "--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})"
-    )
-    parser.add_argument(
-        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
-    )
+    add_history_url(parser, "of a shared database")
     parser.add_argument(
         "--url", action="append", default=[], help="of a server that runs; may be repeated"
     )

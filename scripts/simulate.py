@@ -35,15 +35,16 @@ from .simulation.traces import CHATS, read_trace, synthetic
 
 PRESETS = ("trace", "load")
 POSITIVE = (
-    *(
-        "sessions_per_s",
-        "think_s",
-        "flops_per_s",
-        "memory_bytes_per_s",
-        "link_bytes_per_s",
-        "chunk_tokens",
-    ),
-    *("disk_read_bytes_per_s", "disk_write_bytes_per_s", "seconds", "measure_s"),
+    "sessions_per_s",
+    "think_s",
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "chunk_tokens",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "seconds",
+    "measure_s",
 )
 
 

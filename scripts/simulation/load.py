@@ -13,7 +13,6 @@ import argparse
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -157,17 +156,23 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
 
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
     if args.start == "empty":
-        draw = partial(
-            synthetic,
-            CHATS[args.synthetic],
-            think_s=args.think_s,
-            seed=seed,
-            turn_counts=args.turn_counts,
-        )
         most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
-        sessions = draw(conversations=most, sessions_per_s=rate)
+        sessions = made_up_sessions(args, seed, most, rate)
         return [session for session in sessions if session.start_s < args.seconds]
     return conversations(args, rate, seed)
+
+
+def made_up_sessions(
+    args: argparse.Namespace, seed: int, conversations: int, sessions_per_s: float
+) -> list[Session]:
+    return synthetic(
+        CHATS[args.synthetic],
+        conversations=conversations,
+        sessions_per_s=sessions_per_s,
+        think_s=args.think_s,
+        seed=seed,
+        turn_counts=args.turn_counts,
+    )
 
 
 def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
@@ -176,14 +181,7 @@ def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Sess
     if args.trace is not None:
         sessions = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
     else:
-        sessions = synthetic(
-            CHATS[args.synthetic],
-            conversations=POOL,
-            sessions_per_s=1.0,
-            think_s=args.think_s,
-            seed=seed,
-            turn_counts=args.turn_counts,
-        )
+        sessions = made_up_sessions(args, seed, POOL, 1.0)
     system = {session.name: session.system_tokens for session in sessions}
     arrivals = plan_arrivals(
         [made_up(session) for session in sessions],
