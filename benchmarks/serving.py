@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.chat import Server, ServerError
+from pensieve.scripts.chat import ServerError
 from pensieve.scripts.command import (
     check_above_0,
     check_least,
@@ -38,6 +38,7 @@ from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, mad
 from .clients import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
 from .clocks import clock_rate, replay
 from .report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, titles
+from .servers import Server
 from .traces import read_dialogues
 from .workload import Words, fitting, mean_turns
 

@@ -71,13 +71,6 @@ class Server:
         with self._answer("GET", path, None) as response:
             return response.read().decode()
 
-    def metrics(self) -> dict[str, float]:
-        """Samples of /metrics, by name with labels."""
-        lines = [
-            line for line in self.text("/metrics").splitlines() if line and not line.startswith("#")
-        ]
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yields the objects of a stream. Closing this generator early stops the reply."""
         with self._answer("POST", path, body) as response:

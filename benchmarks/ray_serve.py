@@ -1,4 +1,4 @@
-"""Measures what Serve adds to each token: `python -m pensieve.ray_serve.measure`, where the extra
+"""Measures what Serve adds to each token: `python -m benchmarks.ray_serve`, where the extra
 `ray` is installed.
 
 A server that only writes events stands for the engine: 50 a second to each stream, each with the
@@ -27,8 +27,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from .relay import Relay
-from .server import free_port
+from pensieve.ray_serve.relay import Relay
+from pensieve.ray_serve.server import free_port
 
 EVENTS_PER_S = 50
 STREAMS = (1, 16)
@@ -121,7 +121,7 @@ def main() -> None:
         return
     ports = free_port(), free_port()
     bare, proxy = (f"http://127.0.0.1:{port}" for port in ports)
-    command = [sys.executable, "-m", "pensieve.ray_serve.measure", "--serve-events", str(ports[0])]
+    command = [sys.executable, "-m", "benchmarks.ray_serve", "--serve-events", str(ports[0])]
     # a cluster for a minute, on this host
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     writer = subprocess.Popen(command)
