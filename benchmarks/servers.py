@@ -18,12 +18,24 @@ from pathlib import Path
 import numpy as np
 
 from pensieve.runtime.device.memory import GIB, host_memory
+from pensieve.scripts import chat
 
 SERVE = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
 READY = "/ready"  # of Pensieve
 STOP_SECONDS = 60.0
 KILL_SECONDS = 10.0
 PIECE = 4 * GIB
+
+
+class Server(chat.Server):
+    """The HTTP API, with the server's metrics."""
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics, by name with labels."""
+        lines = [
+            line for line in self.text("/metrics").splitlines() if line and not line.startswith("#")
+        ]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def run(module: str, *words: object, seconds: float | None = None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.chat import Server, ServerError
+from pensieve.scripts.chat import ServerError
 from pensieve.scripts.command import (
     check_above_0,
     check_least,
@@ -32,11 +32,13 @@ from pensieve.scripts.command import (
     exit_status,
     numbers,
 )
-from pensieve.scripts.simulation.arrivals import clock_rate, plan_arrivals
+from pensieve.scripts.simulation.arrivals import Arrival, plan_arrivals
 from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, made_up, synthetic
 
 from .clients import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
+from .clocks import clock_rate, replay
 from .report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, titles
+from .servers import Server
 from .traces import read_dialogues
 from .workload import Words, fitting, mean_turns
 
@@ -313,16 +315,7 @@ class ServingBench:
         """One run, printed and written."""
         args = self._args
         window = Window(args.warm_up_s, args.warm_up_s + args.measure_s)
-        arrivals = plan_arrivals(
-            self._dialogues,
-            rate=rate,
-            seconds=window.end,
-            seconds_per_token=args.expected_ms_per_token / 1e3,
-            seed=args.seed,
-            ramp_s=args.ramp_s,
-            from_empty=args.from_empty,
-            send_histories=args.send_histories,
-        )
+        arrivals = self._arrivals(rate, window.end)
         words = Words(args.vocabulary, secrets.token_hex(4))  # nothing is found of a run before
         with Load(self._target, arrivals, words, window, args.processes) as load:
             _sleep_until(load.start + window.start)
@@ -354,6 +347,27 @@ class ServingBench:
             with args.json.open("a", encoding="utf-8") as lines:
                 lines.write(json_line(made, self._settings()) + "\n")
         return made
+
+    def _arrivals(self, rate: float, seconds: float) -> list[Arrival]:
+        args = self._args
+        if clock_rate(self._dialogues) is None:
+            return plan_arrivals(
+                self._dialogues,
+                rate=rate,
+                seconds=seconds,
+                seconds_per_token=args.expected_ms_per_token / 1e3,
+                seed=args.seed,
+                ramp_s=args.ramp_s,
+                from_empty=args.from_empty,
+                send_histories=args.send_histories,
+            )
+        return replay(
+            self._dialogues,
+            rate=rate,
+            seconds=seconds,
+            seed=args.seed,
+            send_histories=args.send_histories,
+        )
 
     def _settings(self) -> dict[str, Any]:
         times = (

@@ -54,7 +54,7 @@ typed with underscores."""
 
 
 def parser() -> CommandParser:
-    made = CommandParser(
+    command = CommandParser(
         prog="build_engine",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -62,19 +62,21 @@ def parser() -> CommandParser:
         aliases=ALIASES,
         elsewhere=ELSEWHERE,
     )
-    made.add_argument(
+    command.add_argument(
         "--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files"
     )
-    made.add_argument(
+    command.add_argument(
         "--output", required=True, metavar="DIR", help="the engine directory to make or replace"
     )
-    made.add_argument(
+    command.add_argument(
         "--backend",
         default=DEFAULT_BACKEND,
         help=f"one of {', '.join(BACKENDS)} (default %(default)s)",
     )
-    made.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)")
-    made.add_argument(
+    command.add_argument(
+        "--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)"
+    )
+    command.add_argument(
         "--weights",
         default="same",
         help=(
@@ -82,19 +84,19 @@ def parser() -> CommandParser:
             "(default %(default)s)"
         ),
     )
-    made.add_argument(
+    command.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)"
     )
-    made.add_argument(
+    command.add_argument(
         "--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)"
     )
-    made.add_argument(
+    command.add_argument(
         "--workspace",
         type=int,
         metavar="MIB",
         help="most memory of a layer, of --backend tensorrt (default: all)",
     )
-    random = made.add_argument_group("instead of a checkpoint")
+    random = command.add_argument_group("instead of a checkpoint")
     random.add_argument(
         "--random-weights", action="store_true", help="weights of the right shape and size"
     )
@@ -106,10 +108,10 @@ def parser() -> CommandParser:
         help="replaces a value of config.json; may be repeated",
     )
     random.add_argument("--seed", type=int, metavar="N", help="of the weights (default 0)")
-    made.add_argument(
+    command.add_argument(
         "--profile", action="store_true", help="then measure it here, as `pensieve profile` does"
     )
-    return made
+    return command
 
 
 def build(args: argparse.Namespace) -> Built:

@@ -71,13 +71,6 @@ class Server:
         with self._answer("GET", path, None) as response:
             return response.read().decode()
 
-    def metrics(self) -> dict[str, float]:
-        """Samples of /metrics, by name with labels."""
-        lines = [
-            line for line in self.text("/metrics").splitlines() if line and not line.startswith("#")
-        ]
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yields the objects of a stream. Closing this generator early stops the reply."""
         with self._answer("POST", path, body) as response:
@@ -215,13 +208,13 @@ class Chat:
         print("\n" + self._faint(turn.line()), flush=True)
 
     def _show(self, events: Iterator[dict[str, Any]], turn: Turn) -> None:
-        asked = time.perf_counter()
+        sent = time.perf_counter()
         for event in events:
             now = time.perf_counter()
-            turn.first_token = turn.first_token or now - asked
+            turn.first_token = turn.first_token or now - sent
             for choice in event["choices"]:
                 print(choice["delta"].get("content") or "", end="", flush=True)
-                turn.generating = now - asked - turn.first_token
+                turn.generating = now - sent - turn.first_token
             if event.get("usage"):
                 turn.generated = event["usage"]["completion_tokens"]
                 turn.sources = event["usage"]["prompt_tokens_details"]
@@ -314,13 +307,13 @@ def typed_lines(chat: Chat) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = CommandParser(
+    command = CommandParser(
         prog="pensieve chat",
         description=__doc__,
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    option = made.add_argument
+    option = command.add_argument
     option("--url", default="http://127.0.0.1:8000", help="the server (default %(default)s)")
     option(
         "--api-key",
@@ -344,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="T",
         help="0: always the likeliest (default %(default)s)",
     )
-    options = made.parse_args(argv)
+    options = command.parse_args(argv)
     try:
         chat = Chat(Server(options.url, options.api_key), options)
     except ServerError as error:

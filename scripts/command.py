@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.choices import KV_CACHE_DTYPES
+from ..runtime.launch.settings import HISTORY_URL
 from ..scheduler.declaration import flag
 from ..scheduler.types import SettingError
 
@@ -47,9 +49,16 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
             raise SettingError(flag(name), f"must be at least {bound}, not {value}")
 
 
-def add_kv_cache_dtype(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
+def add_kv_cache_dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
                       help="as `pensieve serve` (default %(default)s)")  # fmt: skip
+
+
+def add_history_url(command: argparse.ArgumentParser, use: str) -> None:
+    command.add_argument("--history-url", metavar="URL", help=f"{use} (default: {HISTORY_URL})")
+    command.add_argument(
+        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
+    )
 
 
 def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
@@ -75,10 +84,10 @@ def title_line(columns: Columns) -> str:
     ).rstrip()
 
 
-def result_line(columns: Columns, found: Mapping[str, Any]) -> str:
+def result_line(columns: Columns, values: Mapping[str, Any]) -> str:
     """None, nothing to tell, is a dash."""
     shown = (
-        "-" if found[name] is None else format(found[name], form)
+        "-" if values[name] is None else format(values[name], form)
         for name, (_, form) in columns.items()
     )
     places = ((_side(form), _width(title, form)) for title, form in columns.values())

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from ..builder.tensorrt.installed import tensorrt_version
 from ..runtime.conversations.databases import LEASE_SECONDS, look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.settings import HISTORY_URL, default_state_dir
+from ..runtime.launch.settings import default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import RequestError, SettingError
 from .chat import Server, ServerError
+from .command import add_history_url
 
 GIB = 2**30
 PROGRAM_S = 20  # for another program to answer; a driver that hangs never does
@@ -46,12 +47,30 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`found` describes the state, `advice` the remedy, if one is needed."""
+    """`state` is what was found, `advice` the remedy, if one is needed."""
 
     name: str
     level: Level
-    found: str
+    state: str
     advice: str = ""
+
+    def line(self) -> str:
+        sign = {Level.OK: "ok  ", Level.OPTIONAL: "--  ", Level.PROBLEM: "!!  "}[self.level]
+        advice = f"\n{'':18}{self.advice}" if self.advice else ""
+        return f"{sign}{self.name:13} {self.state}{advice}"
+
+    def record(self) -> dict[str, str]:
+        return {
+            "name": self.name,
+            "level": self.level,
+            "found": self.state,
+            "advice": self.advice,
+        }
+
+
+def examined(name: str, good: bool, state: str, otherwise: Level, advice: str) -> Finding:
+    """`otherwise` and `advice` count if it is not good."""
+    return Finding(name, Level.OK, state) if good else Finding(name, otherwise, state, advice)
 
 
 def look(
@@ -81,24 +100,20 @@ def _gpus(needed: Level) -> Iterator[Finding]:
         "install NVIDIA's driver; in a container, start it with --gpus all (NVIDIA Container "
         "Toolkit)"
     )
-    said, error = _run("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader")
-    if said is None:
+    answer, error = _run("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader")
+    if answer is None:
         yield Finding("driver", needed, error, advice)
         return
-    for number, line in enumerate(said.splitlines()):
+    for number, line in enumerate(answer.splitlines()):
         name, driver, memory, capability = (
             part.strip() for part in (*line.split(","), "", "", "")[:4]
         )
-        enough = _number(capability) >= LEAST_CAPABILITY
-        yield Finding(
+        yield examined(
             f"gpu {number}",
-            Level.OK if enough else needed,
+            _number(capability) >= LEAST_CAPABILITY,
             f"{name}, {memory}, compute capability {capability}, driver {driver}",
-            ""
-            if enough
-            else (
-                f"a GPU of compute capability {LEAST_CAPABILITY} or newer is needed (Ampere, 2020)"
-            ),
+            needed,
+            f"a GPU of compute capability {LEAST_CAPABILITY} or newer is needed (Ampere, 2020)",
         )
 
 
@@ -119,11 +134,7 @@ def _torch(needed: Level) -> Finding:
 
 def _package(name: str, needed: Level, advice: str) -> Finding:
     version = _version(name)
-    return (
-        Finding(name, needed, "not installed", advice)
-        if version is None
-        else Finding(name, Level.OK, version)
-    )
+    return examined(name, version is not None, version or "not installed", needed, advice)
 
 
 def _version(name: str) -> str | None:
@@ -141,12 +152,11 @@ def _compiler() -> Finding:
     path = cpp_compiler()
     if path is None:
         return Finding("compiler", Level.OPTIONAL, f"no {os.environ.get('CXX', 'g++')}", advice)
-    said, error = _run(path, "--version")
-    if said is None:
+    answer, error = _run(path, "--version")
+    if answer is None:
         return Finding("compiler", Level.OPTIONAL, error, advice)
-    return Finding(
-        "compiler", Level.OK, f"{path}: {said.splitlines()[0] if said else 'says nothing'}"
-    )
+    version = answer.splitlines()[0] if answer else "says nothing"
+    return Finding("compiler", Level.OK, f"{path}: {version}")
 
 
 def _mpi() -> Finding:
@@ -175,26 +185,23 @@ def _memory() -> Finding:
     from ..runtime.device.memory import host_memory  # and torch
 
     memory = host_memory()
-    found = (
+    return examined(
+        "memory",
+        memory.free >= LEAST_MEMORY,
         f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, the container's limit "
-        "included"
-    )
-    if memory.free >= LEAST_MEMORY:
-        return Finding("memory", Level.OK, found)
-    return Finding(
-        "memory", Level.PROBLEM, found, "end other programs, or raise the container's memory limit"
+        "included",
+        Level.PROBLEM,
+        "end other programs, or raise the container's memory limit",
     )
 
 
 def _shared_memory() -> Finding:
     size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
-    found = f"{size / GIB:.2f} GiB"
-    if size >= LEAST_SHARED:
-        return Finding("/dev/shm", Level.OK, found)
-    return Finding(
+    return examined(
         "/dev/shm",
+        size >= LEAST_SHARED,
+        f"{size / GIB:.2f} GiB",
         Level.OPTIONAL,
-        found,
         "several GPUs need more: start the container with --shm-size 1g",
     )
 
@@ -209,10 +216,13 @@ def _disk(state_dir: Path) -> Finding:
             "give --state-dir another directory",
         )
     free = shutil.disk_usage(there).free
-    found = f"{free / GIB:.1f} GiB free for {state_dir}"
-    if free >= LEAST_DISK:
-        return Finding("disk", Level.OK, found)
-    return Finding("disk", Level.PROBLEM, found, "make room, or give --state-dir another directory")
+    return examined(
+        "disk",
+        free >= LEAST_DISK,
+        f"{free / GIB:.1f} GiB free for {state_dir}",
+        Level.PROBLEM,
+        "make room, or give --state-dir another directory",
+    )
 
 
 def _histories(state_dir: Path, url: str | None) -> Iterator[Finding]:
@@ -221,32 +231,35 @@ def _histories(state_dir: Path, url: str | None) -> Iterator[Finding]:
         yield Finding("histories", Level.OK, f"SQLite files in {state_dir}")
         return
     try:
-        found, servers = look_at(url)
+        state, servers = look_at(url)
     except (SettingError, RequestError) as error:
         yield Finding("histories", Level.PROBLEM, without_password(url), str(error))
         return
-    yield Finding("histories", Level.OK, found)
+    yield Finding("histories", Level.OK, state)
     for name, silent in servers:
-        if silent < 2 * LEASE_SECONDS:
-            yield Finding("replica", Level.OK, f"{name} uses this database")
-        else:
-            advice = "it has ended, or cannot reach the database"
-            yield Finding(
-                "replica", Level.OPTIONAL, f"{name} was last heard of {silent:.0f} s ago", advice
-            )
+        alive = silent < 2 * LEASE_SECONDS
+        yield examined(
+            "replica",
+            alive,
+            f"{name} uses this database"
+            if alive
+            else f"{name} was last heard of {silent:.0f} s ago",
+            Level.OPTIONAL,
+            "it has ended, or cannot reach the database",
+        )
 
 
 def _replica(url: str) -> Finding:
     """The server at this address."""
     try:
-        said = Server(url, None, PROGRAM_S).ask("GET", "/health")
+        health = Server(url, None, PROGRAM_S).ask("GET", "/health")
     except ServerError as error:
         return Finding("replica", Level.PROBLEM, url, f"not ready: {error}")
-    histories = said["histories"]
-    found = f"{said['replica']} at {url} is ready, histories in {histories['store']}"
+    histories = health["histories"]
+    state = f"{health['replica']} at {url} is ready, histories in {histories['store']}"
     if histories["healthy"]:
-        return Finding("replica", Level.OK, found)
-    return Finding("replica", Level.PROBLEM, f"{found}, which has a fault", histories["reason"])
+        return Finding("replica", Level.OK, state)
+    return Finding("replica", Level.PROBLEM, f"{state}, which has a fault", histories["reason"])
 
 
 def _open_files() -> Finding:
@@ -254,17 +267,16 @@ def _open_files() -> Finding:
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = DEFAULTS.max_connections + OTHER_FILES
-    if hard == resource.RLIM_INFINITY or hard >= wanted:
-        return Finding(
-            "open files",
-            Level.OK,
-            "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}",
-        )
-    advice = (
+    if hard == resource.RLIM_INFINITY:
+        return Finding("open files", Level.OK, "no limit")
+    return examined(
+        "open files",
+        hard >= wanted,
+        f"at most {hard}",
+        Level.OPTIONAL,
         f"raise the limit to {wanted} (ulimit -Hn, LimitNOFILE=), or there will be fewer "
-        "connections"
+        "connections",
     )
-    return Finding("open files", Level.OPTIONAL, f"at most {hard}", advice)
 
 
 def _run(*command: str) -> tuple[str | None, str]:
@@ -292,31 +304,19 @@ def _number(text: str) -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
-def describe(finding: Finding) -> str:
-    sign = {Level.OK: "ok  ", Level.OPTIONAL: "--  ", Level.PROBLEM: "!!  "}[finding.level]
-    advice = f"\n{'':18}{finding.advice}" if finding.advice else ""
-    return f"{sign}{finding.name:13} {finding.found}{advice}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="pensieve doctor", description=__doc__.partition("\n")[0])
-    found = "cuda" if shutil.which("nvidia-smi") else "cpu"
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
-        default=found,
+        default="cuda" if shutil.which("nvidia-smi") else "cpu",
         help="to be served on (here %(default)s)",
     )
     parser.add_argument(
         "--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument(
-        "--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})"
-    )
-    parser.add_argument(
-        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
-    )
+    add_history_url(parser, "of a shared database")
     parser.add_argument(
         "--url", action="append", default=[], help="of a server that runs; may be repeated"
     )
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for finding in look(args.device, args.state_dir, url, args.url):
         findings.append(finding)
         if not args.json:
-            print(describe(finding), flush=True)
+            print(finding.line(), flush=True)
     problems = [finding.name for finding in findings if finding.level is Level.PROBLEM]
     if args.json:
         print(
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 {
                     "device": args.device,
                     "problems": problems,
-                    "findings": [asdict(f) for f in findings],
+                    "findings": [finding.record() for finding in findings],
                 }
             )
         )

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.settings import HISTORY_URL
 from ..scheduler.types import RequestError, SettingError
+from .command import add_history_url
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,12 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="history.sqlite of a server's state directory"
     )
-    parser.add_argument(
-        "--history-url", metavar="URL", help=f"where they go (default: {HISTORY_URL})"
-    )
-    parser.add_argument(
-        "--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password"
-    )
+    add_history_url(parser, "where they go")
     args = parser.parse_args(argv)
 
     # loads FastAPI, which --help need not wait for
@@ -36,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SettingError("--history-url", "names no database")
         if not args.file.is_file():
             raise SettingError("FILE", f"there is no {args.file}")
-        copied, known = import_histories(args.file, url)
+        copied, kept = import_histories(args.file, url)
     except (SettingError, RequestError) as error:
         parser.error(str(error))
-    print(f"copied {copied} conversations and responses, {known} were there already")
+    print(f"copied {copied} conversations and responses, {kept} were there already")
     return 0
 
 

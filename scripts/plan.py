@@ -48,8 +48,8 @@ IDLE = 2**-6
 
 
 def parser() -> CommandParser:
-    made = CommandParser(prog="pensieve plan", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    command = CommandParser(prog="pensieve plan", description=__doc__.partition("\n")[0])
+    option = command.add_argument
     option("--config", required=True, type=Path, metavar="FILE", help="the model's config.json")
     option(
         "--profile",
@@ -60,7 +60,7 @@ def parser() -> CommandParser:
     option(
         "--load", required=True, metavar="RATES", help="conversations/s of all users, comma between"
     )
-    add_workload(made)
+    add_workload(command)
     option(
         "--ms-per-token",
         type=float,
@@ -108,13 +108,13 @@ def parser() -> CommandParser:
         help="KV `auto`: 0.9 of it without weights (%(default)s)",
     )
     option("--plot", type=Path, metavar="FILE", help="draw the cost over the load (matplotlib)")
-    add_common_options(made)
-    add_run_options(made)
-    add_hardware_options(made)
-    made.set_defaults(
+    add_common_options(command)
+    add_run_options(command)
+    add_hardware_options(command)
+    command.set_defaults(
         gpu_kv_bytes="auto", host_kv_bytes="64GiB", seeds="0,1,2", measure_s=180.0, ramp_s=60.0
     )
-    return made
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,9 +129,9 @@ def plan(args: argparse.Namespace) -> None:
     cost, source = describe(args)
     cases = list(product(sizes, seeds))
     with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(cases))) as pool:
-        found = pool.starmap(partial(largest_rate, args, cost), cases, chunksize=1)
+        case_rates = pool.starmap(partial(largest_rate, args, cost), cases, chunksize=1)
     rates = {
-        size: [rate for case, rate in zip(cases, found, strict=True) if case[0] == size]
+        size: [rate for case, rate in zip(cases, case_rates, strict=True) if case[0] == size]
         for size in sizes
     }
     rows = [plan_row(args, load, size, rates[size]) for load, size in product(loads, sizes)]
@@ -185,12 +185,12 @@ def largest_rate(args: argparse.Namespace, cost: CostProfile, host_bytes: int, s
     args = argparse.Namespace(**{**vars(args), "host_kv_bytes": str(host_bytes)})
 
     def good(rate: float) -> bool:
-        found = simulate_load(load_run(args, cost, conversations(args, rate, seed), rate, seed))
-        if found is None:
+        figures = simulate_load(load_run(args, cost, conversations(args, rate, seed), rate, seed))
+        if figures is None:
             raise SettingError(
                 "--measure-s", f"no reply ended at {rate:.2g} conversations/s: take more seconds"
             )
-        limits = [(found[name], getattr(args, name)) for name in TARGETS]
+        limits = [(figures[name], getattr(args, name)) for name in TARGETS]
         return all(limit is None or value <= (1 - args.margin) * limit for value, limit in limits)
 
     sample = conversations(args, 10.0, seed)
@@ -282,9 +282,9 @@ def draw(args: argparse.Namespace, rates: Mapping[int, Sequence[float]], most: f
     """Writes the figure: a line a size of host memory, shaded between the seeds."""
     figure, axis = subplots("--plot", figsize=(7, 4))
     loads = [most * step / 200 for step in range(1, 201)]
-    for size, found in rates.items():
+    for size, by_seed in rates.items():
         low, middle, high = (
-            [plan_row(args, x, size, [of(found)])["cost"] for x in loads]
+            [plan_row(args, x, size, [of(by_seed)])["cost"] for x in loads]
             for of in (max, median, min)
         )
         (line,) = axis.plot(

@@ -34,8 +34,8 @@ TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200
 
 
 def parser() -> CommandParser:
-    made = CommandParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    command = CommandParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
+    option = command.add_argument
     option(
         "--engine",
         required=True,
@@ -49,7 +49,7 @@ def parser() -> CommandParser:
         choices=DEVICES,
         help="where the engine runs (default %(default)s)",
     )
-    add_kv_cache_dtype(made)
+    add_kv_cache_dtype(command)
     option("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default %(default)s)")
     option(
         "--max-num-seqs",
@@ -61,7 +61,7 @@ def parser() -> CommandParser:
         "--max-num-batched-tokens", type=int, metavar="N", help="a full batch (default %(default)s)"
     )
     served = ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens")
-    made.set_defaults(**{name: DEFAULTS[name] for name in served})
+    command.set_defaults(**{name: DEFAULTS[name] for name in served})
     option(
         "--max-model-len",
         type=int,
@@ -87,7 +87,7 @@ def parser() -> CommandParser:
         help="also time whole turns, and draw both figures there (matplotlib)",
     )
     option("--json", action="store_true", help="print one JSON line instead of the table")
-    return made
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,8 +170,8 @@ def table(profile: Profile) -> Iterator[str]:
     yield f"{profile.dtype}, chunks of {size} tokens, {cost.chunk_bytes} bytes"
     chunks = profile.max_num_batched_tokens // size
     yield (
-        f"a full batch of {chunks} chunks; microseconds of a chunk, of its attention, of loading "
-        "it instead"
+        f"a full batch of {chunks} chunks; microseconds of a chunk, of its attention, of its "
+        "swap-in instead"
     )
     for (context, seconds), (_, attention) in zip(
         measured.full_batches, cost.attention, strict=True
@@ -179,7 +179,7 @@ def table(profile: Profile) -> Iterator[str]:
         yield (
             f"  context {context:7}  batch {1e3 * seconds:9.3f} ms  chunk "
             f"{1e6 * cost.recompute(context):9.1f}"
-            f"  attention {1e6 * attention:9.1f}  load {1e6 * cost.load():7.1f}"
+            f"  attention {1e6 * attention:9.1f}  swap-in {1e6 * cost.load():7.1f}"
         )
     yield "a step at the shortest context, ms"
     yield "  tokens " + "".join(f"{tokens:9}" for tokens, _ in measured.steps)
@@ -245,7 +245,7 @@ def _turns(profile: Profile, turns: Sequence[HistoryTime], path: Path) -> None:
 
 
 def _chunks(profile: Profile, path: Path) -> None:
-    """Milliseconds to recompute one chunk, attention apart, and to load it instead."""
+    """Milliseconds to recompute one chunk, attention apart, and to swap it in instead."""
     cost = profile.cost
     contexts = [context for context, _ in cost.attention]
     figure, axis = subplots("--plots", figsize=(7, 4))

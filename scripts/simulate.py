@@ -35,15 +35,16 @@ from .simulation.traces import CHATS, read_trace, synthetic
 
 PRESETS = ("trace", "load")
 POSITIVE = (
-    *(
-        "sessions_per_s",
-        "think_s",
-        "flops_per_s",
-        "memory_bytes_per_s",
-        "link_bytes_per_s",
-        "chunk_tokens",
-    ),
-    *("disk_read_bytes_per_s", "disk_write_bytes_per_s", "seconds", "measure_s"),
+    "sessions_per_s",
+    "think_s",
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "chunk_tokens",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "seconds",
+    "measure_s",
 )
 
 
@@ -59,17 +60,17 @@ class Run(NamedTuple):
 
 
 def parser(preset: str = "trace") -> CommandParser:
-    made = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
-    made.add_argument(
+    command = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
+    command.add_argument(
         "--preset", choices=PRESETS, default="trace", help="each has its own options (trace)"
     )
-    add_common_options(made)
-    {"load": add_load_options, "trace": add_trace_options}[preset](made)
-    return made
+    add_common_options(command)
+    {"load": add_load_options, "trace": add_trace_options}[preset](command)
+    return command
 
 
-def add_common_options(made: argparse.ArgumentParser) -> None:
-    option = made.add_argument
+def add_common_options(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     option(
         "--think-s",
         type=float,
@@ -120,9 +121,9 @@ def add_common_options(made: argparse.ArgumentParser) -> None:
     option("--json", action="store_true", help="one JSON line a run instead of the table")
 
 
-def add_trace_options(made: argparse.ArgumentParser) -> None:
-    option = made.add_argument
-    add_workload(made)
+def add_trace_options(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
+    add_workload(command)
     option(
         "--sessions",
         type=int,
@@ -192,11 +193,11 @@ def add_trace_options(made: argparse.ArgumentParser) -> None:
         metavar="B",
         help="(default %(default)g)",
     )
-    add_hardware_options(made)
+    add_hardware_options(command)
 
 
-def add_hardware_options(made: argparse.ArgumentParser) -> None:
-    option = made.add_argument
+def add_hardware_options(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     option(
         "--flops-per-s",
         type=float,
@@ -254,15 +255,15 @@ def load_lines(args: argparse.Namespace) -> Iterator[str]:
     runs = plan_load(args)
     if not args.json:
         yield title_line(LOAD_COLUMNS)
-    for run, found in in_processes(simulate_load, runs, args.jobs):
-        if found is None:
+    for run, line in in_processes(simulate_load, runs, args.jobs):
+        if line is None:
             raise SettingError(
                 "--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile"
             )
         yield (
-            json.dumps({"bench": "simulate_load", **found})
+            json.dumps({"bench": "simulate_load", **line})
             if args.json
-            else result_line(LOAD_COLUMNS, found)
+            else result_line(LOAD_COLUMNS, line)
         )
 
 
@@ -365,13 +366,13 @@ COLUMNS = {
 def report_line(run: Run, report: Report) -> str:
     rates = {"hit_percent": 100 * report.hit_rate, "per_busy_s": report.requests / report.busy_s}
     sizes = {"host_gib": run.host_kv_bytes / 2**30, "disk_gib": run.disk_kv_bytes / 2**30}
-    found = {
+    values = {
         "policy": run.config.eviction,
         "ms_per_token": 1e3 * report.seconds_per_token,
         **rates,
         **sizes,
     }
-    return result_line(COLUMNS, found | asdict(report) | asdict(report.usage))
+    return result_line(COLUMNS, values | asdict(report) | asdict(report.usage))
 
 
 def json_line(run: Run, report: Report) -> str:

@@ -33,17 +33,17 @@ __all__ = ["TritonPythonModel"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = CommandParser(
+    command = CommandParser(
         prog="pensieve triton-repository",
         usage="%(prog)s --engine DIR --output DIR [--name NAME] [options of pensieve serve]",
         description=(
             "Writes a model repository with which Triton Inference Server serves an engine."
         ),
     )
-    add_own_options(made)
+    add_own_options(command)
     words = sys.argv[1:] if argv is None else argv
-    args, options = made.parse_known_args(words)
-    both = parser(made.prog)
+    args, options = command.parse_known_args(words)
+    both = parser(command.prog)
     add_own_options(both)
     both.parse_args(words)  # answers wrong options
     try:
@@ -57,9 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def add_own_options(made: CommandParser) -> None:
-    made.add_argument("--output", type=Path, metavar="DIR", help="the repository; made if need be")
-    made.add_argument("--name", default="pensieve", help="of the model in it (default %(default)s)")
+def add_own_options(command: CommandParser) -> None:
+    command.add_argument(
+        "--output", type=Path, metavar="DIR", help="the repository; made if need be"
+    )
+    command.add_argument(
+        "--name", default="pensieve", help="of the model in it (default %(default)s)"
+    )
 
 
 def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:

@@ -55,9 +55,10 @@ from pensieve.runtime.conversations.turns import EXPIRY_SECONDS
 from pensieve.runtime.system import descendants, running
 from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.chat import Server, ServerError
+from pensieve.scripts.chat import ServerError
 from pensieve.scripts.command import exit_status
 
+from ..servers import Server
 from .postgres import NotInstalled, PrivatePostgres
 from .soak_faults import (
     LEASE,

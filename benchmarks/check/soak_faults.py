@@ -26,8 +26,9 @@ from pensieve.runtime.conversations.databases import open_database
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import Transcript
-from pensieve.scripts.chat import Server, ServerError
+from pensieve.scripts.chat import ServerError
 
+from ..servers import Server
 from .postgres import PrivatePostgres
 from .soak_watch import (
     CUT_OFF,

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...scheduler.types import SettingError
 from .traces import Dialogue
 
 
@@ -28,15 +27,6 @@ class Arrival(NamedTuple):
     think_s: float | None = None
 
 
-def clock_rate(dialogues: Sequence[Dialogue]) -> float | None:
-    """Conversations per second by the trace's own clock; None if it has none."""
-    starts = [dialogue.start_s for dialogue in dialogues if dialogue.start_s is not None]
-    if not starts:
-        return None
-    lasts = max(starts) - min(starts)
-    return len(starts) / lasts if lasts else len(starts) / 1.0
-
-
 def plan_arrivals(
     dialogues: Sequence[Dialogue],
     *,
@@ -50,10 +40,9 @@ def plan_arrivals(
 ) -> list[Arrival]:
     """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations per second.
 
-    A trace with its own clock is replayed from its start, and whole conversations are dropped to
-    lower its rate. Otherwise conversations start as a Poisson process that has been running for
-    ever: conversations that are still open at the run's start are joined in the middle, with
-    `seconds_per_token` as the assumed time of replies. Each of these sends its whole history at
+    Conversations start as a Poisson process that has been running for ever: conversations that are
+    still open at the run's start are joined in the middle, with `seconds_per_token` as the assumed
+    time of replies. Each of these sends its whole history at
     once, so the server starts with many prompts that it would normally have in its cache. With
     `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are
     then: the load grows evenly to `rate`, and stays there. With `send_histories` those whose user
@@ -63,14 +52,6 @@ def plan_arrivals(
     the load grows during a conversation's lifetime.
     """
     draw = random.Random(seed)
-    native = clock_rate(dialogues)
-    if native is not None:
-        if send_histories:
-            raise SettingError(
-                "--send-histories",
-                "the trace has its own clock: no conversation is open at its start",
-            )
-        return _replay(dialogues, rate / native, seconds, draw)
     horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
     arrivals = []
     order = _shuffled(dialogues, draw)
@@ -82,28 +63,6 @@ def plan_arrivals(
         if arrival is not None:
             arrivals.append(arrival._replace(at=arrival.at + entry))
     return sorted(arrivals, key=lambda arrival: arrival.at)
-
-
-def _replay(
-    dialogues: Sequence[Dialogue], share: float, seconds: float, draw: random.Random
-) -> list[Arrival]:
-    if share > 1 + 1e-9:
-        raise SettingError(
-            "--rate", f"at most {clock_rate(dialogues):.4g}, which is all that the trace has"
-        )
-    zero = min(dialogue.start_s or 0.0 for dialogue in dialogues)
-    starts = [((dialogue.start_s or 0.0) - zero, dialogue) for dialogue in dialogues]
-    last = max(start for start, _ in starts)
-    if last < seconds:
-        raise SettingError(
-            "--measure-s", f"the run takes {seconds:g} s with its warm-up, the trace {last:g}"
-        )
-    kept = [
-        Arrival(start, dialogue)
-        for start, dialogue in starts
-        if draw.random() < share and start < seconds
-    ]
-    return sorted(kept, key=lambda arrival: arrival.at)
 
 
 def _shuffled(dialogues: Sequence[Dialogue], draw: random.Random) -> Iterator[tuple[int, Dialogue]]:

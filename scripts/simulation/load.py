@@ -13,7 +13,6 @@ import argparse
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -62,8 +61,8 @@ def measured(chunk_tokens: int) -> CostProfile:
     )
 
 
-def add_load_options(made: argparse.ArgumentParser) -> None:
-    option = made.add_argument
+def add_load_options(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     option(
         "--rate",
         default="2.5,4,5,5.75,7",
@@ -100,13 +99,15 @@ def add_load_options(made: argparse.ArgumentParser) -> None:
         default="empty",
         help="of conversations (default %(default)s)",
     )
-    add_run_options(made)
-    made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB", max_num_batched_tokens=1024)
+    add_run_options(command)
+    command.set_defaults(
+        gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB", max_num_batched_tokens=1024
+    )
 
 
-def add_run_options(made: argparse.ArgumentParser) -> None:
+def add_run_options(command: argparse.ArgumentParser) -> None:
     """Of a run's conversations, its window and its server."""
-    option = made.add_argument
+    option = command.add_argument
     option("--turn-counts", choices=TURN_COUNTS, default="geometric",
            help="of synthetic conversations (default %(default)s)")  # fmt: skip
     option(
@@ -155,36 +156,35 @@ def add_run_options(made: argparse.ArgumentParser) -> None:
 
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
     if args.start == "empty":
-        draw = partial(
-            synthetic,
-            CHATS[args.synthetic],
-            think_s=args.think_s,
-            seed=seed,
-            turn_counts=args.turn_counts,
-        )
         most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
-        sessions = draw(conversations=most, sessions_per_s=rate)
+        sessions = made_up_sessions(args, seed, most, rate)
         return [session for session in sessions if session.start_s < args.seconds]
     return conversations(args, rate, seed)
+
+
+def made_up_sessions(
+    args: argparse.Namespace, seed: int, conversations: int, sessions_per_s: float
+) -> list[Session]:
+    return synthetic(
+        CHATS[args.synthetic],
+        conversations=conversations,
+        sessions_per_s=sessions_per_s,
+        think_s=args.think_s,
+        seed=seed,
+        turn_counts=args.turn_counts,
+    )
 
 
 def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
     """So many a second. They are under way at the start, and come evenly during `--ramp-s`. Raises
     SettingError."""
     if args.trace is not None:
-        known = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
+        sessions = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
     else:
-        known = synthetic(
-            CHATS[args.synthetic],
-            conversations=POOL,
-            sessions_per_s=1.0,
-            think_s=args.think_s,
-            seed=seed,
-            turn_counts=args.turn_counts,
-        )
-    system = {session.name: session.system_tokens for session in known}
+        sessions = made_up_sessions(args, seed, POOL, 1.0)
+    system = {session.name: session.system_tokens for session in sessions}
     arrivals = plan_arrivals(
-        [made_up(session) for session in known],
+        [made_up(session) for session in sessions],
         rate=rate,
         seconds=args.seconds,
         seconds_per_token=SECONDS_PER_TOKEN,
@@ -205,15 +205,15 @@ def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Sess
 def joined(arrival: Arrival, name: str) -> Session:
     """What is left of the conversation: its history is the first prompt's."""
     first, *later = arrival.dialogue.turns[arrival.turn :]
-    known = first.history_tokens + first.input_tokens + arrival.done
+    context = first.history_tokens + first.input_tokens + arrival.done
     return Session(
-        name, arrival.at, (SessionTurn(0, known, first.output_tokens - arrival.done), *later)
+        name, arrival.at, (SessionTurn(0, context, first.output_tokens - arrival.done), *later)
     )
 
 
-def add_workload(made: argparse.ArgumentParser) -> None:
+def add_workload(command: argparse.ArgumentParser) -> None:
     """Of the simulators that replay a trace as well."""
-    workload = made.add_mutually_exclusive_group(required=True)
+    workload = command.add_mutually_exclusive_group(required=True)
     workload.add_argument(
         "--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)"
     )

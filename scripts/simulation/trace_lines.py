@@ -43,5 +43,5 @@ def checked(model: type[Model], line: str, where: str) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"][:1]))
-        said = f"{field}: {first['msg']}, not {first['input']!r}" if field else first["msg"]
-        raise SettingError("--trace", f"{where}: {said}") from error
+        fault = f"{field}: {first['msg']}, not {first['input']!r}" if field else first["msg"]
+        raise SettingError("--trace", f"{where}: {fault}") from error

@@ -271,23 +271,23 @@ def _spoken(
     turns: list[SessionTurn] = []
     inputs: list[tuple[Piece, ...]] = []
     history = 0
-    said = array("i")
+    prompt = array("i")
     person = False
     for message in messages:
         ids = array("i", encode(message_text(message, where)))
         if message["role"] != "assistant":
-            said += ids
+            prompt += ids
             person = person or message["role"] != "tool"
-        elif said and ids:
+        elif prompt and ids:
             pieces: tuple[Piece, ...] = (
-                (said,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), said)
+                (prompt,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), prompt)
             )
-            given = len(said) + (0 if turns else HEAD_TOKENS)
+            given = len(prompt) + (0 if turns else HEAD_TOKENS)
             thought = draw.expovariate(1 / think_s) if turns and person else 0.0
             turns.append(SessionTurn(history, given, len(ids), thought))
             inputs.append(pieces)
             history = history + given + len(ids)
-            said = array("i")
+            prompt = array("i")
             person = False
     return turns, inputs
 

@@ -41,7 +41,7 @@ def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
     findings = found("cuda", bare)
     assert (
         findings["driver"].level is Level.PROBLEM
-        and "nvidia-smi is not there" in findings["driver"].found
+        and "nvidia-smi is not there" in findings["driver"].state
     )
     assert findings["compiler"].level is findings["mpi"].level is Level.OPTIONAL
     assert all(finding.advice for finding in findings.values() if finding.level is not Level.OK)
@@ -67,7 +67,7 @@ def test_a_driver_that_fails_is_a_finding(
     if "while" in text:  # the others answer, if it takes them a second to start
         monkeypatch.setattr(doctor, "PROGRAM_S", 1)
     driver = found("cuda", bare)["driver"]
-    assert driver.level is Level.PROBLEM and said in driver.found
+    assert driver.level is Level.PROBLEM and said in driver.state
 
 
 def test_gpus_are_looked_at_one_by_one(bare: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_compiler_is_the_one_that_builds_use(
     program(bare, "my-cc", "#!/bin/sh\necho 'my compiler 1.0'\n")
     monkeypatch.setenv("CXX", "my-cc")
     compiler = found("cpu", bare)["compiler"]
-    assert compiler.level is Level.OK and "my compiler 1.0" in compiler.found
+    assert compiler.level is Level.OK and "my compiler 1.0" in compiler.state
 
 
 def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_server_that_runs_says_which_it_is(
 
     with FakeServer(Health) as server:
         found = doctor._replica(server.url)
-    assert found.level is level and found.found.replace(
+    assert found.level is level and found.state.replace(
         server.url.rpartition(":")[2], "PORT"
     ).endswith(said)
     assert (status == 503) == ("not ready" in found.advice)

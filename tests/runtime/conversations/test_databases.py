@@ -161,23 +161,23 @@ def test_the_doctor_asks_the_database(tmp_path: Path, postgres: str) -> None:
     def findings(url: str | None) -> list[doctor.Finding]:
         return list(doctor._histories(tmp_path, url))
 
-    assert "SQLite" in findings(None)[0].found
-    assert "without histories yet" in findings(postgres)[0].found
+    assert "SQLite" in findings(None)[0].state
+    assert "without histories yet" in findings(postgres)[0].state
     store, silent = (HistoryStore(postgres, server=name) for name in ("a-1", "b-2"))
     store.register()
     silent.register()
     store.create(Name("", "a"), 1.0)
     store._db.execute("UPDATE servers SET alive = alive - 99 WHERE id = 'b-2'")
     database, *servers = findings(postgres)
-    assert database.found.endswith("1 conversations and responses")
-    assert [(server.level.value, server.found.split()[0]) for server in servers] == [
+    assert database.state.endswith("1 conversations and responses")
+    assert [(server.level.value, server.state.split()[0]) for server in servers] == [
         ("ok", "a-1"),
         ("optional", "b-2"),
     ]
     store.close()
     silent.close()
     (gone,) = findings(f"postgresql://me:secret@/x?host={tmp_path}")
-    assert gone.level is doctor.Level.PROBLEM and "secret" not in gone.found + gone.advice
+    assert gone.level is doctor.Level.PROBLEM and "secret" not in gone.state + gone.advice
 
 
 def test_each_statement_waits_for_its_own_answer(

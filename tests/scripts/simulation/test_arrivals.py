@@ -5,8 +5,7 @@ from statistics import fmean
 import pytest
 
 from pensieve.scheduler.sim.simulator import SessionTurn
-from pensieve.scheduler.types import SettingError
-from pensieve.scripts.simulation.arrivals import Arrival, clock_rate, join, lifetime, plan_arrivals
+from pensieve.scripts.simulation.arrivals import Arrival, join, lifetime, plan_arrivals
 from pensieve.scripts.simulation.traces import CHATS, Dialogue, MadeUp, made_up, synthetic
 
 PER_TOKEN = 0.01
@@ -185,24 +184,3 @@ def test_a_workload_is_played_once_in_each_pass():
     played = [(arrival.number, arrival.dialogue.name) for arrival in plan(dialogues=few)]
     assert len(set(played)) == len(played) > 100
     assert {name for number, name in played if number == 20} == set("abc")
-
-
-def test_a_trace_with_a_clock_is_thinned_and_never_stretched():
-    clocked = [
-        TWO_TURNS._replace(name=f"{index}", start_s=100 + index / 10) for index in range(1001)
-    ]
-    assert clock_rate(clocked) == pytest.approx(10.0, rel=0.01)
-    everything = plan(clock_rate(clocked), dialogues=clocked)
-    assert [arrival.at for arrival in everything] == pytest.approx(
-        [index / 10 for index in range(600)]
-    )
-    thinned = plan(2.0, dialogues=clocked)
-    assert 80 < len(thinned) < 160 and {arrival.at for arrival in thinned} < {
-        arrival.at for arrival in everything
-    }
-    with pytest.raises(SettingError, match="--rate: at most 10"):
-        plan(11.0, dialogues=clocked)
-    with pytest.raises(SettingError, match="--send-histories: the trace has its own clock"):
-        plan(2.0, dialogues=clocked, send_histories=True)
-    with pytest.raises(SettingError, match=r"--measure-s: .* 101 s .* trace 100"):
-        plan(2.0, seconds=101.0, dialogues=clocked)

@@ -1,4 +1,4 @@
-"""Measures what Serve adds to each token: `python -m pensieve.ray_serve.measure`, where the extra
+"""Measures what Serve adds to each token: `python -m benchmarks.ray_serve`, where the extra
 `ray` is installed.
 
 A server that only writes events stands for the engine: 50 a second to each stream, each with the
@@ -27,8 +27,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from .relay import Relay
-from .server import free_port
+from pensieve.ray_serve.relay import Relay
+from pensieve.ray_serve.server import free_port
 
 EVENTS_PER_S = 50
 STREAMS = (1, 16)
@@ -87,15 +87,15 @@ async def measure(places: dict[str, str], rounds: int, number: int) -> None:
     print("| streams | way | events | p50, ms | p99, ms |\n|---|---|---|---|---|")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for streams in STREAMS:
-            found: dict[str, list[float]] = {way: [] for way in places}
+            latencies: dict[str, list[float]] = {way: [] for way in places}
             for turn in range(rounds + 1):  # the first one warms up
                 for way, url in places.items():
                     all_streams = [
                         read(session, url, number, f"session {stream}") for stream in range(streams)
                     ]
                     lists = await asyncio.gather(*all_streams)
-                    found[way] += [seconds for one in lists for seconds in one] if turn else []
-            for way, seconds in found.items():
+                    latencies[way] += [seconds for one in lists for seconds in one] if turn else []
+            for way, seconds in latencies.items():
                 p50, p99 = (
                     sorted(seconds)[int(len(seconds) * part)] * 1000 for part in (0.5, 0.99)
                 )
@@ -121,7 +121,7 @@ def main() -> None:
         return
     ports = free_port(), free_port()
     bare, proxy = (f"http://127.0.0.1:{port}" for port in ports)
-    command = [sys.executable, "-m", "pensieve.ray_serve.measure", "--serve-events", str(ports[0])]
+    command = [sys.executable, "-m", "benchmarks.ray_serve", "--serve-events", str(ports[0])]
     # a cluster for a minute, on this host
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     writer = subprocess.Popen(command)
