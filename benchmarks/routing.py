@@ -6,7 +6,7 @@ simulated.
 
 Every replica gets the load of `--sessions-per-s`, so that more replicas have more conversations.
 Replicas may fail, drain and come back (`--event`). Large clusters are simulated by some of their
-replicas (`--simulated`). See `scheduler/sim/cluster.py` for what is simulated.
+replicas (`--simulated`). See `benchmarks/cluster_model.py` for what is simulated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pensieve.runtime.launch.command_line import CommandParser
 from pensieve.runtime.launch.options import parse_bytes
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
 from pensieve.scheduler.sim.simulator import Session, longest_context
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status, numbers, result_line, title_line
@@ -36,6 +35,8 @@ from pensieve.scripts.simulate import (
 from pensieve.scripts.simulation.load import add_workload, config_of, conversations
 from pensieve.scripts.simulation.models import MODELS
 from pensieve.scripts.simulation.traces import TURN_COUNTS
+
+from .cluster_model import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
 
 KINDS = ("fail", "drain", "back")
 SETTING = ("replicas", "routing", "seed")

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pensieve.runtime.launch.command_line import CommandParser
-from pensieve.scheduler.sim.cluster import ROUTINGS
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status, subplots
+
+from .cluster_model import ROUTINGS
 
 PANELS: dict[str, Callable[[dict], float]] = {
     "hit rate, %": lambda row: 100 * row["hit_rate"],

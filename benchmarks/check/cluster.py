@@ -25,7 +25,6 @@ import aiohttp
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile, propose_swap_out_below
-from pensieve.scheduler.sim.cluster import Cluster
 from pensieve.scheduler.sim.simulator import Session, longest_context, percentile
 from pensieve.scripts.command import (
     check_above_0,
@@ -38,6 +37,7 @@ from pensieve.scripts.simulation.models import read_profile
 from pensieve.scripts.simulation.traces import ChatStatistics, synthetic
 
 from ..clients import Reply, Target, body, clock, open_session
+from ..cluster_model import Cluster
 
 CHATS = ChatStatistics(turns=5.0, input_tokens=200.0, output_tokens=16.0)
 THINK_S = 8.0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, Event
+from benchmarks.cluster_model import DETECTION_S, ROUTINGS, Cluster, Event
 from pensieve.scheduler.sim.ring import fullest_share
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import Usage

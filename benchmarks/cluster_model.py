@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
-from ..config import SchedulerConfig
-from ..cost import CostProfile
-from ..types import Applied, Usage
-from .ring import place, ring
-from .simulator import Content, Open, Session, Simulator, percentile
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.sim.ring import place, ring
+from pensieve.scheduler.sim.simulator import Content, Open, Session, Simulator, percentile
+from pensieve.scheduler.types import Applied, Usage
 
 Routing = Literal["random", "least-loaded", "session", "session-then-load"]
 ROUTINGS: tuple[Routing, ...] = ("random", "least-loaded", "session", "session-then-load")
