@@ -195,8 +195,8 @@ class GenerationBody(Body):
             server_history=self.server_history,
             limit=self.max_tokens,
             truncates=self.truncates,
-            stops=self.stop,
-            stop_token_ids=self.stop_token_ids,
+            stops=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
@@ -219,6 +219,8 @@ class GenerationBody(Body):
 
 class ChoicesBody(GenerationBody):
     """The fields that completions and chat completions share."""
+
+    WRITER: ClassVar = CompletionWriter
 
     n: int = 1
     best_of: int | None = None
@@ -265,15 +267,20 @@ class ChoicesBody(GenerationBody):
             prompt_logprobs=self.prompt_logprobs,
         )
 
-    def style(self, model: str, tokenizer: Tokenizer | None, *, echo: bool = False) -> Style:
+    def writer(self, model: str, tokenizer: Tokenizer | None) -> CompletionWriter:
+        """Returns the writer of the answer of `model`."""
         logprobs = None
         if (self.reply_logprobs, self.prompt_logprobs) != (None, None):
             logprobs = LogprobsWriter(tokenizer, self.reply_logprobs, self.prompt_logprobs)
-        options = self.stream_options
-        include_usage = options is not None and options.include_usage
-        return Style(
-            model, self.return_token_ids, include_usage, self.return_sources, logprobs, echo
+        style = Style(
+            model,
+            self.return_token_ids,
+            self.stream_options is not None and self.stream_options.include_usage,
+            self.return_sources,
+            logprobs,
+            isinstance(self, CompletionBody) and self.echo,
         )
+        return self.WRITER(style)
 
 
 class CompletionBody(ChoicesBody):
@@ -316,14 +323,11 @@ class CompletionBody(ChoicesBody):
             echo=self.echo,
         )
 
-    def writer(self, model: str, tokenizer: Tokenizer | None) -> CompletionWriter:
-        """Returns the writer of the answer of `model`."""
-        return CompletionWriter(self.style(model, tokenizer, echo=self.echo))
-
 
 class ChatBody(ChoicesBody):
     """POST /v1/chat/completions."""
 
+    WRITER: ClassVar = ChatWriter
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
         "add_generation_prompt": (True,),
@@ -392,10 +396,6 @@ class ChatBody(ChoicesBody):
             ),
         )
 
-    def writer(self, model: str, tokenizer: Tokenizer | None) -> CompletionWriter:
-        """Returns the writer of the answer of `model`."""
-        return ChatWriter(self.style(model, tokenizer))
-
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
         if (
@@ -416,8 +416,8 @@ def dialogue(
     usable = tools if tool_choice != "none" else ()
     most_calls = MOST_TOOLS if parallel_tool_calls else 1
     return {
-        "messages": [message.for_template() for message in messages],
-        "tools": [tool.for_template() for tool in usable],
+        "messages": tuple(message.for_template() for message in messages),
+        "tools": tuple(tool.for_template() for tool in usable),
         "prompt_field": "messages",
         "most_tool_calls": most_calls if usable else 0,
     }

@@ -94,7 +94,7 @@ class GenerationCall:
                 include_stop=wishes.include_stop,
                 tools=ToolCallParser(wishes.most_tool_calls) if wishes.most_tool_calls else None,
                 echoed=echoed,
-                stop_token_ids=tuple(wishes.stop_token_ids),
+                stop_token_ids=wishes.stop_token_ids,
             )
             for request, echoed in zip(self.requests, self.echoes, strict=True)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,8 @@ class Generate:
     """
 
     prompt: str | list[Any] | None = None
-    messages: Sequence[Message] = ()
-    tools: Sequence[dict[str, Any]] = ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     prompt_field: str = "prompt"
 
@@ -60,7 +60,7 @@ class Generate:
     server_history: bool = False
     response: bool = False
     previous: str | None = None
-    instructions: Sequence[Message] = ()
+    instructions: tuple[Message, ...] = ()
     store: bool = False
 
     n: int = 1
@@ -68,8 +68,8 @@ class Generate:
     limit_field: str = "max_tokens"
     default_limit: int | None = None
     truncates: bool = False
-    stops: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0

@@ -20,7 +20,6 @@ from .calls import Caller, GenerationCall
 from .generate import Generate
 from .grammar_check import GrammarChecker, open_checker
 from .reply import CompletionWriter
-from .structured_output import ReplyForm
 
 MOST_REQUESTS = 16384  # of one call: more than any queue holds, and few enough to create at once
 MOST_BIASES = 1024  # each is added to the logits in every step
@@ -57,8 +56,16 @@ class RequestBuilder:
         """Raises RequestError if the requested form of the reply cannot be followed (400) or
         checked (503). This call may be cancelled. `call` may not: expired conversations would not
         be deleted, and threads would go on after the request has stopped counting."""
-        if generate.form is not None:
-            await self._check_form(generate.form, caller.share)
+        form = generate.form
+        if form is None:
+            return
+        await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
+        if self._grammars is None:
+            raise RequestError(
+                400, f"{form.param} is not supported with this model's tokenizer", form.param
+            )
+        check = self._grammars.begin_check(form.grammar, form.param, caller.share)
+        await asyncio.wrap_future(check)
 
     async def call(
         self, generate: Generate, writer: CompletionWriter, arrived: float, caller: Caller
@@ -102,7 +109,7 @@ class RequestBuilder:
         render = self._need_tokenizer(generate.prompt_field).render_chat
         if generate.tools:
             self._say_if_tools_are_ignored()
-            render = partial(render, tools=generate.tools)
+            render = partial(render, tools=list(generate.tools))
         render = partial(render, variables=generate.template_variables)
         if generate.response:
             return await self._histories.open_response(
@@ -117,7 +124,7 @@ class RequestBuilder:
         return await self._histories.open_chat(
             caller.owner,
             generate.conversation_id,
-            generate.messages,
+            list(generate.messages),
             render,
             server_history=generate.server_history,
         )
@@ -287,14 +294,6 @@ class RequestBuilder:
                 TOO_LONG,
             )
         return limit
-
-    async def _check_form(self, form: ReplyForm, owner: str) -> None:
-        await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
-        if self._grammars is None:
-            raise RequestError(
-                400, f"{form.param} is not supported with this model's tokenizer", form.param
-            )
-        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param, owner))
 
     async def _open_grammars(self) -> None:
         async with self._opening:

@@ -29,7 +29,7 @@ from ...scheduler.types import RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
-from ..frontend.calls import Caller, GenerationCall, answering
+from ..frontend.calls import GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.reply import Reply
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 log = logging.getLogger(__name__)
+
+GeneratingBody = CompletionBody | ChatBody | ResponseBody | MessageBody
 
 OPEN_PATHS = frozenset(
     {"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES}
@@ -301,12 +303,12 @@ def create_app(
         # the client is gone in the middle of its body, so this is never read
         return Response(status_code=400)
 
-    async def answer(
-        body: CompletionBody | ChatBody | ResponseBody | MessageBody,
-        request: HTTPRequest,
-        arrived: float,
-        caller: Caller,
-    ) -> Response:
+    async def answer(kind: type[GeneratingBody], request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await read_body(kind, request)
+        caller = caller_of(request)
+        if isinstance(body, MessageBody):
+            caller = replace(caller, session=body.session(request.headers))
         check_model(body.model, ready)
         generate = body.generate()
         await _unless_gone(request.receive, calls.check_form(generate, caller))
@@ -316,28 +318,19 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(CompletionBody, request)
-        return await answer(body, request, arrived, caller_of(request))
+        return await answer(CompletionBody, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(ChatBody, request)
-        return await answer(body, request, arrived, caller_of(request))
+        return await answer(ChatBody, request)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(ResponseBody, request)
-        return await answer(body, request, arrived, caller_of(request))
+        return await answer(ResponseBody, request)
 
     @app.post("/v1/messages")
     async def messages(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(MessageBody, request)
-        caller = replace(caller_of(request), session=body.session(request.headers))
-        return await answer(body, request, arrived, caller)
+        return await answer(MessageBody, request)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: HTTPRequest) -> dict[str, int]:

@@ -375,7 +375,7 @@ class MessageBody(PromptBody):
         return replace(
             super().generate(),
             default_limit=self.max_tokens,
-            stops=self.stop_sequences,
+            stops=tuple(self.stop_sequences),
             stream=self.stream,
             form=reply_form(response_format, {}, *self._tools()),
             temperature=self.temperature,

@@ -130,13 +130,13 @@ class ResponseBody(GenerationBody):
 
     def generate(self) -> Generate:
         """See `GenerationBody`."""
-        instructions: list[Message] = []
+        instructions: tuple[Message, ...] = ()
         if self.instructions is not None:
-            instructions = [{"role": "system", "content": self.instructions}]
+            instructions = ({"role": "system", "content": self.instructions},)
         effort = self.reasoning.effort if self.reasoning is not None else None
         return replace(
             super().generate(),
-            messages=self.messages(),
+            messages=tuple(self.messages()),
             template_variables=with_effort(self.chat_template_kwargs, effort),
             prompt_field="input",
             response=True,
