@@ -40,8 +40,8 @@ from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
 from .offline.prompts import (
-    Asked,
     Messages,
+    OfflinePrompt,
     Params,
     Prompt,
     read_dialogues,
@@ -266,7 +266,7 @@ class LLM:
         self,
         kind: type[Any],
         name: str,
-        prompts: Sequence[Asked],
+        prompts: Sequence[OfflinePrompt],
         params: Params | None,
         conversation: str | None,
         history: str,
@@ -296,11 +296,11 @@ class LLM:
         arrived = time.perf_counter()
         caller = Caller()
         body = body_of(kind, params, **fields, max_tokens=None)
-        # calls stay in the text
-        options = replace(await self._builder.asked(body, caller), most_tool_calls=0)
-        make = self._builder.chat if kind is ChatBody else self._builder.completion
-        most = self._ready.max_model_len if params.max_tokens is None else params.max_tokens
-        return await make(body, options, arrived, caller, most_tokens=most)
+        # tool calls stay in the text
+        generate = replace(body.generate(), default_limit=params.max_tokens, most_tool_calls=0)
+        await self._builder.check_form(generate, caller)
+        writer = body.writer(self._ready.model, self._tokenizer)
+        return await self._builder.call(generate, writer, arrived, caller)
 
     # -- the loop
 

@@ -7,15 +7,23 @@ field.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ...scheduler.types import RequestError, check_logprobs
+from ..text.tokenizer import Tokenizer
 from .body_base import Body, ConversationId, NonEmpty
 from .chat_messages import MOST_MESSAGES, Message, NamedTool, TemplateVariables, Tool, with_effort
+from .generate import Generate
+from .logprobs import LogprobsWriter
+from .reply import ChatWriter, CompletionWriter, Style
+from .structured_output import GUIDED, ResponseFormat, StructuredOutputs, reply_form
 
 MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's limit
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 class StreamOptions(Body):
@@ -31,47 +39,6 @@ class ConversationName(Body):
 
 class ConversationParams(Body):
     conversation_id: ConversationId
-
-
-class ResponseFormat(Body):
-    """`json_schema`: OpenAI's object that contains a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
-class StructuredOutputs(Body):
-    """vLLM's field: exactly one of these. `json`: a schema, or one as text. `grammar`: in
-    llguidance's dialect of Lark."""
-
-    IGNORED = frozenset(
-        {"disable_additional_properties", "disable_any_whitespace", "disable_fallback"}
-    )
-    NEUTRAL: ClassVar = {"structural_tag": (), "whitespace_pattern": ()}
-
-    json_: dict[str, Any] | NonEmpty | None = Field(default=None, alias="json")
-    json_object: bool = False
-    regex: NonEmpty | None = None
-    choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    grammar: NonEmpty | None = None
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The fields that are set, by their names in JSON."""
-        values = {name.rstrip("_"): getattr(self, name) for name in type(self).model_fields}
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not None and value is not False
-        }
-
-    @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
-        if len(self.asked) != 1:
-            raise RequestError(
-                400, "structured_outputs must have one of json, json_object, regex, choice, grammar"
-            )
-        return self
 
 
 class GenerationBody(Body):
@@ -206,11 +173,6 @@ class GenerationBody(Body):
         )
 
     @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template, besides messages and tools."""
-        return {}
-
-    @property
     def server_history(self) -> bool:
         """True if the body contains only new messages; the server has the earlier ones."""
         return self.history == "server"
@@ -225,18 +187,40 @@ class GenerationBody(Body):
             else self.truncation == "auto"
         )
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The name and the value of the field that limits the tokens of a reply."""
-        return "max_tokens", self.max_tokens
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def generate(self) -> Generate:
+        """Returns the body's wishes for the engine. Raises RequestError if the requested form of
+        the reply cannot be followed."""
+        return Generate(
+            conversation_id=self.conversation_id,
+            server_history=self.server_history,
+            limit=self.max_tokens,
+            truncates=self.truncates,
+            stops=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            session=self.session,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            expect_next_s=self.expect_next_s,
+        )
 
 
 class ChoicesBody(GenerationBody):
     """The fields that completions and chat completions share."""
+
+    WRITER: ClassVar = CompletionWriter
 
     n: int = 1
     best_of: int | None = None
@@ -268,15 +252,40 @@ class ChoicesBody(GenerationBody):
         probabilities."""
         raise NotImplementedError
 
-    @property
-    def most_tool_calls(self) -> int:
-        """The most tool calls that a reply may contain."""
-        return 0
+    def constraints(self) -> dict[str, Any]:
+        """The fields besides `response_format` that set the form of the reply, if they are set."""
+        values = {name: getattr(self, name) for name in ("structured_outputs", *GUIDED)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def generate(self) -> Generate:
+        """See `GenerationBody`."""
+        check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        return replace(
+            super().generate(),
+            n=self.n,
+            logprobs=self.reply_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def writer(self, model: str, tokenizer: Tokenizer | None) -> CompletionWriter:
+        """Returns the writer of the answer of `model`."""
+        logprobs = None
+        if (self.reply_logprobs, self.prompt_logprobs) != (None, None):
+            logprobs = LogprobsWriter(tokenizer, self.reply_logprobs, self.prompt_logprobs)
+        style = Style(
+            model,
+            self.return_token_ids,
+            self.stream_options is not None and self.stream_options.include_usage,
+            self.return_sources,
+            logprobs,
+            isinstance(self, CompletionBody) and self.echo,
+        )
+        return self.WRITER(style)
 
 
 class CompletionBody(ChoicesBody):
-    """POST /v1/completions. `prompt`: text or token ids, or several of these; `prompts` checks
-    it."""
+    """POST /v1/completions. `prompt`: text or token ids, or several of these;
+    `Generate.prompts` checks it."""
 
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
@@ -299,29 +308,26 @@ class CompletionBody(ChoicesBody):
     def reply_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Text, token ids, or several of either. Raises RequestError if the prompt is none of
-        these."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        kinds = set(map(type, prompt))
-        if kinds == {int}:
-            return [prompt]
-        if not prompt or [] in prompt or "" in prompt:
-            raise RequestError(400, "the prompt is empty", "prompt")
-        if kinds == {str} or (
-            kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)
-        ):
-            return prompt
-        forms = "text, a list of token ids, or a list of several of one of these"
-        raise RequestError(400, f"prompt: must be {forms}", "prompt")
+    def generate(self) -> Generate:
+        """See `GenerationBody`."""
+        wishes = super().generate()
+        prompt_logprobs = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
+        return replace(
+            wishes,
+            prompt=self.prompt,
+            default_limit=DEFAULT_COMPLETION_TOKENS,
+            form=reply_form(self.response_format, self.constraints()),
+            prompt_logprobs=prompt_logprobs,
+            echo=self.echo,
+        )
 
 
 class ChatBody(ChoicesBody):
     """POST /v1/chat/completions."""
 
+    WRITER: ClassVar = ChatWriter
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
         "add_generation_prompt": (True,),
@@ -367,28 +373,28 @@ class ChatBody(ChoicesBody):
         return self
 
     @property
-    def template_variables(self) -> dict[str, Any]:
-        """See `GenerationBody`."""
-        return with_effort(self.chat_template_kwargs, self.reasoning_effort)
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """See `GenerationBody`."""
-        given = self.max_completion_tokens
-        return (
-            ("max_tokens", self.max_tokens) if given is None else ("max_completion_tokens", given)
-        )
-
-    @property
     def reply_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
-    @property
-    def most_tool_calls(self) -> int:
-        """The most tool calls that a reply may contain."""
-        if not self.tools or self.tool_choice == "none":
-            return 0
-        return MOST_TOOLS if self.parallel_tool_calls else 1
+    def generate(self) -> Generate:
+        """See `GenerationBody`."""
+        wishes = super().generate()
+        if self.max_completion_tokens is not None:
+            wishes = replace(
+                wishes, limit=self.max_completion_tokens, limit_field="max_completion_tokens"
+            )
+        return replace(
+            wishes,
+            **dialogue(self.messages, self.tools, self.tool_choice, self.parallel_tool_calls),
+            template_variables=with_effort(self.chat_template_kwargs, self.reasoning_effort),
+            form=reply_form(
+                self.response_format,
+                self.constraints(),
+                self.tools,
+                self.tool_choice,
+                self.parallel_tool_calls,
+            ),
+        )
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
@@ -398,6 +404,23 @@ class ChatBody(ChoicesBody):
         ):
             raise RequestError(400, "max_tokens and max_completion_tokens differ", "max_tokens")
         return self
+
+
+def dialogue(
+    messages: Iterable[Message],
+    tools: Sequence[Tool],
+    tool_choice: str | NamedTool,
+    parallel_tool_calls: bool,
+) -> dict[str, Any]:
+    """The fields of `Generate` for messages and tools that the model may call."""
+    usable = tools if tool_choice != "none" else ()
+    most_calls = MOST_TOOLS if parallel_tool_calls else 1
+    return {
+        "messages": tuple(message.for_template() for message in messages),
+        "tools": tuple(tool.for_template() for tool in usable),
+        "prompt_field": "messages",
+        "most_tool_calls": most_calls if usable else 0,
+    }
 
 
 Kind = TypeVar("Kind", bound=Body)

@@ -1,4 +1,4 @@
-"""A call: its client, its requests and options, its end, and its log line.
+"""A call: its client, its requests, its end, and its log line.
 
 The line is written when the call ends in any way: counts and times, but no text.
 """
@@ -18,6 +18,7 @@ from ..messages import Keep
 from ..observe.metrics import Metrics
 from ..text.tokenizer import StopMatcher, Tokenizer
 from .engine_client import ClientGone, OutputStream
+from .generate import Generate
 from .reply import CompletionWriter, Reply, usage
 from .tool_calls import ToolCallParser
 
@@ -62,22 +63,17 @@ class Caller:
 class GenerationCall:
     """A checked HTTP call: `requests` differ in their prompt only.
 
-    `echoes`: text before each one's reply.
+    `generate`: the body's wishes. `echoes`: text before each one's reply.
     `turn`: the turn that its first reply is committed to. The code that answers the call commits
     and closes it. `session`: the client's name for a series of calls; nothing is stored under it.
     `keep`: sent to the loop then, for the turn's KV.
     """
 
+    generate: Generate
     requests: tuple[Request, ...]
     echoes: tuple[str, ...]
     writer: CompletionWriter
-    stream: bool
-    chat: bool
-    stops: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    include_stop: bool
     arrived: float
-    most_tool_calls: int = 0
     turn: OpenTurn | None = None
     session: str | None = None
     keep: Keep | None = None
@@ -85,19 +81,20 @@ class GenerationCall:
     def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
         """Returns an empty reply to each request, in their order. Replies confirm their lengths to
         `stream`."""
+        wishes = self.generate
         return [
             Reply(
                 request,
                 stream,
                 tokenizer,
-                StopMatcher(self.stops, self.include_stop, request.min_tokens)
-                if self.stops
+                StopMatcher(wishes.stops, wishes.include_stop, request.min_tokens)
+                if wishes.stops
                 else None,
-                continues_prompt=not self.chat,
-                include_stop=self.include_stop,
-                tools=ToolCallParser(self.most_tool_calls) if self.most_tool_calls else None,
+                continues_prompt=not wishes.chat,
+                include_stop=wishes.include_stop,
+                tools=ToolCallParser(wishes.most_tool_calls) if wishes.most_tool_calls else None,
                 echoed=echoed,
-                stop_token_ids=self.stop_token_ids,
+                stop_token_ids=wishes.stop_token_ids,
             )
             for request, echoed in zip(self.requests, self.echoes, strict=True)
         ]
@@ -107,7 +104,7 @@ class GenerationCall:
         sent."""
         if self.turn is not None:
             first = replies[0]
-            answer = first.message if self.chat else None
+            answer = first.message if self.generate.chat else None
             text = "".join(first.texts)
             stored = self.writer.stored(replies)
             await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
@@ -120,28 +117,6 @@ class GenerationCall:
             self.turn.close()
         else:
             self.turn.close(first.tokens, first.request.salt)
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """Options of completions and chat completions that responses do not have.
-
-    n                   replies to each prompt
-    logprobs, prompt_logprobs
-                        number of likeliest tokens reported with each token of the reply, of the
-                        prompt
-    grammar             as in `Sampling`
-    most_tool_calls     the most tool calls that a reply may contain
-    """
-
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: str | None = None
-    most_tool_calls: int = 0
-
-
-ONE_REPLY = OutputOptions()
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ class Tracing:
 
     def _about(self, call: GenerationCall) -> dict[str, str | int]:
         about: dict[str, str | int] = {
-            "gen_ai.operation.name": "chat" if call.chat else "text_completion",
+            "gen_ai.operation.name": "chat" if call.generate.chat else "text_completion",
             "gen_ai.request.id": call.writer.id,
             "gen_ai.request.max_tokens": max(request.max_tokens for request in call.requests),
             "gen_ai.response.model": self._model,

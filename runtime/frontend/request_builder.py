@@ -1,4 +1,4 @@
-"""Turns a checked body into requests for the engine: tokenizes it, and resolves limits and
+"""Turns a `Generate` into requests for the engine: tokenizes it, and resolves limits and
 defaults."""
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
-from ..conversations.transcript import Message
+from ...scheduler.types import Request, RequestError, RequestId, Sampling
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
 from ..text.tokenizer import Tokenizer
-from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
-from .calls import ONE_REPLY, Caller, GenerationCall, OutputOptions
+from .calls import Caller, GenerationCall
+from .generate import Generate
 from .grammar_check import GrammarChecker, open_checker
-from .logprobs import LogprobsWriter
-from .reply import ChatWriter, CompletionWriter, Style
-from .structured_output import ReplyForm, reply_form
+from .reply import CompletionWriter
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 MOST_REQUESTS = 16384  # of one call: more than any queue holds, and few enough to create at once
 MOST_BIASES = 1024  # each is added to the logits in every step
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
@@ -38,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestBuilder:
-    """Turns bodies into calls for the engine described by `ready`."""
+    """Turns each `Generate` into a call for the engine described by `ready`."""
 
     def __init__(
         self,
@@ -56,167 +52,96 @@ class RequestBuilder:
         self._tools_checked = False
         self._opening = asyncio.Lock()
 
-    async def asked(self, body: ChoicesBody, caller: Caller) -> OutputOptions:
-        """Returns the options for `completion` and `chat`. Raises RequestError if the requested
-        form of the reply cannot be followed (400) or checked (503). This call may be cancelled.
-        `completion` and `chat` may not: expired conversations would not be deleted, and threads
-        would go on after the request has stopped counting."""
-        self.model(body)
-        check_logprobs(body.prompt_logprobs, "prompt_logprobs")
-        form = reply_form(body)
-        if form is not None:
-            await self._check_form(form, caller.share)
-        return OutputOptions(
-            n=body.n,
-            logprobs=body.reply_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            grammar=form.grammar if form is not None else None,
-            most_tool_calls=body.most_tool_calls,
-        )
+    async def check_form(self, generate: Generate, caller: Caller) -> None:
+        """Raises RequestError if the requested form of the reply cannot be followed (400) or
+        checked (503). This call may be cancelled. `call` may not: expired conversations would not
+        be deleted, and threads would go on after the request has stopped counting."""
+        form = generate.form
+        if form is None:
+            return
+        await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
+        if self._grammars is None:
+            raise RequestError(
+                400, f"{form.param} is not supported with this model's tokenizer", form.param
+            )
+        check = self._grammars.begin_check(form.grammar, form.param, caller.share)
+        await asyncio.wrap_future(check)
 
-    async def completion(
-        self,
-        body: CompletionBody,
-        asked: OutputOptions,
-        arrived: float,
-        caller: Caller,
-        most_tokens: int = DEFAULT_COMPLETION_TOKENS,
+    async def call(
+        self, generate: Generate, writer: CompletionWriter, arrived: float, caller: Caller
     ) -> GenerationCall:
-        """`most_tokens`: the reply's limit if the body has none; lowered to the room in the
-        context."""
-        if body.echo and body.logprobs is not None:
-            asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-        several = body.prompts
-        if len(several) * body.n > MOST_REQUESTS:
+        """`writer`: of the answer; a stored response has its id."""
+        prompts = generate.prompts
+        n_replies = max(len(prompts), 1) * generate.n
+        if n_replies > MOST_REQUESTS:
             message = (
-                f"{len(several)} prompts with n = {body.n} are more than {MOST_REQUESTS} replies "
-                "in one request"
+                f"{len(prompts)} prompts with n = {generate.n} are more than {MOST_REQUESTS} "
+                "replies in one request"
             )
             raise RequestError(400, message, "prompt")
-        caller.claim(len(several) * body.n, "prompt" if len(several) > 1 else "n")
-        prompts = [self._checked(prompt) for prompt in several]
-        if body.conversation_id is None:
-            turn = None
-            ids = [await self._encoded(prompt) for prompt in prompts]
-        elif len(prompts) > 1:
-            raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
+        caller.claim(n_replies, "prompt" if len(prompts) > 1 else "n")
+        given = [self._checked(prompt) for prompt in prompts]
+        turn: OpenTurn | None
+        if generate.chat:
+            turn = await self._open_chat(generate, caller, writer.id)
         else:
-            open_turn = self._histories.open_completion
-            server_history = body.server_history
-            turn = await open_turn(
-                caller.owner, body.conversation_id, prompts[0], server_history=server_history
-            )
-            ids = [turn.prompt]
-        style = self._style(body, asked)
+            turn = await self._open_completion(generate, given, caller)
         with closed_on_error(turn):
-            echoes = [self._echo(body, *pair) for pair in zip(prompts, ids, strict=True)]
-            return self._call(
-                body,
-                ids,
-                CompletionWriter(style),
-                most_tokens,
-                arrived,
-                caller,
-                turn,
-                asked,
-                echoes,
-            )
+            if turn is None:
+                ids = [await self._encoded(prompt) for prompt in given]
+            else:
+                ids = [turn.prompt]
+                if generate.several_dialogues and caller.session is not None:
+                    turn.in_session(caller.session)
+            if generate.chat:
+                echoes = [""]
+            else:
+                echoes = [self._echo(generate, *pair) for pair in zip(given, ids, strict=True)]
+            return self._call(generate, ids, echoes, writer, arrived, caller, turn)
 
-    async def chat(
-        self,
-        body: ChatBody,
-        asked: OutputOptions,
-        arrived: float,
-        caller: Caller,
-        *,
-        writer: CompletionWriter | None = None,
-        most_tokens: int | None = None,
-        keep_s: float | None = None,
-    ) -> GenerationCall:
-        """writer    writes an agent API's answer; there a session has several dialogues, told apart
-        by their beginnings
-        most_tokens  the reply's limit if the body has none; lowered to the room in the context
-        keep_s       seconds from the reply's end for which the session's KV is evicted last
-        """
-        caller.claim(body.n, "n")
-        turn = await self._open_chat(body, caller)
-        with closed_on_error(turn):
-            if writer is not None and caller.session is not None:
-                turn.in_session(caller.session)
-            writer = writer or ChatWriter(self._style(body, asked))
-            default = self._ready.max_model_len if most_tokens is None else most_tokens
-            call = self._call(body, [turn.prompt], writer, default, arrived, caller, turn, asked)
-        if keep_s is None or turn.conversation is None:
-            return call
-        return replace(call, keep=Keep(turn.conversation, None, keep_s))
-
-    async def prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
-        """Returns how many tokens the prompt of this chat has. Raises as `chat`."""
-        self.model(body)
-        turn = await self._open_chat(body, caller)
+    async def prompt_tokens(self, generate: Generate, caller: Caller) -> int:
+        """Returns how many tokens the prompt of this chat has. Raises as `call`."""
+        turn = await self._open_chat(generate, caller, "")
         turn.close()
         return len(turn.prompt)
 
-    async def _open_chat(self, body: ChatBody, caller: Caller) -> OpenTurn:
-        messages = [message.for_template() for message in body.messages]
-        render = self._need_tokenizer("messages").render_chat
-        server_history = body.server_history
-        if body.tools and body.tool_choice != "none":
+    async def _open_chat(self, generate: Generate, caller: Caller, answer_id: str) -> OpenTurn:
+        render = self._need_tokenizer(generate.prompt_field).render_chat
+        if generate.tools:
             self._say_if_tools_are_ignored()
-            render = partial(render, tools=[tool.for_template() for tool in body.tools])
-        render = partial(render, variables=body.template_variables)
-        open_turn = self._histories.open_chat
-        name = body.conversation_id
-        return await open_turn(caller.owner, name, messages, render, server_history=server_history)
-
-    async def response(
-        self,
-        body: GenerationBody,
-        writer: CompletionWriter,
-        arrived: float,
-        caller: Caller,
-        *,
-        previous: str | None,
-        instructions: list[Message],
-        messages: list[Message],
-        stored_as: str | None,
-    ) -> GenerationCall:
-        """Returns the call for a reply that continues the response `previous`; it is stored under
-        the id `stored_as`, if given."""
-        turn = await self._histories.open_response(
-            caller.owner,
-            previous=previous,
-            conversation=body.conversation_id,
-            instructions=instructions,
-            messages=messages,
-            render=partial(
-                self._need_tokenizer("input").render_chat, variables=body.template_variables
-            ),
-            stored_as=stored_as,
-        )
-        with closed_on_error(turn):
-            return self._call(
-                body, [turn.prompt], writer, self._ready.max_model_len, arrived, caller, turn
+            render = partial(render, tools=list(generate.tools))
+        render = partial(render, variables=generate.template_variables)
+        if generate.response:
+            return await self._histories.open_response(
+                caller.owner,
+                previous=generate.previous,
+                conversation=generate.conversation_id,
+                instructions=generate.instructions,
+                messages=generate.messages,
+                render=render,
+                stored_as=answer_id if generate.store else None,
             )
+        return await self._histories.open_chat(
+            caller.owner,
+            generate.conversation_id,
+            list(generate.messages),
+            render,
+            server_history=generate.server_history,
+        )
 
-    def model(self, body: GenerationBody) -> str:
-        """Returns the name of the model that answers. Raises RequestError if the body names another
-        one."""
-        check_model(body.model, self._ready)
-        return self._ready.model
-
-    def _style(self, body: ChoicesBody, asked: OutputOptions) -> Style:
-        logprobs = None
-        if (body.reply_logprobs, asked.prompt_logprobs) != (None, None):
-            logprobs = LogprobsWriter(self._tokenizer, body.reply_logprobs, body.prompt_logprobs)
-        echo = isinstance(body, CompletionBody) and body.echo
-        return Style(
-            self._ready.model,
-            body.return_token_ids,
-            body.include_usage,
-            body.return_sources,
-            logprobs,
-            echo,
+    async def _open_completion(
+        self, generate: Generate, prompts: Sequence[str | array[int]], caller: Caller
+    ) -> OpenTurn | None:
+        """Returns None if the prompts belong to no conversation."""
+        if generate.conversation_id is None:
+            return None
+        if len(prompts) > 1:
+            raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
+        return await self._histories.open_completion(
+            caller.owner,
+            generate.conversation_id,
+            prompts[0],
+            server_history=generate.server_history,
         )
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
@@ -245,14 +170,14 @@ class RequestBuilder:
             return await asyncio.to_thread(self._need_tokenizer("prompt").encode, prompt)
         return prompt
 
-    def _echo(self, body: CompletionBody, prompt: str | array[int], ids: array[int]) -> str:
+    def _echo(self, generate: Generate, prompt: str | array[int], ids: array[int]) -> str:
         """The prompt's text as the client sent it, if it covers all of the prompt's ids; else the
         text of the ids, without special tokens."""
-        if not body.echo or self._tokenizer is None:
+        if not generate.echo or self._tokenizer is None:
             return ""
         return (
             prompt
-            if isinstance(prompt, str) and not body.server_history
+            if isinstance(prompt, str) and not generate.server_history
             else self._tokenizer.decode(ids)
         )
 
@@ -267,86 +192,82 @@ class RequestBuilder:
 
     def _call(
         self,
-        body: GenerationBody,
+        generate: Generate,
         prompts: Sequence[array[int]],
+        echoes: Sequence[str],
         writer: CompletionWriter,
-        default: int,
         arrived: float,
         caller: Caller,
         turn: OpenTurn | None,
-        asked: OutputOptions = ONE_REPLY,
-        echoes: Sequence[str] = ("",),
     ) -> GenerationCall:
-        """`default`: the most tokens to generate if the body has no limit and the context has room;
-        `echoes`: for each prompt, the text before its replies."""
-        if body.stop:
+        """`echoes`: for each prompt, the text before its replies."""
+        if generate.stops:
             self._need_tokenizer("stop")
-        self._check_ids(body.stop_token_ids, "stop_token_ids")
+        self._check_ids(generate.stop_token_ids, "stop_token_ids")
         # checked for text too: a tokenizer may have more tokens than the model
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
-        stop_ids = frozenset(body.stop_token_ids) | frozenset(
-            () if body.ignore_eos else self._ready.stop_ids
+        stop_ids = frozenset(generate.stop_token_ids) | frozenset(
+            () if generate.ignore_eos else self._ready.stop_ids
         )
-        if body.min_tokens and len(stop_ids) > MOST_BIASES:
+        if generate.min_tokens and len(stop_ids) > MOST_BIASES:
             message = (
                 f"stop_token_ids: with min_tokens at most {MOST_BIASES} ids may end a reply, not "
                 f"{len(stop_ids)}"
             )
             raise RequestError(400, message, "stop_token_ids")
-        sampling = self._sampling(body, asked)
-        truncate = body.truncates and self._ready.overflow
-        salt = kv_salt(body.cache_salt, caller.owner)
-        session = body.session or caller.session
+        sampling = self._sampling(generate)
+        truncate = generate.truncates and self._ready.overflow
+        salt = kv_salt(generate.cache_salt, caller.owner)
+        session = generate.session or caller.session
         marked = turn.conversation if turn is not None else None
         if marked is None and session is not None and len(prompts) == 1:
             marked = session_name(caller.owner, session)
-        seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]
+        seeds = [_random_seed() if generate.seed is None else sampling.seed for _ in prompts]
         requests = [
             Request(
                 id=self._new_id(),
                 prompt=prompt,
-                max_tokens=self._max_tokens(len(prompt), *body.limit, default, truncate),
+                max_tokens=self._max_tokens(generate, len(prompt), truncate),
                 conversation=marked if choice == 0 else None,
                 salt=salt,
-                min_tokens=body.min_tokens,
+                min_tokens=generate.min_tokens,
                 stop_ids=stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),
-                priority=body.priority,
-                expect_next_s=body.expect_next_s,
+                priority=generate.priority,
+                expect_next_s=generate.expect_next_s,
                 owner=caller.share,
                 stored_tokens=turn.stored_tokens
                 if turn is not None and turn.stored_salt == salt
                 else 0,
-                confirm=bool(body.stop),
-                prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
+                confirm=bool(generate.stops),
+                prompt_logprobs=generate.prompt_logprobs if choice == 0 else None,
                 choice=choice,
                 truncate=truncate,
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
-            for choice in range(asked.n)
+            for choice in range(generate.n)
         ]
+        keep = None
+        if generate.keep_s is not None and marked is not None:
+            keep = Keep(marked, None, generate.keep_s)
         return GenerationCall(
+            generate=generate,
             requests=tuple(requests),
-            echoes=tuple(text for text in echoes for _ in range(asked.n)),
+            echoes=tuple(text for text in echoes for _ in range(generate.n)),
             writer=writer,
-            stream=body.stream,
-            chat=not isinstance(body, CompletionBody),
-            stops=tuple(body.stop),
-            stop_token_ids=tuple(body.stop_token_ids),
-            include_stop=body.include_stop_str_in_output,
             arrived=arrived,
             turn=turn,
             session=session,
-            most_tool_calls=asked.most_tool_calls,
+            keep=keep,
         )
 
-    def _max_tokens(
-        self, prompt: int, name: str, limit: int | None, default: int, truncate: bool
-    ) -> int:
-        """Returns the tokens to generate after a prompt of `prompt` tokens, at most the body's
-        `limit`."""
+    def _max_tokens(self, generate: Generate, prompt: int, truncate: bool) -> int:
+        """Returns the tokens to generate after a prompt of `prompt` tokens."""
         context = self._ready.max_model_len
+        name = generate.limit_field
+        limit = generate.limit
+        default = context if generate.default_limit is None else generate.default_limit
         if limit is not None and limit < 1:
             raise RequestError(400, f"{name} must be at least 1, not {limit}", name)
         # checked first, because Python refuses to print very large numbers
@@ -376,14 +297,6 @@ class RequestBuilder:
             )
         return limit
 
-    async def _check_form(self, form: ReplyForm, owner: str) -> None:
-        await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
-        if self._grammars is None:
-            raise RequestError(
-                400, f"{form.param} is not supported with this model's tokenizer", form.param
-            )
-        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param, owner))
-
     async def _open_grammars(self) -> None:
         async with self._opening:
             if not self._opened:
@@ -392,9 +305,9 @@ class RequestBuilder:
                 self._grammars = await asyncio.to_thread(open_checker, *about)
                 self._opened = True
 
-    def _logit_bias(self, body: GenerationBody) -> tuple[tuple[int, float], ...]:
+    def _logit_bias(self, generate: Generate) -> tuple[tuple[int, float], ...]:
         try:
-            biases = {int(token): bias for token, bias in body.logit_bias.items()}
+            biases = {int(token): bias for token, bias in generate.logit_bias.items()}
         except ValueError:
             raise RequestError(
                 400, "logit_bias: its keys must be token ids", "logit_bias"
@@ -406,27 +319,31 @@ class RequestBuilder:
         self._check_ids(list(biases), "logit_bias")
         return tuple(biases.items())
 
-    def _sampling(self, body: GenerationBody, asked: OutputOptions) -> Sampling:
+    def _sampling(self, generate: Generate) -> Sampling:
         """A top_k of -1, or of the vocabulary's size and above, switches top-k off. A seed may be
         any signed number of 64 bits."""
-        top_k = 0 if body.top_k == -1 or body.top_k >= self._ready.vocab_size else body.top_k
-        seed = body.seed or 0
+        top_k = (
+            0
+            if generate.top_k == -1 or generate.top_k >= self._ready.vocab_size
+            else generate.top_k
+        )
+        seed = generate.seed or 0
         if not -(2**63) <= seed < 2**63:
             raise RequestError(
                 400, f"seed must be between -2**63 and 2**63 - 1, not {seed}", "seed"
             )
         return Sampling(
-            temperature=body.temperature,
+            temperature=generate.temperature,
             top_k=top_k,
-            top_p=body.top_p,
+            top_p=generate.top_p,
             seed=seed % 2**63,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=self._logit_bias(body),
-            logprobs=asked.logprobs,
-            grammar=asked.grammar,
+            min_p=generate.min_p,
+            repetition_penalty=generate.repetition_penalty,
+            presence_penalty=generate.presence_penalty,
+            frequency_penalty=generate.frequency_penalty,
+            logit_bias=self._logit_bias(generate),
+            logprobs=generate.logprobs,
+            grammar=generate.form.grammar if generate.form is not None else None,
         )
 
 

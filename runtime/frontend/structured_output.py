@@ -4,7 +4,10 @@ grammar."""
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, model_validator
 
 from ...scheduler.types import RequestError
 from ..step.grammar import (
@@ -15,13 +18,54 @@ from ..step.grammar import (
     regex_grammar,
     written_grammar,
 )
-from .bodies import ChatBody, ChoicesBody, ResponseFormat
-from .chat_messages import NamedTool
+from .body_base import Body, NonEmpty
+from .chat_messages import NamedTool, Tool
 from .tool_calls import tool_calls_rules
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older names for the fields of `structured_outputs`."""
+
+
+class ResponseFormat(Body):
+    """`json_schema`: OpenAI's object that contains a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's field: exactly one of these. `json`: a schema, or one as text. `grammar`: in
+    llguidance's dialect of Lark."""
+
+    IGNORED = frozenset(
+        {"disable_additional_properties", "disable_any_whitespace", "disable_fallback"}
+    )
+    NEUTRAL: ClassVar = {"structural_tag": (), "whitespace_pattern": ()}
+
+    json_: dict[str, Any] | NonEmpty | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    grammar: NonEmpty | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The fields that are set, by their names in JSON."""
+        values = {name.rstrip("_"): getattr(self, name) for name in type(self).model_fields}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self.wanted) != 1:
+            raise RequestError(
+                400, "structured_outputs must have one of json, json_object, regex, choice, grammar"
+            )
+        return self
 
 
 class ReplyForm(NamedTuple):
@@ -31,43 +75,57 @@ class ReplyForm(NamedTuple):
     grammar: str
 
 
-def reply_form(body: ChoicesBody) -> ReplyForm | None:
+def reply_form(
+    response_format: ResponseFormat | None,
+    constraints: Mapping[str, Any],
+    tools: Sequence[Tool] = (),
+    tool_choice: str | NamedTool = "none",
+    parallel_tool_calls: bool = False,
+) -> ReplyForm | None:
     """Returns the form that the reply must have, None for any. Raises RequestError (400) if two
-    fields set it."""
-    asked = body.response_format
-    schema = _schema(asked) if asked is not None else None
-    given = [name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None]
+    fields set it.
+
+    constraints     `structured_outputs` and the fields in `GUIDED`, as far as they are set
+    """
+    schema = _schema(response_format) if response_format is not None else None
+    given = list(constraints)
     if len(given) > 1:
         raise RequestError(400, f"{given[0]} and {given[1]} cannot be combined", given[1])
-    if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
+    if tools and tool_choice != "none":
         if given:
             raise RequestError(400, f"{given[0]} and tools cannot be combined", given[0])
-        return _with_tools(body, schema)
+        return _with_tools(tools, tool_choice, parallel_tool_calls, schema)
     if given:
-        (name,) = given
+        ((name, value),) = constraints.items()
         if schema is not None:
             raise RequestError(400, f"response_format and {name} cannot be combined", name)
-        value = getattr(body, name)
         forms = (
-            value.asked if name == "structured_outputs" else {name.removeprefix("guided_"): value}
+            value.wanted
+            if isinstance(value, StructuredOutputs)
+            else {name.removeprefix("guided_"): value}
         )
-        ((form, asked_for),) = forms.items()
-        return ReplyForm(name, _grammar(form, asked_for, name))
+        ((form, wanted),) = forms.items()
+        return ReplyForm(name, _grammar(form, wanted, name))
     return ReplyForm("response_format", json_grammar(schema)) if schema is not None else None
 
 
-def _with_tools(body: ChatBody, schema: dict[str, Any] | None) -> ReplyForm | None:
+def _with_tools(
+    tools: Sequence[Tool],
+    tool_choice: str | NamedTool,
+    parallel_tool_calls: bool,
+    schema: dict[str, Any] | None,
+) -> ReplyForm | None:
     """Tool calls if they are required; tool calls or the requested JSON if the model may choose."""
-    functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools]
-    if isinstance(body.tool_choice, NamedTool):
+    functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
+    if isinstance(tool_choice, NamedTool):
         functions = [
-            function for function in functions if function["name"] == body.tool_choice.function.name
+            function for function in functions if function["name"] == tool_choice.function.name
         ]
         return ReplyForm(
             "tools", lark_grammar("start: calls\n" + tool_calls_rules(functions, several=False))
         )
-    rules = tool_calls_rules(functions, body.parallel_tool_calls)
-    if body.tool_choice == "required":
+    rules = tool_calls_rules(functions, parallel_tool_calls)
+    if tool_choice == "required":
         return ReplyForm("tools", lark_grammar(f"start: calls\n{rules}"))
     if schema is None:
         return None
@@ -77,13 +135,13 @@ def _with_tools(body: ChatBody, schema: dict[str, Any] | None) -> ReplyForm | No
     )
 
 
-def _schema(asked: ResponseFormat) -> dict[str, Any] | None:
+def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:
     """The JSON schema of `response_format`, None for plain text."""
-    if asked.type == "text":
+    if response_format.type == "text":
         return None
-    if asked.type == "json_object":
+    if response_format.type == "json_object":
         return ANY_OBJECT
-    schema = (asked.json_schema or {}).get("schema")
+    schema = (response_format.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
         raise RequestError(
             400, "response_format needs an object json_schema.schema", "response_format"

@@ -1,8 +1,8 @@
 """The HTTP process: OpenAI's and Anthropic's endpoints over an EngineClient.
 
-A call passes these stages: body -> `GenerationCall` (checked, tokenized) -> requests to the engine
-loop -> `Answer` writes the outputs, whole or as server-sent events. If the client hangs up, its
-requests are aborted.
+A call passes these stages: body -> `Generate` -> `GenerationCall` (checked, tokenized) -> requests
+to the engine loop -> `Answer` writes the outputs, whole or as server-sent events. If the client
+hangs up, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ...scheduler.types import RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
-from ..frontend.calls import GenerationCall, OutputOptions, answering
+from ..frontend.calls import GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
-from ..frontend.reply import Reply, Style
+from ..frontend.reply import Reply
 from ..frontend.request_builder import RequestBuilder, check_model
 from ..messages import Ready
 from ..observe.vllm_metrics import VllmMetrics
@@ -41,12 +41,11 @@ from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .event_sender import EventSender
 from .limits import BodyLimit, ClientErrors, ClientLimit, SecurityHeaders, caller_of
-from .message_writer import MessageWriter
 from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .request_body import IgnoredFields, read_body
-from .responses import ResponseBody, add_responses, response_call
+from .responses import ResponseBody, add_responses
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
 
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 log = logging.getLogger(__name__)
+
+GeneratingBody = CompletionBody | ChatBody | ResponseBody | MessageBody
 
 OPEN_PATHS = frozenset(
     {"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES}
@@ -113,7 +114,7 @@ class Answer(Response):
             replies |= {
                 reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)
             }
-            if self._call.stream:
+            if self._call.generate.stream:
                 await self._send_events(stream, replies, send)
             else:
                 unfinished = len(replies)
@@ -209,19 +210,18 @@ def _no_route(request: HTTPRequest, error: HTTPException) -> str:
     return f"there is no {path[:MOST_OF_PATH]} here{hint}"
 
 
-async def _unless_gone(
-    receive: Receive, making: Coroutine[Any, Any, OutputOptions]
-) -> OutputOptions:
+async def _unless_gone(receive: Receive, checking: Coroutine[Any, Any, None]) -> None:
     """Raises ClientDisconnect if the client hangs up meanwhile: other requests wait for the check
     of its grammar."""
-    made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
+    check = asyncio.create_task(checking)
+    gone = asyncio.create_task(_hung_up(receive))
     try:
-        await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not made.done():
+        await asyncio.wait((check, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not check.done():
             raise ClientDisconnect
-        return made.result()
+        check.result()
     finally:
-        made.cancel()
+        check.cancel()
         gone.cancel()
 
 
@@ -303,55 +303,41 @@ def create_app(
         # the client is gone in the middle of its body, so this is never read
         return Response(status_code=400)
 
+    async def answer(kind: type[GeneratingBody], request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await read_body(kind, request)
+        caller = caller_of(request)
+        if isinstance(body, MessageBody):
+            caller = replace(caller, session=body.session(request.headers))
+        check_model(body.model, ready)
+        generate = body.generate()
+        await _unless_gone(request.receive, calls.check_form(generate, caller))
+        writer = body.writer(ready.model, tokenizer)
+        call = await calls.call(generate, writer, arrived, caller)
+        return Answer(call, client, tokenizer, tracing)
+
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(CompletionBody, request)
-        caller = caller_of(request)
-        asked = await _unless_gone(request.receive, calls.asked(body, caller))
-        return Answer(
-            await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing
-        )
+        return await answer(CompletionBody, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(ChatBody, request)
-        caller = caller_of(request)
-        asked = await _unless_gone(request.receive, calls.asked(body, caller))
-        return Answer(await calls.chat(body, asked, arrived, caller), client, tokenizer, tracing)
+        return await answer(ChatBody, request)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(ResponseBody, request)
-        return Answer(
-            await response_call(calls, body, arrived, caller_of(request)),
-            client,
-            tokenizer,
-            tracing,
-        )
+        return await answer(ResponseBody, request)
 
     @app.post("/v1/messages")
     async def messages(request: HTTPRequest) -> Response:
-        arrived = time.perf_counter()
-        body = await read_body(MessageBody, request)
-        caller = replace(caller_of(request), session=body.session(request.headers))
-        chat = body.chat()
-        asked = await _unless_gone(request.receive, calls.asked(chat, caller))
-        options: dict[str, Any] = {
-            "writer": MessageWriter(Style(calls.model(chat), False, False), body.max_tokens),
-            "most_tokens": body.max_tokens,
-            "keep_s": body.keep_s,
-        }
-        return Answer(
-            await calls.chat(chat, asked, arrived, caller, **options), client, tokenizer, tracing
-        )
+        return await answer(MessageBody, request)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: HTTPRequest) -> dict[str, int]:
         body = await read_body(PromptBody, request)
-        return {"input_tokens": await calls.prompt_tokens(body.chat(), caller_of(request))}
+        caller = caller_of(request)
+        check_model(body.model, ready)
+        return {"input_tokens": await calls.prompt_tokens(body.generate(), caller)}
 
     add_conversations(app, histories, client)
     add_responses(app, histories)

@@ -1,6 +1,6 @@
 """Anthropic's Messages API: the bodies of /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a `ChatBody`: text blocks become text, `tool_use` and `tool_result` blocks become
+A body becomes a `Generate`: text blocks become text, `tool_use` and `tool_result` blocks become
 tool calls and messages of tools, as chat templates read them.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...scheduler.types import RequestError
-from ..frontend.bodies import ChatBody, ResponseFormat
+from ..frontend.bodies import dialogue
 from ..frontend.body_base import Body, NonEmpty
 from ..frontend.chat_messages import (
     MOST_MESSAGES,
@@ -26,6 +27,11 @@ from ..frontend.chat_messages import (
     NamedTool,
 )
 from ..frontend.chat_messages import Tool as ChatTool
+from ..frontend.generate import Generate
+from ..frontend.reply import Style
+from ..frontend.structured_output import ResponseFormat, reply_form
+from ..text.tokenizer import Tokenizer
+from .message_writer import MessageWriter
 
 BILLING = "x-anthropic-billing-header:"
 """The beginning of the first line of Claude Code's system prompt. The line identifies the client's
@@ -150,13 +156,13 @@ class UserMessage(Body):
 
     def messages(self) -> list[Message]:
         """One message for each result of a tool, and one for the text between them."""
-        found: list[Message] = []
+        messages: list[Message] = []
         for _, blocks in groupby(self.content, key=type):
             run = list(blocks)
             texts = [block for block in run if isinstance(block, TextBlock)]
-            found += [Message(role="user", content=_lines(texts))] if texts else []
-            found += [block.message() for block in run if isinstance(block, ToolResultBlock)]
-        return found
+            messages += [Message(role="user", content=_lines(texts))] if texts else []
+            messages += [block.message() for block in run if isinstance(block, ToolResultBlock)]
+        return messages
 
 
 class AssistantMessage(Body):
@@ -307,29 +313,20 @@ class PromptBody(Body):
             )
         return self
 
-    def chat(self) -> ChatBody:
-        """The same body for the chat endpoint. It is already checked: limits that only OpenAI has
-        do not apply."""
-        return ChatBody.model_construct(**self._chat_fields())
-
-    def _chat_fields(self) -> dict[str, Any]:
+    def generate(self) -> Generate:
+        """Returns the body's wishes for the engine."""
         texts = [text for block in self.system if (text := _without_billing(block.text))]
         first = [Message(role="system", content="\n".join(texts))] if texts else []
-        wanted = self.output_config.format if self.output_config is not None else None
-        schema = {"schema": wanted.schema_} if wanted is not None else None
-        return {
-            "model": self.model,
-            "messages": [
-                *first,
-                *(message for given in self.messages for message in given.messages()),
-            ],
-            "tools": [tool.for_chat() for tool in self.tools],
-            "tool_choice": self.tool_choice.for_chat(),
-            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "response_format": ResponseFormat(type="json_schema", json_schema=schema)
-            if schema
-            else None,
-        }
+        messages = [message for given in self.messages for message in given.messages()]
+        return Generate(**dialogue([*first, *messages], *self._tools()))
+
+    def _tools(self) -> tuple[list[ChatTool], str | NamedTool, bool]:
+        """The tools, the choice among them, and whether a reply may call several."""
+        return (
+            [tool.for_chat() for tool in self.tools],
+            self.tool_choice.for_chat(),
+            not self.tool_choice.disable_parallel_tool_use,
+        )
 
 
 class MessageBody(PromptBody):
@@ -366,21 +363,38 @@ class MessageBody(PromptBody):
             named = _session_in(user)
         return "" if named is None and self.keep_s is not None else named
 
-    def _chat_fields(self) -> dict[str, Any]:
-        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {
-            **super()._chat_fields(),
-            **sampling,
-            "stop": self.stop_sequences,
-            "stream": self.stream,
-        }
+    def generate(self) -> Generate:
+        """Returns the body's wishes for the engine. It is already checked: limits that only OpenAI
+        has do not apply."""
+        wanted = self.output_config.format if self.output_config is not None else None
+        response_format = None
+        if wanted is not None:
+            response_format = ResponseFormat(
+                type="json_schema", json_schema={"schema": wanted.schema_}
+            )
+        return replace(
+            super().generate(),
+            default_limit=self.max_tokens,
+            stops=tuple(self.stop_sequences),
+            stream=self.stream,
+            form=reply_form(response_format, {}, *self._tools()),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            several_dialogues=True,
+            keep_s=self.keep_s,
+        )
+
+    def writer(self, model: str, tokenizer: Tokenizer | None) -> MessageWriter:
+        """Returns the writer of the answer of `model`."""
+        return MessageWriter(Style(model, False, False), self.max_tokens)
 
 
 def _session_in(user_id: str) -> str | None:
     """From `{"session_id": NAME, ...}`, or in older versions `..._session_NAME`."""
     try:
-        found = json.loads(user_id)
+        fields = json.loads(user_id)
     except (ValueError, RecursionError):
         return user_id.partition("_session_")[2] or None
-    name = found.get("session_id") if isinstance(found, dict) else None
+    name = fields.get("session_id") if isinstance(fields, dict) else None
     return name if isinstance(name, str) else None

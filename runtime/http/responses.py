@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -21,11 +22,11 @@ from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody
 from ..frontend.body_base import Body, NonEmpty
-from ..frontend.calls import Caller, GenerationCall
 from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, text_only, with_effort
+from ..frontend.generate import Generate
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
-from ..frontend.request_builder import RequestBuilder
 from ..frontend.structured_output import GUIDED
+from ..text.tokenizer import Tokenizer
 from .auth import owner_of
 
 
@@ -127,17 +128,28 @@ class ResponseBody(GenerationBody):
             )
         return self
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
+    def generate(self) -> Generate:
         """See `GenerationBody`."""
-        return with_effort(
-            self.chat_template_kwargs, self.reasoning.effort if self.reasoning is not None else None
+        instructions: tuple[Message, ...] = ()
+        if self.instructions is not None:
+            instructions = ({"role": "system", "content": self.instructions},)
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return replace(
+            super().generate(),
+            messages=tuple(self.messages()),
+            template_variables=with_effort(self.chat_template_kwargs, effort),
+            prompt_field="input",
+            response=True,
+            previous=self.previous_response_id,
+            instructions=instructions,
+            store=self.store,
+            limit=self.max_output_tokens,
+            limit_field="max_output_tokens",
         )
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """See `GenerationBody`."""
-        return "max_output_tokens", self.max_output_tokens
+    def writer(self, model: str, tokenizer: Tokenizer | None) -> ResponseWriter:
+        """Returns the writer of the answer of `model`."""
+        return ResponseWriter(Style(model, False, False, self.return_sources), self)
 
     def messages(self) -> list[Message]:
         """The messages of the input, without instructions."""
@@ -272,33 +284,15 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-async def response_call(
-    builder: RequestBuilder, body: ResponseBody, arrived: float, caller: Caller
-) -> GenerationCall:
-    """Returns the call for a response. Raises RequestError for an invalid body."""
-    instructions = body.instructions
-    writer = ResponseWriter(Style(builder.model(body), False, False, body.return_sources), body)
-    return await builder.response(
-        body,
-        writer,
-        arrived,
-        caller,
-        previous=body.previous_response_id,
-        instructions=[] if instructions is None else [{"role": "system", "content": instructions}],
-        messages=body.messages(),
-        stored_as=writer.id if body.store else None,
-    )
-
-
 def add_responses(app: FastAPI, histories: TurnManager) -> None:
     """Adds the endpoints of stored responses."""
     router = APIRouter(prefix="/v1/responses")
 
     @router.get("/{id}")
     async def look(id: str, request: Request) -> dict[str, Any]:
-        found = await histories.get(Name(owner_of(request), id, "response"))
-        assert found.body is not None
-        return dict(json.loads(found.body))
+        stored = await histories.get(Name(owner_of(request), id, "response"))
+        assert stored.body is not None
+        return dict(json.loads(stored.body))
 
     @router.delete("/{id}")
     async def delete(id: str, request: Request) -> dict[str, Any]:

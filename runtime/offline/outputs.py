@@ -86,11 +86,11 @@ def _completion(index: int, reply: Reply, tokenizer: Tokenizer | None) -> Comple
 def _logprobs(
     tokens: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> list[dict[int, Logprob]]:
-    told = []
+    named = []
     for token, entry in zip(tokens, entries, strict=False):
         top = zip(entry.top_ids, entry.top_logprobs, strict=True)
         likeliest = {other: (logprob, rank) for rank, (other, logprob) in enumerate(top, 1)}
-        told.append(
+        named.append(
             {
                 other: Logprob(logprob, rank, tokenizer.decode([other]) if tokenizer else None)
                 for other, (logprob, rank) in (
@@ -98,4 +98,4 @@ def _logprobs(
                 ).items()
             }
         )
-    return told
+    return named

@@ -66,7 +66,7 @@ class SamplingParams:
 def body_of(kind: type[Any], params: SamplingParams, **fields: Any) -> Any:
     """Returns the HTTP API's body for the same request. `fields` add to the parameters or replace
     them."""
-    asked = asdict(params) | fields
+    values = asdict(params) | fields
     if kind is ChatBody:
-        asked |= {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
-    return parse(kind, json.dumps(asked).encode())
+        values |= {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
+    return parse(kind, json.dumps(values).encode())

@@ -15,7 +15,7 @@ Params = SamplingParams | Sequence[SamplingParams]
 FORMS = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
-class Asked(NamedTuple):
+class OfflinePrompt(NamedTuple):
     """A prompt or a dialogue. `text`: the prompt's text, if it is known. `fields`: those of the
     HTTP API's body."""
 
@@ -23,15 +23,15 @@ class Asked(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_prompts(prompts: Any) -> list[Asked]:
+def read_prompts(prompts: Any) -> list[OfflinePrompt]:
     """Reads one prompt or several. RequestError for other forms."""
     return [_read(prompt) for prompt in (prompts if _several(prompts, int) else [prompts])]
 
 
-def read_dialogues(dialogues: Any, more: dict[str, Any]) -> list[Asked]:
+def read_dialogues(dialogues: Any, more: dict[str, Any]) -> list[OfflinePrompt]:
     """Reads one dialogue or several. `more`: fields that all of them have."""
     each = dialogues if _several(dialogues, Mapping) else [dialogues]
-    return [Asked(None, {"messages": messages} | more) for messages in each]
+    return [OfflinePrompt(None, {"messages": messages} | more) for messages in each]
 
 
 def read_params(params: Any, count: int) -> list[SamplingParams]:
@@ -66,7 +66,7 @@ def _several(given: Any, part: type[Any]) -> bool:
     )
 
 
-def _read(prompt: Any) -> Asked:
+def _read(prompt: Any) -> OfflinePrompt:
     if not isinstance(prompt, Mapping):
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     given = {name: value for name, value in prompt.items() if value is not None}
@@ -76,11 +76,11 @@ def _read(prompt: Any) -> Asked:
             400, f"a prompt must be {FORMS}; {next(iter(given))!r} is not supported", "prompt"
         )
     if ids is None and isinstance(text, str):
-        return Asked(text, {"prompt": text})
+        return OfflinePrompt(text, {"prompt": text})
     if (
         isinstance(ids, Sequence)
         and all(isinstance(each, int) for each in ids)
         and isinstance(text, str | None)
     ):
-        return Asked(text, {"prompt": list(ids)})
+        return OfflinePrompt(text, {"prompt": list(ids)})
     raise RequestError(400, f"a prompt must be {FORMS}", "prompt")

@@ -1,8 +1,8 @@
 """The model that Triton Inference Server's python backend runs. For Triton's clients it takes the
 HTTP process's place.
 
-    execute -> read_inputs -> RequestBuilder -> EngineClient -> engine's process -> Reply -> one
-    response for each wake-up
+    execute -> TritonBody -> Generate -> RequestBuilder -> EngineClient -> engine's process
+    -> Reply -> one response for each wake-up
 
 The engine's loop runs in a child process and gets the HTTP process's messages. Triton calls from
 its own thread; all other code here runs on an event loop in a separate thread. Bodies, prompts,
@@ -40,7 +40,7 @@ from ..frontend.request_builder import RequestBuilder
 from ..messages import Ready, TritonSettings
 from ..observe.logs import configure_logging
 from ..text.tokenizer import Tokenizer
-from .tensors import Tensors, TritonInputs, end_tensors, piece_tensors, read_inputs, read_value
+from .tensors import Tensors, TritonBody, end_tensors, piece_tensors, read_inputs, read_value
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class TritonFrontend:
     ):
         self._client = client
         self._tokenizer = tokenizer
-        self._chunk_tokens = ready.chunk_tokens
+        self._ready = ready
         self._histories = TurnManager(store, client.tell, client.forget, tokenizer)
         self._histories.expire_in_background()
         self._calls = RequestBuilder(ready, tokenizer, self._histories, client.new_id)
@@ -230,16 +230,18 @@ class TritonFrontend:
                 visit.refuse("the request failed; the log says why", "INTERNAL")
 
     async def _serve(self, visit: TritonRequest) -> None:
-        asked = read_inputs(visit.inputs, visit.sequence)
+        body = read_inputs(visit.inputs, visit.sequence)
         caller = Caller()  # Triton does not tell its clients apart, and has its own limits
-        options = await self._calls.asked(asked.body, caller)
-        call = await self._calls.completion(asked.body, options, visit.arrived, caller)
+        generate = body.generate()
+        await self._calls.check_form(generate, caller)
+        writer = body.writer(self._ready.model, self._tokenizer)
+        call = await self._calls.call(generate, writer, visit.arrived, caller)
         replies: list[Reply] = []
         with answering(call, "", replies, self._client.metrics):
-            await self._reply(visit, asked, call, replies)
+            await self._reply(visit, body, call, replies)
 
     async def _reply(
-        self, visit: TritonRequest, asked: TritonInputs, call: GenerationCall, replies: list[Reply]
+        self, visit: TritonRequest, body: TritonBody, call: GenerationCall, replies: list[Reply]
     ) -> None:
         """Fills `replies` with the reply. With `streaming` each wake-up sends one response;
         otherwise there is one."""
@@ -259,13 +261,13 @@ class TritonFrontend:
                     tokens += piece.result.tokens
                 if reply.finish is not None:
                     break
-                if call.stream and (text or tokens):
+                if body.stream and (text or tokens):
                     visit.send(piece_tensors(text, tokens))
                     text = ""
                     tokens = []
             now = time.perf_counter()
             await call.commit(replies)
-            end = end_tensors(asked, call, reply, self._chunk_tokens, now)
+            end = end_tensors(body, call, reply, self._ready.chunk_tokens, now)
             visit.send(piece_tensors(text, tokens) | end, final=True)
         finally:
             stream.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np
 
 
 class Input(NamedTuple):
-    """`field`: the field of `CompletionBody` that gets its value; None: none. `several`: any number
+    """`field`: the field of `TritonBody` that gets its value; None: none. `several`: any number
     of values, not one."""
 
     type: str
@@ -54,10 +53,10 @@ INPUTS = {
     "sampling_param_ignore_eos": Input("BOOL", "ignore_eos"),
     "sampling_param_seed": Input("UINT64", "seed"),
     "sampling_param_exclude_input_from_output": Input("BOOL"),
-    "sampling_param_return_perf_metrics": Input("BOOL"),
-    "return_finish_reason": Input("BOOL"),
-    "return_stop_reason": Input("BOOL"),
-    "return_cumulative_logprob": Input("BOOL"),
+    "sampling_param_return_perf_metrics": Input("BOOL", "return_perf_metrics"),
+    "return_finish_reason": Input("BOOL", "return_finish_reason"),
+    "return_stop_reason": Input("BOOL", "return_stop_reason"),
+    "return_cumulative_logprob": Input("BOOL", "return_cumulative_logprob"),
 }
 """All are optional for Triton. A missing one gets the completion body's default, or is refused by
 name."""
@@ -82,18 +81,16 @@ OUTPUTS = {
 Tensors = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class TritonInputs:
-    """A request: the completion, and the optional outputs of its last response."""
+class TritonBody(CompletionBody):
+    """A completion, and the optional outputs of its last response."""
 
-    body: CompletionBody
-    finish_reason: bool
-    stop_reason: bool
-    cumulative_logprob: bool
-    perf_metrics: bool
+    return_finish_reason: bool = False
+    return_stop_reason: bool = False
+    return_cumulative_logprob: bool = False
+    return_perf_metrics: bool = False
 
 
-def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonInputs:
+def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonBody:
     """`sequence`: Triton's sequence id, "" for none; it names the conversation unless
     `conversation_id` does.
 
@@ -113,17 +110,10 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonInput
     }
     if sequence:
         fields.setdefault("conversation", sequence)
-    with_logprob = values.get("return_cumulative_logprob", False)
-    if with_logprob:
+    if fields.get("return_cumulative_logprob"):
         fields["logprobs"] = 0
     fields["echo"] = not values.get("sampling_param_exclude_input_from_output", True)
-    return TritonInputs(
-        body=parse(CompletionBody, json.dumps(fields).encode()),
-        finish_reason=values.get("return_finish_reason", False),
-        stop_reason=values.get("return_stop_reason", False),
-        cumulative_logprob=with_logprob,
-        perf_metrics=values.get("sampling_param_return_perf_metrics", False),
-    )
+    return parse(TritonBody, json.dumps(fields).encode())
 
 
 def read_value(name: str, tensor: np.ndarray) -> Any:
@@ -148,7 +138,7 @@ def piece_tensors(text: str, tokens: list[int]) -> Tensors:
 
 
 def end_tensors(
-    asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float
+    body: TritonBody, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float
 ) -> Tensors:
     """The requested tensors about the whole reply. `now`: time of its last token,
     time.perf_counter's seconds.
@@ -157,13 +147,13 @@ def end_tensors(
     tier. Reused and new chunks together hold the KV of prompt and reply; the last token has none.
     """
     tensors: Tensors = {}
-    if asked.finish_reason:
+    if body.return_finish_reason:
         tensors |= _tensors(finish_reason=str(reply.reason).encode())
-    if asked.stop_reason and reply.stop_reason is not None:
+    if body.return_stop_reason and reply.stop_reason is not None:
         tensors |= _tensors(stop_reason=str(reply.stop_reason).encode())
-    if asked.cumulative_logprob:
+    if body.return_cumulative_logprob:
         tensors |= _tensors(cumulative_logprob=sum(entry.logprob for entry in reply.logprobs))
-    if asked.perf_metrics:
+    if body.return_perf_metrics:
         prompt = len(reply.request.prompt)
         cached = reply.sources.cached
         blocks = -(-prompt // chunk_tokens)

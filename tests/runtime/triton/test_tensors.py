@@ -61,7 +61,7 @@ def test_every_input_reaches_its_field():
         sampling_param_stop_token_ids=[5, 6],
         sampling_param_ignore_eos=True,
         sampling_param_seed=2**40,
-    ).body
+    )
     assert (body.prompt, body.conversation_id, body.server_history, body.stream) == (
         [3, 1, 2],
         "mine",
@@ -80,14 +80,14 @@ def test_every_input_reaches_its_field():
 
 def test_a_bare_prompt_asks_for_nothing_else():
     request = asked(text_input=b"hello")
-    assert (request.body.prompt, request.body.stream, request.body.echo, request.body.logprobs) == (
+    assert (request.prompt, request.stream, request.echo, request.logprobs) == (
         "hello", False, False, None
     )  # fmt: skip
     assert not (
-        request.finish_reason
-        or request.stop_reason
-        or request.cumulative_logprob
-        or request.perf_metrics
+        request.return_finish_reason
+        or request.return_stop_reason
+        or request.return_cumulative_logprob
+        or request.return_perf_metrics
     )
 
 
@@ -100,12 +100,12 @@ def test_what_is_to_be_said_of_the_reply():
         return_stop_reason=True,
         return_cumulative_logprob=True,
     )
-    assert (request.body.echo, request.body.logprobs) == (True, 0)
+    assert (request.echo, request.logprobs) == (True, 0)
     assert (
-        request.finish_reason
-        and request.stop_reason
-        and request.cumulative_logprob
-        and request.perf_metrics
+        request.return_finish_reason
+        and request.return_stop_reason
+        and request.return_cumulative_logprob
+        and request.return_perf_metrics
     )
 
 
@@ -115,7 +115,7 @@ def test_what_is_to_be_said_of_the_reply():
     ids=["sequence", "both"],
 )
 def test_a_sequence_names_the_conversation_unless_its_id_does(inputs, conversation):
-    assert asked("7", text_input=b"hello", **inputs).body.conversation_id == conversation
+    assert asked("7", text_input=b"hello", **inputs).conversation_id == conversation
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def told(inputs, tokens, finish):
     """The last response's stop and finish reasons for a reply of these tokens, ended by the engine,
     to a prompt of 9 tokens."""
     wanted = asked(text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs)
-    stops = wanted.body.stop
-    ids = frozenset([EOS, *wanted.body.stop_token_ids])
+    stops = wanted.stop
+    ids = frozenset([EOS, *wanted.stop_token_ids])
     request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))
     stream = OutputStream(SimpleNamespace(finish=lambda request, tokens: None), [request])
     matcher = StopMatcher(stops) if stops else None
@@ -160,7 +160,7 @@ def told(inputs, tokens, finish):
         Tokenizer(byte_tokenizer()),
         matcher,
         continues_prompt=True,
-        stop_token_ids=wanted.body.stop_token_ids,
+        stop_token_ids=wanted.stop_token_ids,
     )
     reply.add(RowResult(request.id, tuple(tokens), finish, usage=Usage(gpu=8, new=1)))
     tensors = end_tensors(wanted, Call, reply, chunk_tokens=4, now=1.0)

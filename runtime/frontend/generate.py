@@ -1,0 +1,123 @@
+"""`Generate`: a checked request to generate replies, equal for the bodies of all APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...scheduler.types import RequestError
+from ..conversations.transcript import Message
+from .structured_output import ReplyForm
+
+
+@dataclass(frozen=True)
+class Generate:
+    """A body's wishes for the engine and the histories. The form of its answer is not here but in
+    its writer.
+
+    prompt             of a completion: text, token ids, or several of either; None: of a chat
+    messages, tools, template_variables
+                       of a chat, as its template reads them
+    prompt_field       the body's field that contains the prompt or the messages, for errors
+
+    conversation_id    the conversation that the turn is stored in
+    server_history     the prompt or the messages continue the stored conversation
+    response           the history is that of the Responses API: `previous`, or the conversation
+    previous           the id of the response that this one continues
+    instructions       messages in front of the dialogue, which are not remembered
+    store              the reply is stored as a response
+
+    n                  replies to each prompt
+    limit, limit_field the body's limit of a reply's tokens, None for none, and its field
+    default_limit      the limit if the body has none, None for the context's; lowered to the room
+                       in the context
+    truncates          the context may outgrow the model's length
+    stops, stop_token_ids, include_stop, ignore_eos, min_tokens
+                       the end of a reply
+    form               the form that a reply must have, None for any
+    most_tool_calls    the most tool calls that a reply may contain
+    logprobs, prompt_logprobs
+                       number of likeliest tokens reported with each token of the reply, of the
+                       prompt
+    echo               the prompt's text precedes a reply's
+    stream             the replies are delivered while they grow
+
+    session            the name that groups requests whose KV belongs together
+    several_dialogues  dialogues of one session are told apart by their beginnings
+    keep_s             seconds from the reply's end for which the session's KV is evicted last
+
+    The other fields are those of `Request` and `Sampling` before their checks.
+    """
+
+    prompt: str | list[Any] | None = None
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    prompt_field: str = "prompt"
+
+    conversation_id: str | None = None
+    server_history: bool = False
+    response: bool = False
+    previous: str | None = None
+    instructions: tuple[Message, ...] = ()
+    store: bool = False
+
+    n: int = 1
+    limit: int | None = None
+    limit_field: str = "max_tokens"
+    default_limit: int | None = None
+    truncates: bool = False
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    form: ReplyForm | None = None
+    most_tool_calls: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    stream: bool = False
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    session: str | None = None
+    several_dialogues: bool = False
+    keep_s: float | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    expect_next_s: float | None = None
+
+    @property
+    def chat(self) -> bool:
+        """True if a template renders the prompt, and the reply is a message."""
+        return self.prompt is None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of a completion, none of a chat. Raises RequestError for other forms."""
+        prompt = self.prompt
+        if prompt is None:
+            return []
+        if isinstance(prompt, str):
+            return [prompt]
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [prompt]
+        if not prompt or [] in prompt or "" in prompt:
+            raise RequestError(400, "the prompt is empty", "prompt")
+        if kinds == {str} or (
+            kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)
+        ):
+            return prompt
+        forms = "text, a list of token ids, or a list of several of one of these"
+        raise RequestError(400, f"prompt: must be {forms}", "prompt")
