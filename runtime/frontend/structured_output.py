@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..step.grammar import (
     choice_grammar,
     json_grammar,
@@ -38,15 +38,21 @@ def reply_form(body: ChoicesBody) -> ReplyForm | None:
     schema = _schema(asked) if asked is not None else None
     given = [name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None]
     if len(given) > 1:
-        raise RequestError(400, f"{given[0]} and {given[1]} cannot be combined", given[1])
+        raise RequestError(
+            ErrorKind.INVALID, f"{given[0]} and {given[1]} cannot be combined", given[1]
+        )
     if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
         if given:
-            raise RequestError(400, f"{given[0]} and tools cannot be combined", given[0])
+            raise RequestError(
+                ErrorKind.INVALID, f"{given[0]} and tools cannot be combined", given[0]
+            )
         return _with_tools(body, schema)
     if given:
         (name,) = given
         if schema is not None:
-            raise RequestError(400, f"response_format and {name} cannot be combined", name)
+            raise RequestError(
+                ErrorKind.INVALID, f"response_format and {name} cannot be combined", name
+            )
         value = getattr(body, name)
         forms = (
             value.asked if name == "structured_outputs" else {name.removeprefix("guided_"): value}
@@ -86,7 +92,9 @@ def _schema(asked: ResponseFormat) -> dict[str, Any] | None:
     schema = (asked.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
         raise RequestError(
-            400, "response_format needs an object json_schema.schema", "response_format"
+            ErrorKind.INVALID,
+            "response_format needs an object json_schema.schema",
+            "response_format",
         )
     return schema
 
@@ -105,7 +113,9 @@ def _grammar(form: str, value: Any, param: str) -> str:
     try:
         return written_grammar(value)
     except ValueError as error:
-        raise RequestError(400, f"{param} cannot be read as EBNF: {error}", param) from error
+        raise RequestError(
+            ErrorKind.INVALID, f"{param} cannot be read as EBNF: {error}", param
+        ) from error
 
 
 def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
@@ -115,5 +125,5 @@ def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise RequestError(400, f"{param}: the JSON schema must be an object", param)
+        raise RequestError(ErrorKind.INVALID, f"{param}: the JSON schema must be an object", param)
     return parsed
