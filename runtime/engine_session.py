@@ -17,7 +17,15 @@ from typing import Any
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
-from ..scheduler.types import Applied, InvariantError, Request, RequestError, RequestId, RowResult
+from ..scheduler.types import (
+    Applied,
+    ErrorKind,
+    InvariantError,
+    Request,
+    RequestError,
+    RequestId,
+    RowResult,
+)
 from .executor import Executor
 from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
@@ -142,7 +150,9 @@ class EngineSession:
         while not self._compiled.empty():
             self._add_compiled(self._compiled.get())
         for request in self.scheduler.expire(self.clock()):
-            self._results.append(RowResult(request, error=RequestError(503, TIMED_OUT)))
+            self._results.append(
+                RowResult(request, error=RequestError(ErrorKind.UNAVAILABLE, TIMED_OUT))
+            )
         results = self._results
         self._results = []
         return results

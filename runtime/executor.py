@@ -18,6 +18,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import (
     DiskRecord,
+    ErrorKind,
     InvariantError,
     RequestError,
     RequestId,
@@ -190,7 +191,10 @@ class Executor:
         completed = self._transfers.completed()
         disk = self._disk_report(plan)
         rows = {} if launched.scores is None else _with_logprobs(launched, tokens, launched.scores)
-        rows |= {row: RowResult(row.request, error=RequestError(500, STUCK)) for row in stuck}
+        rows |= {
+            row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, STUCK))
+            for row in stuck
+        }
         return StepResult(
             plan.step,
             plan.samples,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.progress import is_terminal
-from ..scheduler.types import RequestError, RequestId, SettingError
+from ..scheduler.types import ErrorKind, RequestError, RequestId, SettingError
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
 from .engine_session import EngineSession
@@ -162,7 +162,7 @@ class LLM:
         """Returns the model's tokenizer, with its own chat template, as an object of the package
         transformers, which must be installed. RequestError if the engine has no tokenizer."""
         if self._tokenizer is None:
-            raise RequestError(400, "this engine has no tokenizer")
+            raise RequestError(ErrorKind.INVALID, "this engine has no tokenizer")
         return importlib.import_module("transformers").AutoTokenizer.from_pretrained(
             self._ready.tokenizer
         )
@@ -274,7 +274,7 @@ class LLM:
         self._check_open()
         each = read_params(params, len(prompts))
         if conversation is not None and len(prompts) != 1:
-            raise RequestError(400, "a conversation takes one prompt at a time", name)
+            raise RequestError(ErrorKind.INVALID, "a conversation takes one prompt at a time", name)
         if self._running:
             raise RuntimeError(
                 "read the stream that is open to its end, or close it, before the next call"

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
-from ..scheduler.types import Applied, FinishReason, Request, RequestError, RowResult
+from ..scheduler.types import Applied, ErrorKind, FinishReason, Request, RequestError, RowResult
 from ..scheduler.work import MESSAGE
 from .engine_session import EngineSession
 from .executor import Executor
@@ -243,7 +243,9 @@ class Service:
 
     def _submit(self, request: Request) -> None:
         if self._drain_until < float("inf"):
-            refused = RowResult(request.id, error=RequestError(503, "the server is shutting down"))
+            refused = RowResult(
+                request.id, error=RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down")
+            )
             self._outbox.put(StepMessage(Applied(rows=(refused,))))
         else:
             self._session.add(request)

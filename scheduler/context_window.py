@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .types import Request, RequestError
+from .types import ErrorKind, Request, RequestError
 
 LONGEST_LOG = 2**20
 """The longest prompt, in tokens, that may outgrow the context. Only the window is computed, but all
@@ -81,7 +81,7 @@ class ContextWindow:
 
 
 def check_length(request: Request, limit: int, windows: ContextWindow | None) -> None:
-    """Raises RequestError (400) if the context would outgrow the model's length and its request
+    """Raises RequestError (INVALID) if the context would outgrow the model's length and its request
     does not allow it."""
     prompt = len(request.prompt)
     if request.truncate and windows is not None:
@@ -89,27 +89,29 @@ def check_length(request: Request, limit: int, windows: ContextWindow | None) ->
             message = (
                 f"the prompt has {prompt} tokens; one that outgrows the context may have {most}"
             )
-            raise RequestError(400, message, "prompt")
+            raise RequestError(ErrorKind.INVALID, message, "prompt")
         if request.max_tokens > limit:
             message = (
                 f"max_tokens is {request.max_tokens}, more than this model's context of {limit} "
                 "tokens"
             )
-            raise RequestError(400, message, "max_tokens")
+            raise RequestError(ErrorKind.INVALID, message, "max_tokens")
         if request.prompt_logprobs is not None and prompt > limit:
             message = (
                 f"prompt_logprobs: the prompt has {prompt} tokens, of which the model sees {limit} "
                 "at most"
             )
-            raise RequestError(400, message, "prompt_logprobs")
+            raise RequestError(ErrorKind.INVALID, message, "prompt_logprobs")
         return
     if prompt >= limit:
         raise RequestError(
-            400, f"the prompt has {prompt} tokens; this model's context is {limit} tokens", "prompt"
+            ErrorKind.INVALID,
+            f"the prompt has {prompt} tokens; this model's context is {limit} tokens",
+            "prompt",
         )
     if prompt + request.max_tokens > limit:
         raise RequestError(
-            400,
+            ErrorKind.INVALID,
             f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, "
             f"together more than this model's context of {limit} tokens",
             "max_tokens",

@@ -45,6 +45,7 @@ from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
 from .types import (
     Applied,
+    ErrorKind,
     FinishReason,
     InvariantError,
     Request,
@@ -129,7 +130,8 @@ class Scheduler:
     # -- requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
+        """Queues the turn. Raises RequestError if it cannot fit (INVALID) or too many wait
+        (TOO_MANY)."""
         turn = self._begin(request, now)
         self.conversations.expire(now, self._write_behind.withheld)
         self._preparing.finish(turn)
@@ -142,10 +144,12 @@ class Scheduler:
     def _begin(self, request: Request, now: float) -> Turn:
         check_length(request, self.config.max_model_len, self._windows)
         if request.id in self._turns:
-            raise RequestError(400, f"request {request.id} is being served already", "id")
+            raise RequestError(
+                ErrorKind.INVALID, f"request {request.id} is being served already", "id"
+            )
         waiting = len(self._queues.waiting) + len(self._preparing)
         if waiting >= self.config.max_queue:
-            raise RequestError(429, f"{waiting} requests wait already", None)
+            raise RequestError(ErrorKind.TOO_MANY, f"{waiting} requests wait already", None)
         if request.conversation is not None:  # this turn must not revive an expired conversation
             self.conversations.end_if_over(request.conversation, now, self._write_behind.withheld)
         self._arrivals += 1

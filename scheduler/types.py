@@ -39,28 +39,43 @@ class SettingError(ValueError):
         return ": ".join(self.args)
 
 
+class ErrorKind(StrEnum):
+    """What is wrong with a request, or with the part that should serve it."""
+
+    INVALID = "invalid"
+    UNAUTHENTICATED = "unauthenticated"
+    NOT_FOUND = "not found"
+    CONFLICT = "conflict"  # with what exists, or with another request in flight
+    TOO_LARGE = "too large"
+    TOO_MANY = "too many"  # requests wait, or conversations exist
+    UNAVAILABLE = "unavailable"  # passes by itself
+    STORAGE_FULL = "storage full"
+    INTERNAL = "internal"
+
+
 class RequestError(ValueError):
-    """A request cannot be served; the message goes to its client. `status` is the HTTP status,
-    `param` the field at fault.
+    """A request cannot be served; the message goes to its client. `subject`: the field at fault.
 
     `code`: OpenAI's name for this kind of error, which client programs check.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self, kind: ErrorKind, message: str, subject: str | None = None, code: str | None = None
     ):
         super().__init__(message)
-        self.status = status
+        self.kind = kind
         self.message = message
-        self.param = param
+        self.subject = subject
         self.code = code
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[int, str, str | None, str | None]]:
-        return RequestError, (self.status, self.message, self.param, self.code)
+    def __reduce__(
+        self,
+    ) -> tuple[type[RequestError], tuple[ErrorKind, str, str | None, str | None]]:
+        return RequestError, (self.kind, self.message, self.subject, self.code)
 
 
 INSUFFICIENT_QUOTA = "insufficient_quota"
-"""OpenAI's `code` of a 429 that a retry does not cure."""
+"""OpenAI's `code` of a TOO_MANY that a retry does not cure."""
 
 
 class InvariantError(AssertionError):
@@ -105,11 +120,11 @@ class RowId(NamedTuple):
 MOST_LOGPROBS = 20  # the limit of OpenAI and vLLM
 
 
-def check_logprobs(count: int | None, param: str) -> None:
-    """Raises RequestError (400) if that many of the likeliest tokens cannot be reported."""
+def check_logprobs(count: int | None, name: str) -> None:
+    """Raises RequestError (INVALID) if that many of the likeliest tokens cannot be reported."""
     if count is not None and not 0 <= count <= MOST_LOGPROBS:
         raise RequestError(
-            400, f"{param} must be between 0 and {MOST_LOGPROBS}, not {count}", param
+            ErrorKind.INVALID, f"{name} must be between 0 and {MOST_LOGPROBS}, not {count}", name
         )
 
 
@@ -147,23 +162,29 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
             raise RequestError(
-                400, f"temperature must be between 0 and 100, not {self.temperature}", "temperature"
+                ErrorKind.INVALID,
+                f"temperature must be between 0 and 100, not {self.temperature}",
+                "temperature",
             )
         if self.top_k < 0:
-            raise RequestError(400, f"top_k must not be negative, not {self.top_k}", "top_k")
+            raise RequestError(
+                ErrorKind.INVALID, f"top_k must not be negative, not {self.top_k}", "top_k"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(
-                400, f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p"
+                ErrorKind.INVALID, f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p"
             )
         if not 0 <= self.seed < 2**63:
             raise RequestError(
-                400, f"seed must be between 0 and 2**63 - 1, not {self.seed}", "seed"
+                ErrorKind.INVALID, f"seed must be between 0 and 2**63 - 1, not {self.seed}", "seed"
             )
         if not 0.0 <= self.min_p <= 1.0:
-            raise RequestError(400, f"min_p must be between 0 and 1, not {self.min_p}", "min_p")
+            raise RequestError(
+                ErrorKind.INVALID, f"min_p must be between 0 and 1, not {self.min_p}", "min_p"
+            )
         if not 0.0 < self.repetition_penalty <= 100.0:
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 "repetition_penalty must be above 0 and at most 100, not "
                 f"{self.repetition_penalty}",
                 "repetition_penalty",
@@ -171,11 +192,15 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise RequestError(
-                    400, f"{name} must be between -2 and 2, not {getattr(self, name)}", name
+                    ErrorKind.INVALID,
+                    f"{name} must be between -2 and 2, not {getattr(self, name)}",
+                    name,
                 )
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
             raise RequestError(
-                400, "the values of logit_bias must be between -100 and 100", "logit_bias"
+                ErrorKind.INVALID,
+                "the values of logit_bias must be between -100 and 100",
+                "logit_bias",
             )
         check_logprobs(self.logprobs, "logprobs")
 
@@ -253,14 +278,16 @@ class Request:
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
-            raise RequestError(400, "the prompt is empty", "prompt")
+            raise RequestError(ErrorKind.INVALID, "the prompt is empty", "prompt")
         if self.max_tokens < 1:
             raise RequestError(
-                400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens"
+                ErrorKind.INVALID,
+                f"max_tokens must be at least 1, not {self.max_tokens}",
+                "max_tokens",
             )
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not "
                 f"{self.min_tokens}",
                 "min_tokens",
@@ -268,7 +295,7 @@ class Request:
         check_logprobs(self.prompt_logprobs, "prompt_logprobs")
         if self.expect_next_s is not None and not 0.0 <= self.expect_next_s < inf:
             message = f"expect_next_s must be 0 or more seconds, not {self.expect_next_s}"
-            raise RequestError(400, message, "expect_next_s")
+            raise RequestError(ErrorKind.INVALID, message, "expect_next_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,3 +119,17 @@ def test_no_circle_of_files() -> None:
 def test_a_circle_is_found_with_all_its_files() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}, "e": {"a"}}
     assert circles(graph) == {frozenset("bc"), frozenset("d")}
+
+
+def test_an_error_has_a_kind_and_no_status_of_http() -> None:
+    numbers = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for folder in ("scheduler", "runtime")
+        for path in (ROOT / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "RequestError"
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    assert numbers == []

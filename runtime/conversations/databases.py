@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ...scheduler.types import RequestError, SettingError
+from ...scheduler.types import ErrorKind, RequestError, SettingError
 from .schema import INDEXES, OPEN_TURNS, REMOVED, SCHEMA, SERVERS, VERSION
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ class Database(Protocol):
     fault: RequestError | None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
-        """Returns the rows. Raises RequestError: 503 if the database does not answer, 507 if it
-        cannot write, 400 if it cannot hold a value, 500 if it is damaged."""
+        """Returns the rows. Raises RequestError: UNAVAILABLE if the database does not answer,
+        STORAGE_FULL if it cannot write, INVALID if it cannot hold a value, INTERNAL if it is
+        damaged."""
 
     def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
         """A context manager: all changes or none, and no other transaction of any server at the
@@ -139,27 +140,31 @@ SQLITE_BRANCHES = """
 CREATE INDEX IF NOT EXISTS branches_of ON conversations (owner, parent, number)
 WHERE kind = 'branch';
 """
-SQLITE_STATUSES = {
-    sqlite3.SQLITE_TOOBIG: 400,
-    sqlite3.SQLITE_CORRUPT: 500,
-    sqlite3.SQLITE_NOTADB: 500,
-    sqlite3.SQLITE_BUSY: 503,
-    sqlite3.SQLITE_INTERRUPT: 503,
-    sqlite3.SQLITE_LOCKED: 503,
-    sqlite3.SQLITE_IOERR_READ: 503,
-    sqlite3.SQLITE_IOERR_SHORT_READ: 503,
-    sqlite3.SQLITE_CANTOPEN: 507,
-    sqlite3.SQLITE_FULL: 507,
-    sqlite3.SQLITE_IOERR: 507,
-    sqlite3.SQLITE_READONLY: 507,
+SQLITE_KINDS = {
+    sqlite3.SQLITE_TOOBIG: ErrorKind.INVALID,
+    sqlite3.SQLITE_CORRUPT: ErrorKind.INTERNAL,
+    sqlite3.SQLITE_NOTADB: ErrorKind.INTERNAL,
+    sqlite3.SQLITE_BUSY: ErrorKind.UNAVAILABLE,
+    sqlite3.SQLITE_INTERRUPT: ErrorKind.UNAVAILABLE,
+    sqlite3.SQLITE_LOCKED: ErrorKind.UNAVAILABLE,
+    sqlite3.SQLITE_IOERR_READ: ErrorKind.UNAVAILABLE,
+    sqlite3.SQLITE_IOERR_SHORT_READ: ErrorKind.UNAVAILABLE,
+    sqlite3.SQLITE_CANTOPEN: ErrorKind.STORAGE_FULL,
+    sqlite3.SQLITE_FULL: ErrorKind.STORAGE_FULL,
+    sqlite3.SQLITE_IOERR: ErrorKind.STORAGE_FULL,
+    sqlite3.SQLITE_READONLY: ErrorKind.STORAGE_FULL,
 }
 """By SQLite's error code, or by its last byte, which is the kind of error. Others are mistakes of
 this program."""
 SQLITE_MESSAGES = {
-    400: "the histories cannot hold this: {}",
-    500: "the file of the histories is damaged ({}): stop the server and restore a backup",
-    503: "the histories cannot be read now ({}); try again",
-    507: "the histories cannot be written to ({}): make room on the disk or delete conversations",
+    ErrorKind.INVALID: "the histories cannot hold this: {}",
+    ErrorKind.INTERNAL: (
+        "the file of the histories is damaged ({}): stop the server and restore a backup"
+    ),
+    ErrorKind.UNAVAILABLE: "the histories cannot be read now ({}); try again",
+    ErrorKind.STORAGE_FULL: (
+        "the histories cannot be written to ({}): make room on the disk or delete conversations"
+    ),
 }
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
 RESERVE_BYTES = 16 * 2**20
@@ -265,12 +270,15 @@ class Sqlite:
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-            kind = code & 0xFF
-            status = SQLITE_STATUSES.get(code) or SQLITE_STATUSES.get(kind)
-            if status is None:
+            primary = code & 0xFF
+            kind = SQLITE_KINDS.get(code) or SQLITE_KINDS.get(primary)
+            if kind is None:
                 raise
-            refusal = RequestError(status, SQLITE_MESSAGES[status].format(error))
-            if status in (500, 507) or kind == sqlite3.SQLITE_IOERR:
+            refusal = RequestError(kind, SQLITE_MESSAGES[kind].format(error))
+            if (
+                kind in (ErrorKind.INTERNAL, ErrorKind.STORAGE_FULL)
+                or primary == sqlite3.SQLITE_IOERR
+            ):
                 self.fault = refusal
             raise refusal from error
 
@@ -293,8 +301,8 @@ class Sqlite:
 
     def recover(self) -> None:
         """A file that is damaged does not recover."""
-        if self.fault is not None and self.fault.status == 500:
-            raise RequestError(self.fault.status, self.fault.message)
+        if self.fault is not None and self.fault.kind == ErrorKind.INTERNAL:
+            raise RequestError(self.fault.kind, self.fault.message)
         self._keep_reserve()
         self.execute("DROP TABLE IF EXISTS room")  # of a process that was killed in the middle
         self.execute(f"CREATE TABLE room AS SELECT randomblob({ROOM_BYTES}) AS bytes")
@@ -411,29 +419,31 @@ SETTINGS = {  # milliseconds
     "lock_timeout": 10_000,
     "idle_in_transaction_session_timeout": 10_000,  # a server that is cut off lets others write
 }
-POSTGRES_STATUSES = {
-    "08": 503,  # the connection
-    "22": 400,  # the data, such as a name with a zero byte
-    "25": 503,  # the transaction was ended after a pause, or the database only reads now
-    "28": 503,  # the login
-    "40": 503,  # rolled back, as after a deadlock
-    "53": 503,  # memory, connections
-    "53100": 507,  # the disk is full
-    "54": 400,  # the size of the data
-    "55": 503,  # a lock
-    "57": 503,  # cancelled, or shut down
-    "58": 503,  # the system, such as a disk that fails
-    "XX": 500,  # damaged tables
+POSTGRES_KINDS = {
+    "08": ErrorKind.UNAVAILABLE,  # the connection
+    "22": ErrorKind.INVALID,  # the data, such as a name with a zero byte
+    "25": ErrorKind.UNAVAILABLE,  # a transaction ended after a pause, or a read-only database
+    "28": ErrorKind.UNAVAILABLE,  # the login
+    "40": ErrorKind.UNAVAILABLE,  # rolled back, as after a deadlock
+    "53": ErrorKind.UNAVAILABLE,  # memory, connections
+    "53100": ErrorKind.STORAGE_FULL,  # the disk is full
+    "54": ErrorKind.INVALID,  # the size of the data
+    "55": ErrorKind.UNAVAILABLE,  # a lock
+    "57": ErrorKind.UNAVAILABLE,  # cancelled, or shut down
+    "58": ErrorKind.UNAVAILABLE,  # the system, such as a disk that fails
+    "XX": ErrorKind.INTERNAL,  # damaged tables
 }
 """By SQLSTATE, or by its first two characters, which are its class. Others are mistakes of this
 program."""
 READ_ONLY = "25006"
 AWAY = "the database of the histories does not answer; try again"
 POSTGRES_MESSAGES = {
-    400: "the histories cannot hold this: {}",
-    500: "the database of the histories is damaged ({}): its log says more",
-    503: AWAY,
-    507: "the histories cannot be written to ({}): make room on the disk of their database",
+    ErrorKind.INVALID: "the histories cannot hold this: {}",
+    ErrorKind.INTERNAL: "the database of the histories is damaged ({}): its log says more",
+    ErrorKind.UNAVAILABLE: AWAY,
+    ErrorKind.STORAGE_FULL: (
+        "the histories cannot be written to ({}): make room on the disk of their database"
+    ),
 }
 
 
@@ -557,24 +567,24 @@ class Postgres:
         try:
             yield
         except self._psycopg.Error as error:
-            status = self._status(error)
-            if status is None:
+            kind = self._kind(error)
+            if kind is None:
                 raise
             if error.sqlstate == READ_ONLY and self._connection is not None:
                 self._connection.close()  # another one may be the primary now
-            refusal = RequestError(status, POSTGRES_MESSAGES[status].format(_first_line(error)))
-            if status == 507:
+            refusal = RequestError(kind, POSTGRES_MESSAGES[kind].format(_first_line(error)))
+            if kind == ErrorKind.STORAGE_FULL:
                 self.fault = refusal
             raise refusal from error
 
-    def _status(self, error: psycopg.Error) -> int | None:
+    def _kind(self, error: psycopg.Error) -> ErrorKind | None:
         state = error.sqlstate
         if state is not None:
-            return POSTGRES_STATUSES.get(state) or POSTGRES_STATUSES.get(state[:2])
+            return POSTGRES_KINDS.get(state) or POSTGRES_KINDS.get(state[:2])
         if isinstance(error, self._psycopg.DataError):  # found by psycopg itself
-            return 400
+            return ErrorKind.INVALID
         lost = isinstance(error, self._psycopg.OperationalError)  # the connection
-        return 503 if lost else None
+        return ErrorKind.UNAVAILABLE if lost else None
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         with self._told():

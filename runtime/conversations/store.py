@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
-from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
+from ...scheduler.types import INSUFFICIENT_QUOTA, ErrorKind, RequestError, SettingError
 from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
 from .schema import REMOVED, Conversation, Gone, Name, Opening
@@ -239,7 +239,8 @@ class HistoryStore:
         self._db.close()
 
     def interrupt(self) -> None:
-        """Called from another thread: makes a call that waits for the database fail (503)."""
+        """Called from another thread: makes a call that waits for the database fail
+        (UNAVAILABLE)."""
         self._db.interrupt()
 
     def waiting(self) -> float:
@@ -394,7 +395,7 @@ class HistoryStore:
                 "this server was cut off from the database of the histories for too long: restart "
                 "it"
             )
-            raise RequestError(503, what)
+            raise RequestError(ErrorKind.UNAVAILABLE, what)
         new = [(number, size) for number, size in rows if number is not None]
         read, bytes_read = 0, 0
         while read < min(len(new), MOST_TOMBSTONES) and (
@@ -454,7 +455,9 @@ class HistoryStore:
         if alone:
             if self._held_by_another(conversation.number, turn):
                 raise RequestError(
-                    409, f"a turn of conversation {conversation.id!r} {IN_FLIGHT}", "conversation"
+                    ErrorKind.CONFLICT,
+                    f"a turn of conversation {conversation.id!r} {IN_FLIGHT}",
+                    "conversation",
                 )
             self._db.execute(
                 "DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values
@@ -500,10 +503,10 @@ class HistoryStore:
         them; `about`: its `parent`, `thread` and `body`. With an `opening` the name must still
         stand for the same branch as then, and no other turn may continue the server's history.
         Otherwise the turn is stored as a branch of the conversation, which is returned; a turn that
-        continues the server's history is refused instead (409).
+        continues the server's history is refused instead (CONFLICT).
 
         On return the turn is on the disk, unless this is part of a longer transaction. Raises
-        RequestError (507) if it cannot be written; then the store is unchanged.
+        RequestError (STORAGE_FULL) if it cannot be written; then the store is unchanged.
         """
         with self.transaction():
             before = self._find(behind, now) if behind is not None else None
@@ -524,7 +527,8 @@ class HistoryStore:
                         "one is not stored"
                     )
                     raise RequestError(
-                        409, f"this turn of conversation {name.id!r} comes too late: {what}"
+                        ErrorKind.CONFLICT,
+                        f"this turn of conversation {name.id!r} comes too late: {what}",
                     )
                 self._let_go(opening.turn)
             if conversation is None:
@@ -608,7 +612,9 @@ class HistoryStore:
         """Raises RequestError (404) if it is unknown, expired, or another owner's."""
         conversation = self._find(name, now)
         if conversation is None:
-            raise RequestError(404, f"there is no {name.kind} {name.id!r}", name.kind)
+            raise RequestError(
+                ErrorKind.NOT_FOUND, f"there is no {name.kind} {name.id!r}", name.kind
+            )
         return conversation
 
     def page(
@@ -617,7 +623,7 @@ class HistoryStore:
         """Up to `limit` conversations by creation, behind the one with the id `after`; whether
         there are more.
 
-        Raises RequestError (404) for an unknown `after`.
+        Raises RequestError (NOT_FOUND) for an unknown `after`.
         """
         way, sign = ("ASC", ">") if ascending else ("DESC", "<")
         start = 0 if ascending else sys.maxsize
@@ -631,15 +637,15 @@ class HistoryStore:
         return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
 
     def create(self, name: Name, now: float) -> Conversation:
-        """Creates an empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond
-        the owner's quota."""
+        """Creates an empty conversation. Raises RequestError: CONFLICT if the name is taken,
+        TOO_MANY beyond the owner's quota."""
         with self.transaction():
             self._need_free(name, now)
             return self._insert(name, now)
 
     def fork(self, name: Name, new_id: str, now: float) -> Conversation:
-        """Creates a second conversation with the same history. Raises RequestError: 404 unknown
-        name, 409 taken id, 429 beyond the owner's quota."""
+        """Creates a second conversation with the same history. Raises RequestError:
+        NOT_FOUND unknown name, CONFLICT taken id, TOO_MANY beyond the owner's quota."""
         new = name._replace(id=new_id)
         with self.transaction():
             source = self.get(name, now)
@@ -657,7 +663,7 @@ class HistoryStore:
         )
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
-        """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
+        """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (NOT_FOUND)."""
         with self.transaction():
             conversation = replace(self.get(name, now), **values)  # type: ignore[arg-type]
             self._db.execute(
@@ -670,7 +676,7 @@ class HistoryStore:
 
     def delete_branches(self, name: Name, now: float) -> bool:
         """Deletes some of the conversation's branches, so that its deletion is short. Returns
-        whether it may have more. Raises RequestError (404)."""
+        whether it may have more. Raises RequestError (NOT_FOUND)."""
 
         def remove() -> bool:
             with self.transaction():
@@ -686,7 +692,7 @@ class HistoryStore:
         return self.with_reserve(remove)
 
     def delete(self, name: Name, now: float) -> Gone:
-        """Deletes the conversation. Raises RequestError (404)."""
+        """Deletes the conversation. Raises RequestError (NOT_FOUND)."""
 
         def remove() -> Gone:
             with self.transaction():
@@ -700,7 +706,7 @@ class HistoryStore:
         try:
             return remove()
         except RequestError as error:
-            if error.status != 507 or not self._db.use_reserve(error):
+            if error.kind != ErrorKind.STORAGE_FULL or not self._db.use_reserve(error):
                 raise
         return remove()
 
@@ -711,10 +717,11 @@ class HistoryStore:
         expire until `release(turn)`. `alone`: the histories must exist, and no other turn continues
         them at the same time.
 
-        RequestError: the `fault` if there is one, because the turn could not be committed; 429 if
-        one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
+        RequestError: the `fault` if there is one, because the turn could not be committed;
+        TOO_MANY if one would be new and its owner has as many as the quota allows; `alone`:
+        NOT_FOUND and CONFLICT."""
         if self.fault is not None:
-            raise RequestError(self.fault.status, self.fault.message)
+            raise RequestError(self.fault.kind, self.fault.message)
         seen = {}
         with self.transaction(durable=False):
             if self.shared:
@@ -821,7 +828,9 @@ class HistoryStore:
 
     def _need_free(self, name: Name, now: float) -> None:
         if self._find(name, now) is not None:
-            raise RequestError(409, f"there is a {name.kind} {name.id!r} already", "id")
+            raise RequestError(
+                ErrorKind.CONFLICT, f"there is a {name.kind} {name.id!r} already", "id"
+            )
         self._need_room(name.owner, now)
 
     def _need_room(self, owner: str, now: float) -> None:
@@ -837,7 +846,7 @@ class HistoryStore:
                 f"{count} conversations and responses are stored for this key, the most it may "
                 "have: delete some"
             )
-            raise RequestError(429, message, "conversation", INSUFFICIENT_QUOTA)
+            raise RequestError(ErrorKind.TOO_MANY, message, "conversation", INSUFFICIENT_QUOTA)
 
     def _insert(
         self,

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
 from .schema import Conversation, Gone, Kind, Name, Opening
@@ -162,9 +162,9 @@ class OpenTurn:
         `salt`: of its request; `body`: the response to store.
 
         With a name it is stored on return; nothing of the reply's end may be sent before. Raises
-        RequestError: 507 if it cannot be written, 503 if the database does not answer, 409 if
-        another turn has gone on with the server's history meanwhile, or the conversation was
-        deleted.
+        RequestError: STORAGE_FULL if it cannot be written, UNAVAILABLE if the database does not
+        answer, CONFLICT if another turn has gone on with the server's history meanwhile, or the
+        conversation was deleted.
         """
         histories = self._histories
         inside = 0
@@ -371,8 +371,8 @@ class TurnManager:
         """`render` gives the prompt's text. With `server_history` the messages are new ones behind
         the stored.
 
-        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in
-        flight already or the history ends with a completion.
+        RequestError: NOT_FOUND if there is no such conversation to go on with, CONFLICT if such a
+        turn is in flight already or the history ends with a completion.
         """
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
@@ -389,7 +389,7 @@ class TurnManager:
                         "would leave out"
                     )
                     cure = "continue it with /v1/completions, or send all messages"
-                    raise RequestError(409, f"{reason}: {cure}", "conversation")
+                    raise RequestError(ErrorKind.CONFLICT, f"{reason}: {cure}", "conversation")
                 messages = (*(past.transcript().messages if past is not None else ()), *messages)
             return await self._chat_turn(
                 owner, messages, past, render, records, opening, held, stored
@@ -486,7 +486,9 @@ class TurnManager:
         before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
         if before.inside == OTHERS:
             raise RequestError(
-                409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation"
+                ErrorKind.CONFLICT,
+                f"conversation {name.id!r} holds tokens of another tokenizer",
+                "conversation",
             )
         if isinstance(prompt, str):
             assert self.tokenizer is not None
@@ -537,7 +539,7 @@ class TurnManager:
         return (match if _message_count(match) > covered else recent), stored
 
     async def _admit(self, records: Sequence[Record], held: ExitStack) -> Opening | None:
-        """Keeps the existing histories from expiring while they are held. RequestError (429),
+        """Keeps the existing histories from expiring while they are held. RequestError (TOO_MANY),
         before anything is computed, if a new history is beyond its owner's quota."""
         if not records:
             return None
@@ -545,7 +547,7 @@ class TurnManager:
 
     async def _go_on(self, name: Name, held: ExitStack) -> tuple[Opening, Stored]:
         """A conversation that exists and its last turn, for the one turn with the server's history.
-        RequestError: 404, and 409 if there is another, on any server."""
+        RequestError: NOT_FOUND, and CONFLICT if there is another, on any server."""
 
         def admit_and_find(names: Sequence[Name], now: float, turn: bytes) -> Opening:
             with self._store.transaction(durable=False):
@@ -584,7 +586,9 @@ class TurnManager:
     async def _continued(self, name: Name) -> Stored:
         stored = await self.run(self._store.find, name, self.now())
         if stored is None:
-            raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
+            raise RequestError(
+                ErrorKind.NOT_FOUND, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind]
+            )
         return stored
 
     async def store_turn(
@@ -629,7 +633,7 @@ class TurnManager:
             try:
                 return await self.run(work)
             except RequestError as error:
-                if error.status != 503 or (until is not None and clock() >= until):
+                if error.kind != ErrorKind.UNAVAILABLE or (until is not None and clock() >= until):
                     raise
                 if until is None:  # the time in the queue before does not count
                     until = clock() + COMMIT_PATIENCE_S
@@ -656,7 +660,7 @@ class TurnManager:
     # -- conversations
 
     async def get(self, name: Name) -> Conversation:
-        """RequestError (404)."""
+        """RequestError (NOT_FOUND)."""
         return await self.run(self._store.get, name, self.now())
 
     async def load(self, name: Name) -> tuple[Conversation, Transcript]:
@@ -692,7 +696,8 @@ class TurnManager:
         response belong to its whole line: they end with the line's last response, or with their
         TTL; until then their KV stays.
 
-        RequestError: 404, and 500 if it is deleted, but the disk refused to erase some of its KV.
+        RequestError: NOT_FOUND, and INTERNAL if it is deleted, but the disk refused to erase some
+        of its KV.
         """
         while await self.run(self._store.delete_branches, name, self.now()):
             pass
@@ -701,7 +706,7 @@ class TurnManager:
                 f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the "
                 "server's disk"
             )
-            raise RequestError(500, f"{what}: it could not be erased")
+            raise RequestError(ErrorKind.INTERNAL, f"{what}: it could not be erased")
 
     def erase_if_deleted(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
         """At the end of an open turn whose conversation was deleted after it began: its KV, which

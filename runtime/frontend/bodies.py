@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ...scheduler.types import RequestError, check_logprobs
+from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
 from .body_base import Body, ConversationId, NonEmpty
 from .chat_messages import MOST_MESSAGES, Message, NamedTool, TemplateVariables, Tool, with_effort
@@ -137,18 +137,24 @@ class GenerationBody(Body):
     def _few_stops_none_empty(cls, stop: str | list[str]) -> str | list[str]:
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > 16:
-            raise RequestError(400, f"at most 16 stop strings are allowed, not {len(stops)}")
+            raise RequestError(
+                ErrorKind.INVALID, f"at most 16 stop strings are allowed, not {len(stops)}"
+            )
         if "" in stops:
-            raise RequestError(400, "a stop string must not be empty")
+            raise RequestError(ErrorKind.INVALID, "a stop string must not be empty")
         return stops
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise RequestError(400, "stream_options is allowed only with stream", "stream_options")
+            raise RequestError(
+                ErrorKind.INVALID, "stream_options is allowed only with stream", "stream_options"
+            )
         if self.server_history and self.conversation_id is None:
             raise RequestError(
-                400, "history is kept by the server for a named conversation only", "history"
+                ErrorKind.INVALID,
+                "history is kept by the server for a named conversation only",
+                "history",
             )
         return self
 
@@ -235,14 +241,18 @@ class ChoicesBody(GenerationBody):
     @model_validator(mode="after")
     def _choices_and_prompt_logprobs(self) -> ChoicesBody:
         if not 1 <= self.n <= MOST_CHOICES:
-            raise RequestError(400, f"n must be between 1 and {MOST_CHOICES}, not {self.n}", "n")
+            raise RequestError(
+                ErrorKind.INVALID, f"n must be between 1 and {MOST_CHOICES}, not {self.n}", "n"
+            )
         if self.best_of not in (None, self.n):
             raise RequestError(
-                400, f"best_of is supported only if it equals n, which is {self.n}", "best_of"
+                ErrorKind.INVALID,
+                f"best_of is supported only if it equals n, which is {self.n}",
+                "best_of",
             )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
-                400, "prompt_logprobs is not supported with stream", "prompt_logprobs"
+                ErrorKind.INVALID, "prompt_logprobs is not supported with stream", "prompt_logprobs"
             )
         return self
 
@@ -301,7 +311,9 @@ class CompletionBody(ChoicesBody):
     @model_validator(mode="after")
     def _no_stream_of_prompt_logprobs(self) -> CompletionBody:
         if self.echo and self.stream and self.logprobs is not None:
-            raise RequestError(400, "echo with logprobs is not supported with stream", "echo")
+            raise RequestError(
+                ErrorKind.INVALID, "echo with logprobs is not supported with stream", "echo"
+            )
         return self
 
     @property
@@ -357,19 +369,25 @@ class ChatBody(ChoicesBody):
     @model_validator(mode="after")
     def _tools_and_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError(400, "top_logprobs is allowed only with logprobs", "top_logprobs")
+            raise RequestError(
+                ErrorKind.INVALID, "top_logprobs is allowed only with logprobs", "top_logprobs"
+            )
         check_logprobs(self.top_logprobs, "top_logprobs")
         names = [tool.function.name for tool in self.tools]
         if len(names) > MOST_TOOLS or len(set(names)) < len(names):
             raise RequestError(
-                400, f"tools must be at most {MOST_TOOLS}, each with a name of its own", "tools"
+                ErrorKind.INVALID,
+                f"tools must be at most {MOST_TOOLS}, each with a name of its own",
+                "tools",
             )
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise RequestError(
-                400, f"tool_choice names {self.tool_choice.function.name!r}, no tool", "tool_choice"
+                ErrorKind.INVALID,
+                f"tool_choice names {self.tool_choice.function.name!r}, no tool",
+                "tool_choice",
             )
         if self.tool_choice == "required" and not names:
-            raise RequestError(400, "tool_choice requires tools", "tool_choice")
+            raise RequestError(ErrorKind.INVALID, "tool_choice requires tools", "tool_choice")
         return self
 
     @property
@@ -402,7 +420,9 @@ class ChatBody(ChoicesBody):
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
         ):
-            raise RequestError(400, "max_tokens and max_completion_tokens differ", "max_tokens")
+            raise RequestError(
+                ErrorKind.INVALID, "max_tokens and max_completion_tokens differ", "max_tokens"
+            )
         return self
 
 
@@ -447,12 +467,12 @@ def _request_error(error: ValidationError) -> RequestError:
         if isinstance(cause, RequestError):
             # "list[Item]": a member of a union
             place = [str(part) for part in fault["loc"] if "[" not in str(part)]
-            names = place if cause.param is None else [*place, cause.param]
-            return RequestError(cause.status, cause.message, ".".join(names))
+            names = place if cause.subject is None else [*place, cause.subject]
+            return RequestError(cause.kind, cause.message, ".".join(names))
     place = [str(part) for part in faults[0]["loc"]]
     if not place:
-        return RequestError(400, f"the body is not a JSON object: {faults[0]['msg']}")
+        return RequestError(ErrorKind.INVALID, f"the body is not a JSON object: {faults[0]['msg']}")
     messages = list(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][0] == place[0]))
     # a longer place would name one member of the union
     where = ".".join(place) if len(messages) == 1 else place[0]
-    return RequestError(400, f"{where}: {'; '.join(messages)}", place[0])
+    return RequestError(ErrorKind.INVALID, f"{where}: {'; '.join(messages)}", place[0])

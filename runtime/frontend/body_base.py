@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, model_validator
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 ConversationId = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -48,7 +48,9 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if value not in cls.NEUTRAL[name]:
-                    raise RequestError(400, f"{name} is not supported by this endpoint", name)
+                    raise RequestError(
+                        ErrorKind.INVALID, f"{name} is not supported by this endpoint", name
+                    )
                 continue
             if name not in known:
                 if (
@@ -58,7 +60,9 @@ class Body(BaseModel):
                 ):
                     fields = ", ".join(own)
                     reason = "only OpenAI's client for Python unpacks extra_body"
-                    raise RequestError(400, f"{reason}: put {fields} into the body itself", name)
+                    raise RequestError(
+                        ErrorKind.INVALID, f"{reason}: put {fields} into the body itself", name
+                    )
                 cls._ignore(name, info.context)
                 continue
             kept[name] = value
@@ -74,7 +78,9 @@ class Body(BaseModel):
         near = [timed] if timed in cls.OWN else difflib.get_close_matches(name, cls.OWN, 1, LIKE)
         if ignored is None or near:
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise RequestError(400, f"{name} is not a field that this server knows{hint}", name)
+            raise RequestError(
+                ErrorKind.INVALID, f"{name} is not a field that this server knows{hint}", name
+            )
         # for an empty name
         plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"
         if plain not in ignored:

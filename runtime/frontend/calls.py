@@ -18,6 +18,7 @@ from ..messages import Keep
 from ..observe.metrics import Metrics
 from ..text.tokenizer import StopMatcher, Tokenizer
 from .engine_client import ClientGone, OutputStream
+from .errors import STATUS
 from .generate import Generate
 from .reply import CompletionWriter, Reply, usage
 from .tool_calls import ToolCallParser
@@ -132,7 +133,7 @@ def watched(tell_end: Callable[[str, int | None], None]) -> Iterator[None]:
         raise
     except RequestError as error:
         unfinished = "refused"
-        status = error.status
+        status = STATUS[error.kind]
         raise
     finally:
         tell_end(unfinished, status)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from .body_base import Body, NonEmpty
 
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -19,7 +19,7 @@ SET_BY_SERVER = frozenset({"add_generation_prompt", "messages", "tools"})
 
 def _settable(variables: dict[str, Any]) -> dict[str, Any]:
     for name in SET_BY_SERVER & variables.keys():
-        raise RequestError(400, f"chat_template_kwargs cannot set {name}")
+        raise RequestError(ErrorKind.INVALID, f"chat_template_kwargs cannot set {name}")
     return variables
 
 
@@ -38,7 +38,8 @@ def text_only(content: Any, *kinds: str) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in kinds:
             raise RequestError(
-                400, f"this server reads text only; it has no use for a part of type {kind[:64]!r}"
+                ErrorKind.INVALID,
+                f"this server reads text only; it has no use for a part of type {kind[:64]!r}",
             )
     return content
 
@@ -65,7 +66,8 @@ class MessageFunctionCall(Body):
             parsed = None
         if not isinstance(parsed, dict):
             raise RequestError(
-                400, "the arguments of a tool call must be a JSON object, written as a string"
+                ErrorKind.INVALID,
+                "the arguments of a tool call must be a JSON object, written as a string",
             )
         return arguments
 
@@ -102,7 +104,7 @@ class Function(FunctionName):
     @classmethod
     def _of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
         if parameters.get("type", "object") != "object":
-            raise RequestError(400, "parameters must be the JSON schema of an object")
+            raise RequestError(ErrorKind.INVALID, "parameters must be the JSON schema of an object")
         return parameters
 
 
@@ -141,7 +143,9 @@ class Message(Body):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise RequestError(400, "a message without tool_calls needs content", "content")
+            raise RequestError(
+                ErrorKind.INVALID, "a message without tool_calls needs content", "content"
+            )
         return self
 
     def for_template(self) -> dict[str, Any]:

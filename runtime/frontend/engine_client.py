@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from ...scheduler.types import Request, RequestError, RequestId, Residency, RowResult
+from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Residency, RowResult
 from ..messages import (
     Abort,
     Draining,
@@ -241,7 +241,9 @@ class EngineClient:
 
     def _receive(self, message: StepMessage | Draining | Residency | Erased | Fatal) -> None:
         if isinstance(message, Fatal):
-            self._fail(RequestError(500, f"the engine has stopped: {message.reason}"))
+            self._fail(
+                RequestError(ErrorKind.INTERNAL, f"the engine has stopped: {message.reason}")
+            )
             return
         if isinstance(message, Draining):
             self._draining = True
@@ -302,6 +304,6 @@ class EngineClient:
             erased.set_result(wholly)
 
     def _end(self) -> None:
-        self._fail(RequestError(503, "the engine has shut down"))
+        self._fail(RequestError(ErrorKind.UNAVAILABLE, "the engine has shut down"))
         self._outbox.put(None)
         self.closed.set()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.transcript import Message
 from .structured_output import ReplyForm
 
@@ -114,10 +114,10 @@ class Generate:
         if kinds == {int}:
             return [prompt]
         if not prompt or [] in prompt or "" in prompt:
-            raise RequestError(400, "the prompt is empty", "prompt")
+            raise RequestError(ErrorKind.INVALID, "the prompt is empty", "prompt")
         if kinds == {str} or (
             kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)
         ):
             return prompt
         forms = "text, a list of token ids, or a list of several of one of these"
-        raise RequestError(400, f"prompt: must be {forms}", "prompt")
+        raise RequestError(ErrorKind.INVALID, f"prompt: must be {forms}", "prompt")

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import llguidance
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..step.grammar import STACK_BYTES, Grammars, compile_grammar
 
 MOST_GRAMMAR = 128 * 1024  # characters
@@ -118,13 +118,13 @@ class GrammarChecker:
     def _check(self, grammar: str, param: str) -> None:
         if len(grammar) > MOST_GRAMMAR:
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 f"{param} is too long: {len(grammar)} characters as a grammar, {MOST_GRAMMAR} are "
                 "allowed",
                 param,
             )
         if wrong := self._verdict(grammar):
-            raise RequestError(400, f"{param} {wrong}", param)
+            raise RequestError(ErrorKind.INVALID, f"{param} {wrong}", param)
 
     def _ask(self, grammar: str) -> str:
         process = self._free.popleft()  # there are as many processes as threads
@@ -157,7 +157,7 @@ class CheckProcess:
         with contextlib.suppress(EOFError, OSError):
             self._start()
             return self._exchange(grammar)
-        raise RequestError(503, NOT_CHECKED)
+        raise RequestError(ErrorKind.UNAVAILABLE, NOT_CHECKED)
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -180,7 +180,9 @@ class CheckProcess:
         self._pipe.send(grammar)
         verdict: str | None = self._pipe.recv()
         if verdict is None:
-            raise RequestError(503, NOT_CHECKED)  # an exception, so it is not remembered
+            raise RequestError(
+                ErrorKind.UNAVAILABLE, NOT_CHECKED
+            )  # an exception, so it is not remembered
         return verdict
 
 

@@ -10,7 +10,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...scheduler.types import FinishReason, Request, RequestError, RowResult, TokenLogprobs, Usage
+from ...scheduler.types import (
+    ErrorKind,
+    FinishReason,
+    Request,
+    RequestError,
+    RowResult,
+    TokenLogprobs,
+    Usage,
+)
 from ..observe.metrics import SOURCES
 from ..text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from .engine_client import OutputStream
@@ -117,7 +125,9 @@ class Reply:
         Raises RequestError (503) if the engine aborted the request.
         """
         if result.finish is FinishReason.ABORT:
-            raise RequestError(503, "the server is shutting down and has ended this request")
+            raise RequestError(
+                ErrorKind.UNAVAILABLE, "the server is shutting down and has ended this request"
+            )
         if result.usage is not None:
             self.sources = result.usage
             self.queued = result.queued or 0.0

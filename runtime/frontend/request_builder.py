@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...scheduler.types import Request, RequestError, RequestId, Sampling
+from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
 from ..text.tokenizer import Tokenizer
@@ -62,7 +62,9 @@ class RequestBuilder:
         await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
         if self._grammars is None:
             raise RequestError(
-                400, f"{form.param} is not supported with this model's tokenizer", form.param
+                ErrorKind.INVALID,
+                f"{form.param} is not supported with this model's tokenizer",
+                form.param,
             )
         check = self._grammars.begin_check(form.grammar, form.param, caller.share)
         await asyncio.wrap_future(check)
@@ -78,7 +80,7 @@ class RequestBuilder:
                 f"{len(prompts)} prompts with n = {generate.n} are more than {MOST_REQUESTS} "
                 "replies in one request"
             )
-            raise RequestError(400, message, "prompt")
+            raise RequestError(ErrorKind.INVALID, message, "prompt")
         caller.claim(n_replies, "prompt" if len(prompts) > 1 else "n")
         given = [self._checked(prompt) for prompt in prompts]
         turn: OpenTurn | None
@@ -136,7 +138,9 @@ class RequestBuilder:
         if generate.conversation_id is None:
             return None
         if len(prompts) > 1:
-            raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
+            raise RequestError(
+                ErrorKind.INVALID, "a conversation takes one prompt at a time", "prompt"
+            )
         return await self._histories.open_completion(
             caller.owner,
             generate.conversation_id,
@@ -147,7 +151,9 @@ class RequestBuilder:
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(
-                400, "this engine has no tokenizer: send token ids to /v1/completions", param
+                ErrorKind.INVALID,
+                "this engine has no tokenizer: send token ids to /v1/completions",
+                param,
             )
         return self._tokenizer
 
@@ -159,7 +165,7 @@ class RequestBuilder:
     def _checked(self, prompt: str | list[int]) -> str | array[int]:
         if isinstance(prompt, str):
             if not prompt:
-                raise RequestError(400, "the prompt is empty", "prompt")
+                raise RequestError(ErrorKind.INVALID, "the prompt is empty", "prompt")
             self._need_tokenizer("prompt")
             return prompt
         self._check_ids(prompt, "prompt")
@@ -185,7 +191,7 @@ class RequestBuilder:
         if ids and not 0 <= min(ids) <= max(ids) < self._ready.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 f"{param}: token ids are from 0 to {self._ready.vocab_size - 1}, not {wrong}",
                 param,
             )
@@ -215,7 +221,7 @@ class RequestBuilder:
                 f"stop_token_ids: with min_tokens at most {MOST_BIASES} ids may end a reply, not "
                 f"{len(stop_ids)}"
             )
-            raise RequestError(400, message, "stop_token_ids")
+            raise RequestError(ErrorKind.INVALID, message, "stop_token_ids")
         sampling = self._sampling(generate)
         truncate = generate.truncates and self._ready.overflow
         salt = kv_salt(generate.cache_salt, caller.owner)
@@ -269,17 +275,20 @@ class RequestBuilder:
         limit = generate.limit
         default = context if generate.default_limit is None else generate.default_limit
         if limit is not None and limit < 1:
-            raise RequestError(400, f"{name} must be at least 1, not {limit}", name)
+            raise RequestError(ErrorKind.INVALID, f"{name} must be at least 1, not {limit}", name)
         # checked first, because Python refuses to print very large numbers
         if limit is not None and limit > context:
             raise RequestError(
-                400, f"{name} is {limit}; the model's context holds {context}", name, TOO_LONG
+                ErrorKind.INVALID,
+                f"{name} is {limit}; the model's context holds {context}",
+                name,
+                TOO_LONG,
             )
         if truncate:
             return min(default, context) if limit is None else limit
         if prompt >= context:
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 f"the prompt is too long: {prompt} tokens > {context - 1} maximum "
                 f"(the model's context holds {context}, reply included)",
                 "prompt",
@@ -289,7 +298,7 @@ class RequestBuilder:
             return min(default, context - prompt)
         if prompt + limit > context:
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 f"the prompt has {prompt} tokens and {name} is {limit}, together {prompt + limit}; "
                 f"the model's context holds {context}",
                 name,
@@ -310,11 +319,13 @@ class RequestBuilder:
             biases = {int(token): bias for token, bias in generate.logit_bias.items()}
         except ValueError:
             raise RequestError(
-                400, "logit_bias: its keys must be token ids", "logit_bias"
+                ErrorKind.INVALID, "logit_bias: its keys must be token ids", "logit_bias"
             ) from None
         if len(biases) > MOST_BIASES:
             raise RequestError(
-                400, f"logit_bias may name {MOST_BIASES} tokens, not {len(biases)}", "logit_bias"
+                ErrorKind.INVALID,
+                f"logit_bias may name {MOST_BIASES} tokens, not {len(biases)}",
+                "logit_bias",
             )
         self._check_ids(list(biases), "logit_bias")
         return tuple(biases.items())
@@ -330,7 +341,7 @@ class RequestBuilder:
         seed = generate.seed or 0
         if not -(2**63) <= seed < 2**63:
             raise RequestError(
-                400, f"seed must be between -2**63 and 2**63 - 1, not {seed}", "seed"
+                ErrorKind.INVALID, f"seed must be between -2**63 and 2**63 - 1, not {seed}", "seed"
             )
         return Sampling(
             temperature=generate.temperature,
@@ -352,7 +363,7 @@ def check_model(name: str | None, ready: Ready) -> None:
     model."""
     if name not in (None, ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
-        raise RequestError(404, message, "model", "model_not_found")
+        raise RequestError(ErrorKind.NOT_FOUND, message, "model", "model_not_found")
 
 
 def _random_seed() -> int:

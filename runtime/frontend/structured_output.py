@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..step.grammar import (
     choice_grammar,
     json_grammar,
@@ -63,7 +63,8 @@ class StructuredOutputs(Body):
     def _one(self) -> StructuredOutputs:
         if len(self.wanted) != 1:
             raise RequestError(
-                400, "structured_outputs must have one of json, json_object, regex, choice, grammar"
+                ErrorKind.INVALID,
+                "structured_outputs must have one of json, json_object, regex, choice, grammar",
             )
         return self
 
@@ -90,15 +91,21 @@ def reply_form(
     schema = _schema(response_format) if response_format is not None else None
     given = list(constraints)
     if len(given) > 1:
-        raise RequestError(400, f"{given[0]} and {given[1]} cannot be combined", given[1])
+        raise RequestError(
+            ErrorKind.INVALID, f"{given[0]} and {given[1]} cannot be combined", given[1]
+        )
     if tools and tool_choice != "none":
         if given:
-            raise RequestError(400, f"{given[0]} and tools cannot be combined", given[0])
+            raise RequestError(
+                ErrorKind.INVALID, f"{given[0]} and tools cannot be combined", given[0]
+            )
         return _with_tools(tools, tool_choice, parallel_tool_calls, schema)
     if given:
         ((name, value),) = constraints.items()
         if schema is not None:
-            raise RequestError(400, f"response_format and {name} cannot be combined", name)
+            raise RequestError(
+                ErrorKind.INVALID, f"response_format and {name} cannot be combined", name
+            )
         forms = (
             value.wanted
             if isinstance(value, StructuredOutputs)
@@ -144,7 +151,9 @@ def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:
     schema = (response_format.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
         raise RequestError(
-            400, "response_format needs an object json_schema.schema", "response_format"
+            ErrorKind.INVALID,
+            "response_format needs an object json_schema.schema",
+            "response_format",
         )
     return schema
 
@@ -163,7 +172,9 @@ def _grammar(form: str, value: Any, param: str) -> str:
     try:
         return written_grammar(value)
     except ValueError as error:
-        raise RequestError(400, f"{param} cannot be read as EBNF: {error}", param) from error
+        raise RequestError(
+            ErrorKind.INVALID, f"{param} cannot be read as EBNF: {error}", param
+        ) from error
 
 
 def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
@@ -173,5 +184,5 @@ def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise RequestError(400, f"{param}: the JSON schema must be an object", param)
+        raise RequestError(ErrorKind.INVALID, f"{param}: the JSON schema must be an object", param)
     return parsed

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ... import __version__
-from ...scheduler.types import RequestError, RowResult
+from ...scheduler.types import ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
@@ -183,7 +183,7 @@ class Answer(Response):
     def _check_unread(self, sender: EventSender) -> None:
         if sender.unread_bytes > MOST_UNREAD_BYTES:
             log.warning("%s: %s", self._call.writer.id, UNREAD)
-            raise RequestError(503, UNREAD)
+            raise RequestError(ErrorKind.UNAVAILABLE, UNREAD)
 
     async def _commit(self, replies: dict[int, Reply]) -> None:
         """Makes the first reply's turn durable before any end is sent."""
@@ -293,8 +293,9 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
-        refused = RequestError(error.status_code, _no_route(request, error))
-        response = error_response(refused, request.url.path)
+        kind = ErrorKind.NOT_FOUND if error.status_code == 404 else ErrorKind.INVALID
+        refused = RequestError(kind, _no_route(request, error))
+        response = error_response(refused, request.url.path, error.status_code)
         response.headers.update(error.headers or {})  # the allowed methods of a 405
         return response
 

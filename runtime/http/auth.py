@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.errors import error_response
 
 OWNER = "pensieve.owner"
@@ -42,7 +42,7 @@ class KeyCheck:
             owner = self._owner(dict(scope["headers"]))
             if owner is None:
                 error = RequestError(
-                    401,
+                    ErrorKind.UNAUTHENTICATED,
                     "this server needs a valid API key, as Authorization: Bearer KEY or X-API-Key: "
                     "KEY",
                 )

@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from ...scheduler.types import ConversationKV, RequestError
+from ...scheduler.types import ConversationKV, ErrorKind, RequestError
 from ..conversations.schema import Conversation, Name
 from ..conversations.transcript import Transcript
 from ..conversations.turns import TurnManager, kv_name
@@ -73,11 +73,15 @@ class Page:
         query = request.query_params
         for name in query:
             if name not in ("limit", "after", "order"):
-                raise RequestError(400, f"{name} is not a parameter that this server knows", name)
+                raise RequestError(
+                    ErrorKind.INVALID, f"{name} is not a parameter that this server knows", name
+                )
         self.after = query.get("after")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise RequestError(400, f"order must be asc or desc, not {order!r}", "order")
+            raise RequestError(
+                ErrorKind.INVALID, f"order must be asc or desc, not {order!r}", "order"
+            )
         self.ascending = order == "asc"
         limit = query.get("limit", "20")
         if not (
@@ -87,7 +91,9 @@ class Page:
             and 1 <= int(limit) <= LONGEST_PAGE
         ):
             raise RequestError(
-                400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit[:10]!r}", "limit"
+                ErrorKind.INVALID,
+                f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit[:10]!r}",
+                "limit",
             )
         self.limit = int(limit)
 
@@ -172,7 +178,9 @@ async def parsed(kind: Any, request: Request) -> Any:
     long body: it is parsed in the event loop's thread, and all other requests wait meanwhile."""
     body = await request.body() or b"{}"
     if len(body) > LONGEST_BODY:
-        raise RequestError(413, f"the body is longer than the {LONGEST_BODY} bytes allowed here")
+        raise RequestError(
+            ErrorKind.TOO_LARGE, f"the body is longer than the {LONGEST_BODY} bytes allowed here"
+        )
     return parse(kind, body)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.calls import Caller, claim_any
 from ..frontend.errors import error_response
 from .auth import OWNER, owner_of
@@ -28,7 +28,8 @@ def caller_of(request: Request) -> Caller:
     session = request.headers.get(SESSION) or None
     if session is not None and len(session) > LONGEST_SESSION:
         raise RequestError(
-            400, f"{SESSION} may have {LONGEST_SESSION} characters, not {len(session)}"
+            ErrorKind.INVALID,
+            f"{SESSION} may have {LONGEST_SESSION} characters, not {len(session)}",
         )
     return Caller(
         owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any), session
@@ -68,11 +69,12 @@ class ClientLimit:
                     f"the request asks for {sequences} sequences; a client may have {self._most} "
                     "open"
                 )
-                raise RequestError(400, message, param)
+                raise RequestError(ErrorKind.INVALID, message, param)
             others = self._open[client] - held
             if others + sequences > self._most:
                 raise RequestError(
-                    429, f"this client has {others} of {self._most} sequences open already"
+                    ErrorKind.TOO_MANY,
+                    f"this client has {others} of {self._most} sequences open already",
                 )
             self._open[client] += sequences - held
             held = sequences
@@ -120,7 +122,9 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
     def _error(self) -> RequestError:
-        return RequestError(413, f"the body is longer than the {self._most} bytes allowed here")
+        return RequestError(
+            ErrorKind.TOO_LARGE, f"the body is longer than the {self._most} bytes allowed here"
+        )
 
 
 class SecurityHeaders:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import dialogue
 from ..frontend.body_base import Body, NonEmpty
 from ..frontend.chat_messages import (
@@ -97,7 +97,9 @@ def _blocks(content: Any, *kinds: str) -> Any:
             and isinstance(block.get("type"), str)
             and block["type"] not in kinds
         ):
-            raise RequestError(400, f"{block['type']} blocks are not supported here by this server")
+            raise RequestError(
+                ErrorKind.INVALID, f"{block['type']} blocks are not supported here by this server"
+            )
     return content
 
 
@@ -205,7 +207,9 @@ class ToolDefinition(Body):
     @classmethod
     def _of_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
         if schema.get("type", "object") != "object":
-            raise RequestError(400, "input_schema must be the JSON schema of an object")
+            raise RequestError(
+                ErrorKind.INVALID, "input_schema must be the JSON schema of an object"
+            )
         return schema
 
     def for_chat(self) -> ChatTool:
@@ -226,7 +230,7 @@ def _own_tools(tools: Any) -> Any:
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
             raise RequestError(
-                400, f"tools of type {tool['type']} are not supported by this server"
+                ErrorKind.INVALID, f"tools of type {tool['type']} are not supported by this server"
             )
     return tools
 
@@ -300,16 +304,20 @@ class PromptBody(Body):
     def _can_be_followed(self) -> PromptBody:
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise RequestError(400, "tools must each have a name of its own", "tools")
+            raise RequestError(ErrorKind.INVALID, "tools must each have a name of its own", "tools")
         if self.tool_choice.type == "tool" and self.tool_choice.name not in names:
             raise RequestError(
-                400, f"tool_choice names {self.tool_choice.name!r}, no tool", "tool_choice"
+                ErrorKind.INVALID,
+                f"tool_choice names {self.tool_choice.name!r}, no tool",
+                "tool_choice",
             )
         if self.tool_choice.type == "any" and not names:
-            raise RequestError(400, "tool_choice requires tools", "tool_choice")
+            raise RequestError(ErrorKind.INVALID, "tool_choice requires tools", "tool_choice")
         if isinstance(self.messages[-1], AssistantMessage):
             raise RequestError(
-                400, "the last message must not be the assistant's: replies begin anew", "messages"
+                ErrorKind.INVALID,
+                "the last message must not be the assistant's: replies begin anew",
+                "messages",
             )
         return self
 

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...scheduler.types import RequestError, SettingError
+from ...scheduler.types import ErrorKind, RequestError, SettingError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.engine_client import EngineClient
@@ -182,7 +182,7 @@ class FrontDoor:
             return
         await self._decided.wait()
         app = self._app or error_response(
-            RequestError(503, "the server did not start"), scope["path"]
+            RequestError(ErrorKind.UNAVAILABLE, "the server did not start"), scope["path"]
         )
         try:
             await app(scope, receive, send)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field, field_validator, model_validator
 
-from ...scheduler.types import FinishReason, RequestError
+from ...scheduler.types import ErrorKind, FinishReason, RequestError
 from ..conversations.schema import Name
 from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
@@ -112,19 +112,23 @@ class ResponseBody(GenerationBody):
     def _one_history(self) -> ResponseBody:
         if self.previous_response_id is not None and self.conversation_id is not None:
             raise RequestError(
-                400,
+                ErrorKind.INVALID,
                 "a response goes on from previous_response_id or from conversation",
                 "previous_response_id",
             )
         if not self.input:
-            raise RequestError(400, "the input is empty", "input")
+            raise RequestError(ErrorKind.INVALID, "the input is empty", "input")
         if self.max_tokens is not None:
             raise RequestError(
-                400, "the length of a response is limited by max_output_tokens", "max_tokens"
+                ErrorKind.INVALID,
+                "the length of a response is limited by max_output_tokens",
+                "max_tokens",
             )
         if self.return_token_ids:
             raise RequestError(
-                400, "return_token_ids is not supported for responses", "return_token_ids"
+                ErrorKind.INVALID,
+                "return_token_ids is not supported for responses",
+                "return_token_ids",
             )
         return self
 

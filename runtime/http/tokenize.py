@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.body_base import Body
 from ..frontend.chat_messages import MOST_MESSAGES, Message, TemplateVariables, Tool
 from ..frontend.request_builder import check_model
@@ -35,7 +35,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError(400, "give either prompt or messages", "prompt")
+            raise RequestError(ErrorKind.INVALID, "give either prompt or messages", "prompt")
         return self
 
 
@@ -49,7 +49,7 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
 
     def needed() -> Tokenizer:
         if tokenizer is None:
-            raise RequestError(400, "this engine has no tokenizer")
+            raise RequestError(ErrorKind.INVALID, "this engine has no tokenizer")
         return tokenizer
 
     @app.post("/tokenize")
@@ -70,7 +70,9 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
         body = await read_body(DetokenizeBody, request)
         check_model(body.model, ready)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
-            raise RequestError(400, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens")
+            raise RequestError(
+                ErrorKind.INVALID, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens"
+            )
         return {"prompt": await asyncio.to_thread(needed().decode_all, body.tokens)}
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...scheduler.types import RequestError, Sampling
+from ...scheduler.types import ErrorKind, RequestError, Sampling
 from ..frontend.bodies import ChatBody, CompletionBody, parse
 
 
@@ -50,7 +50,9 @@ class SamplingParams:
         body_of(CompletionBody, self, prompt="checked")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(
-                400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens"
+                ErrorKind.INVALID,
+                f"max_tokens must be at least 1, not {self.max_tokens}",
+                "max_tokens",
             )
         Sampling(
             temperature=self.temperature,

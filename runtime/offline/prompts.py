@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from .params import SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -53,7 +53,7 @@ def read_params(params: Any, count: int) -> list[SamplingParams]:
             f"sampling_params: give one for all prompts or one for each, not {len(each)} for "
             f"{count}"
         )
-        raise RequestError(400, message, "sampling_params")
+        raise RequestError(ErrorKind.INVALID, message, "sampling_params")
     return each
 
 
@@ -73,7 +73,9 @@ def _read(prompt: Any) -> OfflinePrompt:
     text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     if given:
         raise RequestError(
-            400, f"a prompt must be {FORMS}; {next(iter(given))!r} is not supported", "prompt"
+            ErrorKind.INVALID,
+            f"a prompt must be {FORMS}; {next(iter(given))!r} is not supported",
+            "prompt",
         )
     if ids is None and isinstance(text, str):
         return OfflinePrompt(text, {"prompt": text})
@@ -83,4 +85,4 @@ def _read(prompt: Any) -> OfflinePrompt:
         and isinstance(text, str | None)
     ):
         return OfflinePrompt(text, {"prompt": list(ids)})
-    raise RequestError(400, f"a prompt must be {FORMS}", "prompt")
+    raise RequestError(ErrorKind.INVALID, f"a prompt must be {FORMS}", "prompt")

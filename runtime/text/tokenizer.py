@@ -18,7 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ...scheduler.types import RequestError, SettingError
+from ...scheduler.types import ErrorKind, RequestError, SettingError
 from .token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"  # the decoded text of an incomplete or invalid UTF-8 sequence
@@ -98,7 +98,9 @@ class ChatTemplate:
             ValueError,
         ) as error:
             raise RequestError(
-                400, f"the model's chat template refuses these messages: {error}", "messages"
+                ErrorKind.INVALID,
+                f"the model's chat template refuses these messages: {error}",
+                "messages",
             ) from error
 
 
@@ -202,7 +204,9 @@ class Tokenizer:
         template = self._template_for_tools if tools else self._template
         if template is None:
             cure = "use /v1/completions, or start the server with --chat-template FILE"
-            raise RequestError(400, f"this model has no chat template; {cure}", "messages")
+            raise RequestError(
+                ErrorKind.INVALID, f"this model has no chat template; {cure}", "messages"
+            )
         return template.render(messages, add_generation_prompt, tools, variables)
 
     @property

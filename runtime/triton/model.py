@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import triton_python_backend_utils as triton  # exists within Triton only; filled after this import
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...scheduler.types import RequestError, SettingError
+from ...scheduler.types import ErrorKind, RequestError, SettingError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.calls import Caller, GenerationCall, answering
@@ -221,7 +221,7 @@ class TritonFrontend:
                 raise ClientGone
             await self._serve(visit)
         except RequestError as error:
-            visit.refuse(error.message, ERRORS.get(error.status, "INTERNAL"))
+            visit.refuse(error.message, ERRORS.get(error.kind, "INTERNAL"))
         except ClientGone:
             visit.refuse("the request was cancelled", "CANCELLED")
         finally:
@@ -275,7 +275,9 @@ class TritonFrontend:
     def _cancel(self, name: str) -> None:
         """Ends the requests of this id. Raises RequestError (400) if there is no id."""
         if not name:
-            raise RequestError(400, "stop needs a request id: that of the request to stop", "stop")
+            raise RequestError(
+                ErrorKind.INVALID, "stop needs a request id: that of the request to stop", "stop"
+            )
         for visit in self._visits:
             if visit.id == name:
                 visit.stop()
@@ -300,13 +302,13 @@ def _log_fault(task: asyncio.Task[None]) -> None:
 
 
 ERRORS = {
-    400: "INVALID_ARG",
-    404: "NOT_FOUND",
-    409: "UNAVAILABLE",
-    429: "UNAVAILABLE",
-    503: "UNAVAILABLE",
+    ErrorKind.INVALID: "INVALID_ARG",
+    ErrorKind.NOT_FOUND: "NOT_FOUND",
+    ErrorKind.CONFLICT: "UNAVAILABLE",
+    ErrorKind.TOO_MANY: "UNAVAILABLE",
+    ErrorKind.UNAVAILABLE: "UNAVAILABLE",
 }
-"""By the status of a RequestError; others are INTERNAL."""
+"""By the kind of a RequestError; others are INTERNAL."""
 
 
 class TritonRequest:

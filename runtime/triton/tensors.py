@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...scheduler.types import RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import CompletionBody, parse
 from ..frontend.calls import GenerationCall
 from ..frontend.reply import Reply
@@ -98,10 +98,14 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonBody:
     """
     if "text_input" in tensors and "input_ids" in tensors:
         raise RequestError(
-            400, "text_input and input_ids are two prompts: send one of them", "input_ids"
+            ErrorKind.INVALID,
+            "text_input and input_ids are two prompts: send one of them",
+            "input_ids",
         )
     if "text_input" not in tensors and "input_ids" not in tensors:
-        raise RequestError(400, "there is no prompt: send text_input or input_ids", "text_input")
+        raise RequestError(
+            ErrorKind.INVALID, "there is no prompt: send text_input or input_ids", "text_input"
+        )
     values = {name: read_value(name, tensor) for name, tensor in tensors.items()}
     fields = {
         INPUTS[name].field: value
@@ -128,7 +132,7 @@ def read_value(name: str, tensor: np.ndarray) -> Any:
         try:
             values = [value.decode() for value in values]
         except UnicodeDecodeError:
-            raise RequestError(400, f"{name} is not UTF-8", name) from None
+            raise RequestError(ErrorKind.INVALID, f"{name} is not UTF-8", name) from None
     return values if kind.several else values[0]
 
 

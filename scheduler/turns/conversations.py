@@ -15,7 +15,7 @@ from ..kv.chunk import NO_SLOT, Chunk, Claims
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
-from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
+from ..types import ChunkKey, ConversationKV, ErrorKind, Request, RequestError, Residency
 from ..work import LOOKED_AT, MESSAGE, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
@@ -170,7 +170,9 @@ class Conversations:
     def _get(self, conversation_id: str) -> Conversation:
         conversation = self._by_id.get(conversation_id)
         if conversation is None:
-            raise RequestError(404, f"there is no conversation {conversation_id!r}", "conversation")
+            raise RequestError(
+                ErrorKind.NOT_FOUND, f"there is no conversation {conversation_id!r}", "conversation"
+            )
         return conversation
 
     def commit(self, request: Request, log: Log, now: float) -> None:
@@ -256,11 +258,13 @@ class Conversations:
         """Makes a second conversation with the same history. Full chunks are shared; the tail stays
         with the original.
 
-        Raises RequestError: 404 for an unknown id, 409 if `new_id` exists.
+        Raises RequestError: NOT_FOUND for an unknown id, CONFLICT if `new_id` exists.
         """
         source = self._get(conversation_id)
         if new_id in self._by_id:
-            raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
+            raise RequestError(
+                ErrorKind.CONFLICT, f"there is a conversation {new_id!r} already", "conversation"
+            )
         log = Log(
             source.tokens, source.context_start, source.keys, source.first, source.chunks, None
         )
@@ -282,7 +286,7 @@ class Conversations:
         counts for the log as far as both are equal.
 
         `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError
-        (404) for an unknown id.
+        (NOT_FOUND) for an unknown id.
         """
         self._get(conversation_id)
         self._deletions.begin(self._delete(self._detach(conversation_id), shared, others, salt))
@@ -332,7 +336,7 @@ class Conversations:
         `conversation_ttl`). Until the time `pinned_until` its full chunks are evicted after all
         others, unless it is over its owner's quota.
 
-        Raises RequestError (404) for an unknown id.
+        Raises RequestError (NOT_FOUND) for an unknown id.
         """
         conversation = self._get(conversation_id)
         conversation.ttl = self._ttl if ttl is None else ttl

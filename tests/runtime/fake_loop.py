@@ -37,6 +37,7 @@ from pensieve.runtime.messages import (
 from pensieve.scheduler.types import (
     Applied,
     ConversationKV,
+    ErrorKind,
     FinishReason,
     Request,
     RequestError,
@@ -253,7 +254,11 @@ class FakeLoop:
             case Submit(request) if len(self._running) < self._queue:
                 self._running[request.id] = (request, deque(self._answers(request)), 0)
             case Submit(request):
-                outputs.append(RowResult(request.id, error=RequestError(429, "the queue is full")))
+                outputs.append(
+                    RowResult(
+                        request.id, error=RequestError(ErrorKind.TOO_MANY, "the queue is full")
+                    )
+                )
             case Abort(request):
                 self._running.pop(request, None)
             case Look():

@@ -16,6 +16,7 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
+    ErrorKind,
     FinishReason,
     InvariantError,
     Request,
@@ -88,7 +89,7 @@ def test_a_request_that_cannot_be_served_has_a_result_with_its_error():
         session.add(request(number))
     rows = [row for rows in play(session) for row in rows]
     (refused,) = [row for row in rows if row.error]
-    assert (refused.request, refused.error.status) == (3, 429)
+    assert (refused.request, refused.error.kind) == (3, ErrorKind.TOO_MANY)
     assert rows[0] == refused, "it comes with the first step that has results"
 
 

@@ -4,14 +4,16 @@ itself."""
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
-from pensieve.runtime.frontend.errors import error_object
-from pensieve.scheduler.types import RequestError
+from pensieve.runtime.frontend.errors import error_object, error_response
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from .fake_loop import FakeLoop
 
@@ -72,7 +74,9 @@ def test_what_does_not_fit_the_context_has_a_code(ask: Callable[..., Any]) -> No
 
 
 def test_a_code_survives_the_way_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(RequestError(404, "gone", "model", "model_not_found")))
+    error = pickle.loads(
+        pickle.dumps(RequestError(ErrorKind.NOT_FOUND, "gone", "model", "model_not_found"))
+    )
     assert error_object(error)["error"]["code"] == error.code == "model_not_found"
 
 
@@ -97,3 +101,24 @@ def test_what_the_client_has_parsed_may_be_sent_back(ask: Callable[..., Any]) ->
     assert (
         ask(lambda http: http.post(CHAT, json={"messages": [*HI, *parsed, *HI]})).status_code == 200
     )
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_each_kind_of_error_has_a_status_and_a_type(kind: ErrorKind) -> None:
+    status, openai, anthropic = {
+        ErrorKind.INVALID: (400, "invalid_request_error", "invalid_request_error"),
+        ErrorKind.UNAUTHENTICATED: (401, "invalid_request_error", "authentication_error"),
+        ErrorKind.NOT_FOUND: (404, "invalid_request_error", "not_found_error"),
+        ErrorKind.CONFLICT: (409, "invalid_request_error", "invalid_request_error"),
+        ErrorKind.TOO_LARGE: (413, "invalid_request_error", "request_too_large"),
+        ErrorKind.TOO_MANY: (429, "rate_limit_error", "rate_limit_error"),
+        ErrorKind.INTERNAL: (500, "server_error", "api_error"),
+        ErrorKind.UNAVAILABLE: (503, "server_error", "overloaded_error"),
+        ErrorKind.STORAGE_FULL: (507, "server_error", "api_error"),
+    }[kind]
+    error = RequestError(kind, "no", "prompt")
+    for path, named in (("/v1/completions", openai), ("/v1/messages", anthropic)):
+        answer = error_response(error, path)
+        told = json.loads(bytes(answer.body))["error"]
+        assert (answer.status_code, told["type"]) == (status, named)
+        assert ("retry-after" in answer.headers) == (status in (429, 503))

@@ -15,7 +15,7 @@ from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from . import served
 from .odd_tokenizer import TEMPLATE, merging_tokenizer, save_merging, spaced_tokenizer
@@ -80,7 +80,7 @@ def test_a_log_of_other_ids_is_not_gone_on_with(prompt: Any, serve: Callable[...
     async def go_on(histories: TurnManager) -> None:
         with pytest.raises(RequestError, match="another tokenizer") as refused:
             await histories.open_completion("", "text", prompt, server_history=True)
-        assert refused.value.status == 409
+        assert refused.value.kind == ErrorKind.CONFLICT
 
     serve(OURS, talk)
     serve(THEIRS, go_on)

@@ -30,6 +30,7 @@ from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, SHARE_S, Serv
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import (
     Applied,
+    ErrorKind,
     FinishReason,
     Request,
     RequestError,
@@ -140,7 +141,7 @@ def test_a_client_whose_reply_is_stuck_is_told_at_once(
     service: Service, scheduler: Scheduler
 ) -> None:
     """The result may bring nothing else: the row was alone, and its token does not count."""
-    stuck = RowResult(RequestId(5), error=RequestError(500, "stuck"))
+    stuck = RowResult(RequestId(5), error=RequestError(ErrorKind.INTERNAL, "stuck"))
     scheduler.apply = lambda result, now: Applied(rows=(stuck,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))

@@ -98,7 +98,7 @@ class Driver(Harness):
                 stored_tokens=len(start) if name in self.remembered else 0,
             )
         except RequestError as refusal:
-            self.counts[f"refused {refusal.status}"] += 1
+            self.counts[f"refused {refusal.kind}"] += 1
 
     def plan(self):
         if len(self.results) == MOST_IN_FLIGHT:

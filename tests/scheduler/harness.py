@@ -15,7 +15,7 @@ from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import DiskRecord, Request, RequestError, RowResult
+from pensieve.scheduler.types import DiskRecord, ErrorKind, Request, RequestError, RowResult
 
 from .device_model import DeviceModel, kv, next_token
 
@@ -385,7 +385,10 @@ class Harness:
             result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out)
         )
         stuck = [row for row in result.samples if self.gets_stuck(row)]
-        errors = {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
+        errors = {
+            row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, "stuck"))
+            for row in stuck
+        }
         result = replace(result, rows={**result.rows, **errors})
         self.device.known = Tickets(*map(max, self.device.known, result.completed))
         self.device.applied = result.step

@@ -12,7 +12,14 @@ import pytest
 
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import FinishReason, InvariantError, RequestError, RowResult, Sampling
+from pensieve.scheduler.types import (
+    ErrorKind,
+    FinishReason,
+    InvariantError,
+    RequestError,
+    RowResult,
+    Sampling,
+)
 
 from .device_model import next_token
 from .harness import Harness
@@ -299,7 +306,7 @@ def test_no_request_starves_while_new_ones_keep_coming(batching, host):
             try:
                 harness.submit([number % 97, number // 97, 5], 6)
             except RequestError as refusal:
-                assert refusal.status == 429
+                assert refusal.kind == ErrorKind.TOO_MANY
         harness.tick()
     assert states(harness, long_ones) == ["ended"] * 3
     harness.drain()

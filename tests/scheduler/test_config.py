@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.types import Request, RequestError, Sampling, SettingError
+from pensieve.scheduler.types import ErrorKind, Request, RequestError, Sampling, SettingError
 
 from .harness import SMALL, Harness
 
@@ -72,7 +72,7 @@ def test_a_bad_request_names_its_field(fields, param):
         Request(
             **{"id": 1, "prompt": Harness.tokens([1]), "max_tokens": 4} | {"prompt": [1]} | fields
         )
-    assert (error.value.status, error.value.param) == (400, param)
+    assert (error.value.kind, error.value.subject) == (ErrorKind.INVALID, param)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_a_bad_request_names_its_field(fields, param):
 def test_bad_sampling_names_its_field(fields):
     with pytest.raises(RequestError) as error:
         Sampling(**fields)
-    assert error.value.param in fields
+    assert error.value.subject in fields
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers():
     harness = Harness()
     with pytest.raises(RequestError, match=r"64 tokens; .* 64 tokens") as error:
         harness.submit(range(64))
-    assert (error.value.status, error.value.param) == (400, "prompt")
+    assert (error.value.kind, error.value.subject) == (ErrorKind.INVALID, "prompt")
     with pytest.raises(RequestError, match="60 tokens and max_tokens is 5") as error:
         harness.submit(range(60), 5)
-    assert (error.value.status, error.value.param) == (400, "max_tokens")
+    assert (error.value.kind, error.value.subject) == (ErrorKind.INVALID, "max_tokens")
     harness.submit(range(60), 4)
     harness.drain()
 
@@ -110,7 +110,7 @@ def test_a_full_queue_is_said():
         harness.submit([1])
     with pytest.raises(RequestError) as error:
         harness.submit([1])
-    assert error.value.status == 429
+    assert error.value.kind == ErrorKind.TOO_MANY
     harness.drain()
 
 

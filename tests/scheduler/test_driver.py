@@ -97,8 +97,8 @@ def test_random_operations(run, totals):
             "pins",
             "expired",
             "forgotten",
-            "refused 429",
-            "refused 400",
+            "refused too many",
+            "refused invalid",
         ),
         *(f"aborted {state}" for state in STATES),
         # a waiting turn has no reply yet

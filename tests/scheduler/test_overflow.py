@@ -17,7 +17,7 @@ from pensieve.scheduler.context_window import (
     RECOMPUTE,
     check_length,
 )
-from pensieve.scheduler.types import Request, RequestError
+from pensieve.scheduler.types import ErrorKind, Request, RequestError
 
 from .driver import Driver
 from .harness import Harness
@@ -43,7 +43,7 @@ def test_a_prompt_cannot_have_any_length():
     harness = a_harness()
     with pytest.raises(RequestError, match="1048576") as refused:
         harness.submit([7] * (LONGEST_LOG + 1), 4, truncate=True)
-    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert (refused.value.kind, refused.value.subject) == (ErrorKind.INVALID, "prompt")
     check_length(
         Request(1, array("i", bytes(4 * LONGEST_LOG)), 4, truncate=True), WINDOW, harness.windows
     )
@@ -213,7 +213,7 @@ def test_what_may_not_overflow_is_refused_as_ever():
     ):
         with pytest.raises(RequestError) as error:
             harness.submit(range(length), max_tokens, truncate=truncate)
-        assert (error.value.status, error.value.param) == (400, param)
+        assert (error.value.kind, error.value.subject) == (ErrorKind.INVALID, param)
     with pytest.raises(RequestError, match="of which the model sees 32 at most"):
         harness.submit(range(40), 1, truncate=True, prompt_logprobs=0)
     harness.submit(range(32), WINDOW, truncate=True, prompt_logprobs=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from .harness import Harness
 
@@ -90,7 +90,7 @@ def test_no_request_starves_behind_equal_or_lower_priorities():
             try:
                 harness.submit([number % 97, number // 97, 5], 6, priority=2 + number % 3)
             except RequestError as refusal:
-                assert refusal.status == 429
+                assert refusal.kind == ErrorKind.TOO_MANY
         harness.tick()
     assert not set(long_ones) & set(harness.open)
     harness.drain()

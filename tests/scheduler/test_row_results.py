@@ -7,6 +7,7 @@ from array import array
 
 from pensieve.scheduler.types import (
     Applied,
+    ErrorKind,
     FinishReason,
     RequestError,
     RequestId,
@@ -60,11 +61,11 @@ def test_results_are_the_same_after_the_pipe():
 
 
 def test_an_error_passes_the_pipe():
-    error = RequestError(429, "full", "prompt", "code")
+    error = RequestError(ErrorKind.TOO_MANY, "full", "prompt", "code")
     (row,) = pickle.loads(pickle.dumps(Applied(rows=(RowResult(RequestId(1), error=error),)))).rows
     assert row.error is not None
-    assert (row.error.status, row.error.message, row.error.param, row.error.code) == (
-        429,
+    assert (row.error.kind, row.error.message, row.error.subject, row.error.code) == (
+        ErrorKind.TOO_MANY,
         "full",
         "prompt",
         "code",

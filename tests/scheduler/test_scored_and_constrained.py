@@ -15,6 +15,7 @@ from pensieve.scheduler.planning.lookup import _scoring
 from pensieve.scheduler.planning.plan_builder import MOST_SCORED
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
+    ErrorKind,
     Request,
     RequestError,
     RequestId,
@@ -64,7 +65,10 @@ def result(
         rows[scored_row] = rows.get(scored_row, RowResult(scored_row.request))._replace(
             prompt_logprobs=entries
         )
-    rows |= {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
+    rows |= {
+        row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, "stuck"))
+        for row in stuck
+    }
     return StepResult(plan.step, plan.samples, (token,) * len(plan.samples), rows=rows)
 
 
@@ -250,7 +254,7 @@ def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_
 def test_sampling_checks_itself(wrong, param):
     with pytest.raises(RequestError) as caught:
         Sampling(**wrong)
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert (caught.value.kind, caught.value.subject) == (ErrorKind.INVALID, param)
 
 
 def test_requests_check_their_prompt_logprobs():

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, PLAIN_POLICIES, SAVE_MODES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from .driver import MOST_IN_FLIGHT
 from .harness import Harness
@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 [*start, *new], max_tokens, name, min_tokens=1, truncate=truncate, **fields
             )
         except RequestError as refusal:
-            assert refusal.status in (400, 429)
+            assert refusal.kind in (ErrorKind.INVALID, ErrorKind.TOO_MANY)
 
     @precondition(lambda self: len(self.harness.results) < MOST_IN_FLIGHT)
     @rule(seconds=st.sampled_from((0.0, 0.001, 1.0)), steps=st.integers(1, MOST_IN_FLIGHT))

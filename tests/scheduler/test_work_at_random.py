@@ -67,7 +67,7 @@ class Piecemeal(Driver):
                 prompt, most, name, confirm=confirm, priority=self.random.choice((0, 0, 0, 1))
             )
         except RequestError as refusal:
-            self.counts[f"refused {refusal.status}"] += 1
+            self.counts[f"refused {refusal.kind}"] += 1
 
     def _expire(self):
         """Conversations may end later than their time."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pensieve.runtime.conversations.schema import Gone, Name
 from pensieve.runtime.conversations.transcript import Transcript, title_of
 from pensieve.scheduler.turns.conversations import common_prefix
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StoreModel:
 
     def get(self, name: Name, now: float) -> ModelConversation:
         if name not in self.state.conversations:
-            raise RequestError(404, "unknown")
+            raise RequestError(ErrorKind.NOT_FOUND, "unknown")
         return self.state.conversations[name]
 
     def page(
@@ -155,11 +155,11 @@ class StoreModel:
             found = self.state.conversations.get(name)
             if found is None:
                 if alone:
-                    raise RequestError(404, "unknown")
+                    raise RequestError(ErrorKind.NOT_FOUND, "unknown")
                 self._need_room(name.owner)
                 continue
             if alone and self._held_by_another(found.number, turn):
-                raise RequestError(409, "in flight")
+                raise RequestError(ErrorKind.CONFLICT, "in flight")
             seen[name] = found
             self.state.open_turns.append((turn, found.number, alone))
         return ModelOpening(turn, alone, seen)
@@ -186,7 +186,7 @@ class StoreModel:
             if opening.alone and (
                 found is None or not kept or opening.seen[name].number != found.number
             ):
-                raise RequestError(409, "too late")
+                raise RequestError(ErrorKind.CONFLICT, "too late")
             self.release(opening.turn)
         if found is None:
             found = self._insert(name, now, **about)
@@ -240,12 +240,12 @@ class StoreModel:
 
     def _need_free(self, name: Name) -> None:
         if name in self.state.conversations:
-            raise RequestError(409, "taken")
+            raise RequestError(ErrorKind.CONFLICT, "taken")
         self._need_room(name.owner)
 
     def _need_room(self, owner: str) -> None:
         if self._quota is not None and self.count(owner) >= self._quota:
-            raise RequestError(429, "too many")
+            raise RequestError(ErrorKind.TOO_MANY, "too many")
 
     def count(self, owner: str) -> int:
         return sum(

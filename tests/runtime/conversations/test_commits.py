@@ -83,7 +83,7 @@ class Driver:
             try:
                 results.append(getattr(store, call)(*args, **options))
             except RequestError as error:
-                results.append(error.status)
+                results.append(error.kind)
         return results
 
     def name(self) -> Name:

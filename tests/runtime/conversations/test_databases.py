@@ -26,7 +26,7 @@ from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.settings import HISTORY_URL, ServeSettings
-from pensieve.scheduler.types import RequestError, SettingError
+from pensieve.scheduler.types import ErrorKind, RequestError, SettingError
 from pensieve.scripts import doctor, import_histories
 
 from .full_disk import full_file
@@ -207,35 +207,35 @@ def test_each_statement_waits_for_its_own_answer(
 
 
 @pytest.mark.parametrize(
-    ("state", "status"),
+    ("state", "kind"),
     [
-        ("08006", 503),
-        ("22021", 400),
-        ("25006", 503),
-        ("25P03", 503),
-        ("28000", 503),
-        ("40001", 503),
-        ("40P01", 503),
-        ("53100", 507),
-        ("53300", 503),
-        ("54000", 400),
-        ("55P03", 503),
-        ("57014", 503),
-        ("57P01", 503),
-        ("58030", 503),
-        ("XX001", 500),
+        ("08006", ErrorKind.UNAVAILABLE),
+        ("22021", ErrorKind.INVALID),
+        ("25006", ErrorKind.UNAVAILABLE),
+        ("25P03", ErrorKind.UNAVAILABLE),
+        ("28000", ErrorKind.UNAVAILABLE),
+        ("40001", ErrorKind.UNAVAILABLE),
+        ("40P01", ErrorKind.UNAVAILABLE),
+        ("53100", ErrorKind.STORAGE_FULL),
+        ("53300", ErrorKind.UNAVAILABLE),
+        ("54000", ErrorKind.INVALID),
+        ("55P03", ErrorKind.UNAVAILABLE),
+        ("57014", ErrorKind.UNAVAILABLE),
+        ("57P01", ErrorKind.UNAVAILABLE),
+        ("58030", ErrorKind.UNAVAILABLE),
+        ("XX001", ErrorKind.INTERNAL),
     ],
 )
-def test_errors_of_postgres_by_their_class(postgres: str, state: str, status: int) -> None:
+def test_errors_of_postgres_by_their_class(postgres: str, state: str, kind: int) -> None:
     database = open_database(postgres)
     raising = f"DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '{state}'; END $$"
     for _ in range(2):
-        refused(status, database.execute, raising)
+        refused(kind, database.execute, raising)
         with pytest.raises(RequestError) as error, database.transaction():
             database.execute(raising)
-        assert error.value.status == status and not database.in_transaction
-    assert (database.fault is not None) == (status == 507)
-    if status == 507:
+        assert error.value.kind == kind and not database.in_transaction
+    assert (database.fault is not None) == (kind == ErrorKind.STORAGE_FULL)
+    if kind == ErrorKind.STORAGE_FULL:
         database.recover()
     assert database.fault is None and database.execute("SELECT 1") == [(1,)]
     assert database.execute("SELECT count(*) FROM turns") == [(0,)]
@@ -267,9 +267,9 @@ def test_errors_of_a_file_outside_of_transactions(tmp_path: Path) -> None:
         finally:
             database._db.set_progress_handler(None, 1)
 
-    refused(503, interrupted)
+    refused(ErrorKind.UNAVAILABLE, interrupted)
     database._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
-    refused(400, database.execute, "SELECT :it", {"it": "x" * 2000})
+    refused(ErrorKind.INVALID, database.execute, "SELECT :it", {"it": "x" * 2000})
     assert database.fault is None
     database.close()
     database = Sqlite(path)
@@ -277,21 +277,21 @@ def test_errors_of_a_file_outside_of_transactions(tmp_path: Path) -> None:
         file.seek(4096)
         file.write(b"\x7f" * (path.stat().st_size - 4096))
     database.execute("PRAGMA shrink_memory")
-    refused(500, database.execute, "SELECT * FROM conversations")
+    refused(ErrorKind.INTERNAL, database.execute, "SELECT * FROM conversations")
     assert database.fault is not None and "backup" in database.fault.message
-    refused(500, database.recover)
+    refused(ErrorKind.INTERNAL, database.recover)
     database.close()
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("code", "kind"),
     [
-        (sqlite3.SQLITE_IOERR_READ, 503),
-        (sqlite3.SQLITE_IOERR_WRITE, 507),
-        (sqlite3.SQLITE_READONLY, 507),
+        (sqlite3.SQLITE_IOERR_READ, ErrorKind.UNAVAILABLE),
+        (sqlite3.SQLITE_IOERR_WRITE, ErrorKind.STORAGE_FULL),
+        (sqlite3.SQLITE_READONLY, ErrorKind.STORAGE_FULL),
     ],
 )
-def test_a_file_whose_disk_fails(code: int, status: int) -> None:
+def test_a_file_whose_disk_fails(code: int, kind: int) -> None:
     database = Sqlite(":memory:")
 
     def fail() -> None:
@@ -300,7 +300,7 @@ def test_a_file_whose_disk_fails(code: int, status: int) -> None:
             error.sqlite_errorcode = code
             raise error
 
-    refused(status, fail)
+    refused(kind, fail)
     assert database.fault is not None
     database.recover()
     assert database.fault is None
@@ -315,13 +315,13 @@ def test_deletions_have_room_on_a_full_disk(tmp_path: Path) -> None:
         store.commit(name, transcript("0", "1" * 30_000), 1.0)
     more = transcript("0", "1", "2", "3" * 300_000)
     with full_file(path):
-        refused(507, store.commit, names[0], more, 2.0)
+        refused(ErrorKind.STORAGE_FULL, store.commit, names[0], more, 2.0)
         assert store.fault is not None
-        refused(507, store.admit, names[:1], 2.0, b"turn")
-        refused(507, store.recover)
+        refused(ErrorKind.STORAGE_FULL, store.admit, names[:1], 2.0, b"turn")
+        refused(ErrorKind.STORAGE_FULL, store.recover)
         for name in names[1:]:
             store.delete(name, 2.0)
-        refused(507, store.recover)
+        refused(ErrorKind.STORAGE_FULL, store.recover)
         assert stored(store, names[0]).messages == dialogue("0", "1" * 30_000)
     store.recover()
     assert store.fault is None
@@ -342,7 +342,7 @@ def test_only_a_write_tells_whether_there_is_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     store = HistoryStore(path)
     store.admit([Name("", "a")], 1.0)
-    store._db.fault = RequestError(507, "full")
+    store._db.fault = RequestError(ErrorKind.STORAGE_FULL, "full")
     store.recover()
     assert (
         store.fault is None
@@ -405,7 +405,7 @@ def test_a_start_on_a_full_disk_uses_the_reserve(
     monkeypatch.setattr(Sqlite, "_open", open_)
     monkeypatch.setattr(Sqlite, "execute", execute)
     store = HistoryStore(path)
-    refused(507, store.admit, [Name("", "a")], 1.0)
+    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 1.0)
     state["full"] = False
     store.recover()
     store.admit([Name("", "a")], 1.0)
@@ -433,6 +433,6 @@ def test_a_deletion_that_nothing_helps_is_refused(
             raise error
 
     monkeypatch.setattr(os, "truncate", truncate)
-    refused(507, store.with_reserve, fail)
+    refused(ErrorKind.STORAGE_FULL, store.with_reserve, fail)
     assert bool(truncated) == used
     store.close()

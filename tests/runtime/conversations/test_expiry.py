@@ -23,7 +23,7 @@ from pensieve.runtime.conversations.schema import Gone, Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from .test_store import A, B, Make, make, refused, rows, stored, transcript
 
@@ -363,9 +363,9 @@ def test_a_deletion_whose_commit_has_no_answer_is_told_later(
         return answer
 
     monkeypatch.setattr(Postgres, "_rows", lost)
-    refused(503, one.expire, NOW)
+    refused(ErrorKind.UNAVAILABLE, one.expire, NOW)
     lose = True
-    refused(503, one.delete, A, NOW)
+    refused(ErrorKind.UNAVAILABLE, one.delete, A, NOW)
     assert conversations(one) == 0 and one.take_expired() == []
     for _ in range(2):
         one.keep_in_step([], one.seen)
@@ -527,7 +527,10 @@ def test_a_database_that_does_not_answer_is_asked_again(
         store = make(history_ttl=100.0)
         expired(store, 1)
         expire = store.expire
-        refusals = [RequestError(503, "away"), RequestError(507, "full")]
+        refusals = [
+            RequestError(ErrorKind.UNAVAILABLE, "away"),
+            RequestError(ErrorKind.STORAGE_FULL, "full"),
+        ]
 
         def unsure(now: float) -> Any:
             if refusals:
@@ -554,7 +557,10 @@ def test_background_work_is_tried_again_soon_after_a_failure(
     async def work() -> None:
         turns = TurnManager(make(), lambda message: None, Loop().erase, None)
         waits = iter((0.0, 1e9, 1e9, 1e9))
-        answers = [RequestError(503, "away"), RequestError(503, "away")]
+        answers = [
+            RequestError(ErrorKind.UNAVAILABLE, "away"),
+            RequestError(ErrorKind.UNAVAILABLE, "away"),
+        ]
         done = asyncio.Event()
 
         async def fail_twice() -> None:

@@ -22,7 +22,7 @@ from pensieve.runtime.conversations.databases import stored_tokenizer
 from pensieve.runtime.conversations.schema import Gone, Name, Opening
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import OTHERS, Message, Transcript
-from pensieve.scheduler.types import RequestError, SettingError
+from pensieve.scheduler.types import ErrorKind, RequestError, SettingError
 
 A, B = Name("", "a"), Name("", "b")
 
@@ -89,10 +89,10 @@ def full_disk(shared: bool) -> Exception:
     return error
 
 
-def refused(status: int, call: object, *args: object) -> None:
+def refused(kind: int, call: object, *args: object) -> None:
     with pytest.raises(RequestError) as error:
         call(*args)  # type: ignore[operator]
-    assert error.value.status == status
+    assert error.value.kind == kind
 
 
 def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStore) -> None:
@@ -301,7 +301,7 @@ def test_any_text_comes_back(store: HistoryStore) -> None:
     assert stored(store, A) == whole
     long = Name("", "💧" * 1000)
     store.create(long, 2.0)
-    refused(409, store.create, long, 2.0)
+    refused(ErrorKind.CONFLICT, store.create, long, 2.0)
 
 
 def test_a_file_of_the_version_before(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) ->
             case "fork" if name in truth:
                 new = name._replace(id=draw.choice("abc"))
                 if new in truth:
-                    refused(409, store.fork, name, new.id, 0.0)
+                    refused(ErrorKind.CONFLICT, store.fork, name, new.id, 0.0)
                 else:
                     store.fork(name, new.id, 0.0)
                     truth[new] = truth[name]
@@ -370,12 +370,12 @@ def test_owners_and_kinds_do_not_meet(store: HistoryStore) -> None:
     store.commit(Name("one", "a"), transcript("0", "1"), 1.0)
     other = Name("two", "a")
     for call in (store.get, store.delete):
-        refused(404, call, other, 1.0)
-    refused(404, store.fork, other, "b", 1.0)
-    refused(404, store.get, Name("one", "a", "response"), 1.0)
+        refused(ErrorKind.NOT_FOUND, call, other, 1.0)
+    refused(ErrorKind.NOT_FOUND, store.fork, other, "b", 1.0)
+    refused(ErrorKind.NOT_FOUND, store.get, Name("one", "a", "response"), 1.0)
     assert store.find(other, 1.0) is None and store.page("two", 9, None, True, 1.0) == ([], False)
     store.create(other, 1.0)
-    refused(409, store.create, other, 1.0)
+    refused(ErrorKind.CONFLICT, store.create, other, 1.0)
 
 
 def test_pages(store: HistoryStore) -> None:
@@ -392,7 +392,7 @@ def test_pages(store: HistoryStore) -> None:
     assert ids(2, "3", True) == ("4", False)
     assert ids(3, None, False) == ("432", True)
     assert ids(3, "2", False) == ("10", False)
-    refused(404, store.page, "", 2, "unknown", True, 9.0)
+    refused(ErrorKind.NOT_FOUND, store.page, "", 2, "unknown", True, 9.0)
 
 
 def test_histories_expire_by_their_own_ttl_or_the_default(make: Make) -> None:
@@ -402,7 +402,7 @@ def test_histories_expire_by_their_own_ttl_or_the_default(make: Make) -> None:
     store.change(B, 0.0, history_ttl=1000.0)
     assert store.find(A, 99.0) is not None
     assert store.find(A, 100.0) is None and store.find(B, 999.0) is not None
-    refused(404, store.get, A, 100.0)
+    refused(ErrorKind.NOT_FOUND, store.get, A, 100.0)
     store.commit(A, transcript("new", "1"), 101.0)  # its name is free again
     assert stored(store, A, 101.0) == transcript("new", "1")
     while store.expire(2000.0).more:
@@ -419,7 +419,7 @@ def test_a_failing_transaction_changes_nothing(
         raise full_disk(store.shared)
 
     monkeypatch.setattr(store, "_prune", full)
-    refused(507, store.commit, A, transcript("0", "1", "2", "3"), 2.0)
+    refused(ErrorKind.STORAGE_FULL, store.commit, A, transcript("0", "1", "2", "3"), 2.0)
     monkeypatch.undo()
     assert stored(store, A) == transcript("0", "1") and rows(store) == 1
     store.commit(A, transcript("0", "1", "2", "3"), 2.0)
@@ -577,7 +577,7 @@ def test_what_has_expired_does_not_count_for_a_quota(make: Make) -> None:
     """Before it is cleared away too."""
     store = make(history_ttl=10.0, quota=1)
     store.create(A, 0.0)
-    refused(429, store.create, B, 5.0)
+    refused(ErrorKind.TOO_MANY, store.create, B, 5.0)
     store.create(B, 10.0)
     assert store.find(B, 10.0) is not None
     store.close()
@@ -593,16 +593,16 @@ def opened(store: HistoryStore, turn: bytes, alone: bool = False) -> Opening:
 
 
 def test_one_turn_at_a_time_goes_on_from_the_servers_history(store: HistoryStore) -> None:
-    refused(404, opened, store, b"1", True)
+    refused(ErrorKind.NOT_FOUND, opened, store, b"1", True)
     store.commit(A, FIRST, 1.0)
     first = opened(store, b"1", True)
-    refused(409, opened, store, b"2", True)
+    refused(ErrorKind.CONFLICT, opened, store, b"2", True)
     store.release(b"1")
     store.release(b"1")
     second = opened(store, b"2", True)
     store.commit(A, LONGER, 1.0, opening=second)
     assert stored(store, A) == LONGER
-    refused(409, store.commit, A, OTHER, 1.0, b"", None, first)
+    refused(ErrorKind.CONFLICT, store.commit, A, OTHER, 1.0, b"", None, first)
     opened(store, b"3", True)
 
 
@@ -614,8 +614,8 @@ def test_a_turn_whose_lease_has_run_out_may_be_replaced(store: HistoryStore) -> 
     second = opened(store, b"2", True)
     store.lease = lease
     store.renew([b"1", b"2"])
-    refused(409, opened, store, b"3", True)
-    refused(409, store.commit, A, OTHER, 1.0, b"", None, first)
+    refused(ErrorKind.CONFLICT, opened, store, b"3", True)
+    refused(ErrorKind.CONFLICT, store.commit, A, OTHER, 1.0, b"", None, first)
     store.commit(A, LONGER, 1.0, opening=second)
     assert stored(store, A) == LONGER
 
@@ -694,7 +694,7 @@ def test_a_turn_of_a_deleted_conversation_does_not_bring_the_servers_history_bac
     store.commit(A, FIRST, 1.0)
     alone, other = opened(store, b"1", True), opened(store, b"2")
     store.delete(A, 1.0)
-    refused(409, store.commit, A, LONGER, 1.0, b"", None, alone)
+    refused(ErrorKind.CONFLICT, store.commit, A, LONGER, 1.0, b"", None, alone)
     assert rows(store) == 0
     store.commit(A, LONGER, 1.0, opening=other)  # its client has it all
     assert stored(store, A) == LONGER
@@ -710,7 +710,7 @@ def test_a_turn_of_a_deleted_conversation_does_not_replace_a_new_one_of_its_name
     store.delete(A, 2.0)
     store.commit(A, OTHER, 3.0, opening=opened(store, b"2"))
     if alone:
-        refused(409, store.commit, A, LONGER, 4.0, b"", None, old)
+        refused(ErrorKind.CONFLICT, store.commit, A, LONGER, 4.0, b"", None, old)
     else:
         assert store.commit(A, LONGER, 4.0, opening=old).kind == "branch"
     assert stored(store, A) == OTHER
@@ -723,7 +723,7 @@ def test_a_turn_of_a_deleted_conversation_is_not_stored_in_a_new_empty_one(
     alone, other = opened(store, b"1", True), opened(store, b"2")
     store.delete(A, 2.0)
     store.create(A, 3.0)
-    refused(409, store.commit, A, FIRST, 4.0, b"", None, alone)
+    refused(ErrorKind.CONFLICT, store.commit, A, FIRST, 4.0, b"", None, alone)
     store.commit(A, FIRST, 4.0, opening=other)  # its client has it all
     assert stored(store, A) == FIRST
 

@@ -15,7 +15,7 @@ from pensieve.runtime.conversations import store as module
 from pensieve.runtime.conversations.schema import Conversation, Name, Opening
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import StoredTurn, Transcript
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from .store_model import ModelConversation, ModelOpening, StoreModel
 from .test_store import dialogue
@@ -44,7 +44,7 @@ class Driver:
         self.model = model
         self.now, self.turns = 1000.0, 0
         self.open: list[tuple[list[Name], Opening, ModelOpening]] = []  # some have ended
-        self.statuses: set[int] = set()
+        self.errors: set[ErrorKind] = set()
         self.kinds: set[str] = set()
 
     def both(
@@ -60,9 +60,9 @@ class Driver:
             try:
                 answers.append(work())
             except RequestError as error:
-                refused.append(error.status)
+                refused.append(error.kind)
         assert len(answers) == 2 or refused == refused[:1] * 2, (call, args, answers, refused)
-        self.statuses.update(refused)
+        self.errors.update(refused)
         return (answers[0], answers[1]) if answers else None
 
     def same(self, call: str, *args: Any, **options: Any) -> None:
@@ -289,7 +289,11 @@ def test_a_store_and_its_model_agree(
     history_ttl: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drivers = [drive(seed, ":memory:", 300, monkeypatch, history_ttl) for seed in range(6)]
-    assert set().union(*(driver.statuses for driver in drivers)) == {404, 409, 429}
+    assert set().union(*(driver.errors for driver in drivers)) == {
+        ErrorKind.NOT_FOUND,
+        ErrorKind.CONFLICT,
+        ErrorKind.TOO_MANY,
+    }
     assert set().union(*(driver.kinds for driver in drivers)) == {
         "conversation",
         "response",

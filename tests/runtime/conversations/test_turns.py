@@ -17,7 +17,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import dialogue_keys
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
-from pensieve.scheduler.types import InvariantError, RequestError
+from pensieve.scheduler.types import ErrorKind, InvariantError, RequestError
 
 from .test_store import dialogue, transcript
 
@@ -189,7 +189,7 @@ def test_a_commit_that_has_waited_for_long_is_tried_again_all_the_same(
         def commit() -> None:
             tried.append(1)
             if len(tried) <= failures:
-                raise RequestError(503, "the database does not answer")
+                raise RequestError(ErrorKind.UNAVAILABLE, "the database does not answer")
 
         try:
             await turns._until_answered(commit)
@@ -243,7 +243,7 @@ def test_background_work_survives_errors_of_the_database(
         turns = manager(told)
         assert turns.fault is None
         faults: list[str | None] = []
-        away = RequestError(503, "it does not answer")
+        away = RequestError(ErrorKind.UNAVAILABLE, "it does not answer")
         mistake = sqlite3.IntegrityError("no")
         script = Script(*[away] * 5, *[mistake] * 3)
 

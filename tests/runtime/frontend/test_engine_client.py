@@ -17,6 +17,7 @@ from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import (
     Applied,
     ConversationKV,
+    ErrorKind,
     FinishReason,
     Request,
     RequestError,
@@ -69,7 +70,7 @@ def test_counts_and_times_of_a_request() -> None:
         )
         here.send(step_message(RowResult(one.id, (6,))))
         here.send(step_message(RowResult(one.id, (7,), FinishReason.STOP)))
-        here.send(step_message(RowResult(other.id, error=RequestError(429, "full"))))
+        here.send(step_message(RowResult(other.id, error=RequestError(ErrorKind.TOO_MANY, "full"))))
         here.close()
         await client.closed.wait()
         assert [output.tokens for output in await stream.next()] == [(5,), (6,), (7,)]
@@ -161,7 +162,9 @@ def test_a_reply_may_end_in_the_tokens_before_a_refusal() -> None:
         asked = request(client, confirm=True)
         stream = client.submit([asked], arrived=0.0)
         here.send(step_message(RowResult(asked.id, (5,))))
-        here.send(step_message(RowResult(asked.id, error=RequestError(500, "stuck"))))
+        here.send(
+            step_message(RowResult(asked.id, error=RequestError(ErrorKind.INTERNAL, "stuck")))
+        )
         await stream.next()
         stream.finish(asked.id, 1)
         with pytest.raises(RequestError, match="stuck"):
@@ -218,7 +221,7 @@ def test_the_first_reason_counts_and_nothing_is_accepted_behind_it() -> None:
         with pytest.raises(RequestError, match="two owners") as failed:
             await stream.next()
         await client.closed.wait()
-        assert failed.value.status == 500 and not client.healthy
+        assert failed.value.kind == ErrorKind.INTERNAL and not client.healthy
         with pytest.raises(RequestError, match="two owners"):
             client.submit([request(client)], arrived=0.0)
 

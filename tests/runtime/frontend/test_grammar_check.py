@@ -22,7 +22,7 @@ from pensieve.runtime.frontend.grammar_check import (
 )
 from pensieve.runtime.step.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from pensieve.runtime.system import children, running
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from ..fake_loop import EOS, eventually, save_tokenizer
 
@@ -73,7 +73,7 @@ def test_these_grammars_can_be_followed(checker: GrammarChecker, grammar: str) -
 def test_what_does_not_compile_is_refused_by_name(checker: GrammarChecker, grammar: str) -> None:
     with pytest.raises(RequestError, match="response_format cannot be followed") as caught:
         check(checker, grammar, "response_format")
-    assert (caught.value.status, caught.value.param) == (400, "response_format")
+    assert (caught.value.kind, caught.value.subject) == (ErrorKind.INVALID, "response_format")
 
 
 def test_a_long_chain_of_rules_does_not_end_the_process(checker: GrammarChecker) -> None:
@@ -126,7 +126,7 @@ def test_an_accident_is_not_the_grammar_s_fault(
         os.kill(*(child for helper in helpers for child in children(helper)), signal.SIGKILL)
         with pytest.raises(RequestError, match="could not be checked") as caught:
             checked.result(60)
-        assert caught.value.status == 503
+        assert caught.value.kind == ErrorKind.UNAVAILABLE
 
 
 def test_a_checker_that_cannot_start_again_is_not_the_grammar_s_fault(
@@ -142,7 +142,7 @@ def test_a_checker_that_cannot_start_again_is_not_the_grammar_s_fault(
     ):
         patch.setattr(CheckProcess, "_start", start)
         check(checker, regex_grammar("start"))
-    assert caught.value.status == 503
+    assert caught.value.kind == ErrorKind.UNAVAILABLE
     check(checker, regex_grammar("start"))
 
 

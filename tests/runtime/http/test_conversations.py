@@ -18,7 +18,7 @@ from pensieve.runtime.http.auth import key_digest
 from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.turns.conversations import common_prefix
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from ..fake_loop import eventually
 from ..odd_tokenizer import byte_by_byte, spaced_tokenizer
@@ -214,7 +214,7 @@ def test_a_stream_ends_after_its_turn_is_stored(serve: Any) -> None:
             assert response.text.endswith("data: [DONE]\n\n")
 
             def full(*_: Any, **__: Any) -> Any:
-                raise RequestError(507, "the disk is full")
+                raise RequestError(ErrorKind.STORAGE_FULL, "the disk is full")
 
             server.store.commit = full
             response = await server.http.post(CHAT, json=body)

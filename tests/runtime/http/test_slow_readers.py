@@ -12,7 +12,7 @@ import pytest
 from pensieve.runtime.http import app as application
 from pensieve.runtime.http.event_sender import PIECE_BYTES, EventSender
 from pensieve.runtime.messages import Abort, Finish
-from pensieve.scheduler.types import RequestError, RowResult
+from pensieve.scheduler.types import ErrorKind, RequestError, RowResult
 
 from ..fake_loop import step_message
 from ..served import CHAT, Served, run, serve, spell
@@ -169,7 +169,8 @@ def test_a_failed_choice_ends_the_others_though_the_client_reads_nothing(
             slow = SlowReader(served, CHAT, **asked)
             await until(lambda: len(served.requests) == 4)
             stuck = RowResult(
-                served.requests[1].id, error=RequestError(500, "the grammar is stuck")
+                served.requests[1].id,
+                error=RequestError(ErrorKind.INTERNAL, "the grammar is stuck"),
             )
             served.loop.say(step_message(stuck))
             await until(lambda: len(served.loop.said(Abort)) == 2)
@@ -184,7 +185,7 @@ def test_the_end_of_a_reply_that_cannot_be_stored_is_sent_with_the_error(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def store_turn(*_: Any) -> None:
-        raise RequestError(507, "the disk is full")
+        raise RequestError(ErrorKind.STORAGE_FULL, "the disk is full")
 
     async def work() -> None:
         async with serve() as served:

@@ -57,6 +57,7 @@ from pensieve.scheduler.types import (
     GREEDY,
     ChunkKey,
     DiskRecord,
+    ErrorKind,
     InvariantError,
     RequestError,
     RequestId,
@@ -171,7 +172,7 @@ def test_only_rank_0_knows_which_rows_are_stuck():
     """It alone follows grammars; the others obey its next plan."""
     reports = Reports(2)
     row = RowId(RequestId(3), 4)
-    rows = {row: RowResult(row.request, error=RequestError(500, "stuck"))}
+    rows = {row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, "stuck"))}
     reports.take(1, report(1))
     assert reports.merged(replace(result(1), rows=rows)).rows == rows
     assert "rows" not in Report._fields

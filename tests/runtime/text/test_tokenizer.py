@@ -22,7 +22,7 @@ from pensieve.runtime.text.tokenizer import (
     StopMatcher,
     Tokenizer,
 )
-from pensieve.scheduler.types import RequestError, SettingError
+from pensieve.scheduler.types import ErrorKind, RequestError, SettingError
 
 from ..fake_loop import FIRST_BYTE, TEMPLATE, byte_tokenizer, byte_tokens, save_tokenizer
 
@@ -450,7 +450,7 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
     template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
     with pytest.raises(RequestError, match="no developers here") as refused:
         template.render([{"role": "developer", "content": "x"}])
-    assert (refused.value.status, refused.value.param) == (400, "messages")
+    assert (refused.value.kind, refused.value.subject) == (ErrorKind.INVALID, "messages")
     with pytest.raises(RequestError):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
 
@@ -466,7 +466,7 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
 def test_messages_that_a_template_stumbles_over_are_their_sender_s_fault(source: str) -> None:
     with pytest.raises(RequestError, match="chat template") as refused:
         ChatTemplate(source, {}).render([{"role": "assistant", "content": None}])
-    assert refused.value.status == 400
+    assert refused.value.kind == ErrorKind.INVALID
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pensieve.runtime.frontend.reply import Reply
 from pensieve.runtime.text.tokenizer import StopMatcher, Tokenizer
 from pensieve.runtime.triton.tensors import INPUTS, OUTPUTS, end_tensors, read_inputs, read_value
 from pensieve.scheduler.types import (
+    ErrorKind,
     FinishReason,
     Request,
     RequestError,
@@ -133,7 +134,7 @@ def test_a_sequence_names_the_conversation_unless_its_id_does(inputs, conversati
 def test_what_cannot_be_asked_is_refused(inputs, param):
     with pytest.raises(RequestError) as caught:
         asked(**inputs)
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert (caught.value.kind, caught.value.subject) == (ErrorKind.INVALID, param)
 
 
 def test_one_value_or_several():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pensieve.scheduler.turns.conversations import common_prefix
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import ErrorKind, RequestError
 
 from ..harness import Harness
 
@@ -113,15 +113,15 @@ def test_unknown_and_taken_names():
     harness = Harness()
     harness.turn(range(5), 1, "a")
     scheduler = harness.scheduler
-    for call, status in (
-        (lambda: scheduler.conversations.tokens("x"), 404),
-        (lambda: scheduler.conversations.fork("x", "y", 0.0), 404),
-        (lambda: scheduler.conversations.delete("x"), 404),
-        (lambda: scheduler.conversations.fork("a", "a", 0.0), 409),
+    for call, kind in (
+        (lambda: scheduler.conversations.tokens("x"), ErrorKind.NOT_FOUND),
+        (lambda: scheduler.conversations.fork("x", "y", 0.0), ErrorKind.NOT_FOUND),
+        (lambda: scheduler.conversations.delete("x"), ErrorKind.NOT_FOUND),
+        (lambda: scheduler.conversations.fork("a", "a", 0.0), ErrorKind.CONFLICT),
     ):
         with pytest.raises(RequestError) as error:
             call()
-        assert error.value.status == status
+        assert error.value.kind == kind
 
 
 def test_an_aborted_turn_leaves_the_log_as_it_was_and_its_chunks_as_cache():
