@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from ...scheduler.types import RequestError
+from ..text.template_form import THOUGHTS
 from .body_base import Body, NonEmpty
 
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -129,6 +130,9 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
@@ -145,15 +149,9 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message for chat templates: arguments of tool calls are objects, which templates
-        write as JSON."""
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "\n".join(part.text for part in self.content)
-        )
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        """The message as `TemplateForm.messages` takes it."""
+        fields = {"role", "content", "name", "tool_call_id", *THOUGHTS}
+        message = self.model_dump(include=fields, exclude_none=True)
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
