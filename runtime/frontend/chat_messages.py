@@ -6,7 +6,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from ...scheduler.types import RequestError
 from ..text.template_form import THOUGHTS
@@ -99,6 +107,10 @@ class Function(FunctionName):
     parameters: dict[str, Any] = Field(default_factory=dict)
     strict: bool | None = None
 
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing: the template gets the field (see `Tool`)."""
+
     @field_validator("parameters")
     @classmethod
     def _of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +120,26 @@ class Function(FunctionName):
 
 
 class Tool(Body):
+    """A tool. Chat templates read it as the client sent it: its keys in their order, unknown ones
+    too."""
+
     type: Literal["function"]
     function: Function
+    _sent: dict[str, Any] | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = handler(data)
+        tool._sent = data if isinstance(data, dict) else None
+        return tool
+
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing: the template gets the field."""
 
     def for_template(self) -> dict[str, Any]:
-        """The fields as the client sent them."""
-        return self.model_dump(exclude_unset=True)
+        return self.model_dump(exclude_unset=True) if self._sent is None else self._sent
 
 
 class NamedTool(Body):
