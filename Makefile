@@ -5,6 +5,7 @@
 # make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   with a torch for CPUs, where pip's own is for CUDA
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
+# make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates
 
 setup: $(VENV)/.installed
 
@@ -40,6 +41,9 @@ litellm aiperf: setup
 	@echo "== installing $@ into $(VENV)/$@ (a minute or two)"
 	test -x $(VENV)/$@/bin/python || $(VENV)/bin/python -m venv $(VENV)/$@
 	$(VENV)/$@/bin/pip install --quiet --disable-pip-version-check --no-compile $(if $(filter litellm,$@),'litellm[mcp]',$@)
+
+chat-templates: setup
+	$(VENV)/bin/pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat-templates trl==1.16.0 axolotl==0.19.0
 
 ray: setup
 	@echo "== installing ray into $(VENV)/ray (two minutes)"

@@ -25,6 +25,7 @@ from itertools import takewhile
 from typing import Any
 
 from ...scheduler.turns.conversations import common_prefix
+from ..text.template_form import THOUGHTS, text_of
 from ..text.tokenizer import Tokenizer
 
 OTHERS = -1
@@ -202,7 +203,11 @@ def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> St
     lineage = list(turn.lineage()) if turn is not None else []
     stored = [message for past in reversed(lineage) for message in past.messages]
     equal = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, messages, strict=False))
+        1
+        for _ in takewhile(
+            lambda pair: comparable(pair[0]) == comparable(pair[1]),
+            zip(stored, messages, strict=False),
+        )
     )
     count = len(stored)
     for past in lineage:
@@ -293,6 +298,13 @@ def keys_behind(key: bytes, messages: Sequence[Message]) -> list[bytes]:
     which is entry 0."""
     keys = [key]
     for message in messages:
-        canonical = json.dumps(message, sort_keys=True, ensure_ascii=True)
+        canonical = json.dumps(comparable(message), sort_keys=True, ensure_ascii=True)
         keys.append(hashlib.sha256(keys[-1] + canonical.encode()).digest())
     return keys
+
+
+def comparable(message: Message) -> Message:
+    """The message without what clients may send back in another form: some drop thoughts, and some
+    send a text as a list of parts."""
+    kept = {name: value for name, value in message.items() if name not in THOUGHTS}
+    return {**kept, "content": text_of(message["content"])}

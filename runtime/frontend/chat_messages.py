@@ -6,9 +6,18 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from ...scheduler.types import ErrorKind, RequestError
+from ..text.template_form import THOUGHTS
 from .body_base import Body, NonEmpty
 
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -100,6 +109,10 @@ class Function(FunctionName):
     parameters: dict[str, Any] = Field(default_factory=dict)
     strict: bool | None = None
 
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing: the template gets the field (see `Tool`)."""
+
     @field_validator("parameters")
     @classmethod
     def _of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -109,12 +122,26 @@ class Function(FunctionName):
 
 
 class Tool(Body):
+    """A tool. Chat templates read it as the client sent it: its keys in their order, unknown ones
+    too."""
+
     type: Literal["function"]
     function: Function
+    _sent: dict[str, Any] | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = handler(data)
+        tool._sent = data if isinstance(data, dict) else None
+        return tool
+
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing: the template gets the field."""
 
     def for_template(self) -> dict[str, Any]:
-        """The fields as the client sent them."""
-        return self.model_dump(exclude_unset=True)
+        return self.model_dump(exclude_unset=True) if self._sent is None else self._sent
 
 
 class NamedTool(Body):
@@ -131,6 +158,9 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
@@ -149,15 +179,9 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message for chat templates: arguments of tool calls are objects, which templates
-        write as JSON."""
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "\n".join(part.text for part in self.content)
-        )
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        """The message as `TemplateForm.messages` takes it."""
+        fields = {"role", "content", "name", "tool_call_id", *THOUGHTS}
+        message = self.model_dump(include=fields, exclude_none=True)
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

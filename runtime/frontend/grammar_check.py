@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -40,7 +42,19 @@ MOST_SECONDS = 1.0
 MOST_BYTES = 2 * 2**30  # of memory, besides the tokenizer's
 MOST_KNOWN = 64  # grammars whose result is remembered
 NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
-FINE = "fine"  # a child's result for a grammar that can be followed
+MOST_REMARKS = 16
+UNSATISFIABLE = "is a JSON schema that nothing satisfies"
+
+
+class Verdict(NamedTuple):
+    """What is known of a grammar.
+
+    fault    why it cannot be followed, behind its name; "" if it can
+    remarks  what of its JSON schemas is not enforced, as `uniqueItems` or `format.path`
+    """
+
+    fault: str
+    remarks: tuple[str, ...] = ()
 
 
 class Check(NamedTuple):
@@ -48,7 +62,7 @@ class Check(NamedTuple):
 
     grammar: str
     param: str
-    outcome: Future[None]
+    outcome: Future[tuple[str, ...]]
 
 
 class GrammarChecker:
@@ -71,9 +85,9 @@ class GrammarChecker:
         self._waiting: dict[str, deque[Check]] = {}
         self._served: dict[str, deque[Check]] = {}  # of owners with a process
 
-    def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
-        """Begins a check. The future raises RequestError: 400 with the reason if the grammar cannot
-        be followed, 503 if the check failed.
+    def begin_check(self, grammar: str, param: str, owner: str) -> Future[tuple[str, ...]]:
+        """Begins a check. The future has the remarks of the verdict. It raises RequestError: 400
+        with the reason if the grammar cannot be followed, 503 if the check failed.
 
         It may be cancelled until it has begun.
         """
@@ -106,16 +120,16 @@ class GrammarChecker:
                         return owner, check
         return None
 
-    def _take_turn(self, owner: str, check: Check) -> None:
+    def _take_turn(self, owner: str, check: Check) -> tuple[str, ...]:
         try:
-            self._check(check.grammar, check.param)
+            return self._check(check.grammar, check.param)
         finally:
             with self._lock:
                 if checks := self._served.pop(owner):
                     self._waiting[owner] = checks
             self._begin_turns()
 
-    def _check(self, grammar: str, param: str) -> None:
+    def _check(self, grammar: str, param: str) -> tuple[str, ...]:
         if len(grammar) > MOST_GRAMMAR:
             raise RequestError(
                 ErrorKind.INVALID,
@@ -123,10 +137,12 @@ class GrammarChecker:
                 "allowed",
                 param,
             )
-        if wrong := self._verdict(grammar):
-            raise RequestError(ErrorKind.INVALID, f"{param} {wrong}", param)
+        verdict = self._verdict(grammar)
+        if verdict.fault:
+            raise RequestError(ErrorKind.INVALID, f"{param} {verdict.fault}", param)
+        return verdict.remarks
 
-    def _ask(self, grammar: str) -> str:
+    def _ask(self, grammar: str) -> Verdict:
         process = self._free.popleft()  # there are as many processes as threads
         try:
             return process.verdict(grammar)
@@ -134,11 +150,11 @@ class GrammarChecker:
             self._free.append(process)
 
 
-def _pass_on(outcome: Future[None], checked: Future[None]) -> None:
+def _pass_on(outcome: Future[tuple[str, ...]], checked: Future[tuple[str, ...]]) -> None:
     if (error := checked.exception()) is not None:
         outcome.set_exception(error)
     else:
-        outcome.set_result(None)
+        outcome.set_result(checked.result())
 
 
 class CheckProcess:
@@ -149,7 +165,7 @@ class CheckProcess:
         self._about = about
         self._start()
 
-    def verdict(self, grammar: str) -> str:
+    def verdict(self, grammar: str) -> Verdict:
         """Returns `judge`'s result. Raises RequestError (503) if there is none."""
         with contextlib.suppress(EOFError, OSError):
             return self._exchange(grammar)
@@ -176,14 +192,14 @@ class CheckProcess:
             self._process.wait()
             raise ValueError(wrong)
 
-    def _exchange(self, grammar: str) -> str:
+    def _exchange(self, grammar: str) -> Verdict:
         self._pipe.send(grammar)
-        verdict: str | None = self._pipe.recv()
+        verdict: tuple[str, tuple[str, ...]] | None = self._pipe.recv()
         if verdict is None:
             raise RequestError(
                 ErrorKind.UNAVAILABLE, NOT_CHECKED
             )  # an exception, so it is not remembered
-        return verdict
+        return Verdict(*verdict)
 
 
 def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> GrammarChecker | None:
@@ -209,14 +225,15 @@ def main(words: Sequence[str]) -> None:
     pipe.send("")
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send(judge(tokenizer, pipe.recv(), float(seconds), int(most_bytes)))
+            verdict = judge(tokenizer, pipe.recv(), float(seconds), int(most_bytes))
+            # a plain tuple: here the class is one of __main__
+            pipe.send(None if verdict is None else tuple(verdict))
 
 
 def judge(
     tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int
-) -> str | None:
-    """Returns the grammar's fault, after its name; "" if there is none, None if that is not
-    known."""
+) -> Verdict | None:
+    """Returns the verdict, None if it is not known."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -226,34 +243,61 @@ def judge(
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the child
             threading.stack_size(STACK_BYTES)
-            os.write(writing, _compile(tokenizer, grammar).encode()[:1000])
+            os.write(writing, json.dumps(_compile(tokenizer, grammar)).encode())
         finally:
             os._exit(0)
     os.close(writing)
-    with open(reading, encoding="utf-8", errors="replace") as said:
-        wrong = said.read()
+    with open(reading, encoding="utf-8") as pipe:
+        answer = pipe.read()
     _, status = os.waitpid(child, 0)
-    if (status == 0 and not wrong) or status == signal.SIGKILL:
+    if (status == 0 and not answer) or status == signal.SIGKILL:
         return None  # no memory for a thread or a process
     if status != 0:
-        return f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
-    return "" if wrong == FINE else f"cannot be followed: {wrong}"
+        return Verdict(
+            f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
+        )
+    fault, remarks = json.loads(answer)
+    return Verdict(fault, tuple(remarks))
 
 
-def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
-    """Returns FINE or the grammar's fault. Compiles in a new thread, because llguidance needs a
-    large stack (`Grammars`)."""
+def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
+    """Compiles in a new thread, because llguidance needs a large stack (`Grammars`)."""
     with ThreadPoolExecutor(1) as deep:
         return deep.submit(_compile_here, tokenizer, grammar).result()
 
 
-def _compile_here(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
+def _compile_here(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
     if not failed:
         matcher = compile_grammar(tokenizer, grammar)
-        failed = matcher.is_error()
+        if not matcher.is_error():
+            remarks = dict.fromkeys(name for text in messages for name in _not_enforced(text))
+            return Verdict("", tuple(remarks)[:MOST_REMARKS])
         messages = [matcher.get_error()]
-    return messages[0] if failed else FINE
+    has_schema = "%json" in grammar or re.search(r'"json_schema": *\{', grammar) is not None
+    fault = _schema_fault(messages[0]) if has_schema else f"cannot be followed: {messages[0]}"
+    return Verdict(fault[:1000])
+
+
+def _not_enforced(warning: str) -> list[str]:
+    """The names of what a warning of llguidance is about."""
+    if warning.startswith("Unknown format: "):
+        return ["format." + warning.removeprefix("Unknown format: ")]
+    if warning.startswith("Unimplemented keys: "):
+        return list(json.loads(warning.removeprefix("Unimplemented keys: ")))
+    return ["oneOf"] if warning.startswith("oneOf") else ["minProperties"]
+
+
+def _schema_fault(message: str) -> str:
+    """Says llguidance's message about a JSON schema in words that its writer can act on."""
+    if "Unsatisfiable schema" in message:
+        required = re.search(r"required property '(.*?)' is", message)
+        return UNSATISFIABLE + (f": see its required property {required[1]!r}" if required else "")
+    if re.match("Resource|Pointer|Anchor|Reference|Definition", message):
+        return "has a $ref that leads nowhere: it must point into the schema, as #/$defs/name"
+    if "regex parse error" in message:
+        return "has a pattern that cannot be enforced: take out look-around and back references"
+    return "has a JSON schema that cannot be enforced: look for keywords with unusual values"
 
 
 if __name__ == "__main__":

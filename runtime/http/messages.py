@@ -61,12 +61,12 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Thinking in an earlier reply of another server: this server writes none. It is not shown to
-    the model."""
+    """Thoughts in an earlier reply. Redacted ones have no text."""
 
-    IGNORED = frozenset({"thinking", "signature", "data"})
+    IGNORED = frozenset({"signature", "data"})
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUseBlock(Body):
@@ -179,7 +179,17 @@ class AssistantMessage(Body):
     def messages(self) -> list[Message]:
         text = "".join(block.text for block in self.content if isinstance(block, TextBlock))
         calls = [block.call() for block in self.content if isinstance(block, ToolUseBlock)]
-        return [Message(role="assistant", content=text, tool_calls=calls)]
+        thoughts = "".join(
+            block.thinking for block in self.content if isinstance(block, ThinkingBlock)
+        )
+        return [
+            Message(
+                role="assistant",
+                content=text,
+                reasoning_content=thoughts or None,
+                tool_calls=calls,
+            )
+        ]
 
 
 class SystemMessage(Body):

@@ -27,9 +27,16 @@ MOST_COMPILED = 64
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space; memory is taken only when used
 
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+    "coerce_one_of": True,
+}
 """JSON with the spacing of Python and chat templates. With free white space a model could generate
-it without end."""
+it without end. Keywords that llguidance cannot enforce are left out, and `oneOf` is `anyOf` where
+its options may overlap: the reply is JSON of a wider schema. `grammar_check` names them."""
 
 
 def json_grammar(schema: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...scheduler.types import ErrorKind, RequestError, SettingError
+from .template_form import template_form
 from .token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"  # the decoded text of an incomplete or invalid UTF-8 sequence
@@ -67,6 +68,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise SettingError(setting, f"the chat template does not parse: {error}") from error
         self._special_tokens = special_tokens
+        self.form = template_form(lambda messages, tools: self._render(messages, tools=tools))
 
     def render(
         self,
@@ -75,9 +77,18 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Renders the dialogue, and the prompt for the assistant's next message. Raises
-        RequestError if the template refuses, or fails on messages that it did not expect (with no
-        content, for example)."""
+        """Renders the dialogue, and the prompt for the assistant's next message. Messages get the
+        form that the template takes (`TemplateForm.messages`). Raises RequestError if the template
+        refuses, or fails on messages that it did not expect."""
+        return self._render(self.form.messages(messages), add_generation_prompt, tools, variables)
+
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         try:
             return self._template.render(
                 {

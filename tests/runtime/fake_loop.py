@@ -51,7 +51,7 @@ from pensieve.scheduler.types import (
 FIRST_BYTE = 4
 EOS = 2
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
-{%- if message.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}
+{%- if message.role == 'stranger' %}{{ raise_exception('no strangers here') }}{% endif %}
 {{- message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 

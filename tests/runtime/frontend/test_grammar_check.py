@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -18,6 +19,7 @@ from pensieve.runtime.frontend.grammar_check import (
     CHECKERS,
     CheckProcess,
     GrammarChecker,
+    Verdict,
     open_checker,
 )
 from pensieve.runtime.step.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
@@ -34,8 +36,11 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> GrammarChecker:
     return GrammarChecker(save_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))), 260, (EOS, 0))
 
 
-def check(checker: GrammarChecker, grammar: str, param: str = "structured_outputs") -> None:
-    checker.begin_check(grammar, param, "owner").result(60)
+def check(
+    checker: GrammarChecker, grammar: str, param: str = "structured_outputs"
+) -> tuple[str, ...]:
+    """The remarks of the verdict."""
+    return checker.begin_check(grammar, param, "owner").result(60)
 
 
 def processes(checker: GrammarChecker) -> list[int]:
@@ -64,7 +69,6 @@ def test_these_grammars_can_be_followed(checker: GrammarChecker, grammar: str) -
 @pytest.mark.parametrize(
     "grammar",
     [
-        json_grammar({"type": "frob"}),
         regex_grammar("("),
         lark_grammar("start: nothing"),
         "nonsense",
@@ -74,6 +78,46 @@ def test_what_does_not_compile_is_refused_by_name(checker: GrammarChecker, gramm
     with pytest.raises(RequestError, match="response_format cannot be followed") as caught:
         check(checker, grammar, "response_format")
     assert (caught.value.kind, caught.value.subject) == (ErrorKind.INVALID, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        ({"type": "frob"}, "has a JSON schema that cannot be enforced"),
+        ({"$ref": "https://example.com/a.json"}, "has a $ref that leads nowhere"),
+        ({"$ref": "#/$defs/none"}, "has a $ref that leads nowhere"),
+        ({"type": "string", "pattern": "^(?!a)"}, "has a pattern that cannot be enforced"),
+        ({"type": "string", "pattern": "("}, "has a pattern that cannot be enforced"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "that nothing satisfies"),
+        (
+            {"type": "object", "properties": {"a": False}, "required": ["a"]},
+            "that nothing satisfies: see its required property 'a'",
+        ),
+    ],
+)
+def test_a_schema_is_refused_in_words_to_act_on(
+    checker: GrammarChecker, schema: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        check(checker, json_grammar(schema), "response_format")
+    assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "remarks"),
+    [
+        ({"type": "string", "format": "date-time"}, ()),
+        ({"type": "string", "format": "path"}, ("format.path",)),
+        ({"type": "array", "uniqueItems": True}, ("uniqueItems",)),
+        ({"type": "object", "if": {}, "then": {}, "not": {}}, ("if", "not", "then")),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ()),
+    ],
+)
+def test_what_of_a_schema_is_not_enforced_is_named(
+    checker: GrammarChecker, schema: dict[str, Any], remarks: tuple[str, ...]
+) -> None:
+    assert sorted(check(checker, json_grammar(schema))) == sorted(remarks)
 
 
 def test_a_long_chain_of_rules_does_not_end_the_process(checker: GrammarChecker) -> None:
@@ -193,10 +237,10 @@ class Work:
         self._expected: list[str] = []
         monkeypatch.setattr(CheckProcess, "verdict", lambda _, grammar: self._verdict(grammar))
 
-    def _verdict(self, grammar: str) -> str:
+    def _verdict(self, grammar: str) -> Verdict:
         self._begun.append(grammar)
         assert self._ends[grammar].wait(60)
-        return ""
+        return Verdict("")
 
     def ask(self, *grammars: str) -> None:
         for grammar in grammars:

@@ -448,8 +448,8 @@ def test_a_template_finds_what_transformers_gives_it(
 
 def test_a_template_can_refuse_and_cannot_escape() -> None:
     template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
-    with pytest.raises(RequestError, match="no developers here") as refused:
-        template.render([{"role": "developer", "content": "x"}])
+    with pytest.raises(RequestError, match="no strangers here") as refused:
+        template.render([{"role": "stranger", "content": "x"}])
     assert (refused.value.kind, refused.value.subject) == (ErrorKind.INVALID, "messages")
     with pytest.raises(RequestError):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
@@ -458,14 +458,14 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",  # text and None
+        "{% for m in messages %}{{ m.role + m.tool_calls }}{% endfor %}",  # text and a list
         "{% for m in messages %}{% for k, v in m.role | items %}{{ k }}{% endfor %}{% endfor %}",
         "{% for m in messages %}{{ m.role | int // 0 }}{% endfor %}",
     ],
 )
 def test_messages_that_a_template_stumbles_over_are_their_sender_s_fault(source: str) -> None:
     with pytest.raises(RequestError, match="chat template") as refused:
-        ChatTemplate(source, {}).render([{"role": "assistant", "content": None}])
+        ChatTemplate(source, {}).render([{"role": "assistant", "content": "", "tool_calls": []}])
     assert refused.value.kind == ErrorKind.INVALID
 
 
