@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import importlib
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -57,6 +58,8 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 Result = TypeVar("Result")
 
 CLOSING_SECONDS = 30.0  # seconds for saving KV to the disk
+
+log = logging.getLogger(__name__)
 
 
 class _Job:
@@ -298,7 +301,9 @@ class LLM:
         body = body_of(kind, params, **fields, max_tokens=None)
         # tool calls stay in the text
         generate = replace(body.generate(), default_limit=params.max_tokens, most_tool_calls=0)
-        await self._builder.check_form(generate, caller)
+        generate = await self._builder.check_form(generate, caller)
+        if generate.form is not None and generate.form.remarks:
+            log.warning("not enforced: %s", ", ".join(generate.form.remarks))
         writer = body.writer(self._ready.model, self._tokenizer)
         return await self._builder.call(generate, writer, arrived, caller)
 

@@ -81,8 +81,7 @@ class Body(BaseModel):
             raise RequestError(
                 ErrorKind.INVALID, f"{name} is not a field that this server knows{hint}", name
             )
-        # for an empty name
-        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"
+        plain = header_name(name)
         if plain not in ignored:
             ignored.append(plain)
 
@@ -90,3 +89,8 @@ class Body(BaseModel):
     def _names(cls) -> set[str]:
         """The names of the fields in JSON."""
         return {field.alias or name for name, field in cls.model_fields.items()}
+
+
+def header_name(name: str) -> str:
+    """The name in letters that a header may contain, shortened; "_" for an empty name."""
+    return re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"

@@ -15,11 +15,13 @@ from functools import partial
 from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
+from ..step.grammar import json_grammar
 from ..text.tokenizer import Tokenizer
 from .calls import Caller, GenerationCall
 from .generate import Generate
-from .grammar_check import GrammarChecker, open_checker
+from .grammar_check import UNSATISFIABLE, GrammarChecker, open_checker
 from .reply import CompletionWriter
+from .structured_output import ReplyForm, ToolsForm
 
 MOST_REQUESTS = 16384  # of one call: more than any queue holds, and few enough to create at once
 MOST_BIASES = 1024  # each is added to the logits in every step
@@ -52,13 +54,16 @@ class RequestBuilder:
         self._tools_checked = False
         self._opening = asyncio.Lock()
 
-    async def check_form(self, generate: Generate, caller: Caller) -> None:
-        """Raises RequestError if the requested form of the reply cannot be followed (400) or
-        checked (503). This call may be cancelled. `call` may not: expired conversations would not
-        be deleted, and threads would go on after the request has stopped counting."""
+    async def check_form(self, generate: Generate, caller: Caller) -> Generate:
+        """Returns the same with what of the reply's form can be enforced, and remarks on the rest.
+
+        Raises RequestError if the form cannot be followed (INVALID) or checked (UNAVAILABLE). This
+        call may be cancelled. `call` may not: expired conversations would not be deleted, and
+        threads would go on after the request has stopped counting.
+        """
         form = generate.form
         if form is None:
-            return
+            return generate
         await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
         if self._grammars is None:
             raise RequestError(
@@ -66,8 +71,38 @@ class RequestBuilder:
                 f"{form.param} is not supported with this model's tokenizer",
                 form.param,
             )
-        check = self._grammars.begin_check(form.grammar, form.param, caller.share)
-        await asyncio.wrap_future(check)
+        try:
+            remarks = await self._check_grammar(form.grammar, form.param, caller.share)
+        except RequestError as error:
+            if error.kind is not ErrorKind.INVALID or form.tools is None:
+                raise
+            form, remarks = await self._with_followable_tools(form, form.tools, caller.share)
+        return replace(generate, form=replace(form, remarks=remarks))
+
+    async def _check_grammar(self, grammar: str, param: str, owner: str) -> tuple[str, ...]:
+        """Returns the names of what is not enforced."""
+        assert self._grammars is not None
+        remarks = await asyncio.wrap_future(self._grammars.begin_check(grammar, param, owner))
+        return tuple(f"{param}.{remark}" for remark in remarks)
+
+    async def _with_followable_tools(
+        self, form: ReplyForm, tools: ToolsForm, owner: str
+    ) -> tuple[ReplyForm, tuple[str, ...]]:
+        """Lets functions have any arguments if their schemas cannot be followed: one of them does
+        not refuse the others. Raises RequestError for a schema that nothing satisfies."""
+        names = []
+        for function in tools.functions:
+            schema = function.get("parameters") or {}
+            try:
+                await self._check_grammar(json_grammar(schema), "tools", owner)
+            except RequestError as error:
+                if error.kind is not ErrorKind.INVALID or UNSATISFIABLE in error.message:
+                    raise
+                names.append(function["name"])
+        tools = tools.with_any_arguments(names)
+        remarks = await self._check_grammar(tools.grammar, form.param, owner)
+        unchecked = tuple(f"tools.{name}.parameters" for name in names)
+        return replace(form, grammar=tools.grammar, tools=tools), (*unchecked, *remarks)
 
     async def call(
         self, generate: Generate, writer: CompletionWriter, arrived: float, caller: Caller

@@ -4,8 +4,9 @@ grammar."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -69,11 +70,43 @@ class StructuredOutputs(Body):
         return self
 
 
-class ReplyForm(NamedTuple):
-    """A grammar, and the field of the body to name if it does not compile."""
+@dataclass(frozen=True)
+class ToolsForm:
+    """Calls of these functions (`name`, `parameters`: a JSON schema), or a reply of this schema."""
+
+    functions: tuple[dict[str, Any], ...]
+    several: bool
+    reply: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> str:
+        rules = tool_calls_rules(self.functions, self.several)
+        if self.reply is None:
+            return lark_grammar(f"start: calls\n{rules}")
+        return lark_grammar(f"start: calls | reply\nreply: {lark_json(self.reply)}\n{rules}")
+
+    def with_any_arguments(self, names: Collection[str]) -> ToolsForm:
+        """The same with any arguments for these functions."""
+        functions = tuple(
+            {**function, "parameters": ANY_OBJECT} if function["name"] in names else function
+            for function in self.functions
+        )
+        return replace(self, functions=functions)
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """A grammar.
+
+    param    the field of the body to name if it does not compile
+    tools    what the grammar is made of if it has tool calls
+    remarks  what of the request it does not enforce (`GrammarChecker`)
+    """
 
     param: str
     grammar: str
+    tools: ToolsForm | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def reply_form(
@@ -125,21 +158,16 @@ def _with_tools(
     """Tool calls if they are required; tool calls or the requested JSON if the model may choose."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
     if isinstance(tool_choice, NamedTool):
-        functions = [
-            function for function in functions if function["name"] == tool_choice.function.name
-        ]
-        return ReplyForm(
-            "tools", lark_grammar("start: calls\n" + tool_calls_rules(functions, several=False))
-        )
-    rules = tool_calls_rules(functions, parallel_tool_calls)
-    if tool_choice == "required":
-        return ReplyForm("tools", lark_grammar(f"start: calls\n{rules}"))
-    if schema is None:
+        named = [f for f in functions if f["name"] == tool_choice.function.name]
+        form = ToolsForm(tuple(named), several=False)
+    elif tool_choice == "required":
+        form = ToolsForm(tuple(functions), parallel_tool_calls)
+    elif schema is not None:
+        form = ToolsForm(tuple(functions), parallel_tool_calls, schema)
+        return ReplyForm("response_format", form.grammar, form)
+    else:
         return None
-    return ReplyForm(
-        "response_format",
-        lark_grammar(f"start: calls | reply\nreply: {lark_json(schema)}\n{rules}"),
-    )
+    return ReplyForm("tools", form.grammar, form)
 
 
 def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ from ..frontend.bodies import ChatBody, CompletionBody
 from ..frontend.calls import GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
+from ..frontend.generate import Generate
 from ..frontend.reply import Reply
 from ..frontend.request_builder import RequestBuilder, check_model
 from ..messages import Ready
@@ -44,7 +45,7 @@ from .limits import BodyLimit, ClientErrors, ClientLimit, SecurityHeaders, calle
 from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
-from .request_body import IgnoredFields, read_body
+from .request_body import IgnoredFields, read_body, say_ignored
 from .responses import ResponseBody, add_responses
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
@@ -210,7 +211,7 @@ def _no_route(request: HTTPRequest, error: HTTPException) -> str:
     return f"there is no {path[:MOST_OF_PATH]} here{hint}"
 
 
-async def _unless_gone(receive: Receive, checking: Coroutine[Any, Any, None]) -> None:
+async def _unless_gone(receive: Receive, checking: Coroutine[Any, Any, Generate]) -> Generate:
     """Raises ClientDisconnect if the client hangs up meanwhile: other requests wait for the check
     of its grammar."""
     check = asyncio.create_task(checking)
@@ -219,7 +220,7 @@ async def _unless_gone(receive: Receive, checking: Coroutine[Any, Any, None]) ->
         await asyncio.wait((check, gone), return_when=asyncio.FIRST_COMPLETED)
         if not check.done():
             raise ClientDisconnect
-        check.result()
+        return check.result()
     finally:
         check.cancel()
         gone.cancel()
@@ -311,8 +312,10 @@ def create_app(
         if isinstance(body, MessageBody):
             caller = replace(caller, session=body.session(request.headers))
         check_model(body.model, ready)
-        generate = body.generate()
-        await _unless_gone(request.receive, calls.check_form(generate, caller))
+        check = calls.check_form(body.generate(), caller)
+        generate = await _unless_gone(request.receive, check)
+        if generate.form is not None:
+            say_ignored(request, generate.form.remarks)
         writer = body.writer(ready.model, tokenizer)
         call = await calls.call(generate, writer, arrived, caller)
         return Answer(call, client, tokenizer, tracing)

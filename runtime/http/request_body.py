@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..frontend.bodies import Kind, parse
+from ..frontend.body_base import header_name
 
 IGNORED = "pensieve.ignored"
 HEADER = b"x-pensieve-ignored-fields"
@@ -24,9 +25,16 @@ async def read_body(kind: type[Kind], request: Request) -> Kind:
     return await asyncio.to_thread(parse, kind, await request.body(), request.scope.get(IGNORED))
 
 
+def say_ignored(request: Request, names: Iterable[str]) -> None:
+    """Names more of the request that has no effect, as `tools.uniqueItems`."""
+    ignored = request.scope.get(IGNORED)
+    if ignored is not None:
+        ignored += dict.fromkeys(header_name(name) for name in names)
+
+
 class IgnoredFields:
-    """ASGI middleware: unknown fields are ignored. The answer's header HEADER names them, and each
-    name is logged once."""
+    """ASGI middleware: unknown fields, and parts of schemas that cannot be enforced, are ignored.
+    The answer's header HEADER names them, and each name is logged once."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -48,4 +56,4 @@ class IgnoredFields:
         for name in names:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)
-                log.warning("the field %s of requests is unknown and ignored", name)
+                log.warning("%s in requests is unknown or cannot be enforced: ignored", name)

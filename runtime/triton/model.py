@@ -232,8 +232,7 @@ class TritonFrontend:
     async def _serve(self, visit: TritonRequest) -> None:
         body = read_inputs(visit.inputs, visit.sequence)
         caller = Caller()  # Triton does not tell its clients apart, and has its own limits
-        generate = body.generate()
-        await self._calls.check_form(generate, caller)
+        generate = await self._calls.check_form(body.generate(), caller)
         writer = body.writer(self._ready.model, self._tokenizer)
         call = await self._calls.call(generate, writer, visit.arrived, caller)
         replies: list[Reply] = []

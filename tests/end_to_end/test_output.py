@@ -159,7 +159,9 @@ def test_a_streamed_schema(client):
 
 def test_what_cannot_be_followed_is_a_bad_request(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frob"}}}
-    with pytest.raises(openai.BadRequestError, match="response_format cannot be followed"):
+    with pytest.raises(
+        openai.BadRequestError, match="response_format has a JSON schema that cannot"
+    ):
         client.chat.completions.create(model="demo", messages=USER, response_format=form)
 
 

@@ -429,23 +429,48 @@ def test_forced_calls_and_forms_are_grammars(ask: Ask, asked: dict[str, Any]) ->
             },
             "tools.0.function.parameters",
         ),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "f", "parameters": {"type": "object", "not": 1}},
-                    }
-                ],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
     ],
 )
 def test_bad_tools_are_refused_by_name(ask: Ask, asked: dict[str, Any], param: str) -> None:
     response = ask(chat("x", **asked))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def function_of(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_a_tool_whose_schema_cannot_be_followed_does_not_refuse_the_others(
+    ask: Ask,
+) -> None:
+    loop = FakeLoop(say(CALL))
+    no_such = {"type": "object", "properties": {"a": {"$ref": "https://example.com/a.json"}}}
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [WEATHER, function_of(no_such, "no_such"), function_of(unique, "unique")]
+    response = ask(chat("x", tools=tools, tool_choice="required"), loop)
+    assert response.headers["x-pensieve-ignored-fields"] == (
+        "tools.no_such.parameters, tools.uniqueItems"
+    )
+    grammar = submitted(loop)[0].sampling.grammar
+    assert grammar is not None and "example.com" not in grammar and "uniqueItems" in grammar
+
+
+def test_a_tool_that_nothing_satisfies_is_refused(ask: Ask) -> None:
+    never = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    tools = [WEATHER, function_of(never)]
+    error = ask(chat("x", tools=tools, tool_choice="required")).json()["error"]
+    assert error["param"] == "tools"
+    assert error["message"] == (
+        "tools is a JSON schema that nothing satisfies: see its required property 'a'"
+    )
+
+
+def test_what_a_schema_asks_in_vain_is_named(ask: Ask) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "path"}}}
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    response = ask(chat("x", response_format=response_format))
+    assert response.status_code == 200
+    assert response.headers["x-pensieve-ignored-fields"] == "response_format.format.path"
 
 
 def test_tools_and_calls_go_through_the_template(
