@@ -14,13 +14,20 @@ import pytest
 from benchmarks.paper import __main__ as paper_main
 from benchmarks.paper import cachedattention, device, pensieve
 from benchmarks.paper.__main__ import main
-from benchmarks.paper.cachedattention import MODELS, Case, _in_units, chats, policy_label, profile
+from benchmarks.paper.cachedattention import (
+    MODELS,
+    CachedAttentionCase,
+    _in_units,
+    chats,
+    policy_label,
+    profile,
+)
 from benchmarks.paper.overlap import A100, copy_s, pipelined_s, prefill_s
 from benchmarks.paper.report import (
     HOWS,
     Claim,
     Figure,
-    Value,
+    FigureValue,
     append,
     gathered,
     read_figures,
@@ -105,11 +112,12 @@ def test_a_unit_takes_as_long_as_its_tokens():
 
 
 def test_a_label_tells_what_is_not_as_usual():
-    assert policy_label(Case("llama-13b")) == "lru"
+    assert policy_label(CachedAttentionCase("llama-13b")) == "lru"
     assert (
-        policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "lru sync recompute"
+        policy_label(CachedAttentionCase("llama-13b", save="sync", overflow="recompute"))
+        == "lru sync recompute"
     )
-    assert policy_label(Case("llama-13b", reuse=False)) == "recompute all"
+    assert policy_label(CachedAttentionCase("llama-13b", reuse=False)) == "recompute all"
 
 
 # -- the paper's server
@@ -180,7 +188,7 @@ def figure(**claims: Claim) -> Figure:
 @pytest.mark.parametrize("how", HOWS)
 def test_only_what_ran_on_the_hardware_is_reproduced(how):
     verdict = figure(a=Claim("1", 0.9, 1.1), b=Claim("1", 0.9, 1.1)).verdict(
-        {"a": Value(1.0, "hardware"), "b": Value(1.0, how)}
+        {"a": FigureValue(1.0, "hardware"), "b": FigureValue(1.0, how)}
     )
     assert ("reproduced" in verdict) == (how == "hardware")
     assert verdict.endswith(HOWS[how] if how == "hardware" else f"{HOWS[how]}: agrees")
@@ -190,24 +198,25 @@ def test_a_difference_has_its_reason_and_a_missing_run_is_told():
     claims = figure(a=Claim("1", 0.9, 1.1), b=Claim("2", 1.8, 2.2))
     assert claims.verdict({}) == "not run"
     assert (
-        claims.verdict({"a": Value(2.0, "simulated")}) == "simulated: differs; a reason (1 not run)"
+        claims.verdict({"a": FigureValue(2.0, "simulated")})
+        == "simulated: differs; a reason (1 not run)"
     )
-    measured = {"a": Value(1.0, "hardware"), "b": Value(1.0, "hardware")}
+    measured = {"a": FigureValue(1.0, "hardware"), "b": FigureValue(1.0, "hardware")}
     assert claims.verdict(measured) == "measured on hardware: 1 of 2 agree; a reason"
 
 
 def test_a_lower_bound_or_the_value_itself_is_enough():
     claims = figure(**{"a": Claim("1", 0.9, 1.1), "a, at least": Claim("1", 0.9, 1.1)})
-    assert claims.verdict({"a": Value(1.0, "hardware")}) == "reproduced on hardware"
+    assert claims.verdict({"a": FigureValue(1.0, "hardware")}) == "reproduced on hardware"
     assert (
-        claims.verdict({"a, at least": Value(1.0, "other settings")})
+        claims.verdict({"a, at least": FigureValue(1.0, "other settings")})
         == "on hardware with other settings: agrees"
     )
 
 
 def test_a_claim_without_bounds_is_shown_and_not_judged():
     claims = figure(a=Claim.read(["above 1", None, None], 0.1), b=Claim("1", 0.9, 1.1))
-    values = {"a": Value(0.5, "simulated"), "b": Value(1.0, "hardware")}
+    values = {"a": FigureValue(0.5, "simulated"), "b": FigureValue(1.0, "hardware")}
     assert claims.verdict(values) == "reproduced on hardware"
     assert (
         figure(a=Claim.read(["above 1", None, None], 0.1)).verdict(values).startswith("no verdict")
@@ -217,9 +226,9 @@ def test_a_claim_without_bounds_is_shown_and_not_judged():
 
 def test_the_values_of_several_seeds_are_shown_as_their_mean_and_range():
     found = gathered({"1": {"b": [0.8, 1.2, 1.0]}}, [])
-    assert found["1"]["b"] == Value(1.0, "simulated", (0.8, 1.2, 1.0))
+    assert found["1"]["b"] == FigureValue(1.0, "simulated", (0.8, 1.2, 1.0))
     assert "b: 1, 1 (3 seeds: 0.8 to 1.2)" in table([figure(b=Claim("1", 0.9, 1.1))], found)
-    opt = pensieve.Case(pensieve.OPT, "sharegpt", "pensieve", 0.65)
+    opt = pensieve.PensieveCase(pensieve.OPT, "sharegpt", "pensieve", 0.65)
     point = {**POINT, "ms_per_token": 50.0}
     hosts = {("pensieve", 0): 52, ("lru", 0): 50, ("pensieve", 3): 51, ("lru", 3): 50}
     runs = {
@@ -235,9 +244,11 @@ def test_a_better_way_counts_and_then_the_later_record():
         {"figure": "1", "how": "hardware", "values": {"a": 3.0}},
         {"figure": "1", "how": "simulated", "values": {"a": 4.0}},
     ]
-    assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": Value(3.0, "hardware")}}
-    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": Value(1.0, "simulated")}}
-    assert gathered({"1": {"a": 1.0}}, [], computed=("1",)) == {"1": {"a": Value(1.0, "computed")}}
+    assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": FigureValue(3.0, "hardware")}}
+    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": FigureValue(1.0, "simulated")}}
+    assert gathered({"1": {"a": 1.0}}, [], computed=("1",)) == {
+        "1": {"a": FigureValue(1.0, "computed")}
+    }
 
 
 def a_report(known: int = 60) -> Report:
@@ -301,7 +312,7 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
     monkeypatch.setattr(pensieve, "SECONDS", 60.0)
     monkeypatch.setattr(pensieve, "MEASURE_S", 30.0)
     monkeypatch.setattr(pensieve, "RAMP_S", 10.0)
-    found = pensieve.run(pensieve.Case(pensieve.OPT, "sharegpt", server, 0.3, think_s=5.0))
+    found = pensieve.run(pensieve.PensieveCase(pensieve.OPT, "sharegpt", server, 0.3, think_s=5.0))
     assert found["done_per_s"] > 0 and (found["host_percent"] + found["gpu_percent"] > 0) == (
         server == "pensieve"
     )
@@ -556,7 +567,9 @@ def test_a_record_and_a_verdict_for_each_figure_and_no_run_twice(capsys, tmp_pat
     assert len(lines) == 4, "one case is in both figures"
     assert {line["how"] for line in lines} == {"simulated"}
     assert cachedattention.read_report(lines[0]["found"]).requests > 0
-    assert [asdict(Case(**line["case"])) for line in lines] == [line["case"] for line in lines]
+    assert [asdict(CachedAttentionCase(**line["case"])) for line in lines] == [
+        line["case"] for line in lines
+    ]
     assert main([*options, "--report"]) == main(options) == 0
     assert len(results.read_text().splitlines()) == 4
     text = page.read_text()

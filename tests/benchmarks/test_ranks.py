@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import ranks as bench_ranks
 from benchmarks.check import ranks as check_ranks
-from benchmarks.loop import Answer
+from benchmarks.loop import LoopAnswer
 from pensieve.builder.build import build_engine
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.types import TokenLogprobs
@@ -40,7 +40,7 @@ def said(command, *words, status=0):
 def answer(*tokens):
     """(token, its log probability, the other's)."""
     told = [TokenLogprobs(own, 1, (token, 99), (own, other)) for token, own, other in tokens]
-    return Answer(tokens=[token for token, *_ in tokens], logprobs=told)
+    return LoopAnswer(tokens=[token for token, *_ in tokens], logprobs=told)
 
 
 def test_replies_are_compared_until_they_part():

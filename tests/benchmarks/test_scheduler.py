@@ -4,9 +4,9 @@ names."""
 import json
 
 from benchmarks import scheduler
-from benchmarks.scheduler import FilledScheduler, Load, summary
+from benchmarks.scheduler import FilledScheduler, SchedulerLoad, summary
 
-SMALL = Load(3000, 4000, seats=16, plain_steps=20, heavy_steps=3, swap_ins=40, victims=80)
+SMALL = SchedulerLoad(3000, 4000, seats=16, plain_steps=20, heavy_steps=3, swap_ins=40, victims=80)
 
 
 def test_steps_are_of_the_kinds_that_are_measured():
@@ -27,7 +27,7 @@ def test_steps_are_of_the_kinds_that_are_measured():
 
 
 def test_the_command_ends_in_one_json_line(capsys, monkeypatch):
-    monkeypatch.setattr(scheduler, "Load", lambda **steps: SMALL)
+    monkeypatch.setattr(scheduler, "SchedulerLoad", lambda **steps: SMALL)
     assert scheduler.main([]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["bench"] == "scheduler" and line["heavy"]["swap_ins"] >= 40

@@ -10,7 +10,7 @@ from array import array
 import pytest
 
 from benchmarks import clients as bench_clients
-from benchmarks.clients import Client, Failed, Load, Reply, Tally, Target, Window
+from benchmarks.clients import Client, Failed, Load, LoadTally, StreamedReply, Target, Window
 from benchmarks.report import (
     json_line,
     milliseconds,
@@ -253,7 +253,7 @@ def test_a_lost_client_process_is_told():
 def test_servers_without_token_ids_need_a_tokenizer():
     with CompletionsServer(ids=False) as server, pytest.raises(SettingError, match="--tokenizer"):
         asyncio.run(probe(Target(server.url, "fake"), 100))
-    reply = Reply()
+    reply = StreamedReply()
     events = [{"choices": [{"text": text}]} for text in ("a", "", "bc")] + [
         {"choices": [], "usage": {"completion_tokens": 4}}
     ]
@@ -278,7 +278,7 @@ def test_events_are_read_however_they_are_cut():
         "[DONE]\n\n"
     )
     for size in (1, 7, 1000):
-        reply = Reply()
+        reply = StreamedReply()
         brought = [
             count
             for at in range(0, len(stream), size)
@@ -286,7 +286,7 @@ def test_events_are_read_however_they_are_cut():
         ]
         assert (brought, reply.ids, reply.length, reply.cached) == ([1, 2], [1, 2, 3], 3, None)
     with pytest.raises(Failed, match="malformed"):
-        Reply().read(b"data: {oops\n")
+        StreamedReply().read(b"data: {oops\n")
 
 
 def test_percentiles_are_values_that_were_measured():
@@ -300,7 +300,7 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def tally(**changed):
-    made = Tally(
+    made = LoadTally(
         sent=30, completed=20, prompt_tokens=5000, output_tokens=400, open_at_start=2, open_at_end=9
     )
     made.first_token.extend([0.05, 0.15])
@@ -338,7 +338,7 @@ def test_lines_are_aligned_and_say_what_is_missing():
     assert "gpu 75.0%, host 25.0%" in report_line(
         report(tally(), rate=2, turns=4, seconds=10, sources=sources)
     )
-    empty = Tally()
+    empty = LoadTally()
     empty.errors["HTTP 429"] = 7
     poor = report(empty, rate=12.25, turns=4.0, seconds=10.0)
     assert report_line(poor).endswith("sources unknown; HTTP 429: 7") and poor.failed_share == 1.0

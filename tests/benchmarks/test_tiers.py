@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.loop import Answer, make_device
-from benchmarks.tiers import SPEEDS, Disk, Load, MemoryDisk, TierPools, Tiers, ask, main, parser
+from benchmarks.loop import LoopAnswer, make_device
+from benchmarks.tiers import SPEEDS, Disk, MemoryDisk, TierPools, Tiers, TurnLoad, ask, main, parser
 from pensieve.runtime.disk.record import PAGE
 from pensieve.runtime.disk.segments import Segments, aligned_buffer
 from pensieve.runtime.engine import open_engine
@@ -111,7 +111,7 @@ def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times,
 @pytest.mark.parametrize(("save", "saved"), [("off", 0), ("sync", 5), ("async", 5)])
 def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     """One whole chunk a turn."""
-    load = Load(turns=5, rows=2, prompt=40, reply=4)
+    load = TurnLoad(turns=5, rows=2, prompt=40, reply=4)
     found = tiers.saving(load, Disk(tmp_path), gpu_kv_chunks=40, save=save)
     assert (
         found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
@@ -122,7 +122,10 @@ def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
 def test_a_turn_is_copied_to_host_or_dropped(tiers, reuse):
     tiers = replace(tiers, cost=replace(COST, chunk_bytes=32 * 768))
     found = tiers.saving(
-        Load(turns=8, rows=2, prompt=40, reply=4), gpu_kv_chunks=6, max_model_len=44, reuse=reuse
+        TurnLoad(turns=8, rows=2, prompt=40, reply=4),
+        gpu_kv_chunks=6,
+        max_model_len=44,
+        reuse=reuse,
     )
     assert (found["copied_out"] > 0) == reuse
 
@@ -247,7 +250,7 @@ def test_a_history_that_is_elsewhere_is_told():
             pass
 
         def add(self, prompt, tokens):
-            return Answer(usage=Usage(host=3), began=time.perf_counter())
+            return LoopAnswer(usage=Usage(host=3), began=time.perf_counter())
 
         def run_until(self, done):
             assert done()
