@@ -217,14 +217,14 @@ def judge(
 def off(answers: list[LoopAnswer], exact: list[LoopAnswer]) -> list[float]:
     """Differences of log probabilities, up to the first token at which a reply differs from the
     exact one."""
-    faults = []
+    gaps = []
     for answer, right in zip(answers, exact, strict=True):
         steps = zip(answer.tokens, answer.logprobs, right.tokens, right.logprobs, strict=True)
         for token, told, right_token, right_told in steps:
-            faults += differences(told, token, right_told, right_token)
+            gaps += differences(told, token, right_told, right_token)
             if token != right_token:
                 break
-    return faults
+    return gaps
 
 
 if __name__ == "__main__":

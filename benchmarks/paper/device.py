@@ -140,7 +140,7 @@ def batch_values(lines: Lines) -> Values:
     return figures
 
 
-class Comparison(NamedTuple):
+class FigureComparison(NamedTuple):
     """What is compared in a figure."""
 
     figure: str
@@ -149,7 +149,7 @@ class Comparison(NamedTuple):
     ours: str = "pensieve"
 
 
-def versus_values(claims: Sequence[Comparison]) -> Callable[[Lines], Values]:
+def versus_values(claims: Sequence[FigureComparison]) -> Callable[[Lines], Values]:
     """Requests/s of our server over the other one's at the paper's time a token, which is divided
     by the speedup of the GPU's memory. If ours is faster at all its rates, a lower bound: at its
     largest one. Of figures without such a time: the other's time a token over ours, at each rate,
@@ -225,7 +225,7 @@ def _at_limit(name: str, ours: Curve, theirs: Curve, limit_ms: float) -> dict[st
 
 
 def versus(
-    claims: Sequence[Comparison],
+    claims: Sequence[FigureComparison],
     shape: str,
     servers: Sequence[str],
     load: str = "",
@@ -253,9 +253,11 @@ WINDOWS = "--ramp-s 35 --warm-up-s 55 --measure-s 28"
 SLOW_WINDOWS = "--ramp-s 200 --warm-up-s 270 --measure-s 60"
 OVER_VLLM = "requests/s over vLLM's"
 RETENTION = "pensieve:--eviction retention"
-LRU = Comparison("14", "pensieve", "time a token, LRU over retention", ours=RETENTION)
-SEPARATE = Comparison("13", "pensieve:--batching separate", "time a token, separate over unified")
-IN_FIRST_SERVED = Comparison(
+LRU = FigureComparison("14", "pensieve", "time a token, LRU over retention", ours=RETENTION)
+SEPARATE = FigureComparison(
+    "13", "pensieve:--batching separate", "time a token, separate over unified"
+)
+IN_FIRST_SERVED = FigureComparison(
     "section 5", "pensieve:--link in-first", "time a token, in-first over duplex"
 )
 OVER_VLLM_LATER = f"{OVER_VLLM}, think time ten times figure 10's"
@@ -302,30 +304,30 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         PROFILE,
         KERNELS,
         versus(
-            [Comparison("10a", "vllm", OVER_VLLM), LRU],
+            [FigureComparison("10a", "vllm", OVER_VLLM), LRU],
             OPT,
             ["pensieve@1.1,1.4,1.7", "vllm@0.9,1.2,1.5", RETENTION.replace(":", "@1.4,1.7:")],
         ),
         versus(
-            [Comparison("10b", "vllm", OVER_VLLM), SEPARATE],
+            [FigureComparison("10b", "vllm", OVER_VLLM), SEPARATE],
             LLAMA,
             ["pensieve@4,5.5,7", "vllm@2.5,3.25,4", "pensieve@4,5.5:--batching separate"],
         ),
         versus(
-            [Comparison("10c", "vllm", OVER_VLLM)],
+            [FigureComparison("10c", "vllm", OVER_VLLM)],
             OPT,
             ["pensieve@1.8,2.4,3", "vllm@1.3,1.8,2.3"],
             ULTRACHAT,
         ),
         versus(
-            [Comparison("10d", "vllm", OVER_VLLM)],
+            [FigureComparison("10d", "vllm", OVER_VLLM)],
             LLAMA,
             ["pensieve@5.5,7,8.5", "vllm@3.25,4.25,5.25"],
             ULTRACHAT,
         ),
         versus([IN_FIRST_SERVED], LLAMA, ["pensieve@5.5", "pensieve@5.5:--link in-first"]),
         versus(
-            [Comparison("15", "vllm", OVER_VLLM_LATER)],
+            [FigureComparison("15", "vllm", OVER_VLLM_LATER)],
             LLAMA,
             ["pensieve@2.5,3.1", "vllm@2,2.6"],
             think_s=10 * THINK_S,

@@ -19,10 +19,10 @@ def test_steps_are_of_the_kinds_that_are_measured():
     for step in bench.heavy(3200):
         assert step.swap_ins >= 40 and step.victims >= 80 and step.generate >= 12
     bench.scheduler.check()
-    found = summary(plain)
+    figures = summary(plain)
     assert (
-        found["steps"] == 20
-        and found["plan_ms_p50"] + found["apply_ms_p50"] <= 2 * found["total_ms_p50"]
+        figures["steps"] == 20
+        and figures["plan_ms_p50"] + figures["apply_ms_p50"] <= 2 * figures["total_ms_p50"]
     )
 
 

@@ -99,10 +99,10 @@ def test_written_chats_alternate_and_are_always_the_same():
     for chat in chats:
         assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
         assert not any("{" in message["content"] for message in chat)
-    asked = " ".join(
+    questions = " ".join(
         message["content"] for chat in chats for message in chat if message["role"] == "user"
     )
-    assert all(name in asked for name in TOPICS)
+    assert all(name in questions for name in TOPICS)
 
 
 def test_rendering_is_that_of_the_template():
