@@ -50,9 +50,9 @@ def seconds(request):
 
 @dataclass
 class Dialogue:
-    """What is known of one conversation. `replies`: turns that were answered with 200, by their unique
-    text; `perhaps`: that got no such answer. `branched`: which raced with another one, so that it
-    may be in a branch."""
+    """What is known of one conversation. `replies`: turns that were answered with 200, by their
+    unique text; `perhaps`: that got no such answer. `branched`: which raced with another one, so
+    that it may be in a branch."""
 
     name: str
     replies: dict[str, str] = field(default_factory=dict)

@@ -65,9 +65,9 @@ def test_threads_sleep_while_another_process_computes():
 
 def test_threads_spin_again_when_the_processors_were_free_for_some_looks():
     machine = Machine()
-    found = [machine.second(others) for others in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
+    spinning = [machine.second(others) for others in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
     assert CALM_LOOKS == 3
-    assert found == [True, True, True, True, True, True, False, False, True]
+    assert spinning == [True, True, True, True, True, True, False, False, True]
 
 
 def test_others_may_use_processors_that_no_thread_needs():

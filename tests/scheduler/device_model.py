@@ -59,7 +59,7 @@ class DeviceModel:
         self.disk = {}  # slot -> (key, end, content)
         self.work = {}  # DISK slot -> Spill or Promotion
         self.erased = {}  # slot -> step
-        self.known = Tickets()
+        self.completed = Tickets()
         # (ticket, HOST slot)
         self.copy_fails = copy_fails
         self.failed_copies = []
@@ -160,7 +160,9 @@ class DeviceModel:
             self._writes(lane, batch.ticket, (target, b))
             if self.copy_fails is not None and lane is Lane.IN:
                 writer, written = self.last_writer[source, a]
-                assert writer is not Lane.OUT or written <= self.known.swap_out, "it may be no copy"
+                assert writer is not Lane.OUT or written <= self.completed.swap_out, (
+                    "it may be no copy"
+                )
             self.pools[target][b] = dict(self.pools[source][a])
             if self.copy_fails is not None and lane is Lane.OUT and self.copy_fails():
                 self.pools[target][b] = {}
@@ -206,7 +208,7 @@ class DeviceModel:
                 before |= self.users[place]
                 assert self.disk[work.disk][0] == work.key, "another chunk's record is read"
             for lane, ticket in before.items():
-                assert ticket <= self.known[lane], (
+                assert ticket <= self.completed[lane], (
                     f"{place}: {lane.name} {ticket} is not known to be complete"
                 )
             self.work[work.disk] = work

@@ -380,14 +380,14 @@ class Harness:
             return None
         result = replace(self.results.popleft(), **self.reports())
         if not self.completes():
-            result = replace(result, completed=self.device.known)
+            result = replace(result, completed=self.device.completed)
         result = replace(
             result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out)
         )
         stuck = [row for row in result.samples if self.gets_stuck(row)]
         errors = {row: RowResult(row.request, error=RequestError(500, "stuck")) for row in stuck}
         result = replace(result, rows={**result.rows, **errors})
-        self.device.known = Tickets(*map(max, self.device.known, result.completed))
+        self.device.completed = Tickets(*map(max, self.device.completed, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
         results = list(applied.results())
