@@ -96,7 +96,7 @@ class Session:
         self.name = name
         self.system = system
         # log: tokens of the last turn that had KV, reply included
-        self.prompt = self.log = self.turns = self.found = 0
+        self.prompt = self.log = self.turns = self.cached = 0
 
     def ask(self, messages, max_tokens, **options):
         """Returns the reply; streamed, as every other one, or whole."""
@@ -128,9 +128,9 @@ class Session:
         else:
             with self.client.messages.stream(**ask) as stream:
                 reply = stream.get_final_message()
-        self.found = reply.usage.cache_read_input_tokens
-        assert self.found >= self.prompt // CHUNK * CHUNK, f"turn {self.turns} of {self.name}"
-        self.prompt = self.found + reply.usage.input_tokens
+        self.cached = reply.usage.cache_read_input_tokens
+        assert self.cached >= self.prompt // CHUNK * CHUNK, f"turn {self.turns} of {self.name}"
+        self.prompt = self.cached + reply.usage.input_tokens
         self.turns += 1
         return reply
 
@@ -190,13 +190,13 @@ def test_a_session_with_tools_loses_neither_prompts_nor_replies(agent):
             }
             reply = session.ask(messages, 80, **options)
             # the unfilled chunk at the end too: the session's dialogue claims it
-            assert session.found >= had_kv
+            assert session.cached >= had_kv
             assert choice == "auto" or reply.stop_reason == "tool_use"
             had_kv = session.prompt + reply.usage.output_tokens - 1
             messages.append({"role": "assistant", "content": reply.content})
             if number and session.turns == 1:
                 # tools and the beginning of the system prompt, from another session
-                assert session.found >= 250
+                assert session.cached >= 250
 
 
 @pytest.mark.slow

@@ -127,15 +127,15 @@ def regions():
 def compute():
     global numbers
     numbers = torch.zeros(32768 * torch.get_num_threads())
-    found = [regions(), regions()]
+    sleep_counts = [regions(), regions()]
     threads = len(list(tasks.iterdir()))
     ended = start_team(2)
-    found.append(regions())
+    sleep_counts.append(regions())
     ended.set()
     while len(list(tasks.iterdir())) > threads:
         time.sleep(0.01)
-    found.append(regions())
-    print(found[1:])
+    sleep_counts.append(regions())
+    print(sleep_counts[1:])
 
 computing = threading.Thread(target=compute)  # the main thread has no team
 computing.start()

@@ -468,8 +468,8 @@ number = 0
 while True:
     number += 1
     name = Name("", str(number % 3))
-    said = [f"{number % 3} {turn}" for turn in range(2 * (number // 3 + 1))]
-    whole = transcript(*said)
+    words = [f"{number % 3} {turn}" for turn in range(2 * (number // 3 + 1))]
+    whole = transcript(*words)
     print(number, flush=True)
     store.commit(name, whole, float(number))
     if number % 7 == 0:
