@@ -60,7 +60,7 @@ class Window(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tally:
+class LoadTally:
     """Counts inside the window. Times in seconds.
 
     prompt_tokens     of the requests whose first token has arrived
@@ -87,7 +87,7 @@ class Tally:
     per_token: array[float] = field(default_factory=lambda: array("d"))
     gaps: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: LoadTally) -> None:
         for name in self.__slots__:
             if name == "busy":
                 self.busy = max(self.busy, other.busy)
@@ -99,7 +99,7 @@ class Failed(Exception):
     """A request has failed; the message is the kind of failure."""
 
 
-class Reply:
+class StreamedReply:
     """What came of one request so far. Without token ids from the server, events with text count as
     a token each."""
 
@@ -165,7 +165,7 @@ class Client:
 
     def __init__(self, target: Target, words: Words, window: Window, start: float):
         """`start`: by `clock`, the run's start."""
-        self.tally = Tally()
+        self.tally = LoadTally()
         self._target = target
         self._words = words
         self._begin = start + window.start
@@ -174,7 +174,7 @@ class Client:
         self._encode = load_encode(target.tokenizer)
         self._conversations: set[asyncio.Task[None]] = set()
 
-    async def run(self, arrivals: Sequence[Arrival]) -> Tally:
+    async def run(self, arrivals: Sequence[Arrival]) -> LoadTally:
         """Plays the conversations until the window ends; requests that are open then are cut
         off."""
         async with open_session(self._target) as self._session:
@@ -215,7 +215,7 @@ class Client:
             wanted = turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
             left = arrival.think_s if index == arrival.turn else None
             # a history that is sent for one token is not measured
-            tally = self.tally if left is None else Tally()
+            tally = self.tally if left is None else LoadTally()
             reply = await self._ask(prompt, wanted, self._words.name(arrival), tally)
             if left is not None:
                 self.tally.errors += tally.errors
@@ -230,9 +230,9 @@ class Client:
                 await _until(self._start + arrival.at + left)
 
     async def _ask(
-        self, prompt: list[int], wanted: int, conversation: str, tally: Tally
-    ) -> Reply | None:
-        reply = Reply()
+        self, prompt: list[int], wanted: int, conversation: str, tally: LoadTally
+    ) -> StreamedReply | None:
+        reply = StreamedReply()
         sent = clock()
         tally.sent += self._measured(sent)
         try:
@@ -258,7 +258,12 @@ class Client:
             tally.open_at_end += sent < self._end <= now
 
     async def _stream(
-        self, content: bytes, reply: Reply, sent: float, prompt_tokens: int, tally: Tally
+        self,
+        content: bytes,
+        reply: StreamedReply,
+        sent: float,
+        prompt_tokens: int,
+        tally: LoadTally,
     ) -> None:
         """Raises Failed with the kind of the failure."""
         last = sent
@@ -288,7 +293,7 @@ class Client:
 
 
 def _count(
-    tally: Tally, brought: list[int], now: float, last: float, first_of: int | None, sent: float
+    tally: LoadTally, brought: list[int], now: float, last: float, first_of: int | None, sent: float
 ) -> None:
     """Events that came at `now`, together; `first_of`: the prompt's length if the reply begins with
     them."""
@@ -393,10 +398,10 @@ class Load:
             worker.terminate()
             worker.join()
 
-    def result(self) -> Tally:
+    def result(self) -> LoadTally:
         """The sum of all processes' counts, after the window has ended. Raises ChildProcessError if
         a process is lost."""
-        whole = Tally()
+        whole = LoadTally()
         for pipe in self._pipes:
             whole.add(
                 _receive(pipe, max(0.0, self.start + self._window.end - clock()) + PATIENCE_SECONDS)

@@ -59,7 +59,7 @@ from pensieve.scripts.simulation.traces import CHATS, synthetic
 CHUNK = 32
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """One request's share of a step: its `new` last tokens of `context`, and whether the last of
     them is sampled."""
 
@@ -71,12 +71,12 @@ class Part(NamedTuple):
 # tokens of a row that generates: short, because attention's time is subtracted but its noise is not
 CONTEXT = 128
 BATCHES = {
-    "1 row generates": [Part(1, CONTEXT)],
-    "4 rows generate": [Part(1, CONTEXT)] * 4,
-    "16 rows generate": [Part(1, CONTEXT)] * 16,
-    "64 rows generate": [Part(1, CONTEXT)] * 64,
-    "a prompt of 64": [Part(64, 64)],
-    "a prompt of 512": [Part(512, 512)],
+    "1 row generates": [RequestPart(1, CONTEXT)],
+    "4 rows generate": [RequestPart(1, CONTEXT)] * 4,
+    "16 rows generate": [RequestPart(1, CONTEXT)] * 16,
+    "64 rows generate": [RequestPart(1, CONTEXT)] * 64,
+    "a prompt of 64": [RequestPart(64, 64)],
+    "a prompt of 512": [RequestPart(512, 512)],
 }
 UNCOUNTED = 3
 
@@ -84,7 +84,7 @@ UNCOUNTED = 3
 Clock = Callable[[], float]
 
 
-class Spent:
+class AttentionTime:
     """Seconds of a clock inside the operations that every backend calls."""
 
     def __init__(self, clock: Clock) -> None:
@@ -119,10 +119,10 @@ class Row(NamedTuple):
 
 def batch_for(requests: int, new: int, vocab: int, context: int = CONTEXT) -> ForwardBatch:
     """Each request computes the end of its context, and samples its last token."""
-    return batch_of_parts([Part(new, max(context, new))] * requests, vocab)
+    return batch_of_parts([RequestPart(new, max(context, new))] * requests, vocab)
 
 
-def batch_of_parts(parts: Sequence[Part], vocab: int) -> ForwardBatch:
+def batch_of_parts(parts: Sequence[RequestPart], vocab: int) -> ForwardBatch:
     """Makes a batch like `batch_for`, with its own part for each request; chunks are those of the
     pool's first slots, in order."""
     blocks = [-(-part.context // CHUNK) for part in parts]
@@ -144,7 +144,7 @@ def batch_of_parts(parts: Sequence[Part], vocab: int) -> ForwardBatch:
 class Comparison:
     """Both engines, over one pool of `slots` chunks; `step` runs one batch on each."""
 
-    def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
+    def __init__(self, engines: Sequence[Engine], slots: int, spent: AttentionTime):
         self.engines = engines
         self.spent = spent
         self.vocab = engines[0].manifest.vocab_size
@@ -173,7 +173,7 @@ class Comparison:
             times.append(self.step(batch))
         return Row(name, *map(statistics.median, zip(*times[UNCOUNTED:], strict=True)))
 
-    def chats(self, steps: Sequence[Sequence[Part]]) -> Row:
+    def chats(self, steps: Sequence[Sequence[RequestPart]]) -> Row:
         """Means over the steps, each run once, so the first-run cost of each shape is included."""
         times = [self.step(batch_of_parts(step, self.vocab)) for step in steps]
         return Row(f"{len(steps)} steps of chats", *map(statistics.fmean, zip(*times, strict=True)))
@@ -184,19 +184,20 @@ class Recorder(VirtualDevice):
 
     def __init__(self, cost: CostProfile):
         super().__init__(cost)
-        self.steps: list[tuple[Part, ...]] = []
+        self.steps: list[tuple[RequestPart, ...]] = []
 
     def launch(self, plan: StepPlan, now: float) -> float:
         if plan.tokens:
-            generated = [Part(1, position + 1) for position in plan.positions]
+            generated = [RequestPart(1, position + 1) for position in plan.positions]
             spans = [
-                Part(span.end - span.start, span.end, bool(span.samples)) for span in plan.spans
+                RequestPart(span.end - span.start, span.end, bool(span.samples))
+                for span in plan.spans
             ]
             self.steps.append((*generated, *spans))
         return super().launch(plan, now)
 
 
-def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part, ...]]:
+def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[RequestPart, ...]]:
     """The steps of `users` conversations like ShareGPT's, of `turns` turns at most; nothing is
     evicted."""
     drawn = synthetic(
@@ -228,7 +229,7 @@ def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part
     return device.steps
 
 
-def slots_of(parts: Sequence[Part]) -> int:
+def slots_of(parts: Sequence[RequestPart]) -> int:
     return sum(-(-part.context // CHUNK) for part in parts)
 
 
@@ -243,7 +244,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         steps = chat_steps()
         slots = max(slots_of(parts) for parts in (*BATCHES.values(), *steps))
         bench = Comparison(
-            engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter)
+            engines,
+            slots,
+            AttentionTime(time.thread_time if args.threads == 1 else time.perf_counter),
         )
         rows = [bench.batch(name, args.seconds) for name in BATCHES]
         rows.append(bench.chats(steps))
@@ -460,8 +463,10 @@ def batch(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__.partition("\n")[0])
-    ways = made.add_subparsers(dest="way", required=True)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.engine", description=__doc__.partition("\n")[0]
+    )
+    ways = parser.add_subparsers(dest="way", required=True)
     option = ways.add_parser("compare", help="beside the reference, on the CPU").add_argument
     option("--checkpoint", type=Path, default=DEMO_CHECKPOINT, metavar="DIR")
     option("--dtype", default="float32")
@@ -487,7 +492,7 @@ def parser() -> argparse.ArgumentParser:
         help="(default %(default)s)",
     )
     option("--weights", nargs="+", default=["same"], choices=WEIGHTS)
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,7 +42,7 @@ MOST_ROUNDS = 32  # each round has a work list of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class KernelShape:
     """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by
     HEADS, if known.
 
@@ -72,22 +72,22 @@ def _mixed() -> tuple[tuple[int, int], ...]:
 
 
 SHAPES = (
-    Shape("append 32 x 8 at 512", ((8, 512),) * 32, (103, 41, 34)),
-    Shape("append 32 x 8 at 2048", ((8, 2048),) * 32, (320, 103, 83)),
-    Shape("append 32 x 8 at 8192", ((8, 8192),) * 32, (1180, 336, 256)),
-    Shape("append 32 x 8 at 16384", ((8, 16384),) * 32, (2338, 647, 488)),
-    Shape("decode 64 at 2048", ((1, 2048),) * 64, (612, 173, 143)),
-    Shape("decode 256 at 1024", ((1, 1024),) * 256, (1218, 341, 273)),
-    Shape("decode 1 at 16384", ((1, 16384),), (99, 40, 35)),
-    Shape("prefill 4 x 2048", ((2048, 2048),) * 4, (360, 346, 272)),
-    Shape("prefill 512 at 8192", ((512, 8192),), (220, 212, 116)),
-    Shape("mixed 96 decode + 16 append", _mixed(), (1227, 416, 340)),
+    KernelShape("append 32 x 8 at 512", ((8, 512),) * 32, (103, 41, 34)),
+    KernelShape("append 32 x 8 at 2048", ((8, 2048),) * 32, (320, 103, 83)),
+    KernelShape("append 32 x 8 at 8192", ((8, 8192),) * 32, (1180, 336, 256)),
+    KernelShape("append 32 x 8 at 16384", ((8, 16384),) * 32, (2338, 647, 488)),
+    KernelShape("decode 64 at 2048", ((1, 2048),) * 64, (612, 173, 143)),
+    KernelShape("decode 256 at 1024", ((1, 1024),) * 256, (1218, 341, 273)),
+    KernelShape("decode 1 at 16384", ((1, 16384),), (99, 40, 35)),
+    KernelShape("prefill 4 x 2048", ((2048, 2048),) * 4, (360, 346, 272)),
+    KernelShape("prefill 512 at 8192", ((512, 8192),), (220, 212, 116)),
+    KernelShape("mixed 96 decode + 16 append", _mixed(), (1227, 416, 340)),
 )
 
 
-def sharing_shape(rows: int, shared: int, context: int) -> Shape:
+def sharing_shape(rows: int, shared: int, context: int) -> KernelShape:
     """`rows` generating requests; the other two in units of 1,024 tokens."""
-    return Shape(
+    return KernelShape(
         f"{rows} x {context}k share {shared}k", ((1, 1024 * context),) * rows, shared=1024 * shared
     )
 
@@ -98,16 +98,16 @@ SHARING = tuple(sharing_shape(rows, *tokens) for rows in (8, 16, 64) for tokens 
 SHARING_HEADS = (32, 8)  # of Llama-3-8B
 
 
-def queries_shape(queries: int) -> Shape:
+def queries_shape(queries: int) -> KernelShape:
     """32 requests of that many query tokens at 8,192, a point of Pensieve's figure 12 with other
     query sizes."""
-    return Shape(f"queries 32 x {queries} at 8192", ((queries, 8192),) * 32)
+    return KernelShape(f"queries 32 x {queries} at 8192", ((queries, 8192),) * 32)
 
 
 class Batch:
     """The tensors of one shape, whose chunks lie in random order in the first slots of a pool."""
 
-    def __init__(self, shape: Shape, heads: int, pool: Tensor):
+    def __init__(self, shape: KernelShape, heads: int, pool: Tensor):
         self.shape = shape
         self.pool = pool
         blocks = [-(-context // CHUNK) for _, context in shape.requests]

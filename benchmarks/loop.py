@@ -207,7 +207,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoopStep:
     """Seconds of the host's work in a pass of the loop, the time when its result was applied, and
     rows that got a token."""
 
@@ -220,7 +220,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Answer:
+class LoopAnswer:
     """A reply so far. `usage` comes with the first token.
 
     began, ended    times of its first token and of its end, by `time.perf_counter`
@@ -256,20 +256,20 @@ class Loop:
         self._session = EngineSession(self.scheduler, self.executor)
         self._vocab_size = engine.vocab_size
         self._dice = np.random.default_rng(seed)
-        self.answers: dict[RequestId, Answer] = {}
-        self.steps: list[Step] = []
+        self.answers: dict[RequestId, LoopAnswer] = {}
+        self.steps: list[LoopStep] = []
 
     def random_ids(self, count: int) -> array[int]:
         return random_ids(self._dice, self._vocab_size, count)
 
     def add(
         self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0
-    ) -> Answer:
+    ) -> LoopAnswer:
         request = RequestId(len(self.answers) + 1)
         self._session.add(
             Request(request, prompt, max_tokens, sampling=sampling, priority=priority)
         )
-        answer = self.answers[request] = Answer()
+        answer = self.answers[request] = LoopAnswer()
         return answer
 
     def step(self) -> bool:
@@ -296,7 +296,7 @@ class Loop:
             if row.finish is not None:
                 answer.done = True
                 answer.ended = at
-        self.steps.append(Step(plan, launch, wait, apply, at, rows))
+        self.steps.append(LoopStep(plan, launch, wait, apply, at, rows))
         return True
 
     def _seconds(self) -> list[float]:
@@ -329,13 +329,13 @@ class Loop:
         self.drain()
         self.executor.close()
 
-    def steady(self, rows: int, steps: int) -> list[Step]:
+    def steady(self, rows: int, steps: int) -> list[LoopStep]:
         """Runs `steps` more steps, in each of which `rows` rows get a token."""
         first = len(self.steps)
         self.run_until(lambda: len(self.steps) == first + steps)
         return self.checked(first, rows)
 
-    def checked(self, first: int, rows: int) -> list[Step]:
+    def checked(self, first: int, rows: int) -> list[LoopStep]:
         """The steps from `first` on. InvariantError if rows have ended."""
         if (least := min((step.rows for step in self.steps[first:]), default=rows)) < rows:
             raise InvariantError(
@@ -348,7 +348,7 @@ def random_ids(dice: np.random.Generator, vocab_size: int, count: int) -> array[
     return array("i", dice.integers(0, vocab_size, count, np.int32).tobytes())
 
 
-def intervals(steps: Sequence[Step]) -> list[float]:
+def intervals(steps: Sequence[LoopStep]) -> list[float]:
     """Seconds from each step to the next: the wait for a token of every row that generates in
     both."""
     return [after.at - before.at for before, after in pairwise(steps)]
@@ -357,21 +357,21 @@ def intervals(steps: Sequence[Step]) -> list[float]:
 # The commands.
 
 
-def add_counts(made: argparse.ArgumentParser, counts: Mapping[str, tuple[int, str]]) -> None:
+def add_counts(parser: argparse.ArgumentParser, counts: Mapping[str, tuple[int, str]]) -> None:
     """--engine, --device and --kv-cache-dtype, and an option for each count: its default, and in
     words."""
-    made.add_argument(
+    parser.add_argument(
         "--engine", required=True, type=Path, metavar="DIR", help="an engine directory"
     )
-    made.add_argument(
+    parser.add_argument(
         "--device",
         default="cpu",
         choices=("cpu", "cuda"),
         help="for the engine (default %(default)s)",
     )
-    add_kv_cache_dtype(made)
+    add_kv_cache_dtype(parser)
     for name, (default, words) in counts.items():
-        made.add_argument(
+        parser.add_argument(
             flag(name),
             type=int,
             default=default,
@@ -421,11 +421,11 @@ def loaded(name: str, engine: Engine, config: SchedulerConfig) -> Iterator[Timed
 
 
 def show(
-    bench: str, title: str, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    bench: str, title: str, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """A table of the rows for people, and all that was found as one line of JSON."""
     print(f"{title}\n{table(rows)}")
-    print(json.dumps({"bench": bench, **found}), flush=True)
+    print(json.dumps({"bench": bench, **results}), flush=True)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

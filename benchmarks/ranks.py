@@ -59,8 +59,10 @@ DEADLINE_SECONDS = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="benchmarks.ranks", description=__doc__.partition("\n")[0])
-    parts = made.add_subparsers(dest="part", required=True)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.ranks", description=__doc__.partition("\n")[0]
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
     option = parts.add_parser("sums", help="over all ranks, by tokens and way").add_argument
     option("--ranks", type=int, default=2, metavar="N", help="(default %(default)s)")
     option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
@@ -105,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="from plan to plan (default %(default)s)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,12 +151,12 @@ def bench_sums(args: argparse.Namespace, ranks: Ranks) -> int:
         ]
         x = shares[ranks.rank].to(args.device)
         exact = torch.stack(shares).float().sum(0)
-        found = {}
+        times_us = {}
         for name, add in ways.items():
             if x.nbytes > LARGEST.get(name, x.nbytes):
                 continue
             wrong += problems(ranks, add(x).cpu(), exact, f"{name}, {tokens} tokens")
-            found[name] = round(1e6 * (in_a_graph if on_gpu else one_by_one)(partial(add, x)), 2)
+            times_us[name] = round(1e6 * (in_a_graph if on_gpu else one_by_one)(partial(add, x)), 2)
         if ranks.rank == 0:
             about = {
                 "ranks": ranks.size,
@@ -162,7 +164,7 @@ def bench_sums(args: argparse.Namespace, ranks: Ranks) -> int:
                 "width": args.width,
                 "tokens": tokens,
             }
-            print(json.dumps({"bench": "all_reduce", **about, "us": found}), flush=True)
+            print(json.dumps({"bench": "all_reduce", **about, "us": times_us}), flush=True)
     if wrong and ranks.rank == 0:
         print("\n".join(wrong), file=sys.stderr)
     return int(bool(wrong))
@@ -206,14 +208,14 @@ def problems(ranks: Ranks, total: Tensor, exact: Tensor, what: str) -> list[str]
     # Each of ranks - 1 additions rounds once, by at most half a unit; norms average over all
     # numbers.
     most = ranks.size * torch.finfo(total.dtype).eps
-    found = []
+    faults = []
     told = ranks.gather((digest, error))
     for rank, (bits, off) in enumerate(told):
         if bits != told[0][0]:
-            found.append(f"{what}: rank {rank} has another sum than rank 0")
+            faults.append(f"{what}: rank {rank} has another sum than rank 0")
         if not off <= most:
-            found.append(f"{what}: rank {rank}'s sum is off by {off:.1e}")
-    return found
+            faults.append(f"{what}: rank {rank}'s sum is off by {off:.1e}")
+    return faults
 
 
 def in_a_graph(add: Callable[[], Tensor]) -> float:
@@ -339,14 +341,14 @@ def follow(ranks: Ranks) -> None:
         reporting = clock.spent()
 
 
-class Spent(NamedTuple):
+class Elapsed(NamedTuple):
     """Nanoseconds: on the wall's clock, and of this thread on a processor."""
 
     wall: int
     cpu: int
 
 
-NOTHING = Spent(0, 0)
+NOTHING = Elapsed(0, 0)
 
 
 class Clock:
@@ -356,17 +358,17 @@ class Clock:
         self._wall = time.monotonic_ns()
         self._cpu = time.thread_time_ns()
 
-    def spent(self) -> Spent:
-        return Spent(time.monotonic_ns() - self._wall, time.thread_time_ns() - self._cpu)
+    def spent(self) -> Elapsed:
+        return Elapsed(time.monotonic_ns() - self._wall, time.thread_time_ns() - self._cpu)
 
 
 class Times(NamedTuple):
     """Times of one step; the largest of several ranks' times."""
 
-    sending: Spent
-    unpacking: Spent
-    reporting: Spent
-    merging: Spent
+    sending: Elapsed
+    unpacking: Elapsed
+    reporting: Elapsed
+    merging: Elapsed
     until_all_have_it: int  # nanoseconds from before packing
 
 
@@ -390,13 +392,13 @@ def measure(args: argparse.Namespace, ranks: Ranks, name: str, plans: Sequence[S
         "rows": args.rows,
         "steps": len(plans),
     }
-    found = {
+    times_us = {
         f"{part}_{clock}_us": percentiles([getattr(getattr(times, part), clock) for times in taken])
         for part in ("sending", "unpacking", "reporting", "merging")
-        for clock in Spent._fields
+        for clock in Elapsed._fields
     }
     arrived = percentiles([times.until_all_have_it for times in taken])
-    return json.dumps({**about, "bytes": size, "until_all_have_it_us": arrived, **found})
+    return json.dumps({**about, "bytes": size, "until_all_have_it_us": arrived, **times_us})
 
 
 def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int]:
@@ -429,12 +431,12 @@ def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int
     return Times(sending, most(unpacking), most(reporting), merging, max(when) - began), len(packed)
 
 
-def plus(one: Spent, other: Spent) -> Spent:
-    return Spent(one.wall + other.wall, one.cpu + other.cpu)
+def plus(one: Elapsed, other: Elapsed) -> Elapsed:
+    return Elapsed(one.wall + other.wall, one.cpu + other.cpu)
 
 
-def most(spent: Sequence[Spent]) -> Spent:
-    return Spent(*map(max, zip(*spent, strict=True)))
+def most(spent: Sequence[Elapsed]) -> Elapsed:
+    return Elapsed(*map(max, zip(*spent, strict=True)))
 
 
 def percentiles(nanoseconds: Sequence[int]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import result_line, subplots, title_line
 
 if TYPE_CHECKING:
-    from .clients import Tally  # and aiohttp
+    from .clients import LoadTally  # and aiohttp
 
 Row = TypeVar("Row")
 
@@ -82,7 +82,7 @@ class RateReport:
 
 
 def report(
-    tally: Tally,
+    tally: LoadTally,
     *,
     rate: float,
     turns: float,
@@ -156,39 +156,40 @@ def titles() -> str:
     return f"{title_line(COLUMNS)}    prompt tokens; errors"
 
 
-def report_line(made: RateReport) -> str:
-    found = result_line(
-        COLUMNS, asdict(made) | {"open": f"{made.open_at_start}>{made.open_at_end}"}
+def report_line(rate_report: RateReport) -> str:
+    line = result_line(
+        COLUMNS,
+        asdict(rate_report) | {"open": f"{rate_report.open_at_start}>{rate_report.open_at_end}"},
     )
-    return f"{found}    {_came_from(made)}{_errors(made)}{_cost(made)}"
+    return f"{line}    {_came_from(rate_report)}{_errors(rate_report)}{_cost(rate_report)}"
 
 
-def _came_from(made: RateReport) -> str:
-    if made.sources is not None:
-        whole = sum(made.sources.values()) or 1
+def _came_from(rate_report: RateReport) -> str:
+    if rate_report.sources is not None:
+        whole = sum(rate_report.sources.values()) or 1
         return ", ".join(
-            f"{name} {count / whole:.1%}" for name, count in made.sources.items() if count
+            f"{name} {count / whole:.1%}" for name, count in rate_report.sources.items() if count
         )
-    if made.cached_tokens is not None:
-        return f"cached {made.cached_tokens / (made.prompt_tokens or 1):.1%}"
+    if rate_report.cached_tokens is not None:
+        return f"cached {rate_report.cached_tokens / (rate_report.prompt_tokens or 1):.1%}"
     return "sources unknown"
 
 
-def _errors(made: RateReport) -> str:
+def _errors(rate_report: RateReport) -> str:
     return (
-        "; " + ", ".join(f"{kind}: {count}" for kind, count in made.errors.items())
-        if made.errors
+        "; " + ", ".join(f"{kind}: {count}" for kind, count in rate_report.errors.items())
+        if rate_report.errors
         else ""
     )
 
 
-def _cost(made: RateReport) -> str:
-    price = made.dollars_per_million_output_tokens
+def _cost(rate_report: RateReport) -> str:
+    price = rate_report.dollars_per_million_output_tokens
     return "" if price is None else f"; ${price:.3f} per million output tokens"
 
 
-def json_line(made: RateReport, settings: Mapping[str, Any]) -> str:
-    return json.dumps({"bench": "serving", **settings, **asdict(made)})
+def json_line(rate_report: RateReport, settings: Mapping[str, Any]) -> str:
+    return json.dumps({"bench": "serving", **settings, **asdict(rate_report)})
 
 
 def read_records(path: Path, option: str, command: str, row_of: Callable[[Any], Row]) -> list[Row]:

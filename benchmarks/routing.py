@@ -58,9 +58,9 @@ class ClusterRun(NamedTuple):
 
 
 def parser() -> CommandParser:
-    made = CommandParser(prog="benchmarks.routing", description=__doc__.partition("\n")[0])
-    add_common_options(made)
-    option = made.add_argument
+    parser = CommandParser(prog="benchmarks.routing", description=__doc__.partition("\n")[0])
+    add_common_options(parser)
+    option = parser.add_argument
     option("--replicas", required=True, metavar="NUMBERS", help="of servers, comma between")
     option(
         "--routing",
@@ -81,7 +81,7 @@ def parser() -> CommandParser:
         metavar="S:REPLICA:KIND",
         help=f"after S seconds one of {', '.join(KINDS)}; replicas count from 0; may be repeated",
     )
-    add_workload(made)
+    add_workload(parser)
     option("--turn-counts", choices=TURN_COUNTS, default="geometric",
            help="of synthetic conversations (default %(default)s)")  # fmt: skip
     option(
@@ -109,9 +109,9 @@ def parser() -> CommandParser:
     )
     option("--seeds", default="0", metavar="SEEDS", help="comma between (default %(default)s)")
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
-    add_hardware_options(made)
-    made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB")
-    return made
+    add_hardware_options(parser)
+    parser.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,8 +123,8 @@ def cluster_lines(args: argparse.Namespace) -> Iterator[str]:
     runs = plan_cluster(args)
     if not args.json:
         yield title_line(COLUMNS)
-    for run, found in in_processes(simulate_cluster, runs, args.jobs):
-        yield cluster_json(run, found) if args.json else cluster_line(run, found)
+    for run, report in in_processes(simulate_cluster, runs, args.jobs):
+        yield cluster_json(run, report) if args.json else cluster_line(run, report)
 
 
 def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
@@ -223,21 +223,21 @@ COLUMNS = {
 """busiest: of the replicas, seconds in steps over the mean; moved: served elsewhere than before."""
 
 
-def cluster_line(run: ClusterRun, found: ClusterReport) -> str:
+def cluster_line(run: ClusterRun, report: ClusterReport) -> str:
     rates = {
-        "hit_percent": 100 * found.hit_rate,
-        "moved_percent": 100 * found.moved / found.requests,
+        "hit_percent": 100 * report.hit_rate,
+        "moved_percent": 100 * report.moved / report.requests,
     }
-    rates["ms_per_token"] = 1e3 * found.seconds_per_token
+    rates["ms_per_token"] = 1e3 * report.seconds_per_token
     return result_line(
-        COLUMNS, asdict(found) | rates | {name: getattr(run, name) for name in SETTING}
+        COLUMNS, asdict(report) | rates | {name: getattr(run, name) for name in SETTING}
     )
 
 
-def cluster_json(run: ClusterRun, found: ClusterReport) -> str:
+def cluster_json(run: ClusterRun, report: ClusterReport) -> str:
     setting = {name: getattr(run, name) for name in (*SETTING, "simulated")}
     return json.dumps(
-        {"bench": "simulate_cluster", **setting, **asdict(found), "hit_rate": found.hit_rate}
+        {"bench": "simulate_cluster", **setting, **asdict(report), "hit_rate": report.hit_rate}
     )
 
 

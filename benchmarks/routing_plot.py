@@ -31,10 +31,10 @@ PANELS: dict[str, Callable[[dict], float]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = CommandParser(prog="routing_plot", description=__doc__.partition("\n")[0])
-    made.add_argument("records", type=Path, metavar="FILE", help="JSON lines")
-    made.add_argument("--plot", required=True, type=Path, metavar="FILE", help="the figure")
-    args = made.parse_args(argv)
+    parser = CommandParser(prog="routing_plot", description=__doc__.partition("\n")[0])
+    parser.add_argument("records", type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--plot", required=True, type=Path, metavar="FILE", help="the figure")
+    args = parser.parse_args(argv)
     return exit_status("routing_plot", lambda: draw(args))
 
 
@@ -42,12 +42,12 @@ def read_rows(path: Path) -> list[dict]:
     """One for each load, routing and number of replicas, by their number. Raises SettingError."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        known = {
+        rows_by_run = {
             (row["load"], row["routing"], row["replicas"]): row
             for row in rows
             if row["simulated"] is not None
         }
-        known |= {
+        rows_by_run |= {
             (row["load"], row["routing"], row["replicas"]): row
             for row in rows
             if row["simulated"] is None
@@ -56,7 +56,7 @@ def read_rows(path: Path) -> list[dict]:
         raise SettingError(
             "FILE", f"{path} holds no lines of `benchmarks.routing` with a load ({error!r})"
         ) from None
-    return sorted(known.values(), key=lambda row: row["replicas"])
+    return sorted(rows_by_run.values(), key=lambda row: row["replicas"])
 
 
 def draw(args: argparse.Namespace) -> None:
@@ -70,12 +70,14 @@ def draw(args: argparse.Namespace) -> None:
     for axes, load in zip(grid, loads, strict=True):
         for axis, (title, value) in zip(axes, PANELS.items(), strict=True):
             for place, routing in enumerate(ROUTINGS):
-                found = [row for row in rows if (row["load"], row["routing"]) == (load, routing)]
+                points = [row for row in rows if (row["load"], row["routing"]) == (load, routing)]
                 color = f"C{place}"
-                numbers = [row["replicas"] for row in found]
+                numbers = [row["replicas"] for row in points]
                 style = "--" if place % 2 else "-"  # neighbours may lie on one another
-                axis.plot(numbers, [value(row) for row in found], style, color=color, label=routing)
-                for row in found:
+                axis.plot(
+                    numbers, [value(row) for row in points], style, color=color, label=routing
+                )
+                for row in points:
                     face = color if row["simulated"] is None else "white"
                     axis.plot(
                         row["replicas"],

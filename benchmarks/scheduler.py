@@ -44,7 +44,7 @@ STEP_S = 0.02  # on the scheduler's clock
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SchedulerLoad:
     """The number of known chunks and of measured steps, and the definition of a heavy step."""
 
     gpu_chunks: int = 30_000
@@ -57,7 +57,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """Seconds by phase, and the contents of the step."""
 
     seconds: tuple[float, float, float]
@@ -78,7 +78,7 @@ class Step:
 
 
 class FilledScheduler:
-    def __init__(self, load: Load):
+    def __init__(self, load: SchedulerLoad):
         self.load = load
         shape = MODELS["llama-3-8b"]
         cost = shape.cost(
@@ -123,7 +123,7 @@ class FilledScheduler:
 
     # -- steps
 
-    def step(self) -> Step | None:
+    def step(self) -> MeasuredStep | None:
         """Plans and packs one step, then applies the one before it."""
         self.now += STEP_S
         before = self.scheduler.stats()
@@ -147,7 +147,7 @@ class FilledScheduler:
         if plan is None:
             return None
         slots_given = sum(len(update.slots) for update in plan.blocks)
-        return Step(
+        return MeasuredStep(
             seconds=(planned - start, packed - packing, applied - applying),
             generate=len(plan.generate),
             tokens=plan.tokens,
@@ -160,8 +160,8 @@ class FilledScheduler:
     def fill(self) -> None:
         """Conversations of equal length until both tiers are full, then a long reply begins in
         nearly every seat."""
-        known = self.load.gpu_chunks + self.load.host_chunks
-        while self.conversations * HISTORY_CHUNKS < known:
+        filled = self.load.gpu_chunks + self.load.host_chunks
+        while self.conversations * HISTORY_CHUNKS < filled:
             for _ in range(4):
                 self.add_new(HISTORY_CHUNKS * CHUNK_TOKENS, 1)
             self.step()
@@ -177,14 +177,14 @@ class FilledScheduler:
         while not self.scheduler.idle:
             self.step()
 
-    def plain(self) -> list[Step]:
+    def plain(self) -> list[MeasuredStep]:
         return [step for _ in range(self.load.plain_steps) if (step := self.step())]
 
-    def heavy(self, prompt_tokens: int) -> list[Step]:
+    def heavy(self, prompt_tokens: int) -> list[MeasuredStep]:
         """Two conversations return and a prompt joins in one step; the lighter steps that follow
         are left out."""
         load = self.load
-        steps: list[Step] = []
+        steps: list[MeasuredStep] = []
         while len(steps) < load.heavy_steps:
             for _ in range(2):
                 self.add_returning()
@@ -196,29 +196,29 @@ class FilledScheduler:
         return steps
 
 
-def summary(steps: Sequence[Step]) -> dict[str, float]:
+def summary(steps: Sequence[MeasuredStep]) -> dict[str, float]:
     """Median and 99th percentile by phase, milliseconds; means of the steps' contents."""
     rows = [(*step.seconds, step.total) for step in steps]
-    found: dict[str, float] = {"steps": len(steps)}
+    figures: dict[str, float] = {"steps": len(steps)}
     for name, column in zip(PHASES, zip(*rows, strict=True), strict=True):
-        found[f"{name}_ms_p50"] = round(1e3 * statistics.median(column), 4)
-        found[f"{name}_ms_p99"] = round(1e3 * statistics.quantiles(column, n=100)[98], 4)
+        figures[f"{name}_ms_p50"] = round(1e3 * statistics.median(column), 4)
+        figures[f"{name}_ms_p99"] = round(1e3 * statistics.quantiles(column, n=100)[98], 4)
     for name in ("generate", "tokens", "swap_ins", "taken_back", "copied_out", "dropped"):
-        found[name] = round(statistics.fmean(getattr(step, name) for step in steps), 1)
-    return found
+        figures[name] = round(statistics.fmean(getattr(step, name) for step in steps), 1)
+    return figures
 
 
-def show(title: str, found: dict[str, float]) -> None:
+def show(title: str, figures: dict[str, float]) -> None:
     print(
-        f"{title}: {found['steps']} steps, on average {found['generate']} generating, "
-        f"{found['tokens']} tokens, "
-        f"{found['swap_ins']} swapped in, {found['taken_back']} GPU slots taken back, "
-        f"{found['copied_out']} copied out, {found['dropped']} dropped"
+        f"{title}: {figures['steps']} steps, on average {figures['generate']} generating, "
+        f"{figures['tokens']} tokens, "
+        f"{figures['swap_ins']} swapped in, {figures['taken_back']} GPU slots taken back, "
+        f"{figures['copied_out']} copied out, {figures['dropped']} dropped"
     )
     for name in PHASES:
         print(
-            f"  {name:<6} p50 {found[f'{name}_ms_p50']:7.3f} ms   p99 "
-            f"{found[f'{name}_ms_p99']:7.3f} ms"
+            f"  {name:<6} p50 {figures[f'{name}_ms_p50']:7.3f} ms   p99 "
+            f"{figures[f'{name}_ms_p99']:7.3f} ms"
         )
 
 
@@ -239,7 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    bench = FilledScheduler(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))
+    bench = FilledScheduler(
+        SchedulerLoad(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps)
+    )
     start = time.perf_counter()
     bench.fill()
     slots = bench.scheduler.stats().slots

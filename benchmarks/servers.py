@@ -27,7 +27,7 @@ KILL_SECONDS = 10.0
 PIECE = 4 * GIB
 
 
-class Server(chat.Server):
+class MetricsServer(chat.Server):
     """The HTTP API, with the server's metrics."""
 
     def metrics(self) -> dict[str, float]:

@@ -35,10 +35,20 @@ from pensieve.scripts.command import (
 from pensieve.scripts.simulation.arrivals import Arrival, plan_arrivals
 from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, made_up, synthetic
 
-from .clients import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
+from .clients import (
+    Failed,
+    Load,
+    StreamedReply,
+    Target,
+    Window,
+    body,
+    clock,
+    load_encode,
+    open_session,
+)
 from .clocks import clock_rate, replay
 from .report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, titles
-from .servers import Server
+from .servers import MetricsServer
 from .traces import read_dialogues
 from .workload import Words, fitting, mean_turns
 
@@ -51,10 +61,10 @@ BUSY_CLIENT = 0.8
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="benchmarks.serving", description=__doc__.partition("\n")[0]
     )
-    option = made.add_argument
+    option = parser.add_argument
     option("--url", default="http://127.0.0.1:8000", help="the server (default %(default)s)")
     option("--model", metavar="NAME", help="(default: the server's first)")
     option(
@@ -68,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="name conversations in the requests (a Pensieve server)",
     )
-    workload = made.add_mutually_exclusive_group()
+    workload = parser.add_mutually_exclusive_group()
     workload.add_argument(
         "--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)"
     )
@@ -177,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--compare", type=Path, nargs="+", metavar="FILE", help="no load: show what --json wrote"
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -234,8 +244,8 @@ def compare(paths: Sequence[Path], picture: Path | None) -> None:
     curves = {path.stem: read_reports(path, "--compare") for path in paths}
     for name, reports in curves.items():
         print(f"{name}\n{titles()}")
-        for made in reports:
-            print(report_line(made))
+        for each_report in reports:
+            print(report_line(each_report))
     if picture is not None:
         plot(curves, picture)
 
@@ -247,7 +257,7 @@ class ServingBench:
         """Asks the server for its model and limits. Raises SettingError."""
         self._args = args
         try:
-            self._server = Server(args.url, args.api_key)
+            self._server = MetricsServer(args.url, args.api_key)
         except ServerError as error:
             raise SettingError("--url", str(error)) from error
         model, longest = ask_model(self._server, args.model)
@@ -301,15 +311,15 @@ class ServingBench:
                 self._measure(rate)
         else:
             low, high = self._rates
-            found = largest_rate(lambda rate: self._bears(rate, args.find_rate), low, high)
-            print("--find-rate:", found, f"with at most {args.find_rate:g} ms/token")
+            largest = largest_rate(lambda rate: self._bears(rate, args.find_rate), low, high)
+            print("--find-rate:", largest, f"with at most {args.find_rate:g} ms/token")
         if args.plot is not None:
             plot({self._target.model: self._reports}, args.plot)
 
     def _bears(self, rate: float, most_ms: float) -> bool:
-        made = self._measure(rate)
-        mean = made.ms_per_token_mean
-        return mean is not None and mean <= most_ms and made.failed_share <= FAILED_SHARE
+        measured = self._measure(rate)
+        mean = measured.ms_per_token_mean
+        return mean is not None and mean <= most_ms and measured.failed_share <= FAILED_SHARE
 
     def _measure(self, rate: float) -> RateReport:
         """One run, printed and written."""
@@ -324,7 +334,7 @@ class ServingBench:
             after = read_metrics(self._server)
             tally = load.result()
         grown = {name: after[name] - value for name, value in before.items() if name in after}
-        made = report(
+        measured = report(
             tally,
             rate=rate,
             turns=mean_turns(self._dialogues),
@@ -336,17 +346,17 @@ class ServingBench:
             gpu_seconds=grown.get(GPU_SECONDS),
             dollars_per_hour=args.gpu_dollars_per_hour,
         )
-        self._reports.append(made)
-        print(report_line(made), flush=True)
-        if made.client_busy > BUSY_CLIENT:
+        self._reports.append(measured)
+        print(report_line(measured), flush=True)
+        if measured.client_busy > BUSY_CLIENT:
             print(
-                f"the client used {made.client_busy:.0%} of a core: more --processes",
+                f"the client used {measured.client_busy:.0%} of a core: more --processes",
                 file=sys.stderr,
             )
         if args.json is not None:
             with args.json.open("a", encoding="utf-8") as lines:
-                lines.write(json_line(made, self._settings()) + "\n")
-        return made
+                lines.write(json_line(measured, self._settings()) + "\n")
+        return measured
 
     def _arrivals(self, rate: float, seconds: float) -> list[Arrival]:
         args = self._args
@@ -429,7 +439,7 @@ def read_tokenizer(path: str | None) -> Callable[[str], Sequence[int]] | None:
 # -- the server
 
 
-def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
+def ask_model(server: MetricsServer, name: str | None) -> tuple[str, int | None]:
     """The model's name, and its longest context where the server tells. Raises SettingError."""
     try:
         models = {
@@ -452,7 +462,7 @@ def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
 async def probe(target: Target, vocabulary: int) -> None:
     """Sends one small request before the run. Raises SettingError if the server cannot be
     measured."""
-    reply = Reply()
+    reply = StreamedReply()
     prompt = [index % vocabulary for index in range(PROBE_TOKENS)]
     content = body(target, prompt, PROBE_TOKENS, f"probe-{secrets.token_hex(4)}")
     try:
@@ -482,8 +492,8 @@ def source_metric(source: str) -> str:
     return f'pensieve:prompt_tokens_total{{source="{source}"}}'
 
 
-def read_metrics(server: Server) -> dict[str, float]:
-    """Returns `Server.metrics`; empty if the server has no metrics or has ended."""
+def read_metrics(server: MetricsServer) -> dict[str, float]:
+    """Returns `MetricsServer.metrics`; empty if the server has no metrics or has ended."""
     try:
         return server.metrics()
     except (ServerError, UnicodeDecodeError):

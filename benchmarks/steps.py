@@ -263,12 +263,14 @@ class Returning:
         if not self.rows:
             return {}
         times = zip(WHEN, (self.before, self.during), strict=True)
-        found = {
+        latencies = {
             f"itl_{when}_p{p}_s": float(np.percentile(each, p))
             for when, each in times
             for p in (50, 99)
         }
-        return found | {"itl_p99_rise": found["itl_during_p99_s"] / found["itl_before_p99_s"]}
+        return latencies | {
+            "itl_p99_rise": latencies["itl_during_p99_s"] / latencies["itl_before_p99_s"]
+        }
 
 
 def measure_returning(
@@ -282,7 +284,7 @@ def measure_returning(
     """Results by kind of swap-in and by other rows; `ratio` is the time to first token over the
     copy's or the compute's."""
     copy = link.swap_in * sizes.history / link.chunks
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "copy_s": copy,
         "link_gb_per_s": link.chunks * sizes.record / 1e9 / link.swap_in,
     }
@@ -292,8 +294,8 @@ def measure_returning(
                 loop = make_loop(group_layers=group_layers, gpu_kv_chunks=sizes.returning[rows])
                 turns = Returning(device, loop, sizes, args, rows).measure(args.repeats)
                 turns["ratio"] = turns["ttft_s"] / max(copy, turns["compute_s"])
-                found[f"{way}_{name}"] = turns
-    return found
+                results[f"{way}_{name}"] = turns
+    return results
 
 
 def measure_gaps(
@@ -313,7 +315,7 @@ def measure_gaps(
     spans = device.steps[STEPS_IN_FLIGHT : args.steps]
     gaps = [device.seconds(before[1], after[0]) for before, after in pairwise(spans)]
     step = statistics.median(intervals(steps))
-    found = {
+    columns = {
         "rows": args.gap_rows,
         "steps": args.steps,
         "step_s": step,
@@ -324,7 +326,7 @@ def measure_gaps(
         "idle_share": sum(gaps) / device.seconds(spans[0][1], spans[-1][1]),
         "late_launches": late,
     }
-    return found | {
+    return columns | {
         f"host_{phase}_s": statistics.median(getattr(step, phase) for step in steps)
         for phase in PHASES
     }
@@ -334,9 +336,11 @@ def measure_gaps(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="benchmarks.steps", description=__doc__.partition("\n")[0])
-    add_counts(made, COUNTS)
-    option = made.add_argument
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.steps", description=__doc__.partition("\n")[0]
+    )
+    add_counts(parser, COUNTS)
+    option = parser.add_argument
     option(
         "--parts",
         type=parts_type(PARTS),
@@ -344,7 +348,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help=f"of {','.join(PARTS)} (default: all)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -391,11 +395,11 @@ def measure(device: Timed, engine: Engine, sizes: StepPools, args: argparse.Name
     )
     if "copies" in args.parts:
         speeds = link_speeds(copies, sizes.record)
-        found = {"chunks": copies[-1].chunks, "gb_per_s": speeds}
+        result = {"chunks": copies[-1].chunks, "gb_per_s": speeds}
         show(
             "steps_copies",
             "copies, GB/s by layers a piece: in alone, out alone, each while both run",
-            found,
+            result,
             speeds,
         )
     if "returning" in args.parts:

@@ -55,8 +55,8 @@ from pensieve.scripts.command import check_least, exit_status
 
 from .loop import (
     SPARE_CHUNKS,
-    Answer,
     Loop,
+    LoopAnswer,
     Pools,
     Timed,
     add_counts,
@@ -70,7 +70,7 @@ from .steps import measure_costs
 
 # of a history's tokens must have been where they were to be: a chunk or two may be shared with
 # others
-FOUND = 0.9
+LEAST_SHARE = 0.9
 
 
 class MemoryDisk:
@@ -143,19 +143,19 @@ class Disk(NamedTuple):
     calls: SystemCalls = SystemCalls()
 
 
-class Turn(NamedTuple):
+class FirstToken(NamedTuple):
     """Seconds to a turn's first token, and where its prompt came from."""
 
     seconds: float
     usage: Usage
 
 
-def quickest(turns: Sequence[Turn]) -> float:
+def quickest(turns: Sequence[FirstToken]) -> float:
     """Seconds of the fastest turn without the first: other users of the machine only add time."""
     return min(turn.seconds for turn in turns[1:])
 
 
-def ask(loop: Loop, prompts: Sequence[array[int]], tier: str | None, tokens: int) -> Turn:
+def ask(loop: Loop, prompts: Sequence[array[int]], tier: str | None, tokens: int) -> FirstToken:
     """All at once: until the last first token, with that prompt's usage. InvariantError if not
     almost `tokens` of each prompt's tokens came from there (a name in `Usage`)."""
     loop.drain()
@@ -164,15 +164,15 @@ def ask(loop: Loop, prompts: Sequence[array[int]], tier: str | None, tokens: int
     loop.run_until(lambda: all(answer.usage is not None for answer in answers))
     for answer in answers:
         usage = answer.usage or Usage()
-        if tier is not None and getattr(usage, tier) < FOUND * tokens:
+        if tier is not None and getattr(usage, tier) < LEAST_SHARE * tokens:
             raise InvariantError(
                 f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}"
             )
     last = max(answers, key=lambda answer: answer.began)
-    return Turn(last.began - started, last.usage or Usage())
+    return FirstToken(last.began - started, last.usage or Usage())
 
 
-class Load(NamedTuple):
+class TurnLoad(NamedTuple):
     """`turns` first turns of conversations, `rows` at a time: tokens of a prompt, and of a
     reply."""
 
@@ -245,7 +245,7 @@ class Tiers:
     ) -> list[dict[str, float]]:
         """Seconds to the first token by how many tokens are new, with the history on HOST alone and
         on the GPU."""
-        found = []
+        rows = []
         with self.loop(always_load(self.cost), group_layers=group_layers) as loop:
             self.fill(loop)
             for new in news:
@@ -254,14 +254,16 @@ class Tiers:
                     for batch in self._batches()
                 ]
                 host, gpu = (quickest(tier) for tier in zip(*turns, strict=True))
-                found.append({"new_tokens": new, "host_s": host, "gpu_s": gpu})
-        return found
+                rows.append({"new_tokens": new, "host_s": host, "gpu_s": gpu})
+        return rows
 
     def _batches(self) -> Iterator[Sequence[array[int]]]:
         for first in range(0, len(self.histories), self.rows):
             yield self.histories[first : first + self.rows]
 
-    def _ask(self, loop: Loop, histories: Sequence[array[int]], new: int, tier: str | None) -> Turn:
+    def _ask(
+        self, loop: Loop, histories: Sequence[array[int]], new: int, tier: str | None
+    ) -> FirstToken:
         return ask(
             loop, [history + loop.random_ids(new) for history in histories], tier, self.tokens
         )
@@ -285,7 +287,7 @@ class Tiers:
         read = statistics.mean(turn.usage.disk for turn in turns[1:]) / self.tokens
         return quickest(turns), read
 
-    def saving(self, load: Load, disk: Disk | None = None, **how: Any) -> dict[str, float]:
+    def saving(self, load: TurnLoad, disk: Disk | None = None, **how: Any) -> dict[str, float]:
         """Measures turns with these fields of `SchedulerConfig`:
 
         seconds            until the last turn's end was sent
@@ -299,7 +301,7 @@ class Tiers:
         saved              chunks
         """
         with self.loop(self.cost, disk, **how) as loop:
-            turns: list[tuple[float, Answer]] = []
+            turns: list[tuple[float, LoopAnswer]] = []
             while (ended := sum(answer.done for _, answer in turns)) < load.turns:
                 while len(turns) < min(load.turns, ended + load.rows):
                     at = time.perf_counter()
@@ -347,15 +349,17 @@ class Split:
     """A prompt of `batch`: known tokens in whole chunks, the other ones new. Caches in chunks: the
     GPU's for a batch, HOST's for all of them with what two turns add."""
 
-    def __init__(self, args: argparse.Namespace, known: int, new: int):
+    def __init__(self, args: argparse.Namespace, stored: int, new: int):
         size = args.chunk_tokens
-        self.name = f"{known * args.prompt // 10}/{new * args.prompt // 10}"
-        self.known = max(1, round(known * args.prompt / 10 / size))
-        self.new = max(1, (known + new) * args.prompt // 10 - self.known * size)
+        self.name = f"{stored * args.prompt // 10}/{new * args.prompt // 10}"
+        self.stored = max(1, round(stored * args.prompt / 10 / size))
+        self.new = max(1, (stored + new) * args.prompt // 10 - self.stored * size)
         fresh = -(-self.new // size) + 1
-        self.gpu = args.rows * (self.known + fresh) + SPARE_CHUNKS
-        self.histories = max(args.repeats + 1, 2 + self.gpu // (args.rows * self.known)) * args.rows
-        self.host = self.histories * (self.known + 2 * fresh)
+        self.gpu = args.rows * (self.stored + fresh) + SPARE_CHUNKS
+        self.histories = (
+            max(args.repeats + 1, 2 + self.gpu // (args.rows * self.stored)) * args.rows
+        )
+        self.host = self.histories * (self.stored + 2 * fresh)
 
 
 def saved_batch(args: argparse.Namespace, prompt: int) -> int:
@@ -403,14 +407,14 @@ def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
     chunks = tiers.tokens // tiers.config.chunk_tokens
     (memory,) = tiers.from_memory([new])
     tiers.write(disk)
-    found = {
+    times = {
         "gpu_s": memory["gpu_s"],
         "host_s": memory["host_s"],
         "recomputed_s": tiers.recomputed(new),
     }
-    found["disk_s"], _ = tiers.from_disk(disk, cost, "load", new)
-    found["chosen_s"], read = tiers.from_disk(disk, cost, "chosen", new)
-    spared = found["recomputed_s"] - found["host_s"]
+    times["disk_s"], _ = tiers.from_disk(disk, cost, "load", new)
+    times["chosen_s"], read = tiers.from_disk(disk, cost, "chosen", new)
+    spared = times["recomputed_s"] - times["host_s"]
     if spared <= 0:
         raise SettingError(
             "--history",
@@ -420,7 +424,7 @@ def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
     recompute = sum(
         cost.recompute((chunk + 1) * tiers.config.chunk_tokens) for chunk in range(chunks)
     )
-    return found | {
+    return times | {
         "chosen_read": read,
         "disk_read_gb_per_s": cost.disk_read_bytes_per_s / 1e9,
         "kv_bytes_per_token": size / tiers.tokens,
@@ -435,18 +439,18 @@ def measure_sweep(tiers: Tiers, directory: Path, new: int, even: float) -> list[
     memory = MemoryDisk()
     disk = Disk(directory, memory.calls)
     tiers.write(disk)
-    found = []
+    rows = []
     for times in SPEEDS:
         memory.bytes_per_s = speed = times * even * 1e9
         cost = replace(tiers.cost, disk_read_bytes_per_s=speed)
         ways = {belief: tiers.from_disk(disk, cost, belief, new) for belief in BELIEFS}
         better = min(ways["load"][0], ways["recompute"][0])
-        found.append(
+        rows.append(
             {"gb_per_s": speed / 1e9, "of_break_even": times}
             | {f"{belief}_s": seconds for belief, (seconds, _) in ways.items()}
             | {"read": ways["chosen"][1], "ratio": ways["chosen"][0] / better}
         )
-    return found
+    return rows
 
 
 def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[dict[str, float]]]:
@@ -461,15 +465,17 @@ def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[d
 def measure_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
     """By split: seconds to the last first token of `--rows` prompts at once, and of copying their
     known tokens in."""
-    found = []
+    rows = []
     for split in (Split(args, *tenths) for tenths in SPLITS):
-        histories = random_histories(tiers.engine, split.histories, split.known * args.chunk_tokens)
-        longest = split.known * args.chunk_tokens + split.new + 1
+        histories = random_histories(
+            tiers.engine, split.histories, split.stored * args.chunk_tokens
+        )
+        longest = split.stored * args.chunk_tokens + split.new + 1
         config = replace(tiers.config, gpu_kv_chunks=split.gpu, max_model_len=longest)
         batch = replace(tiers, config=config, histories=histories, rows=args.rows)
         (memory,) = batch.from_memory([split.new])
-        copied = args.rows * split.known * tiers.copy.swap_in / tiers.copy.chunks
-        found.append(
+        copied = args.rows * split.stored * tiers.copy.swap_in / tiers.copy.chunks
+        rows.append(
             {
                 "split": split.name,
                 "recomputed_s": batch.recomputed(split.new),
@@ -477,16 +483,16 @@ def measure_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]
                 "copy_in_s": copied,
             }
         )
-    return found
+    return rows
 
 
 def measure_saved_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds for a turn, by its prompt: if its KV is dropped, if it is copied to HOST beside other
     turns, and of the copy alone. What the copies beside cost is shared among the turns that were
     copied before the run's end."""
-    found = []
+    rows = []
     for tenths in SAVED:
-        load = Load(args.turns, args.rows, tenths * args.prompt // 10, args.reply)
+        load = TurnLoad(args.turns, args.rows, tenths * args.prompt // 10, args.reply)
         gpu = saved_batch(args, load.prompt)
         longest = load.prompt + load.reply
         runs = [
@@ -500,7 +506,7 @@ def measure_saved_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str
         chunks = longest // args.chunk_tokens
         alone = dropped["seconds"] / load.turns
         copied = max(1, kept["copied_out"] / chunks)
-        found.append(
+        rows.append(
             {
                 "prompt": load.prompt,
                 "dropped_s": alone,
@@ -509,16 +515,18 @@ def measure_saved_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str
                 "copied_turns": copied,
             }
         )
-    return found
+    return rows
 
 
 # The command.
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="benchmarks.tiers", description=__doc__.partition("\n")[0])
-    add_counts(made, COUNTS)
-    option = made.add_argument
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tiers", description=__doc__.partition("\n")[0]
+    )
+    add_counts(parser, COUNTS)
+    option = parser.add_argument
     option(
         "--disk-dir",
         type=Path,
@@ -533,7 +541,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help=words,
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -596,16 +604,16 @@ def measure(tiers: Tiers, sizes: TierPools, args: argparse.Namespace, directory:
     )
     print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
     if "tiers" in args.parts:
-        found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
+        results = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
         title = (
             f"a turn of {args.new_tokens} tokens, {args.history} tokens of history: first token by "
             "tier, break-even"
         )
-        rows = [{"what": name, "found": value} for name, value in found.items()]
-        show("tiers_tiers", title, {"history": tiers.tokens, **found, **about}, rows)
+        rows = [{"what": name, "found": value} for name, value in results.items()]
+        show("tiers_tiers", title, {"history": tiers.tokens, **results, **about}, rows)
     if "sweep" in args.parts:
         swept = measure_sweep(
-            tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"]
+            tiers, _own(directory, "sweep"), args.new_tokens, results["break_even_gb_per_s"]
         )
         worst = max(speed["ratio"] for speed in swept)
         title = (
@@ -624,7 +632,7 @@ def measure(tiers: Tiers, sizes: TierPools, args: argparse.Namespace, directory:
         ]
         show("tiers_preload", title, {"history": tiers.tokens, "by_group_layers": preloads}, rows)
     if "saving" in args.parts:
-        load = Load(args.turns, args.rows, args.prompt, args.reply)
+        load = TurnLoad(args.turns, args.rows, args.prompt, args.reply)
         modes = {
             mode: tiers.saving(
                 load, Disk(_own(directory, mode)), save=mode, gpu_kv_chunks=sizes.saving
@@ -635,7 +643,7 @@ def measure(tiers: Tiers, sizes: TierPools, args: argparse.Namespace, directory:
             f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} "
             "out, by --save"
         )
-        rows = [{"save": mode} | found for mode, found in modes.items()]
+        rows = [{"save": mode} | results for mode, results in modes.items()]
         show("tiers_saving", title, {**load._asdict(), "modes": modes}, rows)
     if "batch" in args.parts:
         splits = measure_batch(tiers, args)

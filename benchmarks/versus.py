@@ -125,10 +125,10 @@ CONNECTORS: dict[str, tuple[str, dict[str, Any]] | None] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="versus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    option = made.add_argument
+    option = parser.add_argument
     option("--workload", choices=PRESETS, default="chats", help="(default %(default)s)")
     option(
         "--servers",
@@ -214,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="for all of it; other rates are left out",
     )
-    report = made.add_argument_group("instead of a run, what runs have appended")
+    report = parser.add_argument_group("instead of a run, what runs have appended")
     report.add_argument(
         "--report", type=Path, nargs="+", metavar="FILE", help="print the table of these"
     )
@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
         help="put it into this Markdown file, between its marks",
     )
     report.add_argument("--plot", type=Path, metavar="FILE", help="draw it (matplotlib)")
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,7 +241,7 @@ def tell(args: argparse.Namespace) -> None:
     print(write_report(read_runs(args.report), args.page, args.plot))
 
 
-class Server(NamedTuple):
+class ComparedServer(NamedTuple):
     """`shown` in tables; `rates` empty: those of the run."""
 
     kind: str
@@ -250,7 +250,7 @@ class Server(NamedTuple):
     shown: str
 
     @classmethod
-    def read(cls, text: str) -> Server:
+    def read(cls, text: str) -> ComparedServer:
         """Of KIND[@RATES][:OPTIONS]; SettingError."""
         head, colon, options = text.partition(":")
         kind, _, rates = head.partition("@")
@@ -275,7 +275,9 @@ class Versus:
         self._args = args
         self._preset = preset = PRESETS[args.workload]
         self._deadline = time.monotonic() + args.seconds
-        self._servers = [Server.read(text) for text in args.servers or ("pensieve", BEST_VLLM)]
+        self._servers = [
+            ComparedServer.read(text) for text in args.servers or ("pensieve", BEST_VLLM)
+        ]
         kinds = {server.kind for server in self._servers}
         if not preset.load and args.trace is None:
             raise SettingError(
@@ -284,10 +286,10 @@ class Versus:
             )
         if args.trace is not None and not args.trace.is_file():
             raise SettingError("--trace", f"there is no {args.trace}")
-        asked = args.ramp_s, args.warm_up_s, args.measure_s
+        windows = args.ramp_s, args.warm_up_s, args.measure_s
         self._windows = [
             own if given is None else given
-            for given, own in zip(asked, preset.windows, strict=True)
+            for given, own in zip(windows, preset.windows, strict=True)
         ]
         self._rates = args.rates or preset.rates
         self._gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
@@ -358,7 +360,7 @@ class Versus:
                     kv_type,
                 )
 
-    def _engine(self, server: Server) -> tuple[Path, str]:
+    def _engine(self, server: ComparedServer) -> tuple[Path, str]:
         """The engine's directory and its pool's `--kv-cache-dtype`: the profile in it is measured
         with that type."""
         options = server.options
@@ -369,7 +371,7 @@ class Versus:
         )
         return self._model / ("engine" if kv_type == "auto" else f"engine-{kv_type}"), kv_type
 
-    def _measure(self, server: Server, about: dict[str, Any]) -> bool:
+    def _measure(self, server: ComparedServer, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
         log = self._args.work / (re.sub(r"[^\w.=-]+", "_", server.shown) + ".log")
         ready, variables = (
@@ -385,7 +387,7 @@ class Versus:
                             print(f"{server.shown}: no time left for {rate:g}", flush=True)
                             return False
                         load = self.load(server, rate, seed)
-                        said = {
+                        heading = {
                             "server": server.shown,
                             "serve": shlex.join(command),
                             "variables": variables,
@@ -393,7 +395,7 @@ class Versus:
                         self._append(
                             {
                                 **about,
-                                **said,
+                                **heading,
                                 "load": shlex.join(load),
                                 "result": self._play(load, url),
                             }
@@ -406,7 +408,7 @@ class Versus:
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def command(self, server: Server, state: Path) -> list[str]:
+    def command(self, server: ComparedServer, state: Path) -> list[str]:
         """But for the port."""
         rows = ["--max-num-seqs", str(self._preset.max_num_seqs)]
         if server.kind == "pensieve":
@@ -460,7 +462,7 @@ class Versus:
             words += ["--kv-transfer-config", json.dumps(transfer)]
         return [*self._python, str(VLLM_SERVER), *words, *rows, *server.options]
 
-    def load(self, server: Server, rate: float, seed: int) -> list[str]:
+    def load(self, server: ComparedServer, rate: float, seed: int) -> list[str]:
         """benchmarks.serving's options: equal for all servers, except that Pensieve gets the
         conversations' names."""
         args = self._args
@@ -517,19 +519,19 @@ def vllm_python(path: Path | None) -> tuple[list[str], dict[str, str]]:
 
 def vllm_versions(python: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
     """SettingError if vLLM is missing."""
-    asked = subprocess.run(
+    completed = subprocess.run(
         [*python, "-c", VERSIONS], env={**os.environ, **variables}, capture_output=True, text=True
     )
-    if asked.returncode:
-        raise SettingError("--vllm", f"{asked.stderr.strip().splitlines()[-1]}: {NO_VLLM}")
-    versions: dict[str, str] = json.loads(asked.stdout)
+    if completed.returncode:
+        raise SettingError("--vllm", f"{completed.stderr.strip().splitlines()[-1]}: {NO_VLLM}")
+    versions: dict[str, str] = json.loads(completed.stdout)
     return versions
 
 
 def revision() -> str:
     words = ["git", "describe", "--always", "--dirty", "--tags"]
-    asked = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
+    completed = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return completed.stdout.strip() or "unknown"
 
 
 def measure_machine(device: str) -> dict[str, Any]:

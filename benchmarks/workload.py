@@ -52,13 +52,13 @@ class Words:
 
     def input(self, arrival: Arrival, turn: int) -> list[int]:
         """What is new in the prompt of this turn."""
-        said: list[int] = []
+        tokens: list[int] = []
         for place, piece in enumerate(arrival.dialogue.inputs[turn]):
             if isinstance(piece, array):
-                said += piece
+                tokens += piece
             else:
-                said += self._made_up(piece, arrival, f"{turn} {place}")
-        return said
+                tokens += self._made_up(piece, arrival, f"{turn} {place}")
+        return tokens
 
     def history(self, arrival: Arrival) -> list[int]:
         """The prompt of the first request: the log of the earlier turns, with made-up replies, and

@@ -48,18 +48,18 @@ OTHER_PROGRAMS = {
 NOT_BUILT = {"--read-buffer-layers"}  # the pages say why
 
 
-def known_options() -> set[str]:
+def built_options() -> set[str]:
     """Options of all parsers, by the literals in the code; a flag may be switched off too."""
-    known = {"--help"}
+    all_options = {"--help"}
     for room in (*ROOMS, "deploy"):
         for source in (ROOT / room).rglob("*.py"):
             text = source.read_text()
-            known.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))
+            all_options.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
-            known.update(f"--no-{flag}" for flag in flags)
+            all_options.update(f"--no-{flag}" for flag in flags)
     actions = [*options.parser()._actions, *steps.parser()._actions, *tiers.parser()._actions]
-    made = (option for action in actions for option in action.option_strings)
-    return known.union(made)  # these it makes from a table
+    from_table = (option for action in actions for option in action.option_strings)
+    return all_options.union(from_table)  # these it makes from a table
 
 
 def test_the_page_of_options_is_current():
@@ -68,10 +68,10 @@ def test_the_page_of_options_is_current():
 
 
 def test_every_option_that_a_page_names_exists():
-    known = known_options().union(NOT_BUILT, *OTHER_PROGRAMS.values())
+    options = built_options().union(NOT_BUILT, *OTHER_PROGRAMS.values())
     named = {(page.name, option) for page in PAGES for option in OPTION.findall(page.read_text())}
     assert len(named) > 100
-    assert not sorted((page, option) for page, option in named if option not in known)
+    assert not sorted((page, option) for page, option in named if option not in options)
 
 
 def test_every_script_that_a_page_names_exists():

@@ -61,10 +61,10 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def imported(module: str, path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("pensieve.") for alias in node.names}
+            names |= {alias.name.removeprefix("pensieve.") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: -node.level] if node.level else []
             source = (
@@ -72,8 +72,8 @@ def imported(module: str, path: Path) -> set[str]:
                 .strip(".")
                 .removeprefix("pensieve.")
             )
-            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:

@@ -36,7 +36,7 @@ from pensieve.scripts.command import (
 from pensieve.scripts.simulation.models import read_profile
 from pensieve.scripts.simulation.traces import ChatStatistics, synthetic
 
-from ..clients import Reply, Target, body, clock, open_session
+from ..clients import StreamedReply, Target, body, clock, open_session
 from ..cluster_model import Cluster
 
 CHATS = ChatStatistics(turns=5.0, input_tokens=200.0, output_tokens=16.0)
@@ -110,11 +110,11 @@ class LiveCluster:
         self, target: Target, prompt: list[int], wanted: int, name: str, history: int
     ) -> list[int]:
         """Returns the reply. Raises aiohttp.ClientError and Failed."""
-        reply = Reply()
+        reply = StreamedReply()
         sent = clock()
         first = 0.0
-        asked = body(target, prompt, wanted, name)
-        async with self._http.post(f"{target.url}/v1/completions", data=asked) as response:
+        request = body(target, prompt, wanted, name)
+        async with self._http.post(f"{target.url}/v1/completions", data=request) as response:
             response.raise_for_status()
             async for data in response.content.iter_any():
                 if reply.read(data) and not first:
@@ -129,8 +129,8 @@ class LiveCluster:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="check.cluster", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    parser = argparse.ArgumentParser(prog="check.cluster", description=__doc__.partition("\n")[0])
+    option = parser.add_argument
     option("--url", action="append", required=True, help="of a server; repeated")
     option(
         "--profile",
@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="token ids are below (default %(default)s)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,16 +228,16 @@ def run(args: argparse.Namespace) -> None:
             warm_up_s=args.warm_up_s,
             seed=args.seed,
         )
-        found = {"measured": asyncio.run(measured(args, cluster, routing, sessions))}
+        both = {"measured": asyncio.run(measured(args, cluster, routing, sessions))}
         report = cluster.run(args.seconds)
-        found["simulated"] = {
+        both["simulated"] = {
             "requests": report.requests,
             "hit_percent": 100 * report.hit_rate,
             "ttft_p50": report.ttft_p50,
             "ttft_p95": report.ttft_p95,
             "ms_per_token": 1e3 * report.seconds_per_token,
         }
-        for which, values in found.items():
+        for which, values in both.items():
             print(result_line(COLUMNS, {"routing": routing, "which": which, **values}), flush=True)
 
 

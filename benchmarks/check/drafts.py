@@ -78,17 +78,17 @@ HEADER = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="drafts", description="Count the tokens that prompt lookup gives in a step."
     )
-    made.add_argument("tokenizer", metavar="TOKENIZER", help="a model's tokenizer.json")
-    made.add_argument(
+    parser.add_argument("tokenizer", metavar="TOKENIZER", help="a model's tokenizer.json")
+    parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="conversations, one a line"
     )
-    made.add_argument(
+    parser.add_argument(
         "--conversations", type=int, metavar="N", help="of each file, the first N (default: all)"
     )
-    args = made.parse_args(argv)
+    args = parser.parse_args(argv)
     return exit_status("drafts", lambda: _run(args))
 
 

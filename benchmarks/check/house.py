@@ -52,11 +52,11 @@ def _tokens(source: str) -> int:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr) and _is_text(node.value)
     }
-    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(
         token.type not in LAYOUT
         and not (token.type == tokenize.STRING and token.start in docstrings)
-        for token in found
+        for token in tokens
     )
 
 

@@ -16,8 +16,8 @@ class NotInstalled(Exception):
 
 def programs() -> Path | None:
     """The directory with `initdb`: Debian keeps it off the PATH."""
-    found = shutil.which("initdb")
-    places = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    initdb = shutil.which("initdb")
+    places = [Path(initdb).parent] if initdb else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     return places[-1] if places else None
 
 

@@ -55,7 +55,7 @@ RESTART = "restart-positions"
 That is wrong."""
 
 
-class Turn(NamedTuple):
+class QualityTurn(NamedTuple):
     """Token ids: the history and the last message with the beginning of the reply, and the reply
     itself."""
 
@@ -169,7 +169,9 @@ class Context:
         return tokens[len(prompt) :]
 
 
-def read_turns(files: list[Path], tokenizer: Tokenizer, longest: int, most: int) -> list[Turn]:
+def read_turns(
+    files: list[Path], tokenizer: Tokenizer, longest: int, most: int
+) -> list[QualityTurn]:
     """The last turns of held-out chats (`demo_model.data.split`) that end with a reply and whose
     context fits."""
     turns = []
@@ -185,12 +187,14 @@ def read_turns(files: list[Path], tokenizer: Tokenizer, longest: int, most: int)
             )
             history, prompt, whole = (tokenizer.encode(text).ids for text in texts)
             if len(history) >= LEAST_CHUNKS * CHUNK and len(whole) <= longest:
-                turns.append(Turn(len(history) // CHUNK * CHUNK, prompt, whole[len(prompt) :]))
+                turns.append(
+                    QualityTurn(len(history) // CHUNK * CHUNK, prompt, whole[len(prompt) :])
+                )
     return turns[:: max(1, len(turns) // most)][:most]
 
 
 def measure(
-    model: str, engines: tuple[Engine, Engine, Engine], turns: list[Turn], most: int
+    model: str, engines: tuple[Engine, Engine, Engine], turns: list[QualityTurn], most: int
 ) -> list[Quality]:
     """engines: in float32, in bfloat16, and in float32 with a pool in eight bits. Returns the exact
     result first; uses at most `most` tokens of each turn's reply."""
@@ -307,11 +311,11 @@ def measure_overflow(args: argparse.Namespace) -> None:
         for length in args.max_model_len:
             step = int(args.overflow_ratio * length) // CHUNK * CHUNK
             rows = held_out_rows(path, tokenizer, length + args.steps * step + 1)
-            found = perplexities(engine, rows, length, step)
+            by_mode = perplexities(engine, rows, length, step)
             tokens = len(rows) * args.steps * step
             report = {"chats": path.name, "context": length, "step": step, "tokens": tokens}
             print(
-                json.dumps(report | {mode: round(value, 3) for mode, value in found.items()}),
+                json.dumps(report | {mode: round(value, 3) for mode, value in by_mode.items()}),
                 flush=True,
             )
 
@@ -320,8 +324,8 @@ def measure_overflow(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="check.quality", description=__doc__.partition("\n")[0])
-    parts = made.add_subparsers(dest="part", required=True)
+    parser = argparse.ArgumentParser(prog="check.quality", description=__doc__.partition("\n")[0])
+    parts = parser.add_subparsers(dest="part", required=True)
     option = parts.add_parser("fp8", help="histories that come back in eight bits").add_argument
     option(
         "--chats",
@@ -367,7 +371,7 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--steps", type=int, default=4, help="truncations in a row of text (default %(default)s)"
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import check_least, exit_status
 
-from ..loop import Answer, random_ids
+from ..loop import LoopAnswer, random_ids
 from ..ranks import run_as_ranks
 from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences
 
@@ -50,8 +50,8 @@ REPLY = 16
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="check.ranks", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    parser = argparse.ArgumentParser(prog="check.ranks", description=__doc__.partition("\n")[0])
+    option = parser.add_argument
     option(
         "--engine", required=True, type=Path, nargs="+", metavar="DIR", help="of as many ranks each"
     )
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the longest prompt (default %(default)s)",
     )
     option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,7 +134,7 @@ def ask_all(
     config: SchedulerConfig,
     prompts: Sequence[array[int]],
     make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
-) -> list[Answer]:
+) -> list[LoopAnswer]:
     asker = Asker(device, engine, config, 1, 0, make_executor)
     answers = [asker.begin(prompt, REPLY) for prompt in prompts]
     asker.run_until(lambda: all(answer.done for answer in answers))
@@ -144,7 +144,7 @@ def ask_all(
 
 def ask_whole(
     directory: Path, manifest: Manifest, config: SchedulerConfig, prompts: Sequence[array[int]]
-) -> tuple[list[Answer], list[Answer]]:
+) -> tuple[list[LoopAnswer], list[LoopAnswer]]:
     """One device's answers, in the engine's precision and in float32; frees its memory
     afterwards."""
     told = []
@@ -169,7 +169,7 @@ def ask_ranks(
     directory: Path,
     config: SchedulerConfig,
     prompts: Sequence[array[int]],
-) -> list[Answer]:
+) -> list[LoopAnswer]:
     """The ranks' answers, on rank 0; an empty list on others."""
     # imported here because it imports MPI
     from pensieve.runtime.ranks.executor import RankedExecutor, follow
@@ -185,9 +185,9 @@ def ask_ranks(
 def judge(
     directory: Path,
     manifest: Manifest,
-    answers: list[Answer],
-    one: list[Answer],
-    exact: list[Answer],
+    answers: list[LoopAnswer],
+    one: list[LoopAnswer],
+    exact: list[LoopAnswer],
 ) -> int:
     """Prints a line of text and one of JSON; returns 1 if the ranks differ too much."""
     ours, theirs = off(answers, exact), off(one, exact)
@@ -200,26 +200,31 @@ def judge(
         f"off by at most {worst:.2e} (mean {np.mean(ours):.1e}), one device by {max(theirs):.2e} "
         f"(mean {np.mean(theirs):.1e}); {tolerance:.2e} is allowed"
     )
-    found = {"ranks_max": worst, "ranks_mean": float(np.mean(ours))}
-    found |= {"one_max": max(theirs), "one_mean": float(np.mean(theirs)), "tolerance": tolerance}
+    distances = {"ranks_max": worst, "ranks_mean": float(np.mean(ours))}
+    distances |= {
+        "one_max": max(theirs),
+        "one_mean": float(np.mean(theirs)),
+        "tolerance": tolerance,
+    }
     about = {"engine": directory.name, "ranks": manifest.tensor_parallel, "dtype": manifest.dtype}
     print(
-        json.dumps({"bench": "ranks_logits", **about, "passed": bool(passed), **found}), flush=True
+        json.dumps({"bench": "ranks_logits", **about, "passed": bool(passed), **distances}),
+        flush=True,
     )
     return int(not passed)
 
 
-def off(answers: list[Answer], exact: list[Answer]) -> list[float]:
+def off(answers: list[LoopAnswer], exact: list[LoopAnswer]) -> list[float]:
     """Differences of log probabilities, up to the first token at which a reply differs from the
     exact one."""
-    found = []
+    gaps = []
     for answer, right in zip(answers, exact, strict=True):
         steps = zip(answer.tokens, answer.logprobs, right.tokens, right.logprobs, strict=True)
         for token, told, right_token, right_told in steps:
-            found += differences(told, token, right_told, right_token)
+            gaps += differences(told, token, right_told, right_token)
             if token != right_token:
                 break
-    return found
+    return gaps
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ PROFILE_SECONDS = 0.02  # for each of some 50 points
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="replay", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    parser = argparse.ArgumentParser(prog="replay", description=__doc__.partition("\n")[0])
+    option = parser.add_argument
     option("--engine", type=Path, metavar="DIR", help="(default: a small model of random weights)")
     option("--sessions", type=int, default=30, metavar="N", help="(default %(default)s)")
     option(
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     option("--disk-kv-chunks", type=int, default=400, metavar="N", help="(default %(default)s)")
     option("--eviction", choices=EVICTION_POLICIES, default="lru", help="(default %(default)s)")
     option("--json", action="store_true", help="one JSON line instead of the table")
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,7 +45,7 @@ from pensieve.scheduler.types import (
 )
 from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status
 
-from ..loop import Answer, Loop, Pools, make_device, random_ids, table
+from ..loop import Loop, LoopAnswer, Pools, make_device, random_ids, table
 
 SOURCES = ("gpu", "host", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
@@ -78,7 +78,7 @@ class Way:
     to_cold: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
-    def add(self, answer: Answer, exact: Answer, cold: Answer) -> None:
+    def add(self, answer: LoopAnswer, exact: LoopAnswer, cold: LoopAnswer) -> None:
         self.count += 1
         for source in SOURCES:
             self.tokens[source] += getattr(answer.usage, source)
@@ -186,17 +186,17 @@ class Asker(Loop):
         self.tend()
         return super().step()
 
-    def ask(self, prompt: array[int], tokens: int) -> Answer:
+    def ask(self, prompt: array[int], tokens: int) -> LoopAnswer:
         answer = self.begin(prompt, tokens)
         self.run_until(lambda: answer.done)
         return answer
 
-    def begin(self, prompt: array[int], tokens: int) -> Answer:
+    def begin(self, prompt: array[int], tokens: int) -> LoopAnswer:
         """Runs the prompt with log probabilities. It has the lowest priority: if a row must be
         suspended, it is this one."""
         return self.add(prompt, tokens, SCORED, priority=1)
 
-    def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> Answer:
+    def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> LoopAnswer:
         """InvariantError if no row is suspended between the reply's first token and its last."""
         answer = self.begin(prompt, tokens)
         self.run_until(lambda: bool(answer.tokens))
@@ -223,8 +223,8 @@ class Others:
         self._asker = asker
         self._sizes = sizes
         self._histories = [asker.random_ids(history) for _ in range(sizes.histories)]
-        self._rows: list[Answer] = []
-        self._turn: Answer | None = None
+        self._rows: list[LoopAnswer] = []
+        self._turn: LoopAnswer | None = None
         self.turns = 0
         self.renew = True
         """True if rows that have ended are replaced."""
@@ -258,11 +258,11 @@ class Others:
 # The ways.
 
 
-Told = Callable[[str, int, Answer], None]
+Told = Callable[[str, int, LoopAnswer], None]
 """Takes each answer: its way, its prompt's number."""
 
 
-def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
+def check_reuse(way: str, answer: LoopAnswer, prompt: array[int], size: int) -> None:
     """InvariantError if the prompt's KV has other sources than in this way."""
     usage = answer.usage
     full = len(prompt) // size * size
@@ -354,7 +354,7 @@ def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 def in_float32(
     directory: Path, manifest: Manifest, sizes: ReusePools, prompts: Sequence[array[int]]
-) -> list[Answer]:
+) -> list[LoopAnswer]:
     """The first token of each prompt with the same weights; frees the memory afterwards."""
     config = replace(
         sizes.config(),
@@ -399,10 +399,10 @@ def measure(
     if engine.manifest.device == "cuda":
         torch.cuda.empty_cache()
     ways = {way: Way() for way in WAYS}
-    cold: dict[int, Answer] = {}
+    cold: dict[int, LoopAnswer] = {}
 
-    def tell(way: str, number: int, answer: Answer) -> None:
-        found(way, answer, prompts[number], size)
+    def tell(way: str, number: int, answer: LoopAnswer) -> None:
+        check_reuse(way, answer, prompts[number], size)
         if way == "cold":
             cold[number] = answer
         ways[way].add(answer, exact[number], cold[number])
@@ -423,8 +423,8 @@ def measure(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="check.reuse", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    parser = argparse.ArgumentParser(prog="check.reuse", description=__doc__.partition("\n")[0])
+    option = parser.add_argument
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
     option(
         "--device",
@@ -448,14 +448,14 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of a chunk (default %(default)s)",
     )
     option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
-    add_kv_cache_dtype(made)
+    add_kv_cache_dtype(parser)
     option(
         "--lower-tier-kv",
         default="same",
         choices=["same", "packed"],
         help="as `pensieve serve` (default same)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -483,8 +483,8 @@ def run(args: argparse.Namespace) -> int:
         f"{seconds:.1f} s)"
     )
     all_told = {name: {**told[name], "tokens": way.tokens} for name, way in ways.items()}
-    found = {"passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": all_told}
-    print(json.dumps({"bench": "reuse", **found}))
+    report = {"passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": all_told}
+    print(json.dumps({"bench": "reuse", **report}))
     return 1 if failed else 0
 
 

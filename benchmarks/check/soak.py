@@ -58,7 +58,7 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts.chat import ServerError
 from pensieve.scripts.command import exit_status
 
-from ..servers import Server
+from ..servers import MetricsServer
 from .postgres import NotInstalled, PrivatePostgres
 from .soak_faults import (
     LEASE,
@@ -112,10 +112,10 @@ class Life:
         while time.monotonic() < until and self.process.poll() is None:
             with self.log.open() as lines:
                 lines.seek(offset)
-                found = re.search(r"serving (\S+) on (http://\S+)", lines.read())
-            if found:
-                self.model = found[1]
-                self.server = Server(found[2], None, ANSWER_SECONDS)
+                address = re.search(r"serving (\S+) on (http://\S+)", lines.read())
+            if address:
+                self.model = address[1]
+                self.server = MetricsServer(address[2], None, ANSWER_SECONDS)
                 with contextlib.suppress(ServerError):
                     self.server.text("/ready")
                     break
@@ -238,18 +238,18 @@ class Reference:
 
 
 @dataclass
-class Conversation:
-    """`known`: the server's log equals the client's; unsure after a turn whose end did not arrive.
+class SoakConversation:
+    """`intact`: the server's log equals the client's; unsure after a turn whose end did not arrive.
     Until the time `held` (by time.monotonic()) such a turn may hold the conversation of a shared
     database: others become branches."""
 
     name: str
     log: list[int] = field(default_factory=list)
-    known: bool = False
+    intact: bool = False
     held: float = 0.0
 
 
-class Client:
+class SoakClient:
     """One step is a turn of one of its conversations, or its end."""
 
     def __init__(self, soak: Soak, number: int):
@@ -259,9 +259,9 @@ class Client:
         self._begun = 0
         self._conversations = [self._new() for _ in range(CONVERSATIONS_EACH)]
 
-    def _new(self) -> Conversation:
+    def _new(self) -> SoakConversation:
         self._begun += 1
-        return Conversation(f"client {self._number} talk {self._begun}")
+        return SoakConversation(f"client {self._number} talk {self._begun}")
 
     def step(self) -> None:
         since = time.monotonic()
@@ -281,7 +281,7 @@ class Client:
         log = conversation.log
         if len(log) > 1 and chance.random() < 0.05:
             log = log[: chance.randrange(1, len(log))]
-        server_history = log is conversation.log and conversation.known and chance.random() < 0.5
+        server_history = log is conversation.log and conversation.intact and chance.random() < 0.5
         new = [
             chance.randrange(4, self._soak.reference.vocabulary)
             for _ in range(chance.choice((1, 5, 20, 60)))
@@ -297,8 +297,8 @@ class Client:
             "return_token_ids": True,
             "return_sources": True,
         }
-        known = conversation.known
-        conversation.known = False
+        intact = conversation.intact
+        conversation.intact = False
         free = not self._soak.shared or time.monotonic() > conversation.held
         if chance.random() < 0.05:
             self._hang_up(body)
@@ -310,7 +310,7 @@ class Client:
             # Refused: the turn is not committed. Otherwise, and from a database that stops, that is
             # unknown.
             conversation.held = time.monotonic() + LEASE
-            conversation.known = known and error.status == 503 and not self._soak.shared
+            conversation.intact = intact and error.status == 503 and not self._soak.shared
             raise
         tokens = [*log, *new, *answer["choices"][0]["token_ids"]]
         self._soak.reference.check(tokens, len(log) + len(new))
@@ -321,7 +321,7 @@ class Client:
             )
         branched = len(log) < len(conversation.log)
         conversation.log = tokens
-        conversation.known = free
+        conversation.intact = free
         self._soak.took(answer["usage"]["prompt_tokens_details"], body["max_tokens"], branched)
 
     def _hang_up(self, body: dict[str, Any]) -> None:
@@ -415,7 +415,7 @@ class Soak(Stage):
 
     def _steps(self) -> list[Callable[[], None]]:
         """The steps of all threads."""
-        steps = [Client(self, number).step for number in range(CLIENTS)]
+        steps = [SoakClient(self, number).step for number in range(CLIENTS)]
         steps += [Probe(self, named).step for named in (False, True)]
         steps.append(partial(look_at_health, self))
         if "expiry" in self._faults:
@@ -465,15 +465,15 @@ class Soak(Stage):
             time.sleep(0.05)
         self.raise_failure()
         time.sleep(QUIET_SECONDS)
-        found = self.life.server.metrics()
+        metrics = self.life.server.metrics()
         until = time.monotonic() + SETTLE_SECONDS
-        while (taken := _taken(found)) and time.monotonic() < until:
+        while (taken := _taken(metrics)) and time.monotonic() < until:
             time.sleep(0.1)
-            found = self.life.server.metrics()
+            metrics = self.life.server.metrics()
         if taken:
             raise Wrong(f"slots are taken without a user: {taken}")
         self.counts["rejected records"] += int(
-            found['pensieve:kv_disk_faults_total{kind="rejected"}']
+            metrics['pensieve:kv_disk_faults_total{kind="rejected"}']
         )
         self.counts["ends"] += 1
         down.enter_context(self.watch.fault("kills"))
@@ -496,12 +496,12 @@ class Soak(Stage):
             raise Wrong(f"an exception in {self.life.log}")
 
 
-def _taken(found: dict[str, float]) -> dict[str, float]:
+def _taken(metrics: dict[str, float]) -> dict[str, float]:
     """Slots by state, of a tier in which any is in use or missing."""
     for tier, slots in (("gpu", GPU_CHUNKS), ("host", HOST_CHUNKS), ("disk", DISK_CHUNKS)):
         states = {
             name: value
-            for name, value in found.items()
+            for name, value in metrics.items()
             if "kv_slots{state=" in name and tier in name
         }
         if sum(states.values()) != slots or any(

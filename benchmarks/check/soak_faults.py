@@ -28,7 +28,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import Transcript
 from pensieve.scripts.chat import ServerError
 
-from ..servers import Server
+from ..servers import MetricsServer
 from .postgres import PrivatePostgres
 from .soak_watch import (
     CUT_OFF,
@@ -36,8 +36,8 @@ from .soak_watch import (
     LONGEST_GAP,
     LONGEST_WAIT,
     TELL_SECONDS,
+    FaultWindow,
     Watch,
-    Window,
     Wrong,
     failing_parts,
 )
@@ -76,7 +76,7 @@ class GreedyReference(Protocol):
 class RunningServer(Protocol):
     """The part of a server's life that faults need."""
 
-    server: Server
+    server: MetricsServer
     model: str
     processes: list[int]
 
@@ -534,13 +534,13 @@ class Faults:
                 raise Wrong(f"turns get {status} instead of {wanted} for {PATIENCE} s")
             time.sleep(AWAY_SECONDS)
 
-    def _until_told(self, windows: Sequence[Window]) -> None:
+    def _until_told(self, windows: Sequence[FaultWindow]) -> None:
         """Requests have met these faults: returns when /health says so."""
         parts = {part for window in windows for part in FAULTS[window.kind].parts}
         longest = self._stage.watch.longest
-        took, said = self._looked(parts.issubset)
+        took, failing = self._looked(parts.issubset)
         if took is None:
-            missing = " and ".join(sorted(parts - said))
+            missing = " and ".join(sorted(parts - failing))
             self._stage.watch.report(
                 f"/health does not tell within {TELL_SECONDS} s of a fault of {missing}"
             )
@@ -549,13 +549,13 @@ class Faults:
         for window in windows:
             window.told = time.monotonic()
 
-    def _until_untold(self, windows: Sequence[Window]) -> None:
+    def _until_untold(self, windows: Sequence[FaultWindow]) -> None:
         """Requests have found these faults gone: returns when /health says nothing of them."""
         parts = {part for window in windows for part in FAULTS[window.kind].parts}
         longest = self._stage.watch.longest
-        took, said = self._looked(parts.isdisjoint)
+        took, failing = self._looked(parts.isdisjoint)
         if took is None:
-            still = " and ".join(sorted(parts & said))
+            still = " and ".join(sorted(parts & failing))
             self._stage.watch.report(
                 f"/health still tells of a fault of {still}, {TELL_SECONDS} s after its end"
             )
@@ -568,11 +568,11 @@ class Faults:
         began = time.monotonic()
         while True:
             since = time.monotonic()
-            said = failing_parts(self._stage.life.server.ask("GET", "/health"))
-            if wanted(said):
-                return time.monotonic() - began, said
+            failing = failing_parts(self._stage.life.server.ask("GET", "/health"))
+            if wanted(failing):
+                return time.monotonic() - began, failing
             if since > began + TELL_SECONDS:
-                return None, said
+                return None, failing
             time.sleep(AWAY_SECONDS)
 
     def _turn(self) -> int:

@@ -118,7 +118,7 @@ FAULTS = {
 
 
 @dataclass
-class Window:
+class FaultWindow:
     """The time of one fault, by time.monotonic(); None: not yet.
 
     told    /health has said so
@@ -161,7 +161,7 @@ class Watch:
     """Faults in time, and what was wrong. All threads of the soak use it."""
 
     def __init__(self) -> None:
-        self.windows: list[Window] = []
+        self.windows: list[FaultWindow] = []
         self.wrong: list[str] = []
         self.excused: Counter[tuple[str, str]] = Counter()  # (fault, what)
         self.looks: Counter[str] = Counter()  # by what /health said
@@ -171,9 +171,9 @@ class Watch:
     # -- faults
 
     @contextlib.contextmanager
-    def fault(self, kind: str, lasts: float = 0.0) -> Iterator[Window]:
+    def fault(self, kind: str, lasts: float = 0.0) -> Iterator[FaultWindow]:
         """A window of this fault; `lasts`: seconds for which it still excuses after the block."""
-        window = Window(kind, time.monotonic())
+        window = FaultWindow(kind, time.monotonic())
         with self._lock:
             self.windows.append(window)
         try:
@@ -182,7 +182,7 @@ class Watch:
             if window.ended is None:
                 window.ended = time.monotonic() + lasts
 
-    def active(self, since: float, until: float) -> list[Window]:
+    def active(self, since: float, until: float) -> list[FaultWindow]:
         with self._lock:
             return [window for window in self.windows if window.overlaps(since, until)]
 
@@ -224,16 +224,16 @@ class Watch:
 
     def look(self, body: dict[str, Any], since: float, until: float) -> None:
         """Judges an answer of /health to a request sent at `since`."""
-        said = failing_parts(body)
-        self.looks[", ".join(sorted(said)) or "healthy"] += 1
+        failing = failing_parts(body)
+        self.looks[", ".join(sorted(failing)) or "healthy"] += 1
         active = self.active(since, until)
-        if HISTORIES in said and not body["histories"].get("reason"):
+        if HISTORIES in failing and not body["histories"].get("reason"):
             self.report("/health gives no reason for a fault of the histories")
         for part in (HISTORIES, DISK_TIER):
             causes = [window for window in active if part in FAULTS[window.kind].parts]
-            if part in said and not causes:
+            if part in failing and not causes:
                 self.report(f"/health tells of a fault of {part}, and there is none: {body}")
-            if part not in said and any(window.holds(since, until) for window in causes):
+            if part not in failing and any(window.holds(since, until) for window in causes):
                 self.report(f"/health does not tell any more of the fault of {part}: {body}")
 
     def _excuse(self, kind: str, what: str) -> None:
@@ -267,7 +267,7 @@ def table(watches: Mapping[str, Watch]) -> str:
             row = (name, kind, *words, len(windows), f"{seconds:.0f}", ", ".join(excused) or "none")
             head.append(f"| {' | '.join(map(str, row))} |")
     for name, watch in watches.items():
-        looks = ", ".join(f"{count} {said}" for said, count in watch.looks.items())
+        looks = ", ".join(f"{count} {state}" for state, count in watch.looks.items())
         longest = watch.longest
         head.append(
             f"\n{name}: at most {longest.gap:.2f} s between two tokens ({longest.whole_gap:.2f} s "

@@ -20,7 +20,7 @@ Exchange = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ChatWords:
     nouns: list[str]
     verbs: list[str]
     adjectives: list[str]
@@ -47,7 +47,7 @@ TOPICS = {
     for name, facts in _titled("topics.txt").items()
 }
 """A topic and its sentences. Any two or three of them, in any order, make a reply."""
-SAID = {
+REPLIES = {
     name: [line.replace("\\n", "\n") for line in text.split("\n")]
     for name, text in _titled("sentences.txt").items()
 }
@@ -56,7 +56,7 @@ SMALL_TALK = _parts("small_talk.txt")
 REMEMBER = _parts("remember.txt")
 """The user's statement, the reply, the later question, its answer, and the words that fill the
 gap."""
-HARM = SAID["harm"]
+HARM = REPLIES["harm"]
 
 SYSTEM = (
     "You are a helpful assistant.",
@@ -82,13 +82,13 @@ SUMS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def written_chats(words: Words, seed: int) -> Iterator[Chat]:
+def written_chats(words: ChatWords, seed: int) -> Iterator[Chat]:
     """Chats without end: one to about ten exchanges. In some, the user mentions a fact and asks for
     it later."""
     rng = random.Random(seed)
     while True:
         chat: Chat = []
-        told, asked = _remembered(rng) if rng.random() < 0.25 else (None, None)
+        told, question = _remembered(rng) if rng.random() < 0.25 else (None, None)
         if told:
             _say(chat, *told)
         for _ in range(rng.randint(1, 4)):
@@ -101,8 +101,8 @@ def written_chats(words: Words, seed: int) -> Iterator[Chat]:
                 _say(chat, *(rng.choice(texts) for texts in rng.choice(SMALL_TALK)))
             else:
                 _say(chat, *_any_request(words, rng))
-        if asked:
-            _say(chat, *asked)
+        if question:
+            _say(chat, *question)
         yield chat
 
 
@@ -116,7 +116,7 @@ def _topic(chat: Chat, rng: random.Random) -> None:
     name = rng.choice(list(TOPICS))
     facts = list(TOPICS[name])
     rng.shuffle(facts)
-    question = rng.choice(SAID["switch" if chat else "ask"]).format(name)
+    question = rng.choice(REPLIES["switch" if chat else "ask"]).format(name)
     go_on = rng.random() < 0.5
     while facts:
         count = rng.randint(2, 3)
@@ -124,24 +124,24 @@ def _topic(chat: Chat, rng: random.Random) -> None:
         _say(chat, question, rng.choice(OPEN) + " ".join(told) + rng.choice(CLOSE))
         if not go_on:
             return
-        question = rng.choice(SAID["more"])
+        question = rng.choice(REPLIES["more"])
     _say(chat, question, NO_MORE.format(name, rng.choice(list(TOPICS))))
 
 
 def _story(chat: Chat, rng: random.Random) -> None:
-    hero, (wish, end) = rng.choice(SAID["heroes"]), rng.choice(list(WISHES.items()))
+    hero, (wish, end) = rng.choice(REPLIES["heroes"]), rng.choice(list(WISHES.items()))
     sentences = (
-        f"Once upon a time there was a {hero} who lived {rng.choice(SAID['places'])}.",
+        f"Once upon a time there was a {hero} who lived {rng.choice(REPLIES['places'])}.",
         f"The {hero} {wish}.",
-        f"One day the {hero} met {(helper := rng.choice(SAID['helpers']))}.",
-        rng.choice(SAID["advice"]).format(
+        f"One day the {hero} met {(helper := rng.choice(REPLIES['helpers']))}.",
+        rng.choice(REPLIES["advice"]).format(
             helper.replace("an ", "the ", 1).replace("a ", "the ", 1)
         ),
         f"So the {hero} set out, and it was not easy.",
         end,
-        rng.choice(SAID["endings"]),
+        rng.choice(REPLIES["endings"]),
     )
-    _say(chat, rng.choice(SAID["story ask"]).format(hero), " ".join(sentences))
+    _say(chat, rng.choice(REPLIES["story ask"]).format(hero), " ".join(sentences))
 
 
 def _remembered(rng: random.Random) -> tuple[Exchange, Exchange]:
@@ -155,7 +155,7 @@ def _remembered(rng: random.Random) -> tuple[Exchange, Exchange]:
     )
 
 
-def _any_request(words: Words, rng: random.Random) -> Exchange:
+def _any_request(words: ChatWords, rng: random.Random) -> Exchange:
     """A question or remark about random words, and its answer."""
     noun, adjective = rng.choice(words.nouns), rng.choice(words.adjectives)
     match rng.randrange(10):
@@ -163,10 +163,12 @@ def _any_request(words: Words, rng: random.Random) -> Exchange:
             return _how(_action(words, rng), rng)
         case 2:
             thing = rng.choice((_thing(words, rng), f"{_article(noun)} {noun}"))
-            listed = "".join(f"\n{i}. {tip}" for i, tip in enumerate(rng.sample(SAID["tip"], 3), 1))
-            return rng.choice(SAID["tips"]).format(thing), rng.choice(SAID["tips open"]).format(
-                thing
-            ) + listed
+            listed = "".join(
+                f"\n{i}. {tip}" for i, tip in enumerate(rng.sample(REPLIES["tip"], 3), 1)
+            )
+            return rng.choice(REPLIES["tips"]).format(thing), rng.choice(
+                REPLIES["tips open"]
+            ).format(thing) + listed
         case 3:
             return _same(
                 "recommend", "recommended", rng, rng.choice((noun, noun, f"{adjective} {noun}"))
@@ -180,14 +182,14 @@ def _any_request(words: Words, rng: random.Random) -> Exchange:
             return _same(about, f"{about} answer", rng, noun, adjective)
         case 7:
             thing = _thing(words, rng)
-            question = rng.choice(SAID["poem"]).format(thing)
-            couplets = rng.sample(SAID["couplets"], 2)
+            question = rng.choice(REPLIES["poem"]).format(thing)
+            couplets = rng.sample(REPLIES["couplets"], 2)
             return question, "\n".join(couplets).format(thing, thing)
         case 8 if rng.random() < 0.3:
-            question = rng.choice(SAID["how"]).format(
-                f"{rng.choice(HARM)} {rng.choice(SAID['victims'])}"
+            question = rng.choice(REPLIES["how"]).format(
+                f"{rng.choice(HARM)} {rng.choice(REPLIES['victims'])}"
             )
-            return question, rng.choice(SAID["harm answer"])
+            return question, rng.choice(REPLIES["harm answer"])
         case _:
             name = rng.choice(list(SUMS))
             a = rng.randint(0, 30)
@@ -197,15 +199,15 @@ def _any_request(words: Words, rng: random.Random) -> Exchange:
 
 
 def _same(questions: str, answers: str, rng: random.Random, *gaps: str) -> Exchange:
-    return rng.choice(SAID[questions]).format(*gaps), rng.choice(SAID[answers]).format(*gaps)
+    return rng.choice(REPLIES[questions]).format(*gaps), rng.choice(REPLIES[answers]).format(*gaps)
 
 
-def _thing(words: Words, rng: random.Random) -> str:
+def _thing(words: ChatWords, rng: random.Random) -> str:
     noun = rng.choice(words.nouns)
     return rng.choice((noun, noun, f"{rng.choice(words.adjectives)} {noun}", f"the {noun}"))
 
 
-def _action(words: Words, rng: random.Random) -> str:
+def _action(words: ChatWords, rng: random.Random) -> str:
     verb, noun, adjective = (
         rng.choice(words.verbs),
         rng.choice(words.nouns),
@@ -223,7 +225,7 @@ def _article(word: str) -> str:
 
 def _how(action: str, rng: random.Random) -> Exchange:
     answer = [
-        rng.choice(SAID["how open"]).format(action),
-        *rng.sample(SAID["how on"], rng.randint(1, 2)),
+        rng.choice(REPLIES["how open"]).format(action),
+        *rng.sample(REPLIES["how on"], rng.randint(1, 2)),
     ]
-    return rng.choice(SAID["how"]).format(action), " ".join(answer)
+    return rng.choice(REPLIES["how"]).format(action), " ".join(answer)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from pensieve.scheduler.types import SettingError
 
-from .chats import HARM, SYSTEM, Chat, Words, written_chats
+from .chats import HARM, SYSTEM, Chat, ChatWords, written_chats
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
@@ -110,23 +110,23 @@ def word_chats(entries: list[Entry], seed: int) -> Iterator[Named]:
         yield name, chat
 
 
-def single_words(entries: list[Entry]) -> Words:
+def single_words(entries: list[Entry]) -> ChatWords:
     """Words of three to ten letters, each once, without those whose requests must be refused."""
     kinds = {entry.word: entry.kind for entry in entries if re.fullmatch("[a-z]{3,10}", entry.word)}
     kinds = {word: kind for word, kind in kinds.items() if word not in HARM}
     nouns, verbs, adjectives = (
         [w for w, kind in kinds.items() if kind in wanted] for wanted in ("n", "v", "as")
     )
-    return Words(nouns, verbs, adjectives)
+    return ChatWords(nouns, verbs, adjectives)
 
 
 def _meaning(word: str, kind: str, gloss: str) -> str:
     definition, *rest = gloss.split('; "')
-    said = (
+    meaning = (
         f'As {"an" if kind in "asr" else "a"} {PART_OF_SPEECH[kind]}, "{word}" means: '
         f"{definition.strip()}."
     )
-    return said + (f' For example: "{rest[0].split(chr(34))[0]}."' if rest else "")
+    return meaning + (f' For example: "{rest[0].split(chr(34))[0]}."' if rest else "")
 
 
 def split(named: list[Named]) -> tuple[list[Chat], list[Chat]]:

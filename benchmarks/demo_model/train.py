@@ -233,11 +233,11 @@ def make(kind: str, corpus: Corpus, args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="demo_model.train", description=__doc__.split("\n\n")[0])
-    made.add_argument(
+    parser = argparse.ArgumentParser(prog="demo_model.train", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
         "--output", required=True, type=Path, metavar="DIR", help="gets a directory a model"
     )
-    made.add_argument(
+    parser.add_argument(
         "--chats",
         required=True,
         type=Path,
@@ -245,54 +245,54 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="*.jsonl.gz with {conversation, messages: [{role, content}]} a line",
     )
-    made.add_argument(
+    parser.add_argument(
         "--wordnet",
         required=True,
         type=Path,
         metavar="DIR",
         help="WordNet 3.0 with data.noun ... and cntlist.rev",
     )
-    made.add_argument(
+    parser.add_argument(
         "--models",
         nargs="+",
         choices=KINDS,
         default=list(KINDS),
         help="which to train (default: both)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--steps", type=int, default=2400, help="optimizer steps (default %(default)s)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--batch-tokens", type=int, default=32768, help="tokens a step (default %(default)s)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--row-tokens",
         type=int,
         default=SHORT,
         help="tokens a row; less only to try things (default %(default)s)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--learning-rate", type=float, default=2e-3, help="at its peak (default %(default)s)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--dropout", type=float, default=0.2, help="in the residual branches (default %(default)s)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--weight-decay", type=float, default=0.1, help="of the matrices (default %(default)s)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--eval-every", type=int, default=100, metavar="STEPS", help="(default %(default)s)"
     )
-    made.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
-    made.add_argument(
+    parser.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
+    parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="(default %(default)s)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--compile", action="store_true", help="use torch.compile: slower start, faster steps"
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

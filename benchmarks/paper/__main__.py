@@ -37,8 +37,8 @@ CACHED_ONLY = ("models", "sessions", "warm_up", "sample")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="paper", description=__doc__.partition("\n")[0])
-    option = made.add_argument
+    parser = argparse.ArgumentParser(prog="paper", description=__doc__.partition("\n")[0])
+    option = parser.add_argument
     option("paper", choices=PAPERS)
     option("--figures", metavar="NUMBERS", help="comma between (default: all that can be run)")
     option("--device", choices=("cuda",), help="run what a GPU measures instead")
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--plot", type=Path, metavar="FILE", help="draw the values beside the paper's (matplotlib)"
     )
-    ours = made.add_argument_group("cachedattention, simulated")
+    ours = parser.add_argument_group("cachedattention, simulated")
     option = ours.add_argument
     models = ",".join(cachedattention.MODELS)
     option("--models", default=models, metavar="NAMES", help="(default %(default)s)")
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="one session in N on its share of everything (default 1)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,14 +134,16 @@ def tell(args: argparse.Namespace) -> None:
 def numbers(args: argparse.Namespace) -> list[str]:
     """The figures to run. Raises SettingError."""
     if args.device:
-        known = sorted(
+        all_numbers = sorted(
             {number for one in device.MEASUREMENTS[args.paper] for number in one.figures}
         )
     else:
-        known = list(pensieve.FIGURES if args.paper == "pensieve" else cachedattention.FIGURES)
-    chosen = args.figures.split(",") if args.figures else known
-    if unknown := [number for number in chosen if number not in known]:
-        raise SettingError("--figures", f"{unknown[0]!r} is none of {', '.join(known)}")
+        all_numbers = list(
+            pensieve.FIGURES if args.paper == "pensieve" else cachedattention.FIGURES
+        )
+    chosen = args.figures.split(",") if args.figures else all_numbers
+    if unknown := [number for number in chosen if number not in all_numbers]:
+        raise SettingError("--figures", f"{unknown[0]!r} is none of {', '.join(all_numbers)}")
     if args.device and args.engine is None and device.needs_engine(args.paper, chosen):
         raise SettingError("--engine", "is needed for these figures: build_engine makes one")
     return chosen
@@ -203,13 +205,13 @@ def missing_runs(
     key: dict,
 ) -> None:
     """Runs the cases that no record has, and appends them."""
-    known = [record["case"] for record in read_records(files, args.paper) if same_run(record, key)]
-    done = {type(cases[0])(**case) for case in known} if cases else set()
+    stored = [record["case"] for record in read_records(files, args.paper) if same_run(record, key)]
+    done = {type(cases[0])(**case) for case in stored} if cases else set()
     missing = [case for case in dict.fromkeys(cases) if case not in done]
     with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(missing)))) as pool:
-        for case, found in zip(missing, pool.imap(run, missing), strict=True):
-            said = {"paper": args.paper, "how": "simulated", "date": today(), **key}
-            append(files[-1], {**said, "case": asdict(case), "found": found})
+        for case, result in zip(missing, pool.imap(run, missing), strict=True):
+            heading = {"paper": args.paper, "how": "simulated", "date": today(), **key}
+            append(files[-1], {**heading, "case": asdict(case), "found": result})
 
 
 def same_run(record: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
@@ -248,7 +250,7 @@ def cached_cases(args: argparse.Namespace, chosen: Sequence[str], files: Sequenc
     ]
     if args.trace:
         cases = [replace(case, trace=str(args.trace)) for case in cases]
-    run = partial(cachedattention.found, args.sessions, args.warm_up, args.sample)
+    run = partial(cachedattention.simulate_case, args.sessions, args.warm_up, args.sample)
     missing_runs(args, files, cases, run, cached_key(args))
 
 
@@ -260,16 +262,18 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
     trace = str(args.trace or "")
     if args.paper == "pensieve":
         runs = {
-            pensieve.Case(**record["case"]): record["found"]
+            pensieve.PensieveCase(**record["case"]): record["found"]
             for record in records
             if "case" in record
         }
-        runs = {replaced(case): found for case, found in runs.items() if case.trace == trace}
+        runs = {replaced(case): values for case, values in runs.items() if case.trace == trace}
         simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)
     else:
         key = cached_key(args)
         reports = {
-            cachedattention.Case(**record["case"]): cachedattention.read_report(record["found"])
+            cachedattention.CachedAttentionCase(**record["case"]): cachedattention.read_report(
+                record["found"]
+            )
             for record in records
             if same_run(record, key)
         }
@@ -280,12 +284,12 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
         simulated = cachedattention.values(reports)
     computed = cachedattention.COMPUTED if args.paper == "cachedattention" else ()
     figures = read_figures(args.paper)
-    found = gathered(simulated, records, computed)
-    print(text := table(figures, found))
+    values = gathered(simulated, records, computed)
+    print(text := table(figures, values))
     if args.page:
         write_page(args.page, text)
     if args.plot:
-        draw(figures, found, args.plot)
+        draw(figures, values, args.plot)
 
 
 def replaced(case: Any) -> Any:

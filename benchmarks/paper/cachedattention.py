@@ -80,7 +80,7 @@ PLAIN = ("lru-plain", "fifo-plain")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CachedAttentionCase:
     """One run. Without `reuse` every turn computes its whole history. `gpu_cache`: None: all of the
     GPUs' memory."""
 
@@ -97,39 +97,49 @@ class Case:
     trace: str = ""
 
 
-def recomputed(model: str) -> Case:
-    return Case(model, host=0, disk=0, reuse=False)
+def recomputed(model: str) -> CachedAttentionCase:
+    return CachedAttentionCase(model, host=0, disk=0, reuse=False)
 
 
-def pensieves(model: str, **how: Any) -> Case:
+def pensieves(model: str, **how: Any) -> CachedAttentionCase:
     """With the policy, queue and memory that Pensieve has by default."""
-    return Case(model, "retention", order="bounded-ratio", gpu_cache=None, **how)
+    return CachedAttentionCase(model, "retention", order="bounded-ratio", gpu_cache=None, **how)
 
 
-def best(model: str) -> list[Case]:
-    return [Case(model), recomputed(model)]
+def best(model: str) -> list[CachedAttentionCase]:
+    return [CachedAttentionCase(model), recomputed(model)]
 
 
-def only_13b(*cases: Case) -> Callable[[str], list[Case]]:
+def only_13b(*cases: CachedAttentionCase) -> Callable[[str], list[CachedAttentionCase]]:
     return lambda model: list(cases) if model == "llama-13b" else []
 
 
-FIGURES: dict[str, Callable[[str], list[Case]]] = {
+FIGURES: dict[str, Callable[[str], list[CachedAttentionCase]]] = {
     **dict.fromkeys(("13", "14", "15", "16", "17"), best),
     **dict.fromkeys(("18", "19", "20"), lambda model: []),  # arithmetic, see overlap.py
     "21": only_13b(
         *(
-            Case("llama-13b", policy, disk=disk)
+            CachedAttentionCase("llama-13b", policy, disk=disk)
             for disk in (2 * TB, 10 * TB)
-            for policy in (Case("").policy, *PLAIN)
+            for policy in (CachedAttentionCase("").policy, *PLAIN)
         )
     ),
-    "22": lambda model: [Case(model), Case(model, overflow=RECOMPUTE)],
+    "22": lambda model: [
+        CachedAttentionCase(model),
+        CachedAttentionCase(model, overflow=RECOMPUTE),
+    ],
     "23": only_13b(
-        *(Case("llama-13b", disk=disk) for disk in (2 * TB, 29 * TB // 10, 74 * TB // 10, 10 * TB))
+        *(
+            CachedAttentionCase("llama-13b", disk=disk)
+            for disk in (2 * TB, 29 * TB // 10, 74 * TB // 10, 10 * TB)
+        )
     ),
-    "24": lambda model: [Case(model, host=0, disk=0), Case(model, disk=0), Case(model)],
-    "25": only_13b(*(Case("llama-13b", rate=rate) for rate in RATES)),
+    "24": lambda model: [
+        CachedAttentionCase(model, host=0, disk=0),
+        CachedAttentionCase(model, disk=0),
+        CachedAttentionCase(model),
+    ],
+    "25": only_13b(*(CachedAttentionCase("llama-13b", rate=rate) for rate in RATES)),
     "default": lambda model: [pensieves(model), pensieves(model, disk=2 * TB)],
     "save": lambda model: [pensieves(model, save="sync")] if model == "llama-65b" else [],
 }
@@ -149,7 +159,7 @@ def chats(conversations: int, rate: float, model: Paper, trace: str = "") -> lis
     if trace:
         draw = random.Random(0)
         starts = poisson(rate, random.Random(1))
-        known = [
+        recorded = [
             tuple(
                 turn._replace(input_tokens=min(turn.input_tokens, model.window // 2))
                 for turn in session.turns
@@ -157,7 +167,7 @@ def chats(conversations: int, rate: float, model: Paper, trace: str = "") -> lis
             for session in read_trace(Path(trace), sessions_per_s=rate, seed=0)
         ]
         sessions = [
-            Session(f"s{n}", next(starts), draw.choice(known)) for n in range(conversations)
+            Session(f"s{n}", next(starts), draw.choice(recorded)) for n in range(conversations)
         ]
     else:
         sessions = synthetic(
@@ -211,7 +221,7 @@ def profile(model: Paper, sample: int = 1, machine: Machine = A100) -> CostProfi
     )
 
 
-def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report:
+def run(case: CachedAttentionCase, conversations: int, warm_up: int, sample: int = 1) -> Report:
     """Runs one of `sample` sessions, with its share of all resources; `busy_s` is scaled to all
     turns."""
     model = MODELS[case.model]
@@ -249,7 +259,9 @@ def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report
     return replace(report, busy_s=report.busy_s / sample)
 
 
-def found(conversations: int, warm_up: int, sample: int, case: Case) -> dict[str, Any]:
+def simulate_case(
+    conversations: int, warm_up: int, sample: int, case: CachedAttentionCase
+) -> dict[str, Any]:
     """`run`'s report, as `read_report` takes it."""
     return asdict(run(case, conversations, warm_up, sample))
 
@@ -258,8 +270,8 @@ def hit_shares(report: Report) -> tuple[float, float, float]:
     """The shares of previously computed prompt tokens that were found on the GPU, on HOST and on
     DISK."""
     usage = report.usage
-    known = max(1, usage.cached + usage.recomputed)
-    return usage.gpu / known, usage.host / known, usage.disk / known
+    history = max(1, usage.cached + usage.recomputed)
+    return usage.gpu / history, usage.host / history, usage.disk / history
 
 
 def gpu_hours(report: Report) -> float:
@@ -268,13 +280,13 @@ def gpu_hours(report: Report) -> float:
     return report.busy_s / 3600 * 1000 / report.requests
 
 
-def dollars(case: Case, report: Report) -> tuple[float, float]:
+def dollars(case: CachedAttentionCase, report: Report) -> tuple[float, float]:
     """Per 1,000 turns, for GPUs and for storage, each for as long as the GPUs are busy."""
     storage = (case.host * HOST_GB_HOUR + case.disk * DISK_GB_HOUR) / 10**9
     return gpu_hours(report) * MODELS[case.model].gpus * GPU_HOUR, gpu_hours(report) * storage
 
 
-def first_token_s(case: Case, report: Report, machine: Machine) -> float:
+def first_token_s(case: CachedAttentionCase, report: Report, machine: Machine) -> float:
     """Mean seconds to prefill one turn's prompt alone, without its wait: unknown tokens are
     computed while known ones are loaded. The paper's TTFT is this time
     (docs/measured/cachedattention.md)."""
@@ -288,80 +300,86 @@ def first_token_s(case: Case, report: Report, machine: Machine) -> float:
     )
 
 
-def read_report(found: Mapping[str, Any]) -> Report:
-    return Report(**{**found, "usage": Usage(**found["usage"])})
+def read_report(fields: Mapping[str, Any]) -> Report:
+    return Report(**{**fields, "usage": Usage(**fields["usage"])})
 
 
 # -- the figures' values
 
 
-def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
+def values(reports: Mapping[CachedAttentionCase, Report]) -> dict[str, dict[str, float]]:
     """By figure and claim, of the runs that are there; as claims.json names them."""
-    found: defaultdict[str, dict[str, float]] = defaultdict(dict, overlap_values())
+    figures: defaultdict[str, dict[str, float]] = defaultdict(dict, overlap_values())
     hits = {case: 100 * report.full_hits / report.requests for case, report in reports.items()}
     for model in MODELS:
-        case = Case(model)
+        case = CachedAttentionCase(model)
         none = recomputed(model)
         if case not in hits:
             continue
-        found["13"][model] = hits[case]
+        figures["13"][model] = hits[case]
         for name, other in (
-            ("GPU", Case(model, host=0, disk=0)),
-            ("GPU and host", Case(model, disk=0)),
+            ("GPU", CachedAttentionCase(model, host=0, disk=0)),
+            ("GPU and host", CachedAttentionCase(model, disk=0)),
         ):
             if other in hits:
-                found["24"][f"{model}, {name}"] = hits[other]
-        if (other := Case(model, overflow=RECOMPUTE)) in hits:
-            found["22"][model] = hits[case] - hits[other]
-        found["17"][f"{model}, storage, % of the cost"] = storage_percent(case, reports[case])
+                figures["24"][f"{model}, {name}"] = hits[other]
+        if (other := CachedAttentionCase(model, overflow=RECOMPUTE)) in hits:
+            figures["22"][model] = hits[case] - hits[other]
+        figures["17"][f"{model}, storage, % of the cost"] = storage_percent(case, reports[case])
         if none in reports:
             for number, value in _against(case, none, reports).items():
-                found[number][model] = value
+                figures[number][model] = value
             for number, value in _against(case, none, reports, H200).items():
-                found[number][f"{model}, H200's costs"] = value
-    names = {Case("").policy: "CA", "lru-plain": "LRU", "fifo-plain": "FIFO"}
+                figures[number][f"{model}, H200's costs"] = value
+    names = {CachedAttentionCase("").policy: "CA", "lru-plain": "LRU", "fifo-plain": "FIFO"}
     for case, hit in hits.items():
-        if case == Case("llama-13b", case.policy, disk=case.disk) and case.policy in names:
+        if (
+            case == CachedAttentionCase("llama-13b", case.policy, disk=case.disk)
+            and case.policy in names
+        ):
             setting = f"{names[case.policy]}, {case.disk / TB:g} TB"
-            found["21"][setting] = hit
+            figures["21"][setting] = hit
             gpu, host, disk = hit_shares(reports[case])
             if case.disk == 10 * TB:
-                found["21"][f"{setting}, hits found on HOST or GPU, %"] = (
+                figures["21"][f"{setting}, hits found on HOST or GPU, %"] = (
                     100 * (gpu + host) / max(gpu + host + disk, 1e-9)
                 )
-        if case == Case("llama-13b", disk=case.disk) and case.disk:
+        if case == CachedAttentionCase("llama-13b", disk=case.disk) and case.disk:
             ratio = (case.host + case.disk) / all_sessions_bytes(case)
-            found["23"][f"RCC/CCpUT {ratio:.2f}"] = 100 * reports[case].hit_rate
-        if case == Case("llama-13b", rate=case.rate):
-            found["25"][f"hit rate at {case.rate:g}/s"] = hit
-            found["25"][f"TTFT at {case.rate:g}/s"] = first_token_s(case, reports[case], A100)
-            found["25"][f"GPU hours at {case.rate:g}/s"] = (
+            figures["23"][f"RCC/CCpUT {ratio:.2f}"] = 100 * reports[case].hit_rate
+        if case == CachedAttentionCase("llama-13b", rate=case.rate):
+            figures["25"][f"hit rate at {case.rate:g}/s"] = hit
+            figures["25"][f"TTFT at {case.rate:g}/s"] = first_token_s(case, reports[case], A100)
+            figures["25"][f"GPU hours at {case.rate:g}/s"] = (
                 42 * gpu_hours(reports[case]) * MODELS[case.model].gpus
             )
-    return dict(found)
+    return dict(figures)
 
 
 def _against(
-    case: Case, none: Case, reports: Mapping[Case, Report], machine: Machine = A100
+    case: CachedAttentionCase,
+    none: CachedAttentionCase,
+    reports: Mapping[CachedAttentionCase, Report],
+    machine: Machine = A100,
 ) -> dict[str, float]:
     """Reuse against recomputation: what figures 14 to 17 compare. GPU time and cost are of the
     simulated A100s."""
     ours, theirs = reports[case], reports[none]
     ratio = first_token_s(none, theirs, machine) / first_token_s(case, ours, machine)
-    found = {"14": 100 * (1 - 1 / ratio), "15": ratio}
+    values = {"14": 100 * (1 - 1 / ratio), "15": ratio}
     if machine is A100:
-        found["16"] = gpu_hours(theirs) / gpu_hours(ours)
-        found["17"] = 100 * (1 - sum(dollars(case, ours)) / dollars(none, theirs)[0])
-    return found
+        values["16"] = gpu_hours(theirs) / gpu_hours(ours)
+        values["17"] = 100 * (1 - sum(dollars(case, ours)) / dollars(none, theirs)[0])
+    return values
 
 
-def storage_percent(case: Case, report: Report) -> float:
+def storage_percent(case: CachedAttentionCase, report: Report) -> float:
     """Of the cost of a case."""
     gpus, storage = dollars(case, report)
     return 100 * storage / (gpus + storage)
 
 
-def all_sessions_bytes(case: Case) -> int:
+def all_sessions_bytes(case: CachedAttentionCase) -> int:
     """CCpUT if it counts all of the workload's sessions: a full context for each of them."""
     model = MODELS[case.model]
     return SESSIONS * model.window * model.shape.token_bytes
@@ -387,7 +405,7 @@ COLUMNS = {
 TTFT: the median (in whole units)."""
 
 
-def policy_label(case: Case) -> str:
+def policy_label(case: CachedAttentionCase) -> str:
     """The policy, with the case's unusual settings."""
     if not case.reuse:
         return "recompute all"
@@ -396,14 +414,14 @@ def policy_label(case: Case) -> str:
     return " ".join([case.policy.removesuffix("-conversation"), *unusual])
 
 
-def case_line(case: Case, report: Report) -> str:
+def case_line(case: CachedAttentionCase, report: Report) -> str:
     shares, (gpus, storage) = hit_shares(report), dollars(case, report)
-    found = dict(zip(("gpu", "host", "disk"), (100 * share for share in shares), strict=True))
-    found |= {
-        "hit": sum(found.values()),
+    columns = dict(zip(("gpu", "host", "disk"), (100 * share for share in shares), strict=True))
+    columns |= {
+        "hit": sum(columns.values()),
         "full": 100 * report.full_hits / report.requests,
         "ttft": report.ttft_p50,
     }
-    found |= {"gpu_hours": gpu_hours(report), "gpu_dollars": gpus, "stored_dollars": storage}
-    found |= {"host_gb": case.host / 10**9, "disk_tb": case.disk / TB, "rate": case.rate}
-    return result_line(COLUMNS, {"model": case.model, "policy": policy_label(case), **found})
+    columns |= {"gpu_hours": gpu_hours(report), "gpu_dollars": gpus, "stored_dollars": storage}
+    columns |= {"host_gb": case.host / 10**9, "disk_tb": case.disk / TB, "rate": case.rate}
+    return result_line(COLUMNS, {"model": case.model, "policy": policy_label(case), **columns})

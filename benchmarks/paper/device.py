@@ -47,10 +47,10 @@ class Measurement(NamedTuple):
 
 def of(lines: Lines, bench: str) -> Mapping[str, Any]:
     """The last line of that benchmark. Raises SettingError."""
-    found = [line for line in lines if line.get("bench") == bench]
-    if not found:
+    records = [line for line in lines if line.get("bench") == bench]
+    if not records:
         raise SettingError("--device", f"the command printed no line of {bench}")
-    return found[-1]
+    return records[-1]
 
 
 IN_FIRST = (
@@ -115,32 +115,32 @@ def tier_values(lines: Lines) -> Values:
 def batch_values(lines: Lines) -> Values:
     """NO-PL: the copy of the known tokens' KV alone, and then the step as with this KV on the
     GPU."""
-    found: Values = {"18": {}, "19": {}, "20": {}}
+    figures: Values = {"18": {}, "19": {}, "20": {}}
     for split in of(lines, "tiers_batch")["splits"]:
         name, recomputed, piped, ready = (
             split[key] for key in ("split", "recomputed_s", "host_s", "gpu_s")
         )
         first = ready + split["copy_in_s"]
         if name == "1000/100":
-            found["19"] = {
+            figures["19"] = {
                 "PL-B0 over NO-PL": 100 * (1 - piped / first),
                 "KV on the GPU over NO-PL, the limit": 100 * (1 - ready / first),
             }
         else:
-            found["18"] |= {
+            figures["18"] |= {
                 f"speedup at {name}": recomputed / piped,
                 f"speedup at {name}, copied first": recomputed / first,
                 f"speedup at {name}, KV on the GPU": recomputed / ready,
             }
     for turn in of(lines, "tiers_saved_batch")["turns"]:
         stopped = turn["dropped_s"] + turn["copy_out_s"]
-        found["20"][f"saved at {turn['prompt']} tokens"] = 100 * (
+        figures["20"][f"saved at {turn['prompt']} tokens"] = 100 * (
             1 - turn["copied_beside_s"] / stopped
         )
-    return found
+    return figures
 
 
-class Claim(NamedTuple):
+class FigureComparison(NamedTuple):
     """What is compared in a figure."""
 
     figure: str
@@ -149,7 +149,7 @@ class Claim(NamedTuple):
     ours: str = "pensieve"
 
 
-def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
+def versus_values(claims: Sequence[FigureComparison]) -> Callable[[Lines], Values]:
     """Requests/s of our server over the other one's at the paper's time a token, which is divided
     by the speedup of the GPU's memory. If ours is faster at all its rates, a lower bound: at its
     largest one. Of figures without such a time: the other's time a token over ours, at each rate,
@@ -159,7 +159,7 @@ def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
         curves: dict[str, Curve] = {}
         for line in lines:
             curves.setdefault(line["server"], {})[line["result"]["rate"]] = line["result"]
-        made: Values = {}
+        values: Values = {}
         for number, other, name, our in claims:
             ours, theirs = curves.get(our, {}), curves.get(other, {})
             limit = (
@@ -167,12 +167,12 @@ def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
                 if number in COMPARED_MS
                 else None
             )
-            made[number] = (
+            values[number] = (
                 _at_rates(name, ours, theirs)
                 if limit is None
                 else _at_limit(name, ours, theirs, limit)
             )
-        return made
+        return values
 
     return read
 
@@ -188,19 +188,19 @@ def memory_speedup(name: str) -> float:
 
 
 def _at_rates(name: str, ours: Curve, theirs: Curve) -> dict[str, float]:
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for rate in sorted(ours.keys() & theirs.keys()):
         our = ours[rate]
         their = theirs[rate]
-        found[f"{name}, at {rate:g}/s"] = their["ms_per_token_mean"] / our["ms_per_token_mean"]
+        values[f"{name}, at {rate:g}/s"] = their["ms_per_token_mean"] / our["ms_per_token_mean"]
         if name == LRU.name:
             host, recomputed = (
                 [_share(one, source) for one in (our, their)] for source in ("host", "recomputed")
             )
-            found[f"host hits, points above LRU's, at {rate:g}/s"] = host[0] - host[1]
+            values[f"host hits, points above LRU's, at {rate:g}/s"] = host[0] - host[1]
             fewer = 1 - recomputed[0] / max(recomputed[1], 1e-9)
-            found[f"tokens recomputed, % fewer than LRU's, at {rate:g}/s"] = 100 * fewer
-    return found
+            values[f"tokens recomputed, % fewer than LRU's, at {rate:g}/s"] = 100 * fewer
+    return values
 
 
 def _share(row: Mapping[str, Any], source: str) -> float:
@@ -225,7 +225,7 @@ def _at_limit(name: str, ours: Curve, theirs: Curve, limit_ms: float) -> dict[st
 
 
 def versus(
-    claims: Sequence[Claim],
+    claims: Sequence[FigureComparison],
     shape: str,
     servers: Sequence[str],
     load: str = "",
@@ -253,9 +253,11 @@ WINDOWS = "--ramp-s 35 --warm-up-s 55 --measure-s 28"
 SLOW_WINDOWS = "--ramp-s 200 --warm-up-s 270 --measure-s 60"
 OVER_VLLM = "requests/s over vLLM's"
 RETENTION = "pensieve:--eviction retention"
-LRU = Claim("14", "pensieve", "time a token, LRU over retention", ours=RETENTION)
-SEPARATE = Claim("13", "pensieve:--batching separate", "time a token, separate over unified")
-IN_FIRST_SERVED = Claim(
+LRU = FigureComparison("14", "pensieve", "time a token, LRU over retention", ours=RETENTION)
+SEPARATE = FigureComparison(
+    "13", "pensieve:--batching separate", "time a token, separate over unified"
+)
+IN_FIRST_SERVED = FigureComparison(
     "section 5", "pensieve:--link in-first", "time a token, in-first over duplex"
 )
 OVER_VLLM_LATER = f"{OVER_VLLM}, think time ten times figure 10's"
@@ -302,30 +304,30 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         PROFILE,
         KERNELS,
         versus(
-            [Claim("10a", "vllm", OVER_VLLM), LRU],
+            [FigureComparison("10a", "vllm", OVER_VLLM), LRU],
             OPT,
             ["pensieve@1.1,1.4,1.7", "vllm@0.9,1.2,1.5", RETENTION.replace(":", "@1.4,1.7:")],
         ),
         versus(
-            [Claim("10b", "vllm", OVER_VLLM), SEPARATE],
+            [FigureComparison("10b", "vllm", OVER_VLLM), SEPARATE],
             LLAMA,
             ["pensieve@4,5.5,7", "vllm@2.5,3.25,4", "pensieve@4,5.5:--batching separate"],
         ),
         versus(
-            [Claim("10c", "vllm", OVER_VLLM)],
+            [FigureComparison("10c", "vllm", OVER_VLLM)],
             OPT,
             ["pensieve@1.8,2.4,3", "vllm@1.3,1.8,2.3"],
             ULTRACHAT,
         ),
         versus(
-            [Claim("10d", "vllm", OVER_VLLM)],
+            [FigureComparison("10d", "vllm", OVER_VLLM)],
             LLAMA,
             ["pensieve@5.5,7,8.5", "vllm@3.25,4.25,5.25"],
             ULTRACHAT,
         ),
         versus([IN_FIRST_SERVED], LLAMA, ["pensieve@5.5", "pensieve@5.5:--link in-first"]),
         versus(
-            [Claim("15", "vllm", OVER_VLLM_LATER)],
+            [FigureComparison("15", "vllm", OVER_VLLM_LATER)],
             LLAMA,
             ["pensieve@2.5,3.1", "vllm@2,2.6"],
             think_s=10 * THINK_S,
@@ -360,12 +362,17 @@ def measure(
             raise SettingError("--device", f"`{' '.join(words)}` failed: its message is above")
         text = done.stdout + (output.read_text(encoding="utf-8") if output.is_file() else "")
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        said = {"paper": paper, "how": measurement.how, "date": today(), "source": " ".join(words)}
+        heading = {
+            "paper": paper,
+            "how": measurement.how,
+            "date": today(),
+            "source": " ".join(words),
+        }
         for figure, values in measurement.read(lines).items():
-            made = {name: values.pop(name) for name in IN_FIRST if name in values}
-            for record in ({"values": values}, {"values": made, "how": "computed"}):
+            first_values = {name: values.pop(name) for name in IN_FIRST if name in values}
+            for record in ({"values": values}, {"values": first_values, "how": "computed"}):
                 if figure in figures and record["values"]:
-                    yield {**said, "machine": machine(lines), "figure": figure, **record}
+                    yield {**heading, "machine": machine(lines), "figure": figure, **record}
 
 
 def machine(lines: Lines) -> str:

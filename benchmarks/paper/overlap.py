@@ -55,18 +55,18 @@ def pipelined_s(load: float, compute: float, buffer: int, layers: int = LLAMA_13
 
 def values() -> dict[str, dict[str, float]]:
     """By figure and claim, as claims.json names them."""
-    found: dict[str, dict[str, float]] = {"18": {}, "19": {}, "20": {}}
+    figures: dict[str, dict[str, float]] = {"18": {}, "19": {}, "20": {}}
     for machine, suffix in ((A100, ""), (H200, ", H200's costs")):
         for new in (500, 400, 300, 200, 100):
             load = copy_s(machine, 1000 - new)
             compute = prefill_s(machine, new)
             ratio = prefill_s(machine, 1000) / pipelined_s(load, compute, 0)
-            found["18"][f"speedup at {1000 - new}/{new}{suffix}"] = ratio
+            figures["18"][f"speedup at {1000 - new}/{new}{suffix}"] = ratio
         load = copy_s(machine, 1000)
         compute = prefill_s(machine, 100)
         for buffer in BUFFERS:
             saved = 1 - pipelined_s(load, compute, buffer) / (load + compute)
-            found["19"][f"PL-B{buffer} over NO-PL{suffix}"] = 100 * saved
+            figures["19"][f"PL-B{buffer} over NO-PL{suffix}"] = 100 * saved
         for prompt in (1000, 1600):
             weights = LLAMA_13B.parameters * ELEMENT_BYTES
             decode = (
@@ -74,5 +74,5 @@ def values() -> dict[str, dict[str, float]]:
             )
             work = prefill_s(machine, prompt) + decode
             save = copy_s(machine, prompt)
-            found["20"][f"saved at {prompt} tokens{suffix}"] = 100 * save / (work + save)
-    return found
+            figures["20"][f"saved at {prompt} tokens{suffix}"] = 100 * save / (work + save)
+    return figures

@@ -35,7 +35,7 @@ OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PensieveCase:
     """One point of a curve: `rate` conversations/s. `server`: pensieve, gpu-cache (no host memory),
     stateless, lru, or separate (steps for prompts and for generation)."""
 
@@ -48,13 +48,15 @@ class Case:
     seed: int = 0
 
 
-def curve(model: str, data: str, server: str, *rates: float, think_s: float = 60.0) -> list[Case]:
-    return [Case(model, data, server, rate, think_s) for rate in rates]
+def curve(
+    model: str, data: str, server: str, *rates: float, think_s: float = 60.0
+) -> list[PensieveCase]:
+    return [PensieveCase(model, data, server, rate, think_s) for rate in rates]
 
 
 CHATS_OPT = curve(OPT, "sharegpt", "pensieve", 0.4, 0.6, 0.65, 0.7, 0.75, 0.8)
 CHATS_LLAMA = curve(LLAMA, "sharegpt", "pensieve", 1.0, 1.4, 1.6, 1.7, 1.8)
-FIGURES: dict[str, list[Case]] = {
+FIGURES: dict[str, list[PensieveCase]] = {
     **{number: [] for number in ("3", "4", "section 5", "12")},  # on a GPU only
     "10a": [
         *CHATS_OPT,
@@ -102,7 +104,7 @@ LIMITS_MS = {"10a": 120, "10b": 180, "10c": 120, "10d": 100, "11a": 200, "11b": 
 """Milliseconds a token at which the paper compares throughputs (section 6.2 and 6.3)."""
 
 
-def run(case: Case) -> dict[str, float]:
+def run(case: PensieveCase) -> dict[str, float]:
     """The numbers of `simulate --preset load`. A long think time is simulated for longer: each
     conversation must come back a few times."""
     shape = SHAPES[case.model]
@@ -148,24 +150,24 @@ def run(case: Case) -> dict[str, float]:
         generation_reserve=0.02,
     )
     windows = seconds, MEASURE_S, case.think_s
-    found = simulate_load(
+    report = simulate_load(
         LoadRun(case.rate, case.seed, config, cost, shape.token_bytes, sessions, *windows)
     )
-    assert found is not None, f"no reply ended: {case}"
-    return found
+    assert report is not None, f"no reply ended: {case}"
+    return report
 
 
 # -- the figures' values
 
-Found = Mapping[Case, Mapping[str, float]]
+Points = Mapping[PensieveCase, Mapping[str, float]]
 
 
-def throughput_at(found: Found, cases: Iterable[Case], limit_ms: float) -> float | None:
+def throughput_at(points: Points, cases: Iterable[PensieveCase], limit_ms: float) -> float | None:
     """Requests/s at a time per token, from the runs with these cases' settings at all rates."""
     settings = {replace(case, rate=0.0) for case in cases}
     curve = sorted(
         (case.rate, point["ms_per_token"], point["done_per_s"])
-        for case, point in found.items()
+        for case, point in points.items()
         if replace(case, rate=0.0) in settings
     )
     return between_rates([point[1:] for point in curve], limit_ms)
@@ -180,29 +182,29 @@ def between_rates(points: Sequence[tuple[float, float]], limit_ms: float) -> flo
     return None
 
 
-def values_by_seed(found: Found) -> dict[str, dict[str, list[float]]]:
+def values_by_seed(points: Points) -> dict[str, dict[str, list[float]]]:
     """By figure and claim, the values of each seed that has all runs of a value."""
-    made: dict[str, dict[str, list[float]]] = {}
-    for seed in sorted({case.seed for case in found}):
-        runs = {replace(case, seed=0): point for case, point in found.items() if case.seed == seed}
+    figures: dict[str, dict[str, list[float]]] = {}
+    for seed in sorted({case.seed for case in points}):
+        runs = {replace(case, seed=0): point for case, point in points.items() if case.seed == seed}
         for number, figure in values(runs).items():
             for name, value in figure.items():
-                made.setdefault(number, {}).setdefault(name, []).append(value)
-    return made
+                figures.setdefault(number, {}).setdefault(name, []).append(value)
+    return figures
 
 
-def values(found: Found) -> dict[str, dict[str, float]]:
+def values(points: Points) -> dict[str, dict[str, float]]:
     """Of one seed, by figure and claim, of the runs that are there; as claims.json names them."""
-    made: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
 
     def ratio(number: str, name: str, ours: float | None, theirs: float | None) -> None:
         if ours and theirs:
-            made.setdefault(number, {})[name] = ours / theirs
+            figures.setdefault(number, {})[name] = ours / theirs
 
     for number, limit_ms in LIMITS_MS.items():
         servers = {
             kind: throughput_at(
-                found, [case for case in FIGURES[number] if case.server == kind], limit_ms
+                points, [case for case in FIGURES[number] if case.server == kind], limit_ms
             )
             for kind in ("pensieve", "gpu-cache", "stateless")
         }
@@ -219,49 +221,51 @@ def values(found: Found) -> dict[str, dict[str, float]]:
             servers["gpu-cache"],
         )
     for case in FIGURES["13"]:
-        unified = found.get(replace(case, server="pensieve"))
-        if case.server == "separate" and case in found and unified:
+        unified = points.get(replace(case, server="pensieve"))
+        if case.server == "separate" and case in points and unified:
             ratio(
                 "13",
                 f"time a token, separate over unified, at {case.rate:g}/s",
-                found[case]["ms_per_token"],
+                points[case]["ms_per_token"],
                 unified["ms_per_token"],
             )
     for case in FIGURES["14"]:
-        ours = found.get(replace(case, server="pensieve"))
-        if case.server == "lru" and case in found and ours:
-            lru = found[case]
+        ours = points.get(replace(case, server="pensieve"))
+        if case.server == "lru" and case in points and ours:
+            lru = points[case]
             at = f"at {case.rate:g}/s"
-            figure = made.setdefault("14", {})
+            figure = figures.setdefault("14", {})
             figure[f"host hits, points above LRU's, {at}"] = (
                 ours["host_percent"] - lru["host_percent"]
             )
             fewer = 1 - ours["recomputed_percent"] / max(lru["recomputed_percent"], 1e-9)
             figure[f"tokens recomputed, % fewer than LRU's, {at}"] = 100 * fewer
     both = [
-        found.get(Case(LLAMA, "sharegpt", server, 0.6, 600.0), {})
+        points.get(PensieveCase(LLAMA, "sharegpt", server, 0.6, 600.0), {})
         for server in ("stateless", "pensieve")
     ]
     times = [point.get("ms_per_token") for point in both]
     ratio("15", "time a token, stateless server over Pensieve, at 0.6/s, think time 600 s", *times)
-    slow = [Case(LLAMA, "sharegpt", server, 0.0, 600.0) for server in ("pensieve", "stateless")]
-    reached = [throughput_at(found, [case], LIMITS_MS["10b"]) for case in slow]
+    slow = [
+        PensieveCase(LLAMA, "sharegpt", server, 0.0, 600.0) for server in ("pensieve", "stateless")
+    ]
+    reached = [throughput_at(points, [case], LIMITS_MS["10b"]) for case in slow]
     ratio(
         "15", "requests/s over a stateless server's at 180 ms a token, think time 600 s", *reached
     )
-    base = found.get(Case(LLAMA, "sharegpt", "pensieve", 1.0))
+    base = points.get(PensieveCase(LLAMA, "sharegpt", "pensieve", 1.0))
     for case in FIGURES["15"]:
         if (
             case.server == "pensieve"
             and case.rate == 1
             and case.think_s > 60
-            and case in found
+            and case in points
             and base
         ):
             ratio(
                 "15",
                 f"time a token at 1/s, think time {case.think_s:g} s over 60 s",
-                found[case]["ms_per_token"],
+                points[case]["ms_per_token"],
                 base["ms_per_token"],
             )
-    return made
+    return figures

@@ -32,7 +32,7 @@ AT_LEAST = ", at least"  # ends the name of a lower bound: either it or the valu
 BEGIN, END = "<!-- the table of `paper` -->", "<!-- its end -->"
 
 
-class Value(NamedTuple):
+class FigureValue(NamedTuple):
     """One of ours, and how it was found: a key of HOWS. With several `seeds` it is their mean."""
 
     number: float
@@ -40,23 +40,23 @@ class Value(NamedTuple):
     seeds: tuple[float, ...] = ()
 
 
-Found = Mapping[str, Mapping[str, Value]]
+ValuesByFigure = Mapping[str, Mapping[str, FigureValue]]
 """By figure and claim."""
 
 
 class Claim(NamedTuple):
     """What the paper says, and the bounds of a value that agrees."""
 
-    said: str
+    text: str
     least: float
     most: float
 
     @classmethod
     def read(cls, value: Any, within: float) -> Claim:
         if isinstance(value, list):
-            said, least, most = value
+            text, least, most = value
             return cls(
-                said,
+                text,
                 float("-inf") if least is None else least,
                 float("inf") if most is None else most,
             )
@@ -81,21 +81,23 @@ class Figure(NamedTuple):
     why: str
     not_run: str
 
-    def verdict(self, found: Mapping[str, Value]) -> str:
+    def verdict(self, measured: Mapping[str, FigureValue]) -> str:
         """A clause for each way in which values were found, the best way first. "Reproduced" is a
         figure whose values are all from the hardware."""
         judged = {name: claim for name, claim in self.claims.items() if claim.judged}
-        known = [name for name in judged if name in found]
+        present = [name for name in judged if name in measured]
         if not judged:
             return "no verdict: the paper's text has no number"
-        if not known:
+        if not present:
             return "not run" + (f": {self.not_run}" if self.not_run else "")
         clauses = []
         differs = False
-        only_hardware = all(found[name].how == "hardware" for name in known)
+        only_hardware = all(measured[name].how == "hardware" for name in present)
         for how, words in HOWS.items():
             agree = [
-                judged[name].agrees(found[name].number) for name in known if found[name].how == how
+                judged[name].agrees(measured[name].number)
+                for name in present
+                if measured[name].how == how
             ]
             if agree and all(agree) and only_hardware:
                 clauses.append(words)
@@ -106,19 +108,21 @@ class Figure(NamedTuple):
                 differs |= not all(agree)
         if differs:
             clauses.append(self.why or "the reason is not known")
-        asked, told = ({name.removesuffix(AT_LEAST) for name in names} for names in (judged, known))
-        missing = len(asked - told)
+        judged_names, told = (
+            {name.removesuffix(AT_LEAST) for name in names} for names in (judged, present)
+        )
+        missing = len(judged_names - told)
         return "; ".join(clauses) + (f" ({missing} not run)" if missing else "")
 
 
 def read_figures(paper: str) -> list[Figure]:
-    made = []
+    figures = []
     for number, entry in json.loads(CLAIMS.read_text(encoding="utf-8"))[paper].items():
         within = entry.get("within", WITHIN)
         claims = {name: Claim.read(value, within) for name, value in entry["claims"].items()}
         texts = (entry.get("why", ""), entry.get("not_run", ""))
-        made.append(Figure(number, entry["subject"], entry["source"], claims, *texts))
-    return made
+        figures.append(Figure(number, entry["subject"], entry["source"], claims, *texts))
+    return figures
 
 
 # Records, one a line, in files that are only appended to.
@@ -132,14 +136,14 @@ def read_records(paths: Iterable[Path], paper: str) -> list[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                known = (
+                valid = (
                     record["how"] in HOWS
                     and "paper" in record
                     and ("values" in record or "case" in record)
                 )
             except (ValueError, KeyError, TypeError):
-                known = False
-            if not known:
+                valid = False
+            if not valid:
                 raise SettingError("--results", f"{path}, line {number} is no record of `paper`")
             if record["paper"] == paper:
                 records.append(record)
@@ -156,13 +160,13 @@ def gathered(
     simulated: Mapping[str, Mapping[str, float | Sequence[float]]],
     records: Iterable[Mapping[str, Any]],
     computed: Collection[str] = (),
-) -> Found:
+) -> ValuesByFigure:
     """Returns the values by figure and claim: of simulated runs (a number, or one for each seed),
     of figures `computed` by arithmetic, and of records.
 
     If a claim has several values, the better way counts, then a run, then the later record.
     """
-    found: dict[str, dict[str, Value]] = {}
+    gathered_values: dict[str, dict[str, FigureValue]] = {}
     ways = list(HOWS)
     own = [
         {
@@ -173,26 +177,26 @@ def gathered(
         for number, values in simulated.items()
     ]
     for record in [*records, *own]:
-        figure = found.setdefault(record["figure"], {}) if "values" in record else {}
+        figure = gathered_values.setdefault(record["figure"], {}) if "values" in record else {}
         for name, number in record.get("values", {}).items():
             seeds = tuple(number) if isinstance(number, Sequence) else (number,)
-            value = Value(fmean(seeds), record["how"], seeds if len(seeds) > 1 else ())
+            value = FigureValue(fmean(seeds), record["how"], seeds if len(seeds) > 1 else ())
             if name not in figure or ways.index(value.how) <= ways.index(figure[name].how):
                 figure[name] = value
-    return found
+    return gathered_values
 
 
 # What is shown.
 
 
-def table(figures: Sequence[Figure], found: Found) -> str:
+def table(figures: Sequence[Figure], values: ValuesByFigure) -> str:
     """Markdown: a row a figure, with the paper's values and ours. Values without a claim come after
     it."""
     lines = ["| figure | subject | claim: the paper, ours | verdict |", "|---|---|---|---|"]
     for figure in figures:
-        ours = found.get(figure.number, {})
+        ours = values.get(figure.number, {})
         cells = [
-            f"{name}: {claim.said}, {_shown(ours.get(name))}"
+            f"{name}: {claim.text}, {_shown(ours.get(name))}"
             for name, claim in figure.claims.items()
         ]
         cells += [
@@ -205,7 +209,7 @@ def table(figures: Sequence[Figure], found: Found) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Value | None) -> str:
+def _shown(value: FigureValue | None) -> str:
     if value is None:
         return "-"
     if value.seeds:
@@ -231,15 +235,15 @@ def write_page(page: Path, text: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
-def draw(figures: Sequence[Figure], found: Found, path: Path) -> None:
+def draw(figures: Sequence[Figure], values: ValuesByFigure, path: Path) -> None:
     """The figures that have numbers of the paper and of ours: bars side by side, a panel a
     figure."""
     shown = []
     for figure in figures:
         pairs = [
-            (name, claim, found[figure.number][name])
+            (name, claim, values[figure.number][name])
             for name, claim in figure.claims.items()
-            if name in found.get(figure.number, {}) and claim.said.replace(".", "").isdigit()
+            if name in values.get(figure.number, {}) and claim.text.replace(".", "").isdigit()
         ]
         if pairs:
             shown.append((figure, pairs))
@@ -256,7 +260,7 @@ def draw(figures: Sequence[Figure], found: Found, path: Path) -> None:
         places = range(len(pairs))
         axes.bar(
             [x - 0.2 for x in places],
-            [float(claim.said) for _, claim, _ in pairs],
+            [float(claim.text) for _, claim, _ in pairs],
             0.4,
             label="the paper",
         )

@@ -28,7 +28,7 @@ hours for 42,000 turns (figure 25). So a turn takes 0.27 s with its KV and 1.07 
 difference is its history's prefill."""
 
 
-class Outcome(NamedTuple):
+class PlayOutcome(NamedTuple):
     """Of the counted turns.
 
     hit          the share whose KV was found; `hit_of_later`: of the turns that are not the first
@@ -90,7 +90,7 @@ def play(
     warm_up: int,
     slower: float = 1.0,
     longer: float = 1.0,
-) -> Outcome:
+) -> PlayOutcome:
     """All turns, of which the first `warm_up` are not counted. `slower`: of the server's times;
     `longer`: bytes of a conversation over what its tokens take."""
     arrivals = [(session.start_s, key, 0) for key, session in enumerate(sessions)]
@@ -131,7 +131,7 @@ def play(
                 arrivals, (now + sessions[key].turns[number + 1].think_s, key, number + 1)
             )
     counted = len(waits)
-    return Outcome(
+    return PlayOutcome(
         hits / counted,
         hits / max(1, counted - first),
         first / counted,
@@ -166,7 +166,7 @@ def main() -> None:
     for longer, slower in ((1.0, 1.0), (1.3, 1.4), (1.6, 2.0)):
         for name, policy, disk in (*rows, ("falcon-40b", "ca", 0)):
             model = MODELS[name]
-            found = play(
+            outcome = play(
                 sessions,
                 policy,
                 HOST_BYTES + disk * TB,
@@ -177,7 +177,7 @@ def main() -> None:
                 longer=longer,
             )
             shares = {
-                share: 100 * getattr(found, share) for share in ("hit", "hit_of_later", "first")
+                share: 100 * getattr(outcome, share) for share in ("hit", "hit_of_later", "first")
             }
             setting = {
                 "model": name,
@@ -186,7 +186,7 @@ def main() -> None:
                 "longer": longer,
                 "slower": slower,
             }
-            print(result_line(COLUMNS, {**found._asdict(), **shares, **setting}), flush=True)
+            print(result_line(COLUMNS, {**outcome._asdict(), **shares, **setting}), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import engine as bench_engine
-from benchmarks.engine import CHUNK, Part, batch_for, batch_of_parts, chat_steps, slots_of
+from benchmarks.engine import CHUNK, RequestPart, batch_for, batch_of_parts, chat_steps, slots_of
 from pensieve.builder.build import build_random_engine
 from pensieve.plugins.attention import reference as attention_reference
 from pensieve.runtime.engine import open_engine
@@ -42,7 +42,7 @@ def test_each_request_computes_the_end_of_its_context(requests, new, context):
 
 
 def test_requests_of_different_lengths():
-    parts = [Part(1, 40), Part(5, 70, samples=False), Part(3, 3)]
+    parts = [RequestPart(1, 40), RequestPart(5, 70, samples=False), RequestPart(3, 3)]
     batch = batch_of_parts(parts, 50)
     assert len(batch.token_ids) == 9 and batch.sample_rows.tolist() == [0, 8]
     assert batch.positions.tolist() == [39, *range(65, 70), *range(3)]
@@ -83,7 +83,7 @@ def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsy
     for name in ("write_kv", "multi_token_attention"):  # put back at the end: their time is taken
         monkeypatch.setattr(attention_reference, name, getattr(attention_reference, name))
     monkeypatch.setattr(bench_engine, "build_engine", build_reference)
-    monkeypatch.setattr(bench_engine, "BATCHES", {"3 rows": [Part(1, 40)] * 3})
+    monkeypatch.setattr(bench_engine, "BATCHES", {"3 rows": [RequestPart(1, 40)] * 3})
     monkeypatch.setattr(bench_engine, "chat_steps", lambda: chat_steps(users=2, turns=1)[:20])
     assert bench_engine.main(["compare", "--checkpoint", str(tmp_path), "--seconds", "0"]) == 0
     *_, last = capsys.readouterr().out.splitlines()

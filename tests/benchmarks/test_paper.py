@@ -14,13 +14,20 @@ import pytest
 from benchmarks.paper import __main__ as paper_main
 from benchmarks.paper import cachedattention, device, pensieve
 from benchmarks.paper.__main__ import main
-from benchmarks.paper.cachedattention import MODELS, Case, _in_units, chats, policy_label, profile
+from benchmarks.paper.cachedattention import (
+    MODELS,
+    CachedAttentionCase,
+    _in_units,
+    chats,
+    policy_label,
+    profile,
+)
 from benchmarks.paper.overlap import A100, copy_s, pipelined_s, prefill_s
 from benchmarks.paper.report import (
     HOWS,
     Claim,
     Figure,
-    Value,
+    FigureValue,
     append,
     gathered,
     read_figures,
@@ -105,11 +112,12 @@ def test_a_unit_takes_as_long_as_its_tokens():
 
 
 def test_a_label_tells_what_is_not_as_usual():
-    assert policy_label(Case("llama-13b")) == "lru"
+    assert policy_label(CachedAttentionCase("llama-13b")) == "lru"
     assert (
-        policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "lru sync recompute"
+        policy_label(CachedAttentionCase("llama-13b", save="sync", overflow="recompute"))
+        == "lru sync recompute"
     )
-    assert policy_label(Case("llama-13b", reuse=False)) == "recompute all"
+    assert policy_label(CachedAttentionCase("llama-13b", reuse=False)) == "recompute all"
 
 
 # -- the paper's server
@@ -180,7 +188,7 @@ def figure(**claims: Claim) -> Figure:
 @pytest.mark.parametrize("how", HOWS)
 def test_only_what_ran_on_the_hardware_is_reproduced(how):
     verdict = figure(a=Claim("1", 0.9, 1.1), b=Claim("1", 0.9, 1.1)).verdict(
-        {"a": Value(1.0, "hardware"), "b": Value(1.0, how)}
+        {"a": FigureValue(1.0, "hardware"), "b": FigureValue(1.0, how)}
     )
     assert ("reproduced" in verdict) == (how == "hardware")
     assert verdict.endswith(HOWS[how] if how == "hardware" else f"{HOWS[how]}: agrees")
@@ -190,24 +198,25 @@ def test_a_difference_has_its_reason_and_a_missing_run_is_told():
     claims = figure(a=Claim("1", 0.9, 1.1), b=Claim("2", 1.8, 2.2))
     assert claims.verdict({}) == "not run"
     assert (
-        claims.verdict({"a": Value(2.0, "simulated")}) == "simulated: differs; a reason (1 not run)"
+        claims.verdict({"a": FigureValue(2.0, "simulated")})
+        == "simulated: differs; a reason (1 not run)"
     )
-    measured = {"a": Value(1.0, "hardware"), "b": Value(1.0, "hardware")}
+    measured = {"a": FigureValue(1.0, "hardware"), "b": FigureValue(1.0, "hardware")}
     assert claims.verdict(measured) == "measured on hardware: 1 of 2 agree; a reason"
 
 
 def test_a_lower_bound_or_the_value_itself_is_enough():
     claims = figure(**{"a": Claim("1", 0.9, 1.1), "a, at least": Claim("1", 0.9, 1.1)})
-    assert claims.verdict({"a": Value(1.0, "hardware")}) == "reproduced on hardware"
+    assert claims.verdict({"a": FigureValue(1.0, "hardware")}) == "reproduced on hardware"
     assert (
-        claims.verdict({"a, at least": Value(1.0, "other settings")})
+        claims.verdict({"a, at least": FigureValue(1.0, "other settings")})
         == "on hardware with other settings: agrees"
     )
 
 
 def test_a_claim_without_bounds_is_shown_and_not_judged():
     claims = figure(a=Claim.read(["above 1", None, None], 0.1), b=Claim("1", 0.9, 1.1))
-    values = {"a": Value(0.5, "simulated"), "b": Value(1.0, "hardware")}
+    values = {"a": FigureValue(0.5, "simulated"), "b": FigureValue(1.0, "hardware")}
     assert claims.verdict(values) == "reproduced on hardware"
     assert (
         figure(a=Claim.read(["above 1", None, None], 0.1)).verdict(values).startswith("no verdict")
@@ -216,10 +225,10 @@ def test_a_claim_without_bounds_is_shown_and_not_judged():
 
 
 def test_the_values_of_several_seeds_are_shown_as_their_mean_and_range():
-    found = gathered({"1": {"b": [0.8, 1.2, 1.0]}}, [])
-    assert found["1"]["b"] == Value(1.0, "simulated", (0.8, 1.2, 1.0))
-    assert "b: 1, 1 (3 seeds: 0.8 to 1.2)" in table([figure(b=Claim("1", 0.9, 1.1))], found)
-    opt = pensieve.Case(pensieve.OPT, "sharegpt", "pensieve", 0.65)
+    values = gathered({"1": {"b": [0.8, 1.2, 1.0]}}, [])
+    assert values["1"]["b"] == FigureValue(1.0, "simulated", (0.8, 1.2, 1.0))
+    assert "b: 1, 1 (3 seeds: 0.8 to 1.2)" in table([figure(b=Claim("1", 0.9, 1.1))], values)
+    opt = pensieve.PensieveCase(pensieve.OPT, "sharegpt", "pensieve", 0.65)
     point = {**POINT, "ms_per_token": 50.0}
     hosts = {("pensieve", 0): 52, ("lru", 0): 50, ("pensieve", 3): 51, ("lru", 3): 50}
     runs = {
@@ -235,14 +244,16 @@ def test_a_better_way_counts_and_then_the_later_record():
         {"figure": "1", "how": "hardware", "values": {"a": 3.0}},
         {"figure": "1", "how": "simulated", "values": {"a": 4.0}},
     ]
-    assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": Value(3.0, "hardware")}}
-    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": Value(1.0, "simulated")}}
-    assert gathered({"1": {"a": 1.0}}, [], computed=("1",)) == {"1": {"a": Value(1.0, "computed")}}
+    assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": FigureValue(3.0, "hardware")}}
+    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": FigureValue(1.0, "simulated")}}
+    assert gathered({"1": {"a": 1.0}}, [], computed=("1",)) == {
+        "1": {"a": FigureValue(1.0, "computed")}
+    }
 
 
-def a_report(known: int = 60) -> Report:
+def a_report(host: int = 60) -> Report:
     usage = Usage(
-        **dict.fromkeys(Usage.__dataclass_fields__, 0) | {"host": known, "new": 100 - known}
+        **dict.fromkeys(Usage.__dataclass_fields__, 0) | {"host": host, "new": 100 - host}
     )
     return Report(100, usage, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 0, 0, 0, 0, 0, full_hits=50)
 
@@ -257,7 +268,7 @@ def test_every_claim_has_a_value_or_a_command():
         for case in make(model)
     }
     points = {case for some in pensieve.FIGURES.values() for case in some}
-    made = {
+    by_paper = {
         "cachedattention": cachedattention.values(
             {case: a_report(60 if case.reuse else 0) for case in cases}
         ),
@@ -270,23 +281,25 @@ def test_every_claim_has_a_value_or_a_command():
         for path in MEASURED.glob("paper-*.jsonl")
         for line in path.read_text().splitlines()
     ]
-    for paper, found in made.items():
-        known = {(number, name) for number, some in found.items() for name in some}
-        known |= {
+    for paper, figures in by_paper.items():
+        covered = {(number, name) for number, some in figures.items() for name in some}
+        covered |= {
             (line["figure"], name)
             for line in lines
             if line["paper"] == paper
             for name in line.get("values", ())
         }
-        known |= {(number, device.OVER_VLLM) for number in pensieve.LIMITS_MS}
-        known |= {(number, "requests/s over a stateless server's") for number in pensieve.LIMITS_MS}
+        covered |= {(number, device.OVER_VLLM) for number in pensieve.LIMITS_MS}
+        covered |= {
+            (number, "requests/s over a stateless server's") for number in pensieve.LIMITS_MS
+        }
         # not run: no command
-        known |= {(number, "requests/s over TensorRT-LLM's") for number in pensieve.LIMITS_MS}
-        known.add(
+        covered |= {(number, "requests/s over TensorRT-LLM's") for number in pensieve.LIMITS_MS}
+        covered.add(
             ("15", "requests/s over a stateless server's at 180 ms a token, think time 600 s")
         )
         for claims in read_figures(paper):
-            unknown = [name for name in claims.claims if (claims.number, name) not in known]
+            unknown = [name for name in claims.claims if (claims.number, name) not in covered]
             assert claims.not_run or not unknown, f"{paper} {claims.number}: {unknown}"
 
 
@@ -301,8 +314,8 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
     monkeypatch.setattr(pensieve, "SECONDS", 60.0)
     monkeypatch.setattr(pensieve, "MEASURE_S", 30.0)
     monkeypatch.setattr(pensieve, "RAMP_S", 10.0)
-    found = pensieve.run(pensieve.Case(pensieve.OPT, "sharegpt", server, 0.3, think_s=5.0))
-    assert found["done_per_s"] > 0 and (found["host_percent"] + found["gpu_percent"] > 0) == (
+    point = pensieve.run(pensieve.PensieveCase(pensieve.OPT, "sharegpt", server, 0.3, think_s=5.0))
+    assert point["done_per_s"] > 0 and (point["host_percent"] + point["gpu_percent"] > 0) == (
         server == "pensieve"
     )
 
@@ -326,10 +339,10 @@ def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
         for case in set(cases):
             ms = 100 * (case.rate - 1) * (1 if case.server == "pensieve" else 1.1)
             assert case.seed in (0, 4)
-            known = {"paper": "pensieve", "how": "simulated", "case": asdict(case)}
+            heading = {"paper": "pensieve", "how": "simulated", "case": asdict(case)}
             append(
                 files[-1],
-                {**known, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}},
+                {**heading, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}},
             )
 
     monkeypatch.setattr(paper_main, "missing_runs", record)
@@ -357,14 +370,14 @@ def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
         "cost": {"chunk_seconds": 1.19e-3, "attention": [[1024, 0.05e-3], [16384, 0.93e-3]]},
         "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]},
     }
-    found = device.profile_values([line])
-    assert found["3"] == {
+    values = device.profile_values([line])
+    assert values["3"] == {
         "prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)
     }
-    assert found["4"] == {
+    assert values["4"] == {
         "a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)
     }
-    assert list(found["section 5"].values()) == pytest.approx([9.6, 0.904, 1.807], rel=0.01)
+    assert list(values["section 5"].values()) == pytest.approx([9.6, 0.904, 1.807], rel=0.01)
     line["cost"]["attention"] = [[1024, 1e-3], [8192, 8e-3], [16384, 16e-3]]
     assert device.profile_values([line])["4"][device.LINEAR] == pytest.approx(15 / 7)
 
@@ -396,17 +409,17 @@ def test_a_kernel_benchs_line_gives_figure_12():
     }
     shapes = ("append 32 x 8 at 8192", "queries 32 x 4 at 8192", "mixed 96 decode + 16 append")
     line = {"gpu": "NVIDIA H200", "results": [{"shape": shape, **row} for shape in shapes]}
-    found = device.kernel_values([line])["12"]
-    assert found["copied out over ours, 8,192 tokens"] == pytest.approx(13.83, rel=1e-3)
-    assert found["one token a round over ours, 4 query tokens at 8,192"] == pytest.approx(
+    values = device.kernel_values([line])["12"]
+    assert values["copied out over ours, 8,192 tokens"] == pytest.approx(13.83, rel=1e-3)
+    assert values["one token a round over ours, 4 query tokens at 8,192"] == pytest.approx(
         7.574, rel=1e-3
     )
-    assert device.machine([line]) == "NVIDIA H200" and len(found) == 6
+    assert device.machine([line]) == "NVIDIA H200" and len(values) == 6
 
 
 def test_a_tier_benchs_line_gives_cachedattentions_figures_14_and_15():
-    found = device.tier_values([{"bench": "tiers_tiers", "host_s": 0.0264, "recomputed_s": 0.233}])
-    assert [round(next(iter(found[number].values())), 1) for number in ("14", "15")] == [88.7, 8.8]
+    values = device.tier_values([{"bench": "tiers_tiers", "host_s": 0.0264, "recomputed_s": 0.233}])
+    assert [round(next(iter(values[number].values())), 1) for number in ("14", "15")] == [88.7, 8.8]
     with pytest.raises(SettingError, match="printed no line of tiers_tiers"):
         device.tier_values([])
 
@@ -421,12 +434,12 @@ def test_a_batchs_lines_give_the_figures_of_overlapped_access():
         {"bench": "tiers_batch", "splits": splits},
         {"bench": "tiers_saved_batch", "turns": turns},
     ]
-    found = device.batch_values(lines)
-    assert list(found["18"].values()) == pytest.approx([3, 2, 6])
-    assert list(found["19"].values()) == pytest.approx([100 / 3, 200 / 3])
-    assert found["20"] == {"saved at 1000 tokens": pytest.approx(12)}
+    by_figure = device.batch_values(lines)
+    assert list(by_figure["18"].values()) == pytest.approx([3, 2, 6])
+    assert list(by_figure["19"].values()) == pytest.approx([100 / 3, 200 / 3])
+    assert by_figure["20"] == {"saved at 1000 tokens": pytest.approx(12)}
     claimed = {figure.number: set(figure.claims) for figure in read_figures("cachedattention")}
-    assert all(claimed[number] & set(values) for number, values in found.items())
+    assert all(claimed[number] & set(values) for number, values in by_figure.items())
 
 
 def test_lines_of_versus_give_serving_figures():
@@ -435,12 +448,12 @@ def test_lines_of_versus_give_serving_figures():
     ]
     chats_lines = [line for line in lines if line["workload"] == "chats"]
     claims = [
-        device.Claim("13", "vllm-simple-offload", "time a token"),
-        *(device.Claim(number, "vllm-offload", "more") for number in ("10b", "15")),
+        device.FigureComparison("13", "vllm-simple-offload", "time a token"),
+        *(device.FigureComparison(number, "vllm-offload", "more") for number in ("10b", "15")),
     ]
-    found = device.versus_values(claims)(chats_lines)
-    assert found["13"] and all(ratio > 1 for ratio in found["13"].values())
-    assert list(found["10b"]) == list(found["15"]) == ["more, at least"], (
+    values = device.versus_values(claims)(chats_lines)
+    assert values["13"] and all(ratio > 1 for ratio in values["13"].values())
+    assert list(values["10b"]) == list(values["15"]) == ["more, at least"], (
         "no rate of ours takes 68 ms a token"
     )
 
@@ -452,8 +465,8 @@ def test_a_policys_sources_are_compared_too():
         return {"server": server, "machine": {"name": "NVIDIA H200"}, "result": row}
 
     lines = [line(device.RETENTION, 20.0, 80, 10), line("pensieve", 22.0, 70, 20)]
-    found = device.versus_values([device.LRU])(lines)["14"]
-    assert list(found.values()) == pytest.approx([1.1, 10, 50])
+    values = device.versus_values([device.LRU])(lines)["14"]
+    assert list(values.values()) == pytest.approx([1.1, 10, 50])
 
 
 def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
@@ -473,7 +486,7 @@ def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
 
     lines = [line("pensieve", 2, limit - 10, 10.0), line("pensieve", 3, limit + 10, 14.0)]
     lines += [line("vllm", 3, limit + 1, 6.0), line("vllm", 2, limit - 1, 4.0)]
-    assert device.versus_values([device.Claim("10b", "vllm", "more")])(lines) == {
+    assert device.versus_values([device.FigureComparison("10b", "vllm", "more")])(lines) == {
         "10b": {"more": pytest.approx(12 / 5)}
     }
 
@@ -556,7 +569,9 @@ def test_a_record_and_a_verdict_for_each_figure_and_no_run_twice(capsys, tmp_pat
     assert len(lines) == 4, "one case is in both figures"
     assert {line["how"] for line in lines} == {"simulated"}
     assert cachedattention.read_report(lines[0]["found"]).requests > 0
-    assert [asdict(Case(**line["case"])) for line in lines] == [line["case"] for line in lines]
+    assert [asdict(CachedAttentionCase(**line["case"])) for line in lines] == [
+        line["case"] for line in lines
+    ]
     assert main([*options, "--report"]) == main(options) == 0
     assert len(results.read_text().splitlines()) == 4
     text = page.read_text()

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import ranks as bench_ranks
 from benchmarks.check import ranks as check_ranks
-from benchmarks.loop import Answer
+from benchmarks.loop import LoopAnswer
 from pensieve.builder.build import build_engine
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.types import TokenLogprobs
@@ -23,7 +23,7 @@ from tests.models import tiny_checkpoint
 ROOT = Path(__file__).parents[2]
 
 
-def said(command, *words, status=0):
+def json_lines(command, *words, status=0):
     """The JSON lines of a command."""
     ended = subprocess.run(
         [sys.executable, "-m", command, *map(str, words)],
@@ -40,7 +40,7 @@ def said(command, *words, status=0):
 def answer(*tokens):
     """(token, its log probability, the other's)."""
     told = [TokenLogprobs(own, 1, (token, 99), (own, other)) for token, own, other in tokens]
-    return Answer(tokens=[token for token, *_ in tokens], logprobs=told)
+    return LoopAnswer(tokens=[token for token, *_ in tokens], logprobs=told)
 
 
 def test_replies_are_compared_until_they_part():
@@ -79,15 +79,17 @@ def test_two_ranks_say_what_one_device_says(tmp_path):
     for dtype in ("float32", "bfloat16"):
         build_engine(tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2)
     engines = [tmp_path / "float32", tmp_path / "bfloat16"]
-    found = said("benchmarks.check.ranks", "--engine", *engines, "--prompts", 6, "--tokens", 100)
-    assert [line["passed"] for line in found] == [True, True]
-    assert 0 < found[0]["ranks_max"] < 1e-4 < found[1]["ranks_max"]
+    lines = json_lines(
+        "benchmarks.check.ranks", "--engine", *engines, "--prompts", 6, "--tokens", 100
+    )
+    assert [line["passed"] for line in lines] == [True, True]
+    assert 0 < lines[0]["ranks_max"] < 1e-4 < lines[1]["ranks_max"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_add_up_and_say_what_one_says(tmp_path):
-    lines = said("benchmarks.ranks", "sums", "--tokens", 1, 64, 1024)
+    lines = json_lines("benchmarks.ranks", "sums", "--tokens", 1, 64, 1024)
     assert all(line["us"].keys() == {"nccl", "one_shot", "auto"} for line in lines[:2])
     tiny_checkpoint("llama", tmp_path / "checkpoint")
     for dtype in ("float32", "bfloat16"):
@@ -95,7 +97,7 @@ def test_two_gpus_add_up_and_say_what_one_says(tmp_path):
             tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2, device="cuda"
         )
     engines = [tmp_path / "float32", tmp_path / "bfloat16"]
-    found = said(
+    reports = json_lines(
         "benchmarks.check.ranks",
         "--device",
         "cuda",
@@ -106,12 +108,12 @@ def test_two_gpus_add_up_and_say_what_one_says(tmp_path):
         "--tokens",
         100,
     )
-    assert [line["passed"] for line in found] == [True, True]
+    assert [line["passed"] for line in reports] == [True, True]
 
 
 @pytest.mark.slow
 def test_plans_and_sums_are_timed():
-    lines = said(
+    lines = json_lines(
         "benchmarks.ranks", "plans", "--ranks", 3, "--rows", 16, "--steps", 20, "--step-ms", 1
     )
     assert [line["plans"] for line in lines] == ["generating", "mixed"]
@@ -121,7 +123,9 @@ def test_plans_and_sums_are_timed():
         assert all(
             line[f"{part}_{clock}_us"]["p50"] > 0 for part in parts for clock in ("wall", "cpu")
         )
-    lines = said("benchmarks.ranks", "sums", "--device", "cpu", "--tokens", 1, 4, "--width", 64)
+    lines = json_lines(
+        "benchmarks.ranks", "sums", "--device", "cpu", "--tokens", 1, 4, "--width", 64
+    )
     assert [line["tokens"] for line in lines] == [1, 4] and all(
         line["us"]["mpi"] > 0 for line in lines
     )

@@ -49,9 +49,9 @@ def test_every_cluster_with_every_routing_has_a_line(capsys):
 def test_lines_for_machines(capsys):
     options = ["--replicas", "3", "--routing", "session", "--simulated", "2", "--event", "6:0:fail"]
     assert main([*SMALL, *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["replicas"], found["simulated"], found["routing"]) == (3, 2, "session")
-    assert found["requests"] > 0 and 0 <= found["hit_rate"] <= 1
+    line = json.loads(capsys.readouterr().out)
+    assert (line["replicas"], line["simulated"], line["routing"]) == (3, 2, "session")
+    assert line["requests"] > 0 and 0 <= line["hit_rate"] <= 1
 
 
 @pytest.mark.parametrize(

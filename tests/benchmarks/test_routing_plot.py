@@ -28,8 +28,8 @@ def test_a_cluster_that_was_simulated_whole_counts(tmp_path):
         {"replicas": 8, "simulated": None},
         {"replicas": 1000, "simulated": 16},
     ]
-    found = read_rows(written(tmp_path / "rows.jsonl", *rows))
-    assert [(row["replicas"], row["simulated"]) for row in found] == [
+    read = read_rows(written(tmp_path / "rows.jsonl", *rows))
+    assert [(row["replicas"], row["simulated"]) for row in read] == [
         (8, None),
         (64, None),
         (1000, 16),

@@ -4,9 +4,9 @@ names."""
 import json
 
 from benchmarks import scheduler
-from benchmarks.scheduler import FilledScheduler, Load, summary
+from benchmarks.scheduler import FilledScheduler, SchedulerLoad, summary
 
-SMALL = Load(3000, 4000, seats=16, plain_steps=20, heavy_steps=3, swap_ins=40, victims=80)
+SMALL = SchedulerLoad(3000, 4000, seats=16, plain_steps=20, heavy_steps=3, swap_ins=40, victims=80)
 
 
 def test_steps_are_of_the_kinds_that_are_measured():
@@ -19,15 +19,15 @@ def test_steps_are_of_the_kinds_that_are_measured():
     for step in bench.heavy(3200):
         assert step.swap_ins >= 40 and step.victims >= 80 and step.generate >= 12
     bench.scheduler.check()
-    found = summary(plain)
+    figures = summary(plain)
     assert (
-        found["steps"] == 20
-        and found["plan_ms_p50"] + found["apply_ms_p50"] <= 2 * found["total_ms_p50"]
+        figures["steps"] == 20
+        and figures["plan_ms_p50"] + figures["apply_ms_p50"] <= 2 * figures["total_ms_p50"]
     )
 
 
 def test_the_command_ends_in_one_json_line(capsys, monkeypatch):
-    monkeypatch.setattr(scheduler, "Load", lambda **steps: SMALL)
+    monkeypatch.setattr(scheduler, "SchedulerLoad", lambda **steps: SMALL)
     assert scheduler.main([]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["bench"] == "scheduler" and line["heavy"]["swap_ins"] >= 40

@@ -10,7 +10,7 @@ from array import array
 import pytest
 
 from benchmarks import clients as bench_clients
-from benchmarks.clients import Client, Failed, Load, Reply, Tally, Target, Window
+from benchmarks.clients import Client, Failed, Load, LoadTally, StreamedReply, Target, Window
 from benchmarks.report import (
     json_line,
     milliseconds,
@@ -117,35 +117,35 @@ def bench(tmp_path, capsys):
 LONGER = (1, 8, 40)  # multiples of a short time: on a busy machine no request may end in it
 
 
-def everything_seen(made):
+def everything_seen(line):
     """All that is looked at happened in the window, and the server was read on both sides of it."""
-    times = made["ttft_ms_p50"], made["inter_token_ms_p50"]
+    times = line["ttft_ms_p50"], line["inter_token_ms_p50"]
     return (
-        made["completed_per_s"] > 0
+        line["completed_per_s"] > 0
         and None not in times
-        and sum((made["sources"] or {}).values()) > 0
+        and sum((line["sources"] or {}).values()) > 0
     )
 
 
 def test_known_delays_are_what_is_measured(bench):
     with CompletionsServer(first_s=0.1, gap_s=0.02) as server:
         for seconds in (1.5 * times for times in LONGER):
-            (made,), said = bench(
+            (line,), output = bench(
                 server, "--gpu-dollars-per-hour", "3600", rate="8", measure_s=seconds
             )
-            if everything_seen(made):
+            if everything_seen(line):
                 break
-    assert made["errors"] == {} and made["completed_per_s"] > 0
-    assert 100 <= made["ttft_ms_p50"] < 5000
-    assert 19 <= made["inter_token_ms_p50"] < 1000
-    assert (100 + 10 * 20) / REPLY <= made["ms_per_token_mean"] < 2000
-    assert made["offered_per_s"] == pytest.approx(8 * 2)
-    assert made["sources"]["new"] > 0 and made["cached_tokens"] == 3 * round(
-        seconds * made["completed_per_s"]
+    assert line["errors"] == {} and line["completed_per_s"] > 0
+    assert 100 <= line["ttft_ms_p50"] < 5000
+    assert 19 <= line["inter_token_ms_p50"] < 1000
+    assert (100 + 10 * 20) / REPLY <= line["ms_per_token_mean"] < 2000
+    assert line["offered_per_s"] == pytest.approx(8 * 2)
+    assert line["sources"]["new"] > 0 and line["cached_tokens"] == 3 * round(
+        seconds * line["completed_per_s"]
     )
     # the server's counter does not change
-    assert made["gpu_seconds"] == 0.0 and made["dollars"] == 0.0
-    assert "new 100.0%" in said.out and "fake at http" in said.out
+    assert line["gpu_seconds"] == 0.0 and line["dollars"] == 0.0
+    assert "new 100.0%" in output.out and "fake at http" in output.out
     assert all(set(body) == VLLM_FIELDS for body in server.bodies)
 
 
@@ -253,7 +253,7 @@ def test_a_lost_client_process_is_told():
 def test_servers_without_token_ids_need_a_tokenizer():
     with CompletionsServer(ids=False) as server, pytest.raises(SettingError, match="--tokenizer"):
         asyncio.run(probe(Target(server.url, "fake"), 100))
-    reply = Reply()
+    reply = StreamedReply()
     events = [{"choices": [{"text": text}]} for text in ("a", "", "bc")] + [
         {"choices": [], "usage": {"completion_tokens": 4}}
     ]
@@ -278,7 +278,7 @@ def test_events_are_read_however_they_are_cut():
         "[DONE]\n\n"
     )
     for size in (1, 7, 1000):
-        reply = Reply()
+        reply = StreamedReply()
         brought = [
             count
             for at in range(0, len(stream), size)
@@ -286,7 +286,7 @@ def test_events_are_read_however_they_are_cut():
         ]
         assert (brought, reply.ids, reply.length, reply.cached) == ([1, 2], [1, 2, 3], 3, None)
     with pytest.raises(Failed, match="malformed"):
-        Reply().read(b"data: {oops\n")
+        StreamedReply().read(b"data: {oops\n")
 
 
 def test_percentiles_are_values_that_were_measured():
@@ -300,29 +300,44 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def tally(**changed):
-    made = Tally(
+    counts = LoadTally(
         sent=30, completed=20, prompt_tokens=5000, output_tokens=400, open_at_start=2, open_at_end=9
     )
-    made.first_token.extend([0.05, 0.15])
-    made.per_token.extend([0.01, 0.03])
-    made.gaps.extend([0.008, 0.012])
+    counts.first_token.extend([0.05, 0.15])
+    counts.per_token.extend([0.01, 0.03])
+    counts.gaps.extend([0.008, 0.012])
     for name, value in changed.items():
-        setattr(made, name, value)
-    return made
+        setattr(counts, name, value)
+    return counts
 
 
 def test_a_report_adds_up():
     whole = tally()
     whole.add(tally(busy=0.5))
-    made = report(whole, rate=1.5, turns=4.0, seconds=10.0, dollars_per_hour=7.2)
-    assert (made.offered_per_s, made.sent_per_s, made.completed_per_s) == (6.0, 6.0, 4.0)
-    assert (made.output_tokens_per_s, made.prompt_tokens_per_s) == (80.0, 1000.0)
-    assert made.ms_per_token_mean == pytest.approx(20.0) and made.ms_per_token_p90 == 30.0
-    assert (made.ttft_ms_p50, made.ttft_ms_p99, made.inter_token_ms_p50) == (50.0, 150.0, 8.0)
-    assert (made.open_at_start, made.open_at_end, made.client_busy) == (4, 18, 0.5)
+    rate_report = report(whole, rate=1.5, turns=4.0, seconds=10.0, dollars_per_hour=7.2)
+    assert (rate_report.offered_per_s, rate_report.sent_per_s, rate_report.completed_per_s) == (
+        6.0,
+        6.0,
+        4.0,
+    )
+    assert (rate_report.output_tokens_per_s, rate_report.prompt_tokens_per_s) == (80.0, 1000.0)
+    assert (
+        rate_report.ms_per_token_mean == pytest.approx(20.0)
+        and rate_report.ms_per_token_p90 == 30.0
+    )
+    assert (rate_report.ttft_ms_p50, rate_report.ttft_ms_p99, rate_report.inter_token_ms_p50) == (
+        50.0,
+        150.0,
+        8.0,
+    )
+    assert (rate_report.open_at_start, rate_report.open_at_end, rate_report.client_busy) == (
+        4,
+        18,
+        0.5,
+    )
     # all the time: the server does not tell
-    assert (made.gpu_seconds, made.dollars) == (10.0, pytest.approx(0.02))
-    assert made.dollars_per_million_output_tokens == pytest.approx(25.0)
+    assert (rate_report.gpu_seconds, rate_report.dollars) == (10.0, pytest.approx(0.02))
+    assert rate_report.dollars_per_million_output_tokens == pytest.approx(25.0)
     assert (
         report(whole, rate=1, turns=1, seconds=1, gpu_seconds=4.0, dollars_per_hour=3600).dollars
         == 4.0
@@ -338,12 +353,12 @@ def test_lines_are_aligned_and_say_what_is_missing():
     assert "gpu 75.0%, host 25.0%" in report_line(
         report(tally(), rate=2, turns=4, seconds=10, sources=sources)
     )
-    empty = Tally()
+    empty = LoadTally()
     empty.errors["HTTP 429"] = 7
     poor = report(empty, rate=12.25, turns=4.0, seconds=10.0)
     assert report_line(poor).endswith("sources unknown; HTTP 429: 7") and poor.failed_share == 1.0
     places = [
-        [found.end() for found in re.finditer(r"\S+", line)][12]
+        [word.end() for word in re.finditer(r"\S+", line)][12]
         for line in (report_line(rich), report_line(poor))
     ]
     assert len(set(places)) == 1 and titles().index("open") > places[0]
@@ -353,10 +368,10 @@ def test_reports_are_written_read_compared_and_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     files = []
     for name in ("ours", "theirs"):
-        made = [report(tally(), rate=rate, turns=4.0, seconds=10.0) for rate in (1.0, 2.0)]
+        reports = [report(tally(), rate=rate, turns=4.0, seconds=10.0) for rate in (1.0, 2.0)]
         file = tmp_path / f"{name}.json"
-        file.write_text("".join(json_line(each, {"model": name}) + "\n" for each in made))
-        assert read_reports(file, "--compare") == made
+        file.write_text("".join(json_line(each, {"model": name}) + "\n" for each in reports))
+        assert read_reports(file, "--compare") == reports
         files.append(str(file))
     picture = tmp_path / "both.png"
     assert main(["--compare", *files, "--plot", str(picture)]) == 0
@@ -365,29 +380,29 @@ def test_reports_are_written_read_compared_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"), [(3.3, "3.3"), (0.5, "below 1"), (9.0, "8 conversations/s or more")]
+    ("limit", "expected"), [(3.3, "3.3"), (0.5, "below 1"), (9.0, "8 conversations/s or more")]
 )
-def test_the_largest_rate_is_found_by_halving(limit, said):
-    asked = []
-    found = largest_rate(lambda rate: asked.append(rate) or rate <= limit, 1.0, 8.0)
-    assert len(asked) <= 9
-    if said == "3.3":
-        assert limit / 1.05 <= float(found.split()[0]) <= limit
+def test_the_largest_rate_is_found_by_halving(limit, expected):
+    tried = []
+    largest = largest_rate(lambda rate: tried.append(rate) or rate <= limit, 1.0, 8.0)
+    assert len(tried) <= 9
+    if expected == "3.3":
+        assert limit / 1.05 <= float(largest.split()[0]) <= limit
     else:
-        assert said in found
+        assert expected in largest
 
 
 @pytest.mark.slow
 def test_a_search_stops_at_what_is_asked(bench):
     with CompletionsServer() as server:
         for times in LONGER:
-            made, said = bench(server, "--find-rate", "1000", rate="9,20", measure_s=0.5 * times)
-            if all(each["completed_per_s"] > 0 for each in made):
+            lines, output = bench(server, "--find-rate", "1000", rate="9,20", measure_s=0.5 * times)
+            if all(each["completed_per_s"] > 0 for each in lines):
                 break
-        assert [each["rate"] for each in made] == [
+        assert [each["rate"] for each in lines] == [
             9.0,
             20.0,
-        ] and "20 conversations/s or more" in said.out
+        ] and "20 conversations/s or more" in output.out
 
 
 @pytest.mark.parametrize(
@@ -429,16 +444,16 @@ def test_a_real_server_tells_its_sources(bench, tmp_path):
     with Server(tmp_path / "state") as server:
         for times in LONGER:
             options = ("--conversations", "--vocabulary", "2000")
-            (*_, made), said = bench(server, *options, rate="3", measure_s=1.5 * times)
-            if everything_seen(made):
+            (*_, line), output = bench(server, *options, rate="3", measure_s=1.5 * times)
+            if everything_seen(line):
                 break
-    assert made["errors"] == {} and made["completed_per_s"] > 0 and made["model"] == "demo"
+    assert line["errors"] == {} and line["completed_per_s"] > 0 and line["model"] == "demo"
     assert (
-        set(made["sources"]) == {"gpu", "host", "disk", "recomputed", "new"}
-        and sum(made["sources"].values()) > 0
+        set(line["sources"]) == {"gpu", "host", "disk", "recomputed", "new"}
+        and sum(line["sources"].values()) > 0
     )
-    assert made["ttft_ms_p50"] > 0 and made["cached_tokens"] is not None
-    assert GPU_SECONDS not in said.out
+    assert line["ttft_ms_p50"] > 0 and line["cached_tokens"] is not None
+    assert GPU_SECONDS not in output.out
 
 
 def test_records_are_read_and_a_wrong_line_is_named(tmp_path):

@@ -79,12 +79,12 @@ def results(printed):
     return {line.pop("bench"): line for line in lines}
 
 
-def check_results(found):
-    assert list(found) == ["steps_copies", "steps_returning", "steps_gaps"]
-    speeds = found["steps_copies"]["gb_per_s"]
+def check_results(results):
+    assert list(results) == ["steps_copies", "steps_returning", "steps_gaps"]
+    speeds = results["steps_copies"]["gb_per_s"]
     assert [speed["layers"] for speed in speeds] == [1, 2, 4, 6]
     assert all(speed[way] > 0 for speed in speeds for way in ("swap_in", "swap_out", "both"))
-    turns = found["steps_returning"]
+    turns = results["steps_returning"]
     for way in ("pipelined", "first"):
         for name in ("alone", "beside_rows"):
             turn = turns[f"{way}_{name}"]
@@ -97,7 +97,7 @@ def check_results(found):
             )
             assert turn["swap_in_gb_per_s"] > 0
         assert turns[f"{way}_beside_rows"]["itl_p99_rise"] > 0
-    gaps = found["steps_gaps"]
+    gaps = results["steps_gaps"]
     assert (gaps["rows"], gaps["steps"]) == (5, 12)
     assert (
         0 <= gaps["idle_share"] < 1

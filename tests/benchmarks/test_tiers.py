@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.loop import Answer, make_device
-from benchmarks.tiers import SPEEDS, Disk, Load, MemoryDisk, TierPools, Tiers, ask, main, parser
+from benchmarks.loop import LoopAnswer, make_device
+from benchmarks.tiers import SPEEDS, Disk, MemoryDisk, TierPools, Tiers, TurnLoad, ask, main, parser
 from pensieve.runtime.disk.record import PAGE
 from pensieve.runtime.disk.segments import Segments, aligned_buffer
 from pensieve.runtime.engine import open_engine
@@ -61,8 +61,8 @@ def tiers(directory):
 
 def test_a_history_is_where_it_is_to_be(tiers, tmp_path):
     """Else `ask` would have raised."""
-    (found,) = tiers.from_memory([2])
-    assert found["new_tokens"] == 2 and found["host_s"] > 0 and found["gpu_s"] > 0
+    (row,) = tiers.from_memory([2])
+    assert row["new_tokens"] == 2 and row["host_s"] > 0 and row["gpu_s"] > 0
     assert tiers.recomputed(2) > 0
     memory = MemoryDisk()
     disk = Disk(tmp_path, memory.calls)
@@ -111,33 +111,34 @@ def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times,
 @pytest.mark.parametrize(("save", "saved"), [("off", 0), ("sync", 5), ("async", 5)])
 def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     """One whole chunk a turn."""
-    load = Load(turns=5, rows=2, prompt=40, reply=4)
-    found = tiers.saving(load, Disk(tmp_path), gpu_kv_chunks=40, save=save)
-    assert (
-        found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
-    )
+    load = TurnLoad(turns=5, rows=2, prompt=40, reply=4)
+    row = tiers.saving(load, Disk(tmp_path), gpu_kv_chunks=40, save=save)
+    assert row["saved"] == saved and 0 < row["first_token_s"] < row["turn_s"] <= row["seconds"]
 
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_turn_is_copied_to_host_or_dropped(tiers, reuse):
     tiers = replace(tiers, cost=replace(COST, chunk_bytes=32 * 768))
-    found = tiers.saving(
-        Load(turns=8, rows=2, prompt=40, reply=4), gpu_kv_chunks=6, max_model_len=44, reuse=reuse
+    row = tiers.saving(
+        TurnLoad(turns=8, rows=2, prompt=40, reply=4),
+        gpu_kv_chunks=6,
+        max_model_len=44,
+        reuse=reuse,
     )
-    assert (found["copied_out"] > 0) == reuse
+    assert (row["copied_out"] > 0) == reuse
 
 
-def check_all_parts(found, token):
+def check_all_parts(results, token):
     """token: bytes of a token's KV."""
-    assert list(found) == [
+    assert list(results) == [
         f"tiers_{part}" for part in ("tiers", "sweep", "preload", "saving", "batch", "saved_batch")
     ]
-    tiers = found["tiers_tiers"]
+    tiers = results["tiers_tiers"]
     assert tiers["kv_bytes_per_token"] == token and tiers["history"] == 448
     assert all(tiers[f"{way}_s"] > 0 for way in ("gpu", "host", "disk", "recomputed", "chosen"))
     even = tiers["break_even_gb_per_s"]
     assert even == pytest.approx(448 * token / 1e9 / (tiers["recomputed_s"] - tiers["host_s"]))
-    speeds = found["tiers_sweep"]["speeds"]
+    speeds = results["tiers_sweep"]["speeds"]
     assert [speed["gb_per_s"] for speed in speeds] == pytest.approx(
         [times * even for times in SPEEDS]
     )
@@ -146,12 +147,12 @@ def check_all_parts(found, token):
         assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]
         assert speed["ratio"] == speed["chosen_s"] / min(speed["load_s"], speed["recompute_s"])
         assert 0 <= speed["read"] <= 1
-    assert found["tiers_sweep"]["worst"] == max(speed["ratio"] for speed in speeds)
-    preload = found["tiers_preload"]["by_group_layers"]
+    assert results["tiers_sweep"]["worst"] == max(speed["ratio"] for speed in speeds)
+    preload = results["tiers_preload"]["by_group_layers"]
     assert list(preload) == ["6", "4"]
     assert all([turn["new_tokens"] for turn in turns] == [2, 8, 32] for turns in preload.values())
-    assert list(found["tiers_saving"]["modes"]) == ["off", "sync", "async"]
-    splits = found["tiers_batch"]["splits"]
+    assert list(results["tiers_saving"]["modes"]) == ["off", "sync", "async"]
+    splits = results["tiers_batch"]["splits"]
     assert [split["split"] for split in splits] == [
         "20/20",
         "24/16",
@@ -165,7 +166,7 @@ def check_all_parts(found, token):
         for split in splits
         for way in ("recomputed", "host", "gpu", "copy_in")
     )
-    turns = found["tiers_saved_batch"]["turns"]
+    turns = results["tiers_saved_batch"]["turns"]
     assert [turn["prompt"] for turn in turns] == [40, 64] and all(
         turn["copied_turns"] > 1 for turn in turns
     )
@@ -247,7 +248,7 @@ def test_a_history_that_is_elsewhere_is_told():
             pass
 
         def add(self, prompt, tokens):
-            return Answer(usage=Usage(host=3), began=time.perf_counter())
+            return LoopAnswer(usage=Usage(host=3), began=time.perf_counter())
 
         def run_until(self, done):
             assert done()

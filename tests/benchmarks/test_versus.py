@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import versus
 from benchmarks.report import BEGIN, END, read_runs, write_report
-from benchmarks.versus import CONNECTORS, Server, Versus, main, parser
+from benchmarks.versus import CONNECTORS, ComparedServer, Versus, main, parser
 from tests.benchmarks.fake_vllm import make_site
 from tests.models import LLAMA_SHAPE
 
@@ -81,24 +81,24 @@ def test_the_readmes_command_has_all_that_its_workload_needs():
 
 
 def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
-    made = Versus(parser().parse_args(options))
-    ours = made.command(Server.read("pensieve:--queue-order arrival"), tmp_path)
+    bench = Versus(parser().parse_args(options))
+    ours = bench.command(ComparedServer.read("pensieve:--queue-order arrival"), tmp_path)
     assert (int(value(ours, "--gpu-kv-bytes")), int(value(ours, "--host-kv-bytes"))) == (GPU, HOST)
     assert ours[-2:] == ["--queue-order", "arrival"]
     connectors = {}
     for name in CONNECTORS:
-        server = Server.read(f"{name}@3,4.5:--max-num-batched-tokens 2048")
+        server = ComparedServer.read(f"{name}@3,4.5:--max-num-batched-tokens 2048")
         assert (server.kind, server.rates, server.shown) == (
             name,
             (3, 4.5),
             f"{name}:--max-num-batched-tokens 2048",
         )
-        theirs = made.command(server, tmp_path)
+        theirs = bench.command(server, tmp_path)
         assert int(value(theirs, "--kv-cache-memory-bytes")) == GPU
         assert value(theirs, "--max-num-seqs") == value(ours, "--max-num-seqs") == "256"
         assert theirs[-2:] == ["--max-num-batched-tokens", "2048"]
-        assert made.load(server, 4, 0) == made.load(Server.read("pensieve"), 4, 0)[:-1]
-        longest = value(made.load(server, 4, 0), "--max-context")
+        assert bench.load(server, 4, 0) == bench.load(ComparedServer.read("pensieve"), 4, 0)[:-1]
+        longest = value(bench.load(server, 4, 0), "--max-context")
         assert longest == "16384", "not what each server says: arrivals are of it"
         if "--kv-transfer-config" in theirs:
             connectors[name] = json.loads(value(theirs, "--kv-transfer-config"))
@@ -117,8 +117,8 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
 
 
 def test_the_clients_options_override_the_workloads(options):
-    made = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
-    assert made.load(Server.read("vllm"), 4, 0)[-4:] == [
+    bench = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
+    assert bench.load(ComparedServer.read("vllm"), 4, 0)[-4:] == [
         "--think-s",
         "60",
         "--synthetic",
@@ -128,7 +128,7 @@ def test_the_clients_options_override_the_workloads(options):
 
 def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for words, said in (
+    for words, error in (
         (["--servers", "sglang"], "--servers: 'sglang' is none of pensieve, vllm,"),
         (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
         (["--workload", "agents"], "--trace: agents need one"),
@@ -144,7 +144,7 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
         ),
     ):
         assert main([*options, *words]) == 2
-        assert said in capsys.readouterr().err
+        assert error in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 

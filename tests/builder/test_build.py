@@ -219,8 +219,13 @@ def test_the_command_says_what_it_did(checkpoint, tmp_path, capsys):
     ]
     arguments += ["--backend", "reference"]
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "built" in said and "LlamaForCausalLM" in said and "MiB" in said and "token ids" in said
+    output = capsys.readouterr().out
+    assert (
+        "built" in output
+        and "LlamaForCausalLM" in output
+        and "MiB" in output
+        and "token ids" in output
+    )
     assert main(arguments) == 0
     assert "reused" in capsys.readouterr().out
     assert main([*arguments, "--backend", "tensorrt"]) == 2

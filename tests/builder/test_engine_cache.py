@@ -181,10 +181,10 @@ def test_a_damaged_engine_is_built_again(checkpoint, builds):
 def test_two_starts_at_once_build_once(checkpoint, builds):
     """The first one writes no weights before the second one waits for it."""
     building, waiting = threading.Event(), threading.Event()
-    found = []
+    opened = []
 
     def start(progress):
-        found.append(engine_for(checkpoint, progress=progress))
+        opened.append(engine_for(checkpoint, progress=progress))
 
     def first_goes_on():
         building.set()
@@ -199,7 +199,7 @@ def test_two_starts_at_once_build_once(checkpoint, builds):
     second.start()
     for thread in (first, second):
         thread.join(120)
-    assert builds == ["built"] and len(found) == 2 and found[0] == found[1] and not left_over()
+    assert builds == ["built"] and len(opened) == 2 and opened[0] == opened[1] and not left_over()
 
 
 KILLED = """
@@ -268,7 +268,7 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
 
 
 @pytest.mark.parametrize(
-    "path, said",
+    "path, message",
     [
         (
             "meta-llama/Llama-3-8B",
@@ -282,13 +282,13 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
         ("model.gguf", "model.gguf is a file"),
     ],
 )
-def test_a_path_that_is_no_model_says_what_to_do(path, said, tmp_path, monkeypatch):
+def test_a_path_that_is_no_model_says_what_to_do(path, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "quantised"):
         (tmp_path / name).mkdir()
     (tmp_path / "quantised" / "model.gguf").touch()
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(SettingError, match=f"PATH: .*{said}"):
+    with pytest.raises(SettingError, match=f"PATH: .*{message}"):
         engine_for(path)
 
 

@@ -49,9 +49,11 @@ def test_others_take_the_place_of_packed_inputs():
     ours = batch()
     tokens = torch.ones(4)
     table = torch.zeros(1, 1)
-    made = ForwardBatch.of(ours, token_ids=tokens, block_table=table)
-    assert made.token_ids is tokens and made.block_table is table
-    assert all(getattr(made, name) is getattr(ours, name) for name in PACKED if name != "token_ids")
+    replaced = ForwardBatch.of(ours, token_ids=tokens, block_table=table)
+    assert replaced.token_ids is tokens and replaced.block_table is table
+    assert all(
+        getattr(replaced, name) is getattr(ours, name) for name in PACKED if name != "token_ids"
+    )
     moved = replace(ours, block_table=table).map(lambda part: part + 1)
     assert moved.block_table.tolist() == [[1]] and moved.token_ids.tolist() == [1, 2, 3, 4]
 

@@ -168,10 +168,12 @@ def test_ranks_of_an_engine_give_one_rank_s_logits(tmp_path):
     register_group(TENSOR_PARALLEL, group)
     try:
         engines = [open_engine(tmp_path / "two", rank=rank) for rank in range(2)]
-        said = group.run(lambda rank: logits(engines[rank].forward, engines[rank].kv_shape(16, 4)))
+        outputs = group.run(
+            lambda rank: logits(engines[rank].forward, engines[rank].kv_shape(16, 4))
+        )
     finally:
         release_group(TENSOR_PARALLEL)
-    for ours in said:
+    for ours in outputs:
         torch.testing.assert_close(ours, of_engine(tmp_path / "one"), atol=1e-4, rtol=1e-4)
 
 
@@ -206,10 +208,10 @@ def test_the_command_says_what_it_cost(checkpoint, tmp_path, capsys):
         "reference",
     ]
     assert main([*arguments, "--weights", "fp8"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "projections in FP8" in said
-        and "relative error of FP8 against the unquantised model" in said
+        "projections in FP8" in output
+        and "relative error of FP8 against the unquantised model" in output
     )
     assert main([*arguments, "--weights", "int8"]) == 2
     assert capsys.readouterr().err.startswith(
@@ -259,7 +261,7 @@ def test_on_a_gpu_captured_steps_compute_what_the_reference_does(kind, tmp_path)
     widely spread logits do not bear."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
     settings = dict(dtype="bfloat16", device="cuda", weights="fp8")
-    said = {}
+    outputs = {}
     for backend in ("reference", "inductor"):
         built = build_random_engine(
             tmp_path / "config.json", tmp_path / backend, backend=backend, **settings
@@ -269,8 +271,8 @@ def test_on_a_gpu_captured_steps_compute_what_the_reference_does(kind, tmp_path)
         engine = open_engine(tmp_path / backend, "cuda")
         assert torch.cuda.memory_allocated() - before < 1.2 * engine.weight_bytes + 50_000
         config = built.manifest.decoder
-        said[backend] = logits_and_kv(
+        outputs[backend] = logits_and_kv(
             engine.forward, config, random_batches(config, "cuda"), torch.bfloat16, captured
         )
-    for ours, expected in zip(said["inductor"], said["reference"], strict=True):
+    for ours, expected in zip(outputs["inductor"], outputs["reference"], strict=True):
         assert (ours - expected).norm() < 0.1 * expected.norm()

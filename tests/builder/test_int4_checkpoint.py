@@ -91,27 +91,33 @@ def words(numbers, dim, order=range(8)):
     """int32 words of eight neighbours along a dimension; bits 4i to 4i + 3 hold neighbour
     order[i]."""
     numbers = numbers.long().movedim(dim, -1).unflatten(-1, (-1, 8))
-    made = torch.zeros(numbers.shape[:-1], dtype=torch.int64)
+    packed = torch.zeros(numbers.shape[:-1], dtype=torch.int64)
     for i, neighbour in enumerate(order):
-        made += numbers[..., neighbour] * 16**i
-    return torch.where(made >= 2**31, made - 2**32, made).int().movedim(-1, dim).contiguous()
+        packed += numbers[..., neighbour] * 16**i
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int().movedim(-1, dim).contiguous()
 
 
 def tensors_of(method, numbers, scales, stored_zeros):
     """A projection's tensors, by the end of the name."""
     if method == "compressed-tensors":
         shape = torch.tensor(numbers.shape)
-        made = {"weight_packed": words(numbers, 1), "weight_scale": scales, "weight_shape": shape}
+        tensors = {
+            "weight_packed": words(numbers, 1),
+            "weight_scale": scales,
+            "weight_shape": shape,
+        }
         return (
-            made if stored_zeros is None else made | {"weight_zero_point": words(stored_zeros, 0)}
+            tensors
+            if stored_zeros is None
+            else tensors | {"weight_zero_point": words(stored_zeros, 0)}
         )
-    made = {"scales": scales.t().contiguous()}
+    tensors = {"scales": scales.t().contiguous()}
     if method == "awq":
         interleaved = (0, 2, 4, 6, 1, 3, 5, 7)
         zeros = words(stored_zeros.t(), 1, interleaved)
-        return made | {"qweight": words(numbers.t(), 1, interleaved), "qzeros": zeros}
+        return tensors | {"qweight": words(numbers.t(), 1, interleaved), "qzeros": zeros}
     order = torch.arange(numbers.shape[1]) // (numbers.shape[1] // scales.shape[1])
-    return made | {
+    return tensors | {
         "qweight": words(numbers.t(), 0),
         "qzeros": words(stored_zeros.t(), 1),
         "g_idx": order.int(),
@@ -148,8 +154,8 @@ def quantised_checkpoint(directory, form, keep=(), config=None):
         numbers, scales, zeros, meant[name] = rounded(tensor, form)
         method = form.settings["quant_method"]
         stored = None if form.symmetric and method == "compressed-tensors" else zeros - form.missing
-        made = tensors_of(method, numbers, scales, stored)
-        tensors |= {f"{module}.{end}": each for end, each in made.items()}
+        layer_tensors = tensors_of(method, numbers, scales, stored)
+        tensors |= {f"{module}.{end}": each for end, each in layer_tensors.items()}
     save_file(tensors, directory / SINGLE)
     alter_config(directory, form.settings)
     return meant
@@ -218,11 +224,11 @@ def check_greedy_replies(directory, engine):
         spans = [(seat, len(prompt) + generated) for seat, prompt in enumerate(prompts)]
         runner.step(*((seat, start, start + 1) for seat, start in spans))
     for seat, prompt in enumerate(prompts):
-        said = [
+        reply = [
             runner.logits[seat][position].argmax()
             for position in range(len(prompt) - 1, len(ids[seat]) - 1)
         ]
-        assert said == ids[seat][len(prompt) :].tolist()
+        assert reply == ids[seat][len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq, not symmetric", "pack-quantized"])
@@ -269,12 +275,12 @@ def test_a_compiled_engine_is_the_reference(form, ranks, tmp_path):
     built = build_engine(tmp_path / "hf", tmp_path / "inductor", "inductor", tensor_parallel=ranks)
     assert built.manifest.compiled.parity.logits < 1e-5 and built.manifest.int4
     expected = logits_of(open_engine(tmp_path / "reference"))
-    said = (
+    outputs = (
         logits_of_ranks(tmp_path / "inductor")
         if ranks > 1
         else [logits_of(open_engine(tmp_path / "inductor"))]
     )
-    check_equal(said, expected)
+    check_equal(outputs, expected)
 
 
 def test_a_float16_checkpoint_becomes_a_bfloat16_engine(tmp_path):
@@ -334,7 +340,7 @@ def test_random_weights_in_int4(tmp_path):
 def test_on_a_gpu_captured_steps_compute_with_the_values(tmp_path):
     """And the weights are there once."""
     meant = quantised_checkpoint(tmp_path / "hf", "awq")
-    said = {}
+    outputs = {}
     for backend in ("reference", "inductor"):
         built = build_engine(
             tmp_path / "hf", tmp_path / backend, backend, "bfloat16", device="cuda"
@@ -343,12 +349,12 @@ def test_on_a_gpu_captured_steps_compute_with_the_values(tmp_path):
         engine = open_engine(tmp_path / backend, "cuda")
         assert torch.cuda.memory_allocated() - before < 1.2 * engine.weight_bytes + 50_000
         config = built.manifest.decoder
-        said[backend] = logits_and_kv(
+        outputs[backend] = logits_and_kv(
             engine.forward, config, random_batches(config, "cuda"), torch.bfloat16, captured
         )
     decoder = meant_decoder(tmp_path / "hf", meant).cuda()
     exact = logits_and_kv(decoder, config, random_batches(config, "cuda"), torch.float32)
-    for outcome in said.values():
+    for outcome in outputs.values():
         for ours, expected in zip(outcome, exact, strict=True):
             assert (ours - expected).norm() < 0.1 * expected.norm()
 

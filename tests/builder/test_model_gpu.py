@@ -90,14 +90,14 @@ def config(request):
 @pytest.fixture
 def models():
     """Makes models, and releases their pools."""
-    made = []
+    opened = []
 
     def make(*arguments):
-        made.append(Model(*arguments))
-        return made[-1]
+        opened.append(Model(*arguments))
+        return opened[-1]
 
     yield make
-    for model in made:
+    for model in opened:
         release_pool(model.handle)
 
 
@@ -143,9 +143,9 @@ def test_a_step_never_waits_and_one_graph_serves_any_mixture(config, models):
 
 @pytest.fixture(params=[2, 4])
 def group(request):
-    made = ThreadRanks(request.param)
-    register_group(TENSOR_PARALLEL, made)
-    yield made
+    ranks = ThreadRanks(request.param)
+    register_group(TENSOR_PARALLEL, ranks)
+    yield ranks
     release_group(TENSOR_PARALLEL)
 
 
@@ -159,8 +159,8 @@ def test_shards_compute_what_one_rank_does(device, config, group, models):
     for rank in range(group.ranks):
         weights = random_weights(config, torch.float32, "cpu", 0, rank, group.ranks)
         shards.append(models(config, weights, torch.float32, device, group.ranks))
-    for said in group.run(lambda rank: [shards[rank].run(step).cpu() for step in STEPS]):
-        for logits, wanted in zip(said, expected, strict=True):
+    for outputs in group.run(lambda rank: [shards[rank].run(step).cpu() for step in STEPS]):
+        for logits, wanted in zip(outputs, expected, strict=True):
             torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 

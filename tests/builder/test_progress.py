@@ -14,9 +14,9 @@ class Terminal(io.StringIO):
 
 
 def on_terminal(monkeypatch):
-    made = Terminal()
-    monkeypatch.setattr(sys, "stderr", made)
-    return made
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
 
 
 def test_a_bar_grows_on_a_terminal_and_ends_its_line(monkeypatch):
@@ -72,5 +72,5 @@ def test_a_log_gets_a_line_every_so_often(caplog, monkeypatch):
         monkeypatch.setattr(progress_module, "LINE_SECONDS", 0)
         progress.advance(3, 4)
         progress.advance(4, 4)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["llama: writing the weights", "llama: writing the weights, 75%"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["llama: writing the weights", "llama: writing the weights, 75%"]

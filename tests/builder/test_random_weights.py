@@ -192,9 +192,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         )
         == 0
     )
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "built" in said and "cuda" in said and "random weights" in said and "16384 tokens" in said
+        "built" in output
+        and "cuda" in output
+        and "random weights" in output
+        and "16384 tokens" in output
     )
     manifest = Manifest.read(tmp_path / "engine")
     assert (manifest.device, manifest.decoder.activation, manifest.random_seed) == (

@@ -97,9 +97,9 @@ def logits_of_ranks(directory, kv_cache_dtype="auto"):
         release_group(TENSOR_PARALLEL)
 
 
-def check_equal(said, expected, most=1e-5):
-    assert all(torch.equal(said[0], other) for other in said[1:])
-    assert (said[0] - expected).norm() <= most * expected.norm()
+def check_equal(outputs, expected, most=1e-5):
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert (outputs[0] - expected).norm() <= most * expected.norm()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -204,13 +204,13 @@ def test_a_rank_checks_its_own_weights(checkpoint, tmp_path):
 
 
 def test_there_must_be_room_for_all_ranks(checkpoint, tmp_path, monkeypatch):
-    asked = []
+    needs = []
     monkeypatch.setattr(
-        "pensieve.builder.build._check_room", lambda directory, needed: asked.append(needed)
+        "pensieve.builder.build._check_room", lambda directory, needed: needs.append(needed)
     )
     monkeypatch.setattr("pensieve.builder.build.ROOM", 0)
     built = build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2)
-    assert asked == [2 * built.manifest.weight_bytes]
+    assert needs == [2 * built.manifest.weight_bytes]
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 3, 8])
@@ -221,10 +221,10 @@ def test_what_does_not_divide_is_refused(ranks, checkpoint, tmp_path, capsys):
     ):
         arguments = [*source, "--output", str(tmp_path / "engine"), "--tensor-parallel", str(ranks)]
         assert main([*arguments, "--backend", "reference"]) == 2
-        said = capsys.readouterr().err
+        error = capsys.readouterr().err
         assert (
-            said.startswith("build_engine: --tensor-parallel: ")
-            and f"{ranks} ranks, only among 1 or 2 or 4" in said
+            error.startswith("build_engine: --tensor-parallel: ")
+            and f"{ranks} ranks, only among 1 or 2 or 4" in error
         )
     assert not list(tmp_path.iterdir())
 

@@ -132,14 +132,16 @@ def test_the_root_of_all_is_no_place_for_an_engine(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "number, said",
+    "number, message",
     [
         (errno.EDQUOT, "the disk of .* became full"),
         (errno.EACCES, r"cannot be made: .*'\.engine\.lock'"),
         (errno.EFBIG, "cannot be made: .*File too large"),
     ],
 )
-def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp_path, monkeypatch):
+def test_what_the_system_refuses_is_said_in_a_line(
+    number, message, checkpoint, tmp_path, monkeypatch
+):
     """A quota, files of another user's build of the same directory, or a limit of the file system
     or the user."""
 
@@ -147,7 +149,7 @@ def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp
         raise OSError(number, os.strerror(number), ".engine.lock")
 
     monkeypatch.setattr(build_module, "_clear_up", refuse)
-    with pytest.raises(SettingError, match=f"--output: {said}"):
+    with pytest.raises(SettingError, match=f"--output: {message}"):
         build_engine(checkpoint, tmp_path / "engine")
 
 

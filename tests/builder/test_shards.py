@@ -79,9 +79,9 @@ def one_thread():
 @pytest.fixture(params=[2, 4])
 def group(request):
     """A registered group of this many ranks on threads."""
-    made = ThreadRanks(request.param)
-    register_group(TENSOR_PARALLEL, made)
-    yield made
+    ranks = ThreadRanks(request.param)
+    register_group(TENSOR_PARALLEL, ranks)
+    yield ranks
     release_group(TENSOR_PARALLEL)
 
 
@@ -132,11 +132,11 @@ def test_shards_together_give_one_rank_s_logits(name, group, tmp_path):
     def weights_of(rank):
         return read_weights(tmp_path, config, torch.float32, rank, group.ranks)
 
-    said = logits_of_all(group, config, weights_of, prompts, torch.float32)
-    assert said[0].shape == (sum(LENGTHS), config.vocab_size) and said[0].is_contiguous()
-    assert all(torch.equal(said[0], other) for other in said[1:])
-    assert (said[0] - expected).norm() <= 1e-5 * expected.norm()
-    assert (said[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    outputs = logits_of_all(group, config, weights_of, prompts, torch.float32)
+    assert outputs[0].shape == (sum(LENGTHS), config.vocab_size) and outputs[0].is_contiguous()
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert (outputs[0] - expected).norm() <= 1e-5 * expected.norm()
+    assert (outputs[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt, post norm, projected"])
@@ -153,9 +153,9 @@ def test_bfloat16_is_as_near_to_float32_as_one_rank_s(name, group, tmp_path):
     def weights_of(rank):
         return read_weights(tmp_path, config, torch.bfloat16, rank, group.ranks)
 
-    for said in logits_of_all(group, config, weights_of, prompts, torch.bfloat16):
-        assert said.dtype == torch.float32
-        assert (said - exact).norm() <= 2 * (naive - exact).norm()
+    for logits in logits_of_all(group, config, weights_of, prompts, torch.bfloat16):
+        assert logits.dtype == torch.float32
+        assert (logits - exact).norm() <= 2 * (naive - exact).norm()
 
 
 @pytest.mark.parametrize("name", RANDOM_CONFIGS)
@@ -173,8 +173,8 @@ def test_random_weights_are_the_same_model_on_any_number_of_ranks(name, group):
     assert shapes == parameter_shapes(config, group.ranks)
     # nothing whole is kept
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights_of(1).values())
-    for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
-        assert (said - expected).norm() <= 1e-5 * expected.norm()
+    for logits in logits_of_all(group, config, weights_of, prompts, torch.float32):
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_ranks_hold_the_sinks_of_their_heads(group):
@@ -199,8 +199,8 @@ def test_ranks_hold_the_sinks_of_their_heads(group):
         )
         return own | sinks
 
-    for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
-        assert (said - expected).norm() <= 1e-5 * expected.norm()
+    for logits in logits_of_all(group, config, weights_of, prompts, torch.float32):
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_what_each_rank_reads(tmp_path):
@@ -342,8 +342,8 @@ def test_one_traced_graph_serves_all_ranks(name, group, tmp_path):
     def work(rank):
         return logits(modules[rank], kv_shape(config, group.ranks), prompts, torch.float32)
 
-    for said in group.run(work):
-        assert (said - expected).norm() <= 1e-5 * expected.norm()
+    for rank_logits in group.run(work):
+        assert (rank_logits - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

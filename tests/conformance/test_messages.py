@@ -66,8 +66,8 @@ def test_a_streamed_message_is_the_same(server: Server) -> None:
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
-    said = "".join(event.delta.text for event in events if event.type == "content_block_delta")
-    assert said == text(whole)
+    streamed = "".join(event.delta.text for event in events if event.type == "content_block_delta")
+    assert streamed == text(whole)
     last = events[kinds.index("message_delta") - len(kinds)]
     assert (
         last.delta.stop_reason == whole.stop_reason
@@ -154,8 +154,8 @@ def test_a_streamed_message_follows_a_schema(server: Server) -> None:
     ask: dict[str, Any] = dict(model=server.model, messages=messages, max_tokens=100)
     with server.anthropic.messages.stream(**ask, extra_body={"output_config": wanted}) as stream:
         message = stream.get_final_message()
-    said = json.loads(text(message))
-    assert said["city"] in ("Oslo", "Rome") and said["days"] in (1, 3, 7) and len(said) == 2
+    answer = json.loads(text(message))
+    assert answer["city"] in ("Oslo", "Rome") and answer["days"] in (1, 3, 7) and len(answer) == 2
 
 
 def test_thinking_of_earlier_replies_is_accepted(server: Server) -> None:

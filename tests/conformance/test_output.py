@@ -135,11 +135,13 @@ def test_a_schema_that_cannot_be_followed_is_refused(server: Server) -> None:
 
 def test_streamed_unicode_is_never_broken(server: Server) -> None:
     """Characters of several bytes and tokens come whole: each delta is proper text."""
-    said = "Grüße, 日本語 🍵 Ελλάδα"
+    unicode_text = "Grüße, 日本語 🍵 Ελλάδα"
     chunks = list(
-        server.chat(response_format=schema_format({"const": said}), max_tokens=120, stream=True)
+        server.chat(
+            response_format=schema_format({"const": unicode_text}), max_tokens=120, stream=True
+        )
     )
-    assert json.loads(texts(chunks)[0]) == said
+    assert json.loads(texts(chunks)[0]) == unicode_text
     assert not any(
         "\ufffd" in (choice.delta.content or "") for chunk in chunks for choice in chunk.choices
     )

@@ -182,11 +182,11 @@ def test_a_full_queue_is_a_rate_limit(server: Server) -> None:
     async def flood() -> list[Any]:
         async with _asynchronous(server) as client:
             ask = client.chat.completions.create
-            asked = [
+            requests = [
                 ask(model=server.model, messages=user(f"Story {n}"), max_tokens=8)
                 for n in range(FLOOD)
             ]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            return await asyncio.gather(*requests, return_exceptions=True)
 
     answers = asyncio.run(flood())
     refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
@@ -206,11 +206,11 @@ def test_a_request_that_times_out_is_given_up(server: Server) -> None:
     """APITimeoutError at the client, and the server does not go on with it."""
     impatient = server.client.with_options(timeout=0.5)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_long_chat, server, impatient, n=4)  # for long
-        wait_until(lambda: asked.done() or server.running >= 1, "the request is running")
-    if asked.exception() is None:
+        request = pool.submit(_long_chat, server, impatient, n=4)  # for long
+        wait_until(lambda: request.done() or server.running >= 1, "the request is running")
+    if request.exception() is None:
         server.skip("the server answers too quickly")
-    server.refuses(openai.APITimeoutError, asked.result)
+    server.refuses(openai.APITimeoutError, request.result)
     wait_until(lambda: server.running == 0, "the request is given up")
 
 
@@ -298,8 +298,10 @@ def test_a_response_is_streamed(server: Server) -> None:
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] in ("response.completed", "response.incomplete")
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert said == events[-1].response.output_text == server.respond(temperature=0).output_text
+    streamed = "".join(
+        event.delta for event in events if event.type == "response.output_text.delta"
+    )
+    assert streamed == events[-1].response.output_text == server.respond(temperature=0).output_text
 
 
 def test_a_response_goes_on_from_another(server: Server) -> None:

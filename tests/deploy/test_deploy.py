@@ -24,7 +24,7 @@ DEPLOY = ROOT / "deploy"
 NAME = re.compile(r"pensieve:\w+")
 
 
-def known_metrics() -> set[str]:
+def metric_names() -> set[str]:
     """Every sample's name, as /metrics has them."""
     kinds = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().text().decode(), re.MULTILINE)
     parts = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
@@ -45,7 +45,7 @@ def expressions() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("place", "expression"), expressions())
 def test_every_metric_that_is_asked_for_exists(place: str, expression: str) -> None:
     names = NAME.findall(expression)
-    assert (names or "up{" in expression) and set(names) <= known_metrics()
+    assert (names or "up{" in expression) and set(names) <= metric_names()
     for left, right in ("()", "{}", "[]"):
         assert expression.count(left) == expression.count(right)
 
@@ -53,10 +53,10 @@ def test_every_metric_that_is_asked_for_exists(place: str, expression: str) -> N
 def test_the_dashboard_shows_most_of_what_there_is() -> None:
     """Metrics that it leaves out are part of shown ones, or are for closer inspection."""
     shown = {name for _, expression in expressions() for name in NAME.findall(expression)}
-    known = known_metrics()
-    histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
+    names = metric_names()
+    histograms = {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
     beside = {name + part for name in histograms for part in ("_sum", "_count", "_created")}
-    assert known - shown - beside <= {
+    assert names - shown - beside <= {
         "pensieve:e2e_request_latency_seconds_bucket",
         "pensieve:kv_cache_usage_perc",
     }
@@ -68,7 +68,7 @@ def test_the_metrics_of_the_documentation_exist() -> None:
     )
     rows = [line for line in table.partition("###")[0].splitlines() if line.startswith("|")]
     names = {"pensieve:" + name for row in rows[2:] for name in re.findall(r"`(\w+)[`{]", row)}
-    families = known_metrics() | {name.removesuffix("_bucket") for name in known_metrics()}
+    families = metric_names() | {name.removesuffix("_bucket") for name in metric_names()}
     assert len(names) > 20 and names <= families
 
 

@@ -79,10 +79,10 @@ async def call(
 
 
 async def echo(request):
-    said = [[name, value] for name, value in request.headers.items()]
+    headers = [[name, value] for name, value in request.headers.items()]
     body = (await request.read()).decode()
     answer = web.json_response(
-        dict(method=request.method, path=request.raw_path, headers=said, body=body), status=418
+        dict(method=request.method, path=request.raw_path, headers=headers, body=body), status=418
     )
     answer.headers.extend([("X-One", "1"), ("X-One", "2"), ("Connection", "close")])
     return answer
@@ -100,14 +100,14 @@ def test_the_relay_passes_on_all_of_a_request_and_of_its_answer():
             return await call(relay, "PUT", b"/v1/a%2Fb%20c", b"q=%2F&r", headers, (b"one", b"two"))
 
     status, headers, body = asyncio.run(main())
-    said = json.loads(body)
-    assert (status, said["method"], said["path"], said["body"]) == (
+    echoed = json.loads(body)
+    assert (status, echoed["method"], echoed["path"], echoed["body"]) == (
         418,
         "PUT",
         "/v1/a%2Fb%20c?q=%2F&r",
         "onetwo",
     )
-    passed = [(name.lower(), value) for name, value in said["headers"] if name != "Host"]
+    passed = [(name.lower(), value) for name, value in echoed["headers"] if name != "Host"]
     assert sorted(passed) == [
         ("authorization", "Bearer key"),
         ("content-length", "6"),

@@ -87,9 +87,9 @@ class VisitedServer(Server):
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(self.visit, numbers))
 
-    def visit(self, number, *history, said=None):
-        said = {"role": "user", "content": said or f"Tell me about {SUBJECTS[number]}."}
-        body = dict(messages=[*history, said], max_tokens=40, temperature=0.2)
+    def visit(self, number, *history, text=None):
+        message = {"role": "user", "content": text or f"Tell me about {SUBJECTS[number]}."}
+        body = dict(messages=[*history, message], max_tokens=40, temperature=0.2)
         self.post("/v1/chat/completions", conversation=f"visitor {number:02}", **body)
 
     @contextmanager
@@ -102,7 +102,7 @@ class VisitedServer(Server):
             while not ended.is_set():
                 number = int(len(SUBJECTS) * draw.random() ** 2)
                 history = self.ask("GET", f"/v1/conversations/visitor {number:02}")["messages"][:6]
-                self.visit(number, *history, said=draw.choice(QUESTIONS))
+                self.visit(number, *history, text=draw.choice(QUESTIONS))
 
         with ThreadPoolExecutor(at_once) as pool:
             visits = [pool.submit(come_back, seed) for seed in range(at_once)]

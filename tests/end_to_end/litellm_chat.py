@@ -8,9 +8,9 @@ import sys
 
 import litellm
 
-asked = json.loads(sys.argv[1])
+request = json.loads(sys.argv[1])
 litellm.telemetry = False
-messages = asked["begin"]
+messages = request["begin"]
 cached = []
 
 
@@ -18,7 +18,7 @@ def turn(**options):
     """The next message, put together from its pieces."""
     stream = litellm.completion(
         model="openai/demo",
-        api_base=asked["url"],
+        api_base=request["url"],
         api_key="none",
         messages=messages,
         max_tokens=60,
@@ -32,19 +32,19 @@ def turn(**options):
     return reply.choices[0].message
 
 
-asks = turn(tools=[asked["tool"]], tool_choice="required")
+asks = turn(tools=[request["tool"]], tool_choice="required")
 (call,) = asks.tool_calls
 messages += [
     asks.model_dump(exclude_none=True),
-    {"role": "tool", "tool_call_id": call.id, "content": asked["result"]},
+    {"role": "tool", "tool_call_id": call.id, "content": request["result"]},
 ]
-told = turn(tools=[asked["tool"]], stop=" ")
-messages += [told.model_dump(exclude_none=True), {"role": "user", "content": asked["last"]}]
-forecast = json.loads(turn(response_format=asked["form"]).content)
+told = turn(tools=[request["tool"]], stop=" ")
+messages += [told.model_dump(exclude_none=True), {"role": "user", "content": request["last"]}]
+forecast = json.loads(turn(response_format=request["form"]).content)
 try:
     litellm.completion(
         model="openai/gpt-4o",
-        api_base=asked["url"],
+        api_base=request["url"],
         api_key="none",
         messages=messages,
         num_retries=0,

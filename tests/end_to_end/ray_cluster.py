@@ -32,21 +32,21 @@ START_SECONDS = 300  # on a machine with other work
 def free_ports(number):
     """Returns ports outside the ranges from which the system and Ray give ports to a cluster's
     processes."""
-    found = []
-    while len(found) < number:
+    ports = []
+    while len(ports) < number:
         port = random.randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-    return found
+            ports.append(port)
+    return ports
 
 
 def until(ask, what, seconds=START_SECONDS):
     """Waits until `ask` returns something, and returns it."""
     end = time.monotonic() + seconds
-    while not (found := ask()):
+    while not (result := ask()):
         assert time.monotonic() < end, what()
         time.sleep(0.1)
-    return found
+    return result
 
 
 class RayCluster:
@@ -172,30 +172,34 @@ class RayCluster:
         """The process ids of replicas that serve, by name; None while there are others, or changes
         under way."""
         application = self.status()
-        found = application.get("deployments", {}).get("Pensieve", {}).get("replicas", [])
+        replicas = application.get("deployments", {}).get("Pensieve", {}).get("replicas", [])
         if application.get("status") != "RUNNING" or any(
-            replica["state"] != "RUNNING" for replica in found
+            replica["state"] != "RUNNING" for replica in replicas
         ):
             return None
-        return {replica["replica_id"]: replica["pid"] for replica in found}
+        return {replica["replica_id"]: replica["pid"] for replica in replicas}
 
     def until_replicas(self, number, but=()):
         """Waits for so many replicas, none of them in `but`, and returns them."""
 
         def served():
-            found = self.replicas()
-            return found if found and len(found) == number and not found.keys() & set(but) else None
+            replicas = self.replicas()
+            return (
+                replicas
+                if replicas and len(replicas) == number and not replicas.keys() & set(but)
+                else None
+            )
 
         return until(served, lambda: f"{self.status()}\n{self.log()}")
 
 
 def of_session(leader):
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError):
             if os.getsid(int(process.name)) == leader:
-                found.append(int(process.name))
-    return found
+                processes.append(int(process.name))
+    return processes
 
 
 def descendants(pid):

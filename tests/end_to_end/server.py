@@ -51,8 +51,8 @@ class Server:
     def _read(self):
         for line in self.process.stderr:
             self._lines.append(line.rstrip())
-            if found := re.search(r"serving .* on (http://[^\s\"]+)", line):
-                self.url = found[1]
+            if address := re.search(r"serving .* on (http://[^\s\"]+)", line):
+                self.url = address[1]
                 self._address.set()
         self._address.set()
 

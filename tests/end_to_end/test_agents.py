@@ -96,7 +96,7 @@ class Session:
         self.name = name
         self.system = system
         # log: tokens of the last turn that had KV, reply included
-        self.prompt = self.log = self.turns = self.found = 0
+        self.prompt = self.log = self.turns = self.cached = 0
 
     def ask(self, messages, max_tokens, **options):
         """Returns the reply; streamed, as every other one, or whole."""
@@ -128,9 +128,9 @@ class Session:
         else:
             with self.client.messages.stream(**ask) as stream:
                 reply = stream.get_final_message()
-        self.found = reply.usage.cache_read_input_tokens
-        assert self.found >= self.prompt // CHUNK * CHUNK, f"turn {self.turns} of {self.name}"
-        self.prompt = self.found + reply.usage.input_tokens
+        self.cached = reply.usage.cache_read_input_tokens
+        assert self.cached >= self.prompt // CHUNK * CHUNK, f"turn {self.turns} of {self.name}"
+        self.prompt = self.cached + reply.usage.input_tokens
         self.turns += 1
         return reply
 
@@ -167,12 +167,12 @@ def test_a_session_with_tools_loses_neither_prompts_nor_replies(agent):
     assert len(sessions) == 2
     for number, turns in enumerate(sessions):
         system_tokens = turns[0]["system_tokens"]
-        session = Session(agent, turns[0]["conversation"], said(system_tokens // SCALE, 0))
+        session = Session(agent, turns[0]["conversation"], turn_text(system_tokens // SCALE, 0))
         messages = []
         reply = None
         had_kv = 0
         for turn, following in itertools.zip_longest(turns, turns[1:]):
-            new = said(
+            new = turn_text(
                 max(1, (turn["input_tokens"] - turn.get("system_tokens", 0)) // SCALE),
                 session.turns,
             )
@@ -190,13 +190,13 @@ def test_a_session_with_tools_loses_neither_prompts_nor_replies(agent):
             }
             reply = session.ask(messages, 80, **options)
             # the unfilled chunk at the end too: the session's dialogue claims it
-            assert session.found >= had_kv
+            assert session.cached >= had_kv
             assert choice == "auto" or reply.stop_reason == "tool_use"
             had_kv = session.prompt + reply.usage.output_tokens - 1
             messages.append({"role": "assistant", "content": reply.content})
             if number and session.turns == 1:
                 # tools and the beginning of the system prompt, from another session
-                assert session.found >= 250
+                assert session.cached >= 250
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_marked_kv_is_evicted_last(tmp_path):
             base_url=server.url, api_key="none", max_retries=0, timeout=120
         )
 
-        def found(system, **options):
+        def missing_of(system, **options):
             message = client.messages.create(
                 model="demo",
                 max_tokens=1,
@@ -218,11 +218,11 @@ def test_marked_kv_is_evicted_last(tmp_path):
             )
             return message.usage.cache_read_input_tokens
 
-        marked, plain = said(200, 1), said(200, 2)
-        assert found(marked, **KEPT) < CHUNK and found(plain) < CHUNK
+        marked, plain = turn_text(200, 1), turn_text(200, 2)
+        assert missing_of(marked, **KEPT) < CHUNK and missing_of(plain) < CHUNK
         for start in range(3, 8):
-            found(said(300, start))
-        assert found(marked, **KEPT) > 150 and found(plain) < CHUNK
+            missing_of(turn_text(300, start))
+        assert missing_of(marked, **KEPT) > 150 and missing_of(plain) < CHUNK
 
 
 def count_tokens(client, session, messages):
@@ -231,6 +231,6 @@ def count_tokens(client, session, messages):
     ).input_tokens
 
 
-def said(words, start):
+def turn_text(words, start):
     """A text of `words` words."""
     return " ".join(WORDS[(start + at * 4) % len(WORDS)] for at in range(words))

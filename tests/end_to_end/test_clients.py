@@ -84,12 +84,12 @@ def test_openai(server: Server) -> None:
     ]
     cached = []
 
-    def turn(**asked: Any) -> Any:
+    def turn(**overrides: Any) -> Any:
         options: dict[str, Any] = dict(
             model="demo", messages=messages, tools=[WEATHER], max_tokens=60, temperature=0
         )
         with client.chat.completions.stream(
-            **options | asked, stream_options={"include_usage": True}
+            **options | overrides, stream_options={"include_usage": True}
         ) as stream:
             reply = stream.get_final_completion()
         assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
@@ -172,13 +172,13 @@ def test_litellm(server: Server) -> None:
         {"role": "system", "content": SYSTEM.format("litellm")},
         {"role": "user", "content": QUESTION},
     ]
-    asked = dict(
+    request = dict(
         url=f"{server.url}/v1", begin=begin, tool=WEATHER, result=RESULT, last=LAST, form=AS_JSON
     )
     # the package's own prices: others it would fetch
     local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     answer = subprocess.run(
-        [LITELLM, script, json.dumps(asked)],
+        [LITELLM, script, json.dumps(request)],
         capture_output=True,
         text=True,
         env=os.environ | local,

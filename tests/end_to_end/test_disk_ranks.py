@@ -87,15 +87,15 @@ class Files:
 
     def records(self):
         """By slot, the places with a whole header; everywhere else there must be zeros."""
-        found = {}
+        records = {}
         content = self.file.read_bytes()
         for slot in range(len(content) // self.record):
             page = content[slot * self.record :][:PAGE]
             if header := read_header(page, self._origin, self._payload):
-                found[slot] = header.key
+                records[slot] = header.key
             else:
                 assert not any(page)
-        return found
+        return records
 
     def damage(self, slot, offset, size=1):
         with open(self.file, "r+b") as file:

@@ -75,8 +75,8 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [Block(page.name, language, text) for language, text in found if language in LANGUAGES]
+    matches = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(page.name, language, text) for language, text in matches if language in LANGUAGES]
 
 
 def reasons(block: Block) -> list[tuple[str, str]]:

@@ -114,14 +114,16 @@ def test_tokens_are_those_without_drafts(model, sampling, together):
     for speculate in ("off", "lookup"):
         with Player(model[0], speculate=speculate, max_num_seqs=40) as player:
             stops = frozenset({SHAPE["eos_token_id"], 17, 40, 80})
-            asked = [
+            requests = [
                 player.request(
                     prompt, 60 + number, sampling=sampling, min_tokens=25, stop_ids=stops
                 )
                 for number, prompt in enumerate(prompts())
             ]
             plays = (
-                [player.play(*asked)] if together else [player.play(request) for request in asked]
+                [player.play(*requests)]
+                if together
+                else [player.play(request) for request in requests]
             )
             heard[speculate] = [
                 (one.tokens, one.finish, one.usage) for play in plays for one in play

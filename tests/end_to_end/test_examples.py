@@ -32,8 +32,8 @@ def server(tmp_path: Path) -> Any:
 def run(page: Path, begin: str, end: str, url: str) -> list[str]:
     """Output of each example between two headings of a page."""
     _, _, text = page.read_text().partition(f"\n## {begin}")
-    text, found, _ = text.partition(f"\n## {end}")
-    assert found
+    text, separator, _ = text.partition(f"\n## {end}")
+    assert separator
     outputs = []
     for language, example in re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL):
         example = example.replace("http://127.0.0.1:8000", url)
@@ -55,8 +55,8 @@ def test_the_readme(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert TEA in with_curl and COFFEE in with_curl
     assert TEA in with_openai and TEA in offline
-    said = httpx.get(f"{server.url}/v1/conversations/tea").json()["messages"]
-    assert len(said) == 4, "the other examples leave the first one's conversation as it is"
+    messages = httpx.get(f"{server.url}/v1/conversations/tea").json()["messages"]
+    assert len(messages) == 4, "the other examples leave the first one's conversation as it is"
 
 
 def test_the_page_about_the_api(server: Server) -> None:

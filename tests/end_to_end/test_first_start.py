@@ -102,5 +102,5 @@ def test_conversations_of_earlier_versions_are_found_again(environment, tmp_path
         )
     with Server(None, environment=environment) as server:
         assert told(server, "conversations of earlier versions are found again in")
-        found = HTTP.get(f"{server.url}/v1/conversations").json()["data"]
-    assert [entry["id"] for entry in found] == ["tea"]
+        listed = HTTP.get(f"{server.url}/v1/conversations").json()["data"]
+    assert [entry["id"] for entry in listed] == ["tea"]

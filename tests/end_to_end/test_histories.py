@@ -97,7 +97,7 @@ def test_whole_history_clients_lose_no_cache_to_tokenising(server, questions, na
 
     def talk(number):
         messages = []
-        known = 0
+        stored = 0
         for question in questions[number]:
             messages.append({"role": "user", "content": question})
             body = dict(conversation=f"talk {number}") if named else {}
@@ -113,8 +113,8 @@ def test_whole_history_clients_lose_no_cache_to_tokenising(server, questions, na
             usage = answer["usage"]
             choice = answer["choices"][0]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            assert cached >= max(0, known - 1) // CHUNK * CHUNK, (number, known, usage)
-            known = usage["total_tokens"]
+            assert cached >= max(0, stored - 1) // CHUNK * CHUNK, (number, stored, usage)
+            stored = usage["total_tokens"]
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
             body = dict(messages=messages, add_generation_prompt=False)
             plain = server.post("/tokenize", model="engine", **body).json()["tokens"]
@@ -129,16 +129,16 @@ def test_whole_history_clients_lose_no_cache_to_tokenising(server, questions, na
 def test_the_demo_loses_no_cache_either(tmp_path, questions):
     def talk(number):
         messages = []
-        known = 0
+        stored = 0
         for question in questions[number]:
             messages.append({"role": "user", "content": question})
             answer = ask(server, "demo", messages)
             usage = answer["usage"]
             assert (
                 usage["prompt_tokens_details"]["cached_tokens"]
-                >= max(0, known - 1) // CHUNK * CHUNK
+                >= max(0, stored - 1) // CHUNK * CHUNK
             )
-            known = usage["total_tokens"]
+            stored = usage["total_tokens"]
             messages.append(answer["choices"][0]["message"] | {"role": "assistant"})
 
     with Server(tmp_path, "--gpu-kv-chunks", 4000) as server, ThreadPoolExecutor(CLIENTS) as pool:
@@ -175,8 +175,8 @@ class Clients:
             messages = stored.json().get("messages", [])
             assert len(messages) % 2 == 0
             for turn in range(len(messages) // 2):
-                asked, reply = messages[2 * turn : 2 * turn + 2]
-                assert asked["content"] == question(number, turn)
+                question_sent, reply = messages[2 * turn : 2 * turn + 2]
+                assert question_sent["content"] == question(number, turn)
                 assert self.replies.setdefault((number, turn), reply["content"]) == reply["content"]
             assert all(
                 turn < len(messages) // 2 for other, turn in list(self.replies) if other == number
@@ -190,8 +190,8 @@ class Clients:
                     temperature=0,
                 )
                 body |= dict(logprobs=True, top_logprobs=2)
-                said = [{"role": "user", "content": question(number, turn)}]
-                answer = server.post("/v1/chat/completions", messages=said, **body)
+                first_messages = [{"role": "user", "content": question(number, turn)}]
+                answer = server.post("/v1/chat/completions", messages=first_messages, **body)
                 if answer.status_code == 503:
                     return
                 assert answer.status_code == 200, answer.text
@@ -283,9 +283,9 @@ def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
         )
 
     chat, completion, question = "/v1/chat/completions", "/v1/completions", "Tell me about tea."
-    said = [{"role": "user", "content": question}]
+    messages = [{"role": "user", "content": question}]
     with Server(tmp_path) as server:
-        before = {name: turn(server, chat, name, messages=said) for name in ("a", "b")}
+        before = {name: turn(server, chat, name, messages=messages) for name in ("a", "b")}
         before |= {name: turn(server, completion, name, prompt=question) for name in ("c", "d")}
     more = {"role": "user", "content": "And coffee?"}
     answer = {"role": "assistant", "content": before["b"][2]}
@@ -295,31 +295,34 @@ def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
         ).raise_for_status()
         for path, name, body in (
             (chat, "a fork", dict(messages=[more], history="server")),
-            (chat, "b", dict(messages=[*said, answer, more])),
+            (chat, "b", dict(messages=[*messages, answer, more])),
             (completion, "c", dict(prompt=f"{question}{before['c'][2]} And coffee?")),
             (completion, "d", dict(prompt=[*before["d"][0], *before["d"][1], 7])),
         ):
             # the last token of a reply has had no KV
-            known = [*before[name[0]][0], *before[name[0]][1][:-1]]
+            stored = [*before[name[0]][0], *before[name[0]][1][:-1]]
             prompt, *_, sources = turn(server, path, name, **body)
-            assert prompt[: len(known)] == known
-            assert sources == [0, len(known), len(prompt) - len(known)], name
+            assert prompt[: len(stored)] == stored
+            assert sources == [0, len(stored), len(prompt) - len(stored)], name
 
 
 def test_a_conversation_deleted_during_a_turn_leaves_no_kv(server):
-    said = [{"role": "user", "content": "A long question, of several chunks. " * 8}]
+    messages = [{"role": "user", "content": "A long question, of several chunks. " * 8}]
     body = dict(model="engine", conversation="short-lived", max_tokens=16, temperature=0)
-    first = server.post("/v1/chat/completions", messages=said, **body).json()
-    said += [first["choices"][0]["message"], {"role": "user", "content": "And more of it. " * 8}]
+    first = server.post("/v1/chat/completions", messages=messages, **body).json()
+    messages += [
+        first["choices"][0]["message"],
+        {"role": "user", "content": "And more of it. " * 8},
+    ]
     more = body | dict(
-        messages=said[-1:], history="server", stream=True, max_tokens=2000, ignore_eos=True
+        messages=messages[-1:], history="server", stream=True, max_tokens=2000, ignore_eos=True
     )
     with HTTP.stream("POST", f"{server.url}/v1/chat/completions", json=more, timeout=60) as answer:
         events = answer.iter_lines()
         next(events)
         HTTP.delete(f"{server.url}/v1/conversations/short-lived", timeout=60).raise_for_status()
         assert any("comes too late" in event for event in events)
-    again = server.post("/v1/chat/completions", messages=said, **body).json()
+    again = server.post("/v1/chat/completions", messages=messages, **body).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] < CHUNK
 
 
@@ -352,9 +355,9 @@ def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
         assert turn("one", cache_salt="mine")[0] == 0
         for key in ("one", "two"):
             headers = {"authorization": f"Bearer {key}"}
-            found = HTTP.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()[
+            listed = HTTP.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()[
                 "data"
             ]
-            assert [entry["id"] for entry in found] == ["same"]
+            assert [entry["id"] for entry in listed] == ["same"]
         gone = HTTP.delete(f"{server.url}/v1/conversations/same", headers=headers, timeout=60)
         assert gone.json()["deleted"] and turn("one", conversation="same")[0] > 100

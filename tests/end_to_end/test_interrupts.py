@@ -45,7 +45,7 @@ class Command:
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
 
-    def said(self, text):
+    def printed(self, text):
         return any(text in line for line in self.lines)
 
     def interrupt(self):
@@ -58,7 +58,7 @@ class Command:
         status = self.process.wait(60)
         wait_for(lambda: not any(map(running, self._started)))
         self._reader.join(10)
-        assert not self.said("Traceback") and not self.said("KeyboardInterrupt"), self.lines
+        assert not self.printed("Traceback") and not self.printed("KeyboardInterrupt"), self.lines
         return status
 
 
@@ -124,7 +124,7 @@ def test_a_server_that_starts_is_interrupted(times, template, tmp_path):
 )
 def test_imports_are_interrupted(words):
     command = Command(*words, flags=("-X", "importtime"))
-    wait_for(lambda: command.said("torch.") or command.process.poll() is not None)
+    wait_for(lambda: command.printed("torch.") or command.process.poll() is not None)
     command.interrupt()
     assert command.status() == 130
     assert [line for line in command.lines if not line.startswith("import time:")][-1].endswith(
@@ -136,7 +136,7 @@ def test_imports_are_interrupted(words):
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
 def test_a_build_is_interrupted_and_leaves_nothing(tmp_path):
     build = Command(*BUILD, "--checkpoint", DEMO_CHECKPOINT, "--output", tmp_path / "engine")
-    wait_for(lambda: build.said("compiling") or build.process.poll() is not None)
+    wait_for(lambda: build.printed("compiling") or build.process.poll() is not None)
     build.interrupt()
     assert build.status() == 130
     assert build.lines[-1] == "build_engine: interrupted"
@@ -163,7 +163,7 @@ def test_a_server_that_serves_is_interrupted(ranks, tmp_path):
     """It drains; nothing runs, so it ends at once and well."""
     build_engine(DEMO_CHECKPOINT, tmp_path / "engine", tensor_parallel=ranks)
     server = Command(*PENSIEVE, "serve", tmp_path / "engine", "--state-dir", tmp_path, "--port", 0)
-    wait_for(lambda: server.said("serving engine on") or server.process.poll() is not None)
+    wait_for(lambda: server.printed("serving engine on") or server.process.poll() is not None)
     server.interrupt()
     assert server.status() == 0
     assert server.lines[-1].endswith("shutting down")

@@ -118,14 +118,14 @@ def displace(player: Player) -> None:
 
 
 def greedy(
-    engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int
+    engine: TinyEngine, pool: torch.Tensor, start: int, history: list[int], count: int
 ) -> list[int]:
     """Generates `count` tokens after the known ones; those from `start` on are computed into the
     pool."""
     handle = register_pool(pool)
     table = torch.arange(len(pool)).view(1, -1)
     context = start
-    tokens = list(known)
+    tokens = list(history)
     for _ in range(count):
         new = torch.tensor(tokens[context:])
         piece = Piece(0, context, len(tokens))
@@ -134,7 +134,7 @@ def greedy(
         context = len(tokens)
         tokens.append(int(logits.argmax()))
     release_pool(handle)
-    return tokens[len(known) :]
+    return tokens[len(history) :]
 
 
 def test_a_reloaded_conversation_goes_on_from_its_codes():

@@ -92,9 +92,9 @@ def test_smaller_priorities_are_served_first(server):
     for _ in range(10):
         numbers.clear()
         with ThreadPoolExecutor(3) as pool, Hog(server, 2900):
-            asked = [pool.submit(one, *each) for each in ((41, 5), (42, 0), (43, -1))]
+            requests = [pool.submit(one, *each) for each in ((41, 5), (42, 0), (43, -1))]
             waiting = "pensieve:num_requests_waiting"
-            wait_for(lambda: server.metric(waiting) == 3 or any(each.done() for each in asked))  # noqa: B023
+            wait_for(lambda: server.metric(waiting) == 3 or any(each.done() for each in requests))  # noqa: B023
         if len(numbers) == 3:
             break
     wait_for(lambda: len(ended()) == 3)
@@ -161,10 +161,10 @@ def chat(server, *lines):
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    found = re.findall(
+    matches = re.findall(
         r"GPU (\d+) · host (\d+) .*new (\d+) \| first token \d+ ms \| \d+ tokens", done.stdout
     )
-    return done.stdout, [tuple(map(int, sources)) for sources in found]
+    return done.stdout, [tuple(map(int, sources)) for sources in matches]
 
 
 def test_the_terminal_chat_and_the_history_that_the_server_keeps(server):
@@ -265,12 +265,12 @@ def test_health_ends_with_sigterm_live_with_the_server_and_a_second_signal_ends_
         refused = server.post("/v1/completions", prompt=[40], max_tokens=1)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert server.metric(RUNNING) == 1
-        said = (
+        expected = (
             "shutting down: waits for 1 running reply, at most 60 s; the next signal ends it at "
             "once"
         )
-        wait_for(lambda: any(said in line for line in server.log))
-        assert sum(said in line for line in server.log) == 1
+        wait_for(lambda: any(expected in line for line in server.log))
+        assert sum(expected in line for line in server.log) == 1
         assert server.stop() == 0
         thread.join(60)
         assert (

@@ -40,13 +40,13 @@ EVENTS = (
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     torch.set_num_threads(1)
-    made = {}
+    by_kind = {}
     for kind in ("llama", *WINDOWED, "opt"):
         directory = tmp_path_factory.mktemp(kind)
         reference = tiny_checkpoint(kind, directory / "checkpoint")
         build_engine(directory / "checkpoint", directory / "engine")
-        made[kind] = (open_engine(directory / "engine"), reference)
-    return made
+        by_kind[kind] = (open_engine(directory / "engine"), reference)
+    return by_kind
 
 
 def chat(models, kind, overflow, seed, turns, events=(), **settings):

@@ -27,15 +27,15 @@ EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "dropped", "aborted", 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """(checkpoint, engine of two ranks) of a kind of model, made when first asked for."""
-    made = {}
+    engines = {}
 
     def make(kind):
-        if kind not in made:
+        if kind not in engines:
             directory = tmp_path_factory.mktemp(kind)
             tiny_checkpoint(kind, directory / "checkpoint")
             build_engine(directory / "checkpoint", directory / "engine", tensor_parallel=2)
-            made[kind] = directory / "checkpoint", directory / "engine"
-        return made[kind]
+            engines[kind] = directory / "checkpoint", directory / "engine"
+        return engines[kind]
 
     return make
 

@@ -80,9 +80,9 @@ class Dialogue:
         return f"{answer.status_code} {answer.text}" if answer.status_code != 200 else "200"
 
     def note(self, body, answer):
-        said = answer.json()
-        cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-        (choice,) = said["choices"]
+        answer_body = answer.json()
+        cached = answer_body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        (choice,) = answer_body["choices"]
         reply = choice["message"]["content"]
         tokens = choice["logprobs"]["content"]
         replica = answer.headers.get("x-pensieve-replica", "")

@@ -125,13 +125,13 @@ def check_entries(entries, tokens, logprobs, top):
 
 def penalised_twin(reference, tokens, count, sampling):
     """Greedy tokens under penalties and bias, as they are defined, one by one."""
-    said = list(tokens)
+    sequence = list(tokens)
     prompt_tokens = set(tokens)
     for _ in range(count):
-        logits = reference_logits(reference, said)[-1]
+        logits = reference_logits(reference, sequence)[-1]
         for token, bias in sampling.logit_bias:
             logits[token] += bias
-        reply = said[len(tokens) :]
+        reply = sequence[len(tokens) :]
         for token in range(VOCAB):
             if token in prompt_tokens or token in reply:
                 factor = sampling.repetition_penalty
@@ -140,8 +140,8 @@ def penalised_twin(reference, tokens, count, sampling):
                 )
             logits[token] -= sampling.frequency_penalty * reply.count(token)
             logits[token] -= sampling.presence_penalty * (token in reply)
-        said.append(int(logits.argmax()))
-    return said[len(tokens) :]
+        sequence.append(int(logits.argmax()))
+    return sequence[len(tokens) :]
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,10 @@ def test_stop_ids_are_not_drawn_among_the_first_min_tokens(model, grammars, temp
     done = Sampling(temperature, seed=1, grammar=json_grammar({"enum": [7]}))
     stops = frozenset({EOS, 7})
     with Player(model[0], grammars) as player:
-        asked = [(3, eager), (0, eager), (12, eager), (4, done)]
+        settings = [(3, eager), (0, eager), (12, eager), (4, done)]
         requests = [
             player.request(prompt(1, 9), 12, sampling=how, stop_ids=stops, min_tokens=least)
-            for least, how in asked
+            for least, how in settings
         ]
         third, none, never, complete = player.play(*requests)
     assert (third.tokens, third.finish) == ([9, 9, 9, EOS], FinishReason.STOP)

@@ -202,12 +202,12 @@ def test_metrics_are_told_under_vllms_names_too(server):
 
     def values(name, *kept):
         """By suffix and the labels that are kept, summed over the others."""
-        found = Counter()
+        totals = Counter()
         for sample in families[name].samples:
-            found[
+            totals[
                 sample.name.removeprefix(name), *(sample.labels.get(label) for label in kept)
             ] += sample.value
-        return found
+        return totals
 
     for name, ours in COPIED.items():
         assert values(name, "le") == values(ours, "le"), name

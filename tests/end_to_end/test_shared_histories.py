@@ -50,12 +50,12 @@ def seconds(request):
 
 @dataclass
 class Dialogue:
-    """What is known of one conversation. `said`: turns that were answered with 200, by their unique
-    text; `perhaps`: that got no such answer. `branched`: which raced with another one, so that it
-    may be in a branch."""
+    """What is known of one conversation. `replies`: turns that were answered with 200, by their
+    unique text; `perhaps`: that got no such answer. `branched`: which raced with another one, so
+    that it may be in a branch."""
 
     name: str
-    said: dict[str, str] = field(default_factory=dict)
+    replies: dict[str, str] = field(default_factory=dict)
     perhaps: set[str] = field(default_factory=set)
     branched: set[str] = field(default_factory=set)
     deleted: bool = False  # or perhaps
@@ -188,7 +188,7 @@ class Driver:
         with self.lock:
             if status == 200:
                 dialogue.perhaps.discard(text)
-                dialogue.said[text] = reply
+                dialogue.replies[text] = reply
                 self.counts["turns"] += 1
             assert status != 404 or dialogue.deleted, f"{dialogue} is lost"
 
@@ -207,27 +207,27 @@ class Driver:
             answers = list(pool.map(send, range(2), texts))
         for text, (status, reply) in zip(texts, answers, strict=True):
             if status == 200:
-                dialogue.said[text] = reply
+                dialogue.replies[text] = reply
             else:
                 dialogue.perhaps.add(text)
-        if dialogue.said:
+        if dialogue.replies:
             with self.lock:
                 self.dialogues.append(dialogue)
-                self.counts["races"] += len(dialogue.said) == 2
+                self.counts["races"] += len(dialogue.replies) == 2
 
     def fork(self, dialogue):
         """Of turns that were answered before, all are there."""
         fork = Dialogue(uuid.uuid4().hex[:8], copied=True)
         with self.lock:
-            before = dict(dialogue.said)
+            before = dict(dialogue.replies)
             dialogue.copied = True
         status, _ = self.ask("POST", f"/v1/conversations/{dialogue.name}/fork", id=fork.name)
         if status == 200:
             with self.lock:
-                fork.said = {
+                fork.replies = {
                     text: reply for text, reply in before.items() if text not in dialogue.branched
                 }
-                fork.perhaps = dialogue.perhaps | set(dialogue.said) | dialogue.branched
+                fork.perhaps = dialogue.perhaps | set(dialogue.replies) | dialogue.branched
                 self.dialogues.append(fork)
                 self.counts["forks"] += 1
 
@@ -254,14 +254,14 @@ class Driver:
 
     def look(self, dialogue):
         with self.lock:
-            said = dict(dialogue.said)
-            known = set(dialogue.perhaps)
+            acknowledged = dict(dialogue.replies)
+            possible = set(dialogue.perhaps)
         status, answer = self.ask("GET", f"/v1/conversations/{dialogue.name}")
         if status == 200:
             with self.lock:  # what was sent meanwhile may be there
-                known |= dialogue.perhaps | set(dialogue.said)
+                possible |= dialogue.perhaps | set(dialogue.replies)
                 dialogue.messages = answer["messages"]
-            check(dialogue, said, known, answer["messages"], dialogue.branched)
+            check(dialogue, acknowledged, possible, answer["messages"], dialogue.branched)
         assert status != 404 or dialogue.deleted, f"{dialogue} is lost"
 
     def disturb(self):
@@ -287,17 +287,21 @@ class Driver:
             self.servers[number].__enter__()
 
 
-def check(dialogue, said, known, messages, branched):
+def check(dialogue, acknowledged, possible, messages, branched):
     """The history has each answered turn once, with its reply, and no other text."""
-    asked, replies = messages[::2], messages[1::2]
-    assert len(asked) == len(replies) and all(message["role"] == "user" for message in asked)
-    texts = [message["content"] for message in asked]
+    questions, replies = messages[::2], messages[1::2]
+    assert len(questions) == len(replies) and all(
+        message["role"] == "user" for message in questions
+    )
+    texts = [message["content"] for message in questions]
     assert len(texts) == len(set(texts)), f"doubled in {dialogue.name}: {texts}"
     there = dict(zip(texts, (message["content"] for message in replies), strict=True))
-    lost = {text for text in said if text not in there and text not in branched}
+    lost = {text for text in acknowledged if text not in there and text not in branched}
     assert not lost, f"lost from {dialogue.name}: {lost}, there is {texts}"
-    assert all(there[text] == reply for text, reply in said.items() if text in there)
-    assert set(there) <= known | set(said), f"{dialogue.name} has texts that no client sent"
+    assert all(there[text] == reply for text, reply in acknowledged.items() if text in there)
+    assert set(there) <= possible | set(acknowledged), (
+        f"{dialogue.name} has texts that no client sent"
+    )
 
 
 def kill(server):
@@ -361,9 +365,9 @@ def answered(driver, *words, **body):
     """The answer to `driver.ask`. It is asked again until there is one: a server whose database has
     failed answers 503 for a second."""
     until = time.monotonic() + PATIENCE
-    while (found := driver.ask(*words, **body))[0] in (0, 503):
+    while (answer := driver.ask(*words, **body))[0] in (0, 503):
         assert time.monotonic() < until, f"{words} gets no answer"
-    return found
+    return answer
 
 
 def stays_gone(driver, dialogue):
@@ -374,9 +378,9 @@ def stays_gone(driver, dialogue):
     if not dialogue.messages or dialogue.copied:
         return
     for server in range(2):
-        said = dict(messages=dialogue.messages[:3], conversation=dialogue.name, max_tokens=1)
+        body = dict(messages=dialogue.messages[:3], conversation=dialogue.name, max_tokens=1)
         status, answer = answered(
-            driver, "POST", "/v1/chat/completions", server, model="demo", **said
+            driver, "POST", "/v1/chat/completions", server, model="demo", **body
         )
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert status == 200 and cached < CHUNK, f"{cached} tokens of {dialogue} are still there"
@@ -386,10 +390,10 @@ def stays_gone(driver, dialogue):
 def finish_one(driver, dialogue):
     text = f"{uuid.uuid4().hex[:8]}: the end."
     until = time.monotonic() + PATIENCE
-    while text not in dialogue.said:
+    while text not in dialogue.replies:
         assert time.monotonic() < until, f"{dialogue.name} stays held"
         driver.turn(dialogue, text)
-        if text not in dialogue.said:
+        if text not in dialogue.replies:
             time.sleep(0.2)
     both = [
         answered(driver, "GET", f"/v1/conversations/{dialogue.name}", server)[1]
@@ -403,15 +407,15 @@ def check_branches(store, driver, dialogue):
     """Of two turns that raced, the one that ended second is in a branch. One that began when the
     first had ended, as a server that starts lets requests wait, has replaced it: a history that the
     client sends may."""
-    found = Counter(message["content"] for message in dialogue.messages)
+    texts = Counter(message["content"] for message in dialogue.messages)
     named = "SELECT id FROM conversations WHERE kind = 'branch' AND parent = :name"
     for (id,) in store._db.execute(named, {"name": dialogue.name}):
         _, turn = store.find(Name("", id, "branch"), time.time())
-        found.update(message["content"] for message in turn.transcript().messages)
-    raced = [found[text] for text in dialogue.said if text in dialogue.branched]
-    assert not raced or (max(raced) == 1 and sum(found[text] for text in dialogue.branched) >= 1), (
+        texts.update(message["content"] for message in turn.transcript().messages)
+    raced = [texts[text] for text in dialogue.replies if text in dialogue.branched]
+    assert not raced or (max(raced) == 1 and sum(texts[text] for text in dialogue.branched) >= 1), (
         dialogue,
-        found,
+        texts,
     )
     driver.counts["both of a race kept"] += raced == [1, 1]
 
@@ -424,20 +428,20 @@ def replay(driver, directory):
 
 def replay_one(driver, server, dialogue):
     turns = [dialogue.messages[at : at + 2] for at in range(0, len(dialogue.messages), 2)]
-    for at, (said, reply) in enumerate(turns):
+    for at, (message, reply) in enumerate(turns):
         named = dict(conversation=dialogue.name, history="server" if at else "client")
-        if not says_again(server, said, reply["content"], **named):
+        if not says_again(server, message, reply["content"], **named):
             driver.count("undecided")
             break  # what follows has another history
         driver.count("replayed")
-    for text in dialogue.branched & set(dialogue.said):
-        says_again(server, {"role": "user", "content": text}, dialogue.said[text])
+    for text in dialogue.branched & set(dialogue.replies):
+        says_again(server, {"role": "user", "content": text}, dialogue.replies[text])
 
 
-def says_again(server, said, reply, **named):
+def says_again(server, message, reply, **named):
     """True if the server gives this reply. It may give another one only where it is undecided."""
     body = dict(
-        messages=[said], max_tokens=12, temperature=0, logprobs=True, top_logprobs=2, **named
+        messages=[message], max_tokens=12, temperature=0, logprobs=True, top_logprobs=2, **named
     )
     (choice,) = server.post("/v1/chat/completions", **body).json()["choices"]
     same = choice["message"]["content"] == reply

@@ -134,9 +134,9 @@ def tensor(name, values):
     kind = kinds[type(values[0])]
     if kind == "BYTES":
         values = [text.encode() for text in values]
-    made = grpc.InferInput(name, [len(values)], kind)
-    made.set_data_from_numpy(np.array(values, dtype=DTYPES[kind]))
-    return made
+    tensor_input = grpc.InferInput(name, [len(values)], kind)
+    tensor_input.set_data_from_numpy(np.array(values, dtype=DTYPES[kind]))
+    return tensor_input
 
 
 def events(server, **inputs):
@@ -343,7 +343,7 @@ def test_cancelling_in_mid_stream_frees_everything(triton, way):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "parts"),
     [
         (dict(input_ids=[50] * 3000), ["3000", "1600"]),
         (dict(input_ids=[50], sampling_param_top_p=1.5), ["top_p", "1.5"]),
@@ -354,10 +354,10 @@ def test_cancelling_in_mid_stream_frees_everything(triton, way):
         (dict(text_input="hi", conversation_id="unknown", history="server"), ["unknown"]),
     ],
 )
-def test_what_cannot_be_served_is_told(triton, inputs, said):
+def test_what_cannot_be_served_is_told(triton, inputs, parts):
     answer = triton.post(**inputs)
     assert answer.status_code == 400  # generate's for every error
-    assert all(part in answer.text for part in said), answer.text
+    assert all(part in answer.text for part in parts), answer.text
     with Client(triton) as client:
         client.send(**inputs)
         assert client.refusal() == answer.json()["error"]

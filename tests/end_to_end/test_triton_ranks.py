@@ -64,13 +64,13 @@ def triton(running):
 
 def processes_of(engine):
     """Processes that this module's servers have started: their command lines name the engine."""
-    found = []
+    processes = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             words = file.read_bytes().decode(errors="replace")
             if str(engine) in words and "--attach" in words:
-                found.append(int(file.parent.name))
-    return found
+                processes.append(int(file.parent.name))
+    return processes
 
 
 @contextlib.contextmanager

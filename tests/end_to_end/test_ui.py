@@ -131,8 +131,11 @@ def test_the_page_says_which_replica_it_is_and_whether_its_store_answers(server,
         line = page.locator("#replica")
         expect(line).to_have_text(f"{replica} · SQLite")
         page.route("**/ui/state", state)
-        for histories["healthy"], said in ((False, "PostgreSQL: no room"), (True, "PostgreSQL")):
-            expect(line).to_have_text(f"{replica} · {said}")
+        for histories["healthy"], store_state in (
+            (False, "PostgreSQL: no room"),
+            (True, "PostgreSQL"),
+        ):
+            expect(line).to_have_text(f"{replica} · {store_state}")
         page.unroute_all(behavior="wait")
 
 
@@ -215,8 +218,8 @@ def test_the_newest_conversation_opens_and_is_called_by_its_first_message(server
 def test_what_another_client_begins_is_listed_while_the_page_is_open(server, browser):
     with opened(browser, server.url) as page:
         expect(page.get_by_role("option")).to_have_count(CONVERSATIONS)
-        said = [{"role": "user", "content": "Do you know lighthouses?"}]
-        server.post("/v1/chat/completions", messages=said, max_tokens=4, conversation="lamp")
+        messages = [{"role": "user", "content": "Do you know lighthouses?"}]
+        server.post("/v1/chat/completions", messages=messages, max_tokens=4, conversation="lamp")
         expect(page.get_by_role("option").first).to_contain_text("Do you know lighthouses?")
         server.ask("DELETE", "/v1/conversations/lamp")
 
@@ -240,8 +243,8 @@ def test_a_server_that_was_restarted_has_no_negative_rates(server, browser):
 
 
 def tokens_by_source(strip):
-    said = strip.get_attribute("aria-label").partition(": ")[2]
-    return {words: int(count) for words, count in re.findall(r"(\w+) (\d+)", said)}
+    label = strip.get_attribute("aria-label").partition(": ")[2]
+    return {words: int(count) for words, count in re.findall(r"(\w+) (\d+)", label)}
 
 
 def test_the_map_is_read_and_used_by_keyboard(server, browser):
@@ -253,15 +256,15 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
         page.keyboard.press("Home")
         page.keyboard.press("ArrowDown")
         expect(chunks).to_have_attribute("aria-valuenow", "2")
-        said = chunks.get_attribute("aria-valuetext")
-        found = re.fullmatch(
+        label = chunks.get_attribute("aria-valuetext")
+        match = re.fullmatch(
             r"(Tell me about [\w ]+\.): (\d+) on the GPU, (\d+) on the host, (\d+) on disk, (\d+) "
             r"dropped",
-            said,
+            label,
         )
-        assert sum(map(int, found.groups()[1:])) > 2
+        assert sum(map(int, match.groups()[1:])) > 2
         page.keyboard.press("Enter")
-        expect(page.locator("#title")).to_have_text(found[1])
+        expect(page.locator("#title")).to_have_text(match[1])
 
 
 def test_a_message_written_while_a_conversation_opens_goes_to_that_one(server, browser):
@@ -476,11 +479,11 @@ def test_the_page_has_no_serious_accessibility_fault(server, browser, size, sche
         expect(page.get_by_role("alert")).to_be_visible()
         expect(page.locator("[data-box=gpu] small")).to_contain_text("of 64")
         page.faults.clear()
-        found = serious(page)
+        faults = serious(page)
         for button in ("Chats", "Cache") if size == PHONE else ():
             page.get_by_role("button", name=button).click()
-            found += serious(page)
-        assert found == []
+            faults += serious(page)
+        assert faults == []
 
 
 def serious(page):
@@ -548,9 +551,13 @@ def test_a_thousand_conversations(server, browser):
 
 
 def test_a_key_shows_its_owner_only_their_own(server, browser):
-    said = [{"role": "user", "content": "Hello!"}]
+    messages = [{"role": "user", "content": "Hello!"}]
     server.post(
-        "/v1/chat/completions", OTHER_KEY, messages=said, max_tokens=4, conversation="of the other"
+        "/v1/chat/completions",
+        OTHER_KEY,
+        messages=messages,
+        max_tokens=4,
+        conversation="of the other",
     )
     with opened(browser, server.url, key=None) as page:
         key = page.get_by_label("API key")

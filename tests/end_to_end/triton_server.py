@@ -100,8 +100,8 @@ class TritonServer:
             if not hangs and "Address already in use" not in self.log:
                 break
         # but its tables
-        said = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]
-        raise RuntimeError("\n".join(["tritonserver did not start:", *said]))
+        lines = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]
+        raise RuntimeError("\n".join(["tritonserver did not start:", *lines]))
 
     def _start(self, http: int, grpc: int, metrics: int) -> None:
         self.grpc = f"127.0.0.1:{grpc}"

@@ -330,14 +330,14 @@ def _gauges(url: str) -> dict[str, float]:
 
 def _resources(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
     """(open files, bytes of memory) of each process."""
-    found = {}
+    resources = {}
     for pid in pids:
         memory = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        found[pid] = (
+        resources[pid] = (
             len(list(Path(f"/proc/{pid}/fd").iterdir())),
             int(memory[1]) * 1024 if memory else 0,
         )
-    return found
+    return resources
 
 
 def _grown(before: dict[int, tuple[int, int]], pids: Sequence[int]) -> Iterator[str]:

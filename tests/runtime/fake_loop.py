@@ -116,7 +116,7 @@ def say(text: str) -> Answers:
     return lambda _: [*byte_tokens(text), EOS]
 
 
-def made_up_logprobs(token: int, top: int) -> TokenLogprobs:
+def fake_logprobs(token: int, top: int) -> TokenLogprobs:
     """The token's is minus its id; the likeliest tokens are the ids from 10 on."""
     ids = tuple(range(10, 10 + top))
     return TokenLogprobs(-float(token), token, ids, tuple(-0.5 * id for id in ids))
@@ -194,18 +194,19 @@ class FakeLoop:
     def say(self, message: object) -> None:
         self._pipe.send(message)
 
-    def said(self, kind: type, at_least: int = 0) -> list[object]:
+    def messages(self, kind: type, at_least: int = 0) -> list[object]:
         """The messages of this kind so far, once there are at least `at_least` (they arrive by a
         thread)."""
         until = time.monotonic() + 60
         while (
-            len(found := [message for message in self.log if isinstance(message, kind)]) < at_least
+            len(messages := [message for message in self.log if isinstance(message, kind)])
+            < at_least
         ):
             assert time.monotonic() < until, (
-                f"only {len(found)} of {at_least} {kind.__name__} arrived"
+                f"only {len(messages)} of {at_least} {kind.__name__} arrived"
             )
             time.sleep(0.001)
-        return found
+        return messages
 
     def _serve(self) -> None:
         self._run()
@@ -282,13 +283,13 @@ class FakeLoop:
             elif count == request.max_tokens:
                 finish = FinishReason.LENGTH
             usage = Usage(gpu=len(request.prompt) - 1, new=1) if count == 1 else None
-            asked = request.sampling.logprobs
-            asked_prompt = request.prompt_logprobs if count == 1 else None
-            logprobs = () if asked is None else (made_up_logprobs(token, asked),)
+            top = request.sampling.logprobs
+            prompt_top = request.prompt_logprobs if count == 1 else None
+            logprobs = () if top is None else (fake_logprobs(token, top),)
             prompt = (
                 ()
-                if asked_prompt is None
-                else [made_up_logprobs(own, asked_prompt) for own in request.prompt[1:]]
+                if prompt_top is None
+                else [fake_logprobs(own, prompt_top) for own in request.prompt[1:]]
             )
             unseen = max(0, len(request.prompt) - MOST_SEEN) if usage or finish else 0
             yield RowResult(

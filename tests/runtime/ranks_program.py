@@ -35,18 +35,18 @@ def check_sums(ranks):
                 twin.broadcast(shares[rank]),
             )
         )[0]
-        found = []
+        sums = []
         x = shares[ranks.rank]
 
-        def compute(x=x, found=found):
-            found += [group.all_reduce(x), group.all_gather(x.t()[:, :3].t()), group.broadcast(x)]
+        def compute(x=x, sums=sums):
+            sums += [group.all_reduce(x), group.all_gather(x.t()[:, :3].t()), group.broadcast(x)]
 
         thread = threading.Thread(target=compute)
         thread.start()
         ranks.smallest(ranks.rank)  # beside it, in another thread
         thread.join()
-        assert torch.equal(found[0], total) and torch.equal(found[2], told)
-        assert torch.equal(found[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (
+        assert torch.equal(sums[0], total) and torch.equal(sums[2], told)
+        assert torch.equal(sums[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (
             5,
             64 * ranks.size,
         )
@@ -73,7 +73,7 @@ def check_messages(ranks, directory):
         while len(told) < 3 * len(there):
             told += ranks.reports()
         assert sorted(rank for rank, _ in told) == sorted(3 * [1, 2]) and all(
-            said == report for _, said in told
+            sent_report == report for _, sent_report in told
         )
     else:
         for turn in range(3):

@@ -85,13 +85,15 @@ class Served:
     async def until_healthy(self, wanted: bool) -> dict[str, Any]:
         """Returns what /health says of the histories then."""
         async with asyncio.timeout(60):
-            while (said := (await self.ask("GET", "/health"))["histories"])["healthy"] != wanted:
+            while (histories := (await self.ask("GET", "/health"))["histories"])[
+                "healthy"
+            ] != wanted:
                 await asyncio.sleep(0.01)
-        return dict(said)
+        return dict(histories)
 
     @property
     def requests(self) -> list[Request]:
-        return [message.request for message in self.loop.said(Submit)]  # type: ignore[attr-defined]
+        return [message.request for message in self.loop.messages(Submit)]  # type: ignore[attr-defined]
 
     def logs(self) -> list[list[int]]:
         """Prompt and reply of every request so far."""
@@ -112,15 +114,15 @@ def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
     async def served(
         path: str | Path = ":memory:", keys: tuple[str, ...] = (), strict: bool = False, **loop: Any
     ) -> AsyncIterator[Served]:
-        made = Served(directory, path if shared == ":memory:" else shared, keys, strict, **loop)
+        server = Served(directory, path if shared == ":memory:" else shared, keys, strict, **loop)
         try:
-            async with made.http:
-                yield made
+            async with server.http:
+                yield server
         finally:
-            made.loop.close()
-            await made.closed.wait()
-            made.loop.join()
-            await made.histories.close()
+            server.loop.close()
+            await server.closed.wait()
+            server.loop.join()
+            await server.histories.close()
 
     return served
 

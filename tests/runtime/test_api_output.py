@@ -41,7 +41,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 def submitted(loop: FakeLoop) -> list[Request]:
-    return [message.request for message in loop.said(Submit)]
+    return [message.request for message in loop.messages(Submit)]
 
 
 # Sampling
@@ -325,7 +325,7 @@ def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "message"),
     [
         ("root ::= nothing", "Rule 'nothing' not found"),
         ("::=", "Expected name"),
@@ -335,10 +335,10 @@ def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:
     ],
     ids=["unknown rule", "no name", "cut", "deep", "long"],
 )
-def test_a_wrong_grammar_of_vllm_is_refused(ask: Ask, grammar: str, said: str) -> None:
+def test_a_wrong_grammar_of_vllm_is_refused(ask: Ask, grammar: str, message: str) -> None:
     response = ask(chat("x", guided_grammar=grammar))
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "guided_grammar") and said in error[
+    assert (response.status_code, error["param"]) == (400, "guided_grammar") and message in error[
         "message"
     ]
 
@@ -393,21 +393,21 @@ def test_without_parallel_calls_there_is_one(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
         {"response_format": {"type": "json_object"}},
     ],
 )
-def test_forced_calls_and_forms_are_grammars(ask: Ask, asked: dict[str, Any]) -> None:
+def test_forced_calls_and_forms_are_grammars(ask: Ask, fields: dict[str, Any]) -> None:
     loop = FakeLoop(say(CALL))
-    (choice,) = ask(chat("x", tools=[WEATHER], **asked), loop).json()["choices"]
+    (choice,) = ask(chat("x", tools=[WEATHER], **fields), loop).json()["choices"]
     assert choice["finish_reason"] == "tool_calls" and submitted(loop)[0].sampling.grammar
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("fields", "param"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
@@ -431,8 +431,8 @@ def test_forced_calls_and_forms_are_grammars(ask: Ask, asked: dict[str, Any]) ->
         ),
     ],
 )
-def test_bad_tools_are_refused_by_name(ask: Ask, asked: dict[str, Any], param: str) -> None:
-    response = ask(chat("x", **asked))
+def test_bad_tools_are_refused_by_name(ask: Ask, fields: dict[str, Any], param: str) -> None:
+    response = ask(chat("x", **fields))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
@@ -497,9 +497,9 @@ def test_tools_and_calls_go_through_the_template(
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
     expected = 'user:x\nassistant:<weather{"city": "Oslo"}>\ntool:sunnyc1\n'
-    for asked, shown in (({}, json.dumps([WEATHER]) + "\n"), ({"tool_choice": "none"}, "")):
+    for fields, shown in (({}, json.dumps([WEATHER]) + "\n"), ({"tool_choice": "none"}, "")):
         loop = FakeLoop()
-        body = {"messages": messages, "tools": [WEATHER], "max_tokens": 4, **asked}
+        body = {"messages": messages, "tools": [WEATHER], "max_tokens": 4, **fields}
         assert ask(post("/v1/chat/completions", body), loop, directory=tmp_path).is_success
         assert (
             bytes(token - FIRST_BYTE for token in submitted(loop)[0].prompt).decode()
@@ -511,8 +511,8 @@ def test_a_template_that_ignores_tools_is_said_once(
     ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def ask_five_times(http: httpx.AsyncClient) -> None:
-        for asked in ({"tool_choice": "none"}, {}, {}, {"tool_choice": "required"}, {}):
-            await chat("x", tools=[WEATHER], **asked)(http)
+        for fields in ({"tool_choice": "none"}, {}, {}, {"tool_choice": "required"}, {}):
+            await chat("x", tools=[WEATHER], **fields)(http)
             told.append(len(caplog.records))
 
     told: list[int] = []

@@ -85,7 +85,7 @@ class Device:
         ended = {True: (), False: ()}
         for slot in list(self.model.work):
             ended[isinstance(self.model.finish(slot, True), Spill)] += (slot,)
-        self.model.known = Tickets(*map(max, self.model.known, result.completed))
+        self.model.completed = Tickets(*map(max, self.model.completed, result.completed))
         self.model.applied = result.step
         return replace(result, spilled=ended[True], promoted=ended[False])
 
@@ -149,11 +149,11 @@ class Loop:
             self.looked.append(message)
 
     def conversations(self) -> dict[str, Any]:
-        known = self.scheduler.conversations
-        found = {}
-        for name, conversation in known._by_id.items():
-            found[name] = conversation.tokens.tolist(), conversation.pinned, conversation.ttl
-        return found
+        stored = self.scheduler.conversations
+        states = {}
+        for name, conversation in stored._by_id.items():
+            states[name] = conversation.tokens.tolist(), conversation.pinned, conversation.ttl
+        return states
 
 
 @pytest.fixture
@@ -228,12 +228,14 @@ class Story:
                     prompt, random.randint(1, 5), choice=choice, confirm=random.random() < 0.5
                 )
         elif kind == "turn":
-            known = left.pop(name, array("i"))
-            prompt = known[: random.choice((0, 1, len(known) // 2, len(known)))] + ids(random, 5)
+            history = left.pop(name, array("i"))
+            prompt = history[: random.choice((0, 1, len(history) // 2, len(history)))] + ids(
+                random, 5
+            )
             yield self.request(prompt, random.randint(1, 5), name or f"new {number}")
         elif kind == "abort":
-            yield (asked := self.request(ids(random, size(random)), 300))
-            yield Abort(asked.request.id)
+            yield (submitted := self.request(ids(random, size(random)), 300))
+            yield Abort(submitted.request.id)
         elif kind == "look":
             yield Look(random.randrange(3))
         elif kind == "keep" and name:

@@ -39,9 +39,9 @@ HOST_SLOTS = 35
 @pytest.fixture
 def closing():
     """Closes the objects passed to it, at the end."""
-    made = []
-    yield lambda one: made.append(one) or one
-    for one in made:
+    opened = []
+    yield lambda one: opened.append(one) or one
+    for one in opened:
         one.close()
 
 

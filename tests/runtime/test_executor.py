@@ -27,7 +27,7 @@ CHUNK_BYTES = LAYERS * 2 * CHUNK * 4
 @pytest.fixture
 def executors():
     """Makes executors over a CPU device and closes them."""
-    made = []
+    opened = []
 
     def make(engine=None, host_kv_chunks=32, in_first=False, disk=None, **disturbance) -> Executor:
         config = SchedulerConfig(
@@ -46,11 +46,11 @@ def executors():
             in_first=in_first,
             disk=disk,
         )
-        made.append(executor)
+        opened.append(executor)
         return executor
 
     yield make
-    for executor in made:
+    for executor in opened:
         executor.close()
 
 
@@ -344,7 +344,7 @@ class TinyScheduler:
         for seat, conversation in enumerate(who):
             if len(conversation.log) > 20:
                 self.forget(conversation)
-            known = max(len(conversation.log) - 1, 0)
+            computed = max(len(conversation.log) - 1, 0)
             conversation.log += [self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 8))]
             end = len(conversation.log)
             slots = [self.gpu.popleft() for _ in range(-(-(end + generated) // CHUNK))]
@@ -353,8 +353,8 @@ class TinyScheduler:
             after_in += [Tickets(0, 0, conversation.saved), *(self.busy_gpu[s] for s in loaded)]
             after += [self.busy_gpu[s] for s in slots[len(loaded) :]]
             blocks.append((seat, 0, tuple(slots)))
-            spans.append(span(seat, known, end))
-            token_ids += conversation.log[known:]
+            spans.append(span(seat, computed, end))
+            token_ids += conversation.log[computed:]
             held.append(slots)
         copies = self.swap_out
         if pairs:

@@ -26,8 +26,8 @@ class Ring:
 
 @pytest.fixture
 def collector() -> Iterator[GarbageCollector]:
-    with GarbageCollector() as made:
-        yield made
+    with GarbageCollector() as opened:
+        yield opened
 
 
 def ring() -> weakref.ref[Ring]:

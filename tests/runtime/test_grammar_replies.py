@@ -161,10 +161,10 @@ def test_in_a_stream_the_error_comes_behind_what_was_said(tokenizer_directory: P
             assert answer.status_code == 200
             *events, error, done = [line[6:] for line in answer.text.splitlines() if line]
             choices = [json.loads(event)["choices"][0] for event in events]
-            said = "".join(choice["text"] for choice in choices)
+            text = "".join(choice["text"] for choice in choices)
             assert (
-                said
-                and set(said) == {"a"}
+                text
+                and set(text) == {"a"}
                 and not any(choice["finish_reason"] for choice in choices)
             )
             assert "grammar" in json.loads(error)["error"]["message"] and done == "[DONE]"
@@ -218,21 +218,21 @@ def test_nothing_that_users_say_is_logged(
 ) -> None:
     """Neither the prompt nor the grammar nor the reply, with or without a failure."""
     caplog.set_level(logging.DEBUG)
-    prompt, grammar, said = "prompt-marker", "grammar-marker", "reply-marker"
+    prompt, grammar, reply = "prompt-marker", "grammar-marker", "reply-marker"
 
     async def work() -> None:
         async with server(tokenizer_directory) as running:
-            begun = ambiguous(grammar).replace("start: ", f"start: {json.dumps(said)} ")
+            begun = ambiguous(grammar).replace("start: ", f"start: {json.dumps(reply)} ")
             for number, (form, status) in enumerate(
-                ((f'start: "{said}"', 200), (begun, 500), (f'start: "{grammar}" X', 400))
+                ((f'start: "{reply}"', 200), (begun, 500), (f'start: "{grammar}" X', 400))
             ):
                 for body in ({"prompt": prompt}, {"prompt": prompt, "stop": ["stop-marker"]}):
                     answer = await complete(running, form, **body, user=f"user-marker{number}")
                     assert answer.status_code == status, answer.text
-                    assert status != 200 or said in answer.text
+                    assert status != 200 or reply in answer.text
             streamed = await complete(running, begun, prompt=prompt, stream=True)
             assert streamed.status_code == 200 and "error" in streamed.text
-            text = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": said}}}
+            text = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": reply}}}
             answer = await running.http.post(
                 "/v1/chat/completions",
                 json={
@@ -252,5 +252,5 @@ def test_nothing_that_users_say_is_logged(
     # llguidance's, between tokens
     logged = "\n".join([*ours, caplog.text, *capfd.readouterr()]).replace("‧", "")
     assert "matcher" in logged, "a failure is logged"
-    tokens = [str(byte_tokens(word))[1:-1] for word in (prompt, grammar, said)]
+    tokens = [str(byte_tokens(word))[1:-1] for word in (prompt, grammar, reply)]
     assert not [word for word in ("marker", *tokens) if word in logged], logged

@@ -32,11 +32,11 @@ KEY = ChunkKey(b"k" * 32)
 class FakeEvent:
     """An event that the device has not passed: work that depends on it must wait."""
 
-    made: ClassVar[list[FakeEvent]] = []
+    instances: ClassVar[list[FakeEvent]] = []
 
     def __init__(self):
         self.waits = 0
-        self.made.append(self)
+        self.instances.append(self)
 
     def record(self):
         pass
@@ -49,7 +49,7 @@ class FakeEvent:
 
 
 def test_a_pinned_buffer_is_written_again_only_when_the_device_has_passed_it(monkeypatch):
-    monkeypatch.setattr(FakeEvent, "made", [])
+    monkeypatch.setattr(FakeEvent, "instances", [])
     monkeypatch.setattr(step_buffers.torch.cuda, "Event", FakeEvent)
     empty = step_buffers.torch.empty
     monkeypatch.setattr(
@@ -59,7 +59,7 @@ def test_a_pinned_buffer_is_written_again_only_when_the_device_has_passed_it(mon
     taken = []
     for step in range(2 * MAX_IN_FLIGHT):
         taken.append(staging.take(8).data_ptr())
-        before = sum(event.waits for event in FakeEvent.made)
+        before = sum(event.waits for event in FakeEvent.instances)
         again = taken[-1] in taken[:-1]
         assert before == max(0, step + 1 - step_buffers.STAGED) and again == (before > 0)
         staging.issued()
@@ -69,18 +69,18 @@ def test_a_pinned_buffer_is_written_again_only_when_the_device_has_passed_it(mon
 
 @pytest.fixture
 def executors(tmp_path):
-    made = []
+    opened = []
 
     def make(system: SystemCalls) -> Executor:
         config = SchedulerConfig(
             gpu_kv_chunks=4, host_kv_chunks=4, max_num_seqs=2, max_model_len=8, chunk_tokens=4
         )
         disk = DiskSettings(tmp_path, slots=8, engine="ab", system=system)
-        made.append(Executor(CpuDevice(), FakeEngine(), config, disk=disk))
-        return made[-1]
+        opened.append(Executor(CpuDevice(), FakeEngine(), config, disk=disk))
+        return opened[-1]
 
     yield make
-    for executor in made:
+    for executor in opened:
         executor.close()
 
 

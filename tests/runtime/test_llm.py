@@ -34,8 +34,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(cache):
-    with LLM("demo", **SIZES) as made:
-        yield made
+    with LLM("demo", **SIZES) as opened:
+        yield opened
 
 
 def test_prompts_are_answered_in_their_order(llm):
@@ -153,9 +153,9 @@ def test_a_chat_sets_variables_of_the_template(cache, tmp_path):
         plain, thinks = llm.generate(
             [QUESTION[0]["content"], "Think. " + QUESTION[0]["content"]], GREEDY
         )
-        for asked, expected in ((None, plain), ({"enable_thinking": True}, thinks)):
-            (whole,) = llm.chat(QUESTION, GREEDY, chat_template_kwargs=asked)
-            *_, last = llm.stream_chat(QUESTION, GREEDY, chat_template_kwargs=asked)
+        for variables, expected in ((None, plain), ({"enable_thinking": True}, thinks)):
+            (whole,) = llm.chat(QUESTION, GREEDY, chat_template_kwargs=variables)
+            *_, last = llm.stream_chat(QUESTION, GREEDY, chat_template_kwargs=variables)
             assert whole.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
         with pytest.raises(RequestError, match="chat_template_kwargs cannot set messages"):
             llm.chat(QUESTION, GREEDY, chat_template_kwargs={"messages": []})
@@ -176,9 +176,9 @@ def test_a_chat_shows_the_model_its_tools(cache, tmp_path, monkeypatch):
         plain, told = llm.generate(
             [QUESTION[0]["content"], "weather " + QUESTION[0]["content"]], GREEDY
         )
-        for asked, expected in ((None, plain), (tools, told)):
-            (whole,) = llm.chat(QUESTION, GREEDY, tools=asked)
-            *_, last = llm.stream_chat(QUESTION, GREEDY, tools=asked)
+        for given_tools, expected in ((None, plain), (tools, told)):
+            (whole,) = llm.chat(QUESTION, GREEDY, tools=given_tools)
+            *_, last = llm.stream_chat(QUESTION, GREEDY, tools=given_tools)
             assert whole.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
             assert whole.outputs == last.outputs
         with pytest.raises(RequestError, match=r"tools\.0\.function"):

@@ -30,9 +30,9 @@ FORMS = [
 @pytest.fixture
 def closing():
     """Closes the objects passed to it, at the end."""
-    made = []
-    yield lambda one: made.append(one) or one
-    for one in made:
+    opened = []
+    yield lambda one: opened.append(one) or one
+    for one in opened:
         one.close()
 
 

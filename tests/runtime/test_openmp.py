@@ -65,9 +65,9 @@ def test_threads_sleep_while_another_process_computes():
 
 def test_threads_spin_again_when_the_processors_were_free_for_some_looks():
     machine = Machine()
-    found = [machine.second(others) for others in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
+    spinning = [machine.second(others) for others in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
     assert CALM_LOOKS == 3
-    assert found == [True, True, True, True, True, True, False, False, True]
+    assert spinning == [True, True, True, True, True, True, False, False, True]
 
 
 def test_others_may_use_processors_that_no_thread_needs():
@@ -127,15 +127,15 @@ def regions():
 def compute():
     global numbers
     numbers = torch.zeros(32768 * torch.get_num_threads())
-    found = [regions(), regions()]
+    sleep_counts = [regions(), regions()]
     threads = len(list(tasks.iterdir()))
     ended = start_team(2)
-    found.append(regions())
+    sleep_counts.append(regions())
     ended.set()
     while len(list(tasks.iterdir())) > threads:
         time.sleep(0.01)
-    found.append(regions())
-    print(found[1:])
+    sleep_counts.append(regions())
+    print(sleep_counts[1:])
 
 computing = threading.Thread(target=compute)  # the main thread has no team
 computing.start()

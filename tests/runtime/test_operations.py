@@ -81,7 +81,7 @@ def test_a_client_has_so_many_open_requests_and_no_more() -> None:
 
     async def three(http: httpx.AsyncClient) -> list[httpx.Response]:
         both = [asyncio.create_task(complete(http, max_tokens=30)) for _ in range(2)]
-        await asyncio.to_thread(eventually, lambda: len(loop.said(Submit)) == 2)
+        await asyncio.to_thread(eventually, lambda: len(loop.messages(Submit)) == 2)
         third = await complete(http)
         assert (await http.get("/v1/models")).is_success, "only what makes the engine work counts"
         loop.go_on()
@@ -96,7 +96,7 @@ def test_a_client_has_so_many_open_requests_and_no_more() -> None:
     assert all(response.is_success for response in served)
 
 
-SAID = [{"role": "user", "content": "x"}]
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ SAID = [{"role": "user", "content": "x"}]
         ("/v1/completions", {"prompt": [PROMPT] * 3}, 3, "prompt"),
         ("/v1/completions", {"prompt": PROMPT, "n": 3, "best_of": 3}, 3, "n"),
         ("/v1/completions", {"prompt": [PROMPT] * 2, "n": 2, "stream": True}, 4, "prompt"),
-        ("/v1/chat/completions", {"messages": SAID, "n": 3}, 3, "n"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 3}, 3, "n"),
         ("/v1/responses", {"input": "x"}, 1, None),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_call_counts_as_the_sequences_that_it_asks_for(
 
     async def fill(http: httpx.AsyncClient) -> list[httpx.Response]:
         call = asyncio.create_task(http.post(path, json=body))
-        await asyncio.to_thread(loop.said, Submit, sequences)
+        await asyncio.to_thread(loop.messages, Submit, sequences)
         refused = await complete(http)
         loop.go_on()
         return [refused, await call, await http.post(path, json=body)]
@@ -135,7 +135,7 @@ def test_a_call_counts_as_the_sequences_that_it_asks_for(
     settings = HTTPSettings(max_requests_per_client=sequences - 1)
     refused = serve(loop, lambda http: http.post(path, json=body), settings, **words)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
-    assert f"{sequences} sequences" in refused.text and not loop.said(Submit)
+    assert f"{sequences} sequences" in refused.text and not loop.messages(Submit)
 
 
 def test_a_call_beyond_what_is_left_is_refused_and_leaves_nothing_counted() -> None:
@@ -144,10 +144,10 @@ def test_a_call_beyond_what_is_left_is_refused_and_leaves_nothing_counted() -> N
 
     async def work(http: httpx.AsyncClient) -> list[httpx.Response]:
         three = asyncio.create_task(complete(http, prompt=[PROMPT] * 3))
-        await asyncio.to_thread(loop.said, Submit, 3)
+        await asyncio.to_thread(loop.messages, Submit, 3)
         refused = [await complete(http, n=2) for _ in range(3)]
         one = asyncio.create_task(complete(http))
-        await asyncio.to_thread(loop.said, Submit, 4)
+        await asyncio.to_thread(loop.messages, Submit, 4)
         refused.append(await complete(http))
         loop.go_on()
         return [*refused, await three, await one, await complete(http, n=4)]
@@ -237,7 +237,7 @@ def test_requests_name_the_owner_of_the_key_or_an_address(
             http.headers["authorization"] = "Bearer secret"
         for path, body in (
             ("/v1/completions", {"prompt": [PROMPT] * 2, "n": 2}),
-            ("/v1/chat/completions", {"messages": SAID, "n": 2, "conversation": "tea"}),
+            ("/v1/chat/completions", {"messages": MESSAGES, "n": 2, "conversation": "tea"}),
             ("/v1/responses", {"input": "x", "store": False}),
             ("/v1/conversations/tea/fork", {"id": "copy"}),
         ):
@@ -247,14 +247,14 @@ def test_requests_name_the_owner_of_the_key_or_an_address(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", headers=http.headers
         ) as elsewhere:
-            body = {"messages": SAID, "conversation": "copy", "history": "server"}
+            body = {"messages": MESSAGES, "conversation": "copy", "history": "server"}
             assert (await elsewhere.post("/v1/chat/completions", json=body)).is_success
             listed = (await elsewhere.get("/v1/conversations")).json()["data"]
         return [entry["id"] for entry in listed]
 
     settings = HTTPSettings(api_keys=(key_digest("secret"),) if keys else ())
     listed = serve(loop, work, settings, tokenizer=str(tokenizer_directory))
-    requests = [message.request for message in loop.said(Submit)]
+    requests = [message.request for message in loop.messages(Submit)]
     expected = [key_digest("secret")] * 8 if keys else ["127.0.0.1"] * 7 + ["10.0.0.7"]
     assert [request.owner for request in requests] == expected
     assert len({request.salt for request in requests}) == 1 and sorted(listed) == ["copy", "tea"]
@@ -531,12 +531,12 @@ def test_several_prompts_are_one_line(lines: Callable[[], list[dict[str, Any]]])
 # -- sources, priority, names
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_usage_says_where_tokens_came_from_if_asked(asked: bool) -> None:
-    answer = serve(FakeLoop(), lambda http: complete(http, return_sources=asked)).json()
+@pytest.mark.parametrize("return_sources", [False, True])
+def test_usage_says_where_tokens_came_from_if_asked(return_sources: bool) -> None:
+    answer = serve(FakeLoop(), lambda http: complete(http, return_sources=return_sources)).json()
     assert answer["usage"]["prompt_tokens_details"] == {
         "cached_tokens": 2,
-        **(SOURCES if asked else {}),
+        **(SOURCES if return_sources else {}),
     }
 
 
@@ -559,7 +559,7 @@ def test_when_the_next_turn_is_expected_reaches_the_loop() -> None:
             assert (await complete(http, expect_next_s=wrong)).status_code == 400
 
     serve(loop, work)
-    assert [message.request.expect_next_s for message in loop.said(Submit)] == [None, 20.0, 0.5]
+    assert [message.request.expect_next_s for message in loop.messages(Submit)] == [None, 20.0, 0.5]
 
 
 def test_the_priority_reaches_the_loop() -> None:
@@ -571,7 +571,7 @@ def test_the_priority_reaches_the_loop() -> None:
         assert (await complete(http, priority="high")).status_code == 400
 
     serve(loop, three)
-    assert [message.request.priority for message in loop.said(Submit)] == [0, -2, 5]
+    assert [message.request.priority for message in loop.messages(Submit)] == [0, -2, 5]
 
 
 def test_a_model_has_several_names_and_the_first_is_told() -> None:

@@ -22,7 +22,8 @@ from .odd_tokenizer import TEMPLATE, merging_tokenizer, save_merging, spaced_tok
 from .text.test_tokenizer import in_bytes, sentencepiece_like
 
 OURS, THEIRS = (
-    Tokenizer(made(), ChatTemplate(TEMPLATE, {})) for made in (merging_tokenizer, spaced_tokenizer)
+    Tokenizer(make_tokenizer(), ChatTemplate(TEMPLATE, {}))
+    for make_tokenizer in (merging_tokenizer, spaced_tokenizer)
 )
 HELLO, ANSWER, AGAIN = (
     {"role": role, "content": x} for role, x in (("user", "a"), ("assistant", "b"), ("user", "ab"))

@@ -42,11 +42,11 @@ from pensieve.scheduler.work import MESSAGE, WorkBudget
 
 
 class Scheduler(SimpleNamespace):
-    """Has `known` conversations; `asked` records all calls."""
+    """Has `stored` conversations; `calls` records all calls."""
 
     def __init__(self, **answers: Any):
         super().__init__(
-            asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers
+            calls=[], stored={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers
         )
         self.work = WorkBudget()
         self.has_work = lambda now: False
@@ -56,17 +56,17 @@ class Scheduler(SimpleNamespace):
         self.disk = SimpleNamespace(saving=False, **disk)
 
     def submit(self, request: Request, now: float) -> None:
-        self.asked.append(("add", request.id))
+        self.calls.append(("add", request.id))
 
     def abort(self, request: RequestId, now: float) -> None:
-        self.asked.append(("abort", request))
+        self.calls.append(("abort", request))
 
     def keys(self, tokens: array[int], salt: bytes, shared: int) -> list[bytes]:
         keys = [salt + bytes(tokens[:end].tolist()) for end in range(4, len(tokens) + 1, 4)]
         return keys[shared // 4 :]
 
     def erase(self, keys: list[bytes]) -> None:
-        self.asked.append(("erase", keys))
+        self.calls.append(("erase", keys))
 
     def take_erased(self) -> list[bool]:
         erased = self.erased
@@ -85,10 +85,10 @@ class Conversations:
         self._scheduler = scheduler
 
     def __contains__(self, name: str) -> bool:
-        return name in self._scheduler.known
+        return name in self._scheduler.stored
 
     def delete(self, name: str, shared: int, others: array[int], salt: bytes) -> None:
-        self._scheduler.asked.append(("delete", name, shared, others, salt))
+        self._scheduler.calls.append(("delete", name, shared, others, salt))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def service(scheduler: Scheduler, compiling: list[Future[str]]) -> Service:
 
     executor = SimpleNamespace(
         begin_grammar=begin_grammar,
-        keep_grammar=lambda request, compiled: scheduler.asked.append((compiled, request)),
+        keep_grammar=lambda request, compiled: scheduler.calls.append((compiled, request)),
         copied_bytes=KVCounters(),
         disk_counters=DiskCounters(saved=3),
         transfer_seconds=TransferSeconds,
@@ -170,7 +170,7 @@ def test_a_deletion_erases_active_and_inactive_conversations(
     service: Service, scheduler: Scheduler
 ) -> None:
     tokens = array("i", range(14))
-    scheduler.known = {"active": tokens}
+    scheduler.stored = {"active": tokens}
     service._take(Forget("active", tokens, 0, b"s"))
     service._take(Forget("active", tokens, 9, b"s"))
     service._take(Forget("stored", tokens, 0, b"s"))
@@ -178,7 +178,7 @@ def test_a_deletion_erases_active_and_inactive_conversations(
     service._take(Forget("fork", tokens, 9, b"s"))
     service._take(Forget(None, tokens, 9, b"s"))  # a response that is not the last of its line
     whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
-    assert scheduler.asked == [
+    assert scheduler.calls == [
         ("delete", "active", 0, tokens, b"s"),
         ("delete", "active", 9, tokens, b"s"),
         ("erase", whole),
@@ -211,11 +211,11 @@ def test_a_deletion_that_ends_without_a_step_is_told(
     service._wait_for_news = lambda: service.drain(0.0)
     service._inbox.put(Forget(None, array("i", [1]), 0, b""))
     service.run(SimpleNamespace())
-    said = []
+    messages = []
     with contextlib.suppress(EOFError):
         while True:
-            said.append(there.recv())
-    assert Erased(True) in said
+            messages.append(there.recv())
+    assert Erased(True) in messages
 
 
 @pytest.mark.parametrize(("slots", "checked"), [(MOST_CHECKED - 24, True), (MOST_CHECKED, False)])
@@ -228,9 +228,9 @@ def test_an_idle_loop_checks_its_state_if_that_is_quick(
     service._inbox = SimpleNamespace(get=get, empty=lambda: False)  # type: ignore[assignment]
     scheduler.idle, scheduler.wake_at = True, 0.0
     scheduler.config = SimpleNamespace(gpu_kv_chunks=16, host_kv_chunks=8, disk_kv_chunks=slots)
-    scheduler.check = lambda: scheduler.asked.append("check")
+    scheduler.check = lambda: scheduler.calls.append("check")
     service._wait_for_news()
-    assert scheduler.asked == ["check"] * checked
+    assert scheduler.calls == ["check"] * checked
 
 
 def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:
@@ -270,14 +270,14 @@ def test_a_grammar_is_compiled_before_its_request_is_added_without_delaying_othe
 ) -> None:
     for number, grammar in enumerate(("new", None, "other", "third")):
         submit(service, number, grammar)
-    assert scheduler.asked == [("add", 1)] and len(compiling) == 3
+    assert scheduler.calls == [("add", 1)] and len(compiling) == 3
     compiling[1].set_result("compiled")
     service._take(service._inbox.get(timeout=0))
-    assert scheduler.asked[1:] == [("add", 2), ("compiled", 2)]
+    assert scheduler.calls[1:] == [("add", 2), ("compiled", 2)]
     service._take(Abort(RequestId(0)))
     compiling[0].set_result("compiled")
     service._take(service._inbox.get(timeout=0))
-    assert scheduler.asked[3:] == [("abort", 0)], "its client is gone"
+    assert scheduler.calls[3:] == [("abort", 0)], "its client is gone"
     compiling[2].set_exception(MemoryError("none is left"))
     with pytest.raises(MemoryError):
         service._take(service._inbox.get(timeout=0))
@@ -292,17 +292,17 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     assert not service._drained()
     service._take(Drain(0.0))
     assert service._drained()
-    said = [service._outbox.get(timeout=0) for _ in range(3)]
-    assert said[:2] == [Draining(), Draining()]
-    assert isinstance(said[2], StepMessage)
-    assert said[2].applied.rows == (RowResult(RequestId(7), finish=FinishReason.ABORT),)
+    messages = [service._outbox.get(timeout=0) for _ in range(3)]
+    assert messages[:2] == [Draining(), Draining()]
+    assert isinstance(messages[2], StepMessage)
+    assert messages[2].applied.rows == (RowResult(RequestId(7), finish=FinishReason.ABORT),)
 
 
 def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(
     service: Service, scheduler: Scheduler
 ) -> None:
     def next_plan(now: float) -> None:
-        scheduler.asked.append("plan")
+        scheduler.calls.append("plan")
         service._inbox.put(Drain(0.0))
 
     request = Request(RequestId(1), array("i", [1]), 5)
@@ -314,7 +314,7 @@ def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(
         if not deadline:
             deadline = now + 100.0
             threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
-        return 0.0 if ("add", 1) in scheduler.asked else deadline - now
+        return 0.0 if ("add", 1) in scheduler.calls else deadline - now
 
     pace: Any = SimpleNamespace(slack=slack)
     executor: Any = service._executor
@@ -326,7 +326,7 @@ def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(
     scheduler.expire = lambda now: []
     began = time.monotonic()
     service.run(Ready("", 1, 1, (), "", 32, 1))
-    assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 60
+    assert scheduler.calls == [("add", 1), "plan"] and time.monotonic() - began < 60
 
 
 def test_work_in_pieces_goes_on_while_the_device_computes(
@@ -335,21 +335,21 @@ def test_work_in_pieces_goes_on_while_the_device_computes(
     """A step whose time has come is not kept waiting: no further share is done before it."""
 
     def next_plan(now: float) -> None:
-        scheduler.asked.append("plan")
+        scheduler.calls.append("plan")
         service.drain(0.0)
 
     scheduler.has_work = lambda now: True
-    scheduler.go_on = lambda now: scheduler.asked.append("share")
+    scheduler.go_on = lambda now: scheduler.calls.append("share")
     executor: Any = service._executor
     executor.close = lambda: None
-    pace: Any = SimpleNamespace(slack=lambda now: 0.1 if len(scheduler.asked) < 3 else SHARE_S)
+    pace: Any = SimpleNamespace(slack=lambda now: 0.1 if len(scheduler.calls) < 3 else SHARE_S)
     ours, _theirs = multiprocessing.Pipe()
     service = Service(service._scheduler, executor, ours, pace)
     scheduler.next_plan = next_plan
     scheduler.in_flight = 0
     scheduler.expire = lambda now: []
     service.run(Ready("", 1, 1, (), "", 32, 1))
-    assert scheduler.asked == ["share"] * 3 + ["plan"]
+    assert scheduler.calls == ["share"] * 3 + ["plan"]
 
 
 def test_messages_wait_for_the_next_step_when_the_budget_is_used_up(
@@ -360,7 +360,7 @@ def test_messages_wait_for_the_next_step_when_the_budget_is_used_up(
         service._inbox.put(Abort(RequestId(number)))
     service._send = lambda applied: None  # type: ignore[method-assign]
     service._take_messages()
-    assert scheduler.asked == [("abort", 0), ("abort", 1), ("abort", 2)]
+    assert scheduler.calls == [("abort", 0), ("abort", 1), ("abort", 2)]
     scheduler.work.renew()
     service._take_messages()
-    assert len(scheduler.asked) == 5
+    assert len(scheduler.calls) == 5

@@ -59,7 +59,7 @@ class DeviceModel:
         self.disk = {}  # slot -> (key, end, content)
         self.work = {}  # DISK slot -> Spill or Promotion
         self.erased = {}  # slot -> step
-        self.known = Tickets()
+        self.completed = Tickets()
         # (ticket, HOST slot)
         self.copy_fails = copy_fails
         self.failed_copies = []
@@ -72,19 +72,21 @@ class DeviceModel:
         """A piece of work is issued: everything it waits for is issued already and its clock
         follows from theirs."""
         assert ticket > self.issued[lane], "tickets of a lane ascend"
-        known = list(self.clock[lane])
-        known[lane] = self.issued[lane]
+        clocks_seen = list(self.clock[lane])
+        clocks_seen[lane] = self.issued[lane]
         for other, waited in zip(Lane, after, strict=True):
             assert waited <= self.issued[other], (
                 f"{lane.name} waits for {other.name} {waited}, not issued yet: deadlock"
             )
             if other == lane:
                 continue
-            known[other] = max(known[other], waited)
+            clocks_seen[other] = max(clocks_seen[other], waited)
             tickets, clocks = self.begun[other]
             if done := bisect_right(tickets, waited):
-                known = [max(a, b) for a, b in zip(known, clocks[done - 1], strict=True)]
-        self.clock[lane] = Tickets(*known)
+                clocks_seen = [
+                    max(a, b) for a, b in zip(clocks_seen, clocks[done - 1], strict=True)
+                ]
+        self.clock[lane] = Tickets(*clocks_seen)
         tickets, clocks = self.begun[lane]
         tickets.append(ticket)
         clocks.append(self.clock[lane])
@@ -160,7 +162,9 @@ class DeviceModel:
             self._writes(lane, batch.ticket, (target, b))
             if self.copy_fails is not None and lane is Lane.IN:
                 writer, written = self.last_writer[source, a]
-                assert writer is not Lane.OUT or written <= self.known.swap_out, "it may be no copy"
+                assert writer is not Lane.OUT or written <= self.completed.swap_out, (
+                    "it may be no copy"
+                )
             self.pools[target][b] = dict(self.pools[source][a])
             if self.copy_fails is not None and lane is Lane.OUT and self.copy_fails():
                 self.pools[target][b] = {}
@@ -206,7 +210,7 @@ class DeviceModel:
                 before |= self.users[place]
                 assert self.disk[work.disk][0] == work.key, "another chunk's record is read"
             for lane, ticket in before.items():
-                assert ticket <= self.known[lane], (
+                assert ticket <= self.completed[lane], (
                     f"{place}: {lane.name} {ticket} is not known to be complete"
                 )
             self.work[work.disk] = work
@@ -236,18 +240,20 @@ class DeviceModel:
         for seat, position in zip(plan.generate, plan.positions, strict=True):
             work.append((seat, position, position, [self.last_token[seat]], True, False))
         for span in plan.spans:
-            known = plan.token_ids[offset : offset + span.end - span.start]
-            work.append((span.seat, span.start, span.write_from, known, span.samples, span.scores))
-            offset += len(known)
+            step_tokens = plan.token_ids[offset : offset + span.end - span.start]
+            work.append(
+                (span.seat, span.start, span.write_from, step_tokens, span.samples, span.scores)
+            )
+            offset += len(step_tokens)
         assert offset == len(plan.token_ids)
-        for seat, start, write_from, known, *_ in work:
-            self._write(seat, start, write_from, known, plan.step)
+        for seat, start, write_from, step_tokens, *_ in work:
+            self._write(seat, start, write_from, step_tokens, plan.step)
         samples = []
         sampled_rows = []
         scored = iter(plan.scored)
         scores = {}
-        for seat, start, _, known, sampled, scoring in work:
-            states = self._attend(seat, start, known, plan.step)
+        for seat, start, _, step_tokens, sampled, scoring in work:
+            states = self._attend(seat, start, step_tokens, plan.step)
             if scoring:
                 scores[seat] = (
                     *scores.get(seat, ()),
@@ -263,13 +269,13 @@ class DeviceModel:
         assert next(scored, None) is None
         return tuple(samples), scores
 
-    def _write(self, seat, start, write_from, known, step):
+    def _write(self, seat, start, write_from, step_tokens, step):
         origin, zero = self.origins[seat]
         assert start >= origin and (
-            self.windows is None or start + len(known) <= self.windows.end(origin)
+            self.windows is None or start + len(step_tokens) <= self.windows.end(origin)
         )
         seen = sum(value for _, value in self._row(seat, start - origin))
-        for position, token in enumerate(known, start):
+        for position, token in enumerate(step_tokens, start):
             index, offset = divmod(position - origin, self.chunk_tokens)
             slot = self.tables[seat][index]
             if position >= write_from:
@@ -281,12 +287,12 @@ class DeviceModel:
                 )
             seen += self.pools["gpu"][slot][offset][1]
 
-    def _attend(self, seat, start, known, step):
+    def _attend(self, seat, start, step_tokens, step):
         """Reads all KV up to the last of the `known` tokens at `start`: each must follow from the
         tokens that it saw, as far as they are still in the row. Returns the KV of the `known`
         tokens."""
         origin, zero = self.origins[seat]
-        end = start - origin + len(known)
+        end = start - origin + len(step_tokens)
         for slot in self.tables[seat][: -(-end // self.chunk_tokens)]:
             if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
                 self._reads(Lane.COMPUTE, step, ("gpu", slot))
@@ -300,10 +306,10 @@ class DeviceModel:
             assert coordinate < first or value == mix(
                 seen, token, position - zero, self._salt(seat)
             ), f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
-            assert position < start or token == known[position - start]
+            assert position < start or token == step_tokens[position - start]
             seen += value
             values.append(value)
-        return values[len(values) - len(known) :]
+        return values[len(values) - len(step_tokens) :]
 
     def _salt(self, seat):
         return self.salts.get(self.rows[seat].request, b"")

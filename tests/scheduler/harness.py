@@ -217,15 +217,15 @@ class Harness:
                 del self.logs[name], self.lives[name]
                 self.counts["expired"] += 1
         if self.config.log_chunks < inf:
-            known = [name for name in self.logs if name in self.scheduler.conversations]
+            names = [name for name in self.logs if name in self.scheduler.conversations]
             sync = self.config.save == "sync"  # then a log may have changed before its last event
             logs = [
                 self.scheduler.conversations.tokens(name) if sync else self.logs[name]
-                for name in known
+                for name in names
             ]
             sizes = [len(log) // self.config.chunk_tokens + 1 for log in logs]
-            assert len(known) <= 1 or sum(sizes) <= self.config.log_chunks
-            for name in self.logs.keys() - set(known):
+            assert len(names) <= 1 or sum(sizes) <= self.config.log_chunks
+            for name in self.logs.keys() - set(names):
                 del self.logs[name]
                 self.lives.pop(name, None)
                 self.counts["forgotten"] += 1
@@ -236,8 +236,8 @@ class Harness:
 
     def _delete(self, name, shared=0):
         conversation = self.scheduler.conversations.get(name)
-        made = self.scheduler.disk.keys(conversation.tokens, conversation.salt, shared)
-        keys = [key for key in made if key != NO_KEY]
+        all_keys = self.scheduler.disk.keys(conversation.tokens, conversation.salt, shared)
+        keys = [key for key in all_keys if key != NO_KEY]
         self.scheduler.conversations.delete(name, shared)
         self.erasing.append(keys)
         self.lives.pop(name, None)
@@ -380,7 +380,7 @@ class Harness:
             return None
         result = replace(self.results.popleft(), **self.reports())
         if not self.completes():
-            result = replace(result, completed=self.device.known)
+            result = replace(result, completed=self.device.completed)
         result = replace(
             result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out)
         )
@@ -390,7 +390,7 @@ class Harness:
             for row in stuck
         }
         result = replace(result, rows={**result.rows, **errors})
-        self.device.known = Tickets(*map(max, self.device.known, result.completed))
+        self.device.completed = Tickets(*map(max, self.device.completed, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
         results = list(applied.results())

@@ -99,10 +99,10 @@ class Starts(Harness):
             return anew
         lowest = self.remembered(prompt, conversation)
         for base in range(lowest, anew, self.windows.step):
-            known = base == lowest or self.scheduler._store.was_computed(
+            computed = base == lowest or self.scheduler._store.was_computed(
                 self.chain(prompt, base)[base // self.config.chunk_tokens]
             )
-            if known and self.to_compute(prompt, conversation, base) < last - anew + 1:
+            if computed and self.to_compute(prompt, conversation, base) < last - anew + 1:
                 return base
         return anew
 
@@ -141,8 +141,8 @@ class Starts(Harness):
     def submit(self, prompt, max_tokens=4, conversation=None, **fields):
         request_id = super().submit(prompt, max_tokens, conversation, **fields)
         turn = self.scheduler._turns[request_id]
-        known = self.scheduler.conversations.get(conversation) if conversation else None
-        assert turn.context_start == self.remembered(turn.tokens, known)
+        stored = self.scheduler.conversations.get(conversation) if conversation else None
+        assert turn.context_start == self.remembered(turn.tokens, stored)
         unseen = self.sees_from(len(prompt) - 1, turn.context_start) // self.config.chunk_tokens
         assert self.scheduler._lookup.seen_keys(turn) == turn.keys[unseen:]
         return request_id

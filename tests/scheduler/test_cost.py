@@ -86,7 +86,7 @@ def test_the_estimate_counts_operations():
 
 
 def test_a_layer_with_a_window_reads_no_more_than_its_window():
-    made = partial(
+    profile_with = partial(
         analytic_profile,
         chunk_tokens=32,
         parameters=10**9,
@@ -98,13 +98,13 @@ def test_a_layer_with_a_window_reads_no_more_than_its_window():
         link_bytes_per_s=1e6,
         step_base_seconds=0.0,
     )
-    profile, without = made(windows=(100, 0, 8)), made()
+    profile, without = profile_with(windows=(100, 0, 8)), profile_with()
     for context in (32, 100, 500, 1000):
         read = min(context, 100) + context + 8
         assert profile.token_attention(context) == pytest.approx(4 * 128 * read / 1e12)
         assert profile.recompute(context) < without.recompute(context)
-    assert made(windows=(0, 0, 0)) == without
-    flat = made(windows=(100, 8, 8))
+    assert profile_with(windows=(0, 0, 0)) == without
+    flat = profile_with(windows=(100, 8, 8))
     assert (
         flat.recompute(1000)
         == flat.recompute(100)

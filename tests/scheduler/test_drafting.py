@@ -53,11 +53,11 @@ class KeyedDriver(Driver):
         queues = self.scheduler._queues
         store = self.scheduler._store
         for turn in (*queues.waiting, *(row.turn for row in queues.joined())):
-            made = []
+            keyed = []
             self.scheduler._chunk_keys.extend(
-                made, turn.context_start, turn.request.salt, turn.tokens, len(turn.keys) * size
+                keyed, turn.context_start, turn.request.salt, turn.tokens, len(turn.keys) * size
             )
-            assert len(turn.keys) * size <= len(turn.tokens) and turn.keys == made
+            assert len(turn.keys) * size <= len(turn.tokens) and turn.keys == keyed
             for index in range(turn.context_start // size, len(turn.keys)):
                 chunk = store.find(turn.keys[index])
                 if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
@@ -119,34 +119,36 @@ def play(drawn, prompt, max_tokens=9, seats=64, **fields):
         max_num_batched_tokens=64,
         chunk_tokens=8,
     )
-    made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
+    scheduler = Scheduler(
+        SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile()
+    )
     whole = [*map(ord, prompt), *map(ord, drawn)]
-    made.add(Request(RequestId(1), array("i", map(ord, prompt)), max_tokens, **fields), 0.0)
-    plans, said, events = [], [], []
-    while not made.idle:
-        plan = made.next_plan(0.0)
-        made.check()
+    scheduler.add(Request(RequestId(1), array("i", map(ord, prompt)), max_tokens, **fields), 0.0)
+    plans, texts, events = [], [], []
+    while not scheduler.idle:
+        plan = scheduler.next_plan(0.0)
+        scheduler.check()
         ends = [position + 1 for position in plan.positions]
         for span in plan.spans:
             ends += range(span.end - span.samples + 1, span.end + 1)
-        applied = made.apply(
+        applied = scheduler.apply(
             StepResult(plan.step, plan.samples, tuple(whole[end] for end in ends)), 0.0
         )
-        made.check()
+        scheduler.check()
         plans.append(plan)
         results = list(applied.results())
         assert len(results) <= 1
-        said.append("".join(chr(token) for row in results for token in row.tokens))
+        texts.append("".join(chr(token) for row in results for token in row.tokens))
         events += applied.rows
-    return made, plans, said, events
+    return scheduler, plans, texts, events
 
 
 PROMPT = "abcd12345678+abcd"
 
 
 def test_a_step_checks_drafts_and_gives_the_right_ones_and_one_token_more():
-    made, plans, said, _ = play("12345X6789..", PROMPT, 12)
-    assert said[:2] == ["1", "2345X"], (
+    scheduler, plans, texts, _ = play("12345X6789..", PROMPT, 12)
+    assert texts[:2] == ["1", "2345X"], (
         "the first is of the prompt's step; of eight drafts four were right"
     )
     (span,) = plans[1].spans
@@ -155,8 +157,8 @@ def test_a_step_checks_drafts_and_gives_the_right_ones_and_one_token_more():
         9,
         "12345678+",
     )
-    assert "".join(said) == "12345X6789.."
-    stats = made.stats()
+    assert "".join(texts) == "12345X6789.."
+    stats = scheduler.stats()
     assert (stats.drafts, stats.drafted, stats.accepted) == (1, 8, 4)
 
 
@@ -165,19 +167,19 @@ def test_all_drafts_come_true():
 
 
 def test_tokens_behind_a_stop_id_are_cut():
-    _, _, said, events = play(
+    _, _, texts, events = play(
         "12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=2
     )
-    assert said == ["1", "234"] and events[-1].finish is FinishReason.STOP
-    _, _, said, events = play(
+    assert texts == ["1", "234"] and events[-1].finish is FinishReason.STOP
+    _, _, texts, events = play(
         "12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=5
     )
-    assert said[1] == "2345678." and events[-1].finish is FinishReason.LENGTH
+    assert texts[1] == "2345678." and events[-1].finish is FinishReason.LENGTH
 
 
 def test_no_more_is_drafted_than_the_reply_may_have():
-    _, plans, said, events = play("1234", PROMPT, 4)
-    assert said == ["1", "234"] and plans[1].spans[0].samples == 3
+    _, plans, texts, events = play("1234", PROMPT, 4)
+    assert texts == ["1", "234"] and plans[1].spans[0].samples == 3
     assert events[-1].finish is FinishReason.LENGTH
 
 
@@ -189,14 +191,14 @@ def test_other_rows_generate_in_the_step_that_a_row_skips():
         max_num_batched_tokens=64,
         chunk_tokens=8,
     )
-    made = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
+    scheduler = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
     for number, prompt in ((1, PROMPT), (2, "qrstuvwxyz")):
-        made.add(Request(RequestId(number), array("i", map(ord, prompt)), 20), 0.0)
-    plans = [made.next_plan(0.0), made.next_plan(0.0)]
+        scheduler.add(Request(RequestId(number), array("i", map(ord, prompt)), 20), 0.0)
+    plans = [scheduler.next_plan(0.0), scheduler.next_plan(0.0)]
     rows = [[row.request for row in plan.samples] for plan in plans]
     assert rows == [[1, 2], [2]], "request 1 waits for its token, to draft behind it"
-    made.apply(StepResult(1, plans[0].samples, (ord("1"), ord("!"))), 0.0)
-    third = made.next_plan(0.0)
+    scheduler.apply(StepResult(1, plans[0].samples, (ord("1"), ord("!"))), 0.0)
+    third = scheduler.next_plan(0.0)
     assert [row.request for row in third.samples] == [2, *[1] * 8]
 
 
@@ -209,17 +211,19 @@ def test_without_seats_for_two_drafts_nothing_is_drafted_and_no_step_is_skipped(
         max_num_batched_tokens=64,
         chunk_tokens=8,
     )
-    made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
-    made.add(Request(RequestId(1), array("i", map(ord, PROMPT)), 20), 0.0)
-    assert len(made.next_plan(0.0).spans) == 1
-    assert len(made.next_plan(0.0).generate) == 1
+    scheduler = Scheduler(
+        SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile()
+    )
+    scheduler.add(Request(RequestId(1), array("i", map(ord, PROMPT)), 20), 0.0)
+    assert len(scheduler.next_plan(0.0).spans) == 1
+    assert len(scheduler.next_plan(0.0).generate) == 1
 
 
 def test_a_single_draft_is_checked_only_if_it_ends_the_reply():
     """Otherwise it gives at best the token of the step that the row then skips."""
-    _, plans, said, _ = play("12345678", PROMPT, 8, seats=2)
+    _, plans, texts, _ = play("12345678", PROMPT, 8, seats=2)
     assert [sum(span.samples for span in plan.spans) for plan in plans] == [1] * 6 + [2]
-    assert said == [*"123456", "78"]
+    assert texts == [*"123456", "78"]
 
 
 def test_drafts_leave_half_of_the_budget_to_prompts():
@@ -232,22 +236,24 @@ def test_drafts_leave_half_of_the_budget_to_prompts():
         max_num_batched_tokens=12,
         chunk_tokens=8,
     )
-    made = Scheduler(SchedulerConfig(**config, max_num_seqs=12, speculate="lookup"), profile())
+    scheduler = Scheduler(SchedulerConfig(**config, max_num_seqs=12, speculate="lookup"), profile())
     prompt = array("i", range(1000, 1040))
     word = "abcdefghijk" * 30
     for number in (1, 2):
-        made.add(Request(RequestId(number), array("i", map(ord, word[:40])), 200), 0.0)
+        scheduler.add(Request(RequestId(number), array("i", map(ord, word[:40])), 200), 0.0)
     taken = []
     while len(taken) < 24:
-        plan = made.next_plan(0.0)
-        if made.stats().accepted > 20 and not taken:
-            made.add(Request(RequestId(3), prompt, 1), 0.0)
+        plan = scheduler.next_plan(0.0)
+        if scheduler.stats().accepted > 20 and not taken:
+            scheduler.add(Request(RequestId(3), prompt, 1), 0.0)
             taken.append(0)
         elif taken:
             taken.append(sum(span.end - span.start for span in plan.spans if span.seat == 2))
         ends = [position + 1 for position in plan.positions]
         for span in plan.spans:
             ends += range(span.end - span.samples + 1, span.end + 1)
-        made.apply(StepResult(plan.step, plan.samples, tuple(ord(word[end]) for end in ends)), 0.0)
+        scheduler.apply(
+            StepResult(plan.step, plan.samples, tuple(ord(word[end]) for end in ends)), 0.0
+        )
     first = next(at for at, tokens in enumerate(taken) if tokens)
     assert first <= 2 and sum(taken[first : first + 8]) == len(prompt), taken

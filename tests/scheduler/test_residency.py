@@ -7,7 +7,7 @@ from .harness import Harness
 
 def told(harness, most=1000):
     """All ranges, one after the other."""
-    found = []
+    stretches = []
     start = 0
     while True:
         chunk_tokens, entries, following, begun = harness.scheduler.conversations.residency(
@@ -15,9 +15,9 @@ def told(harness, most=1000):
         )
         assert (chunk_tokens, begun) == (harness.config.chunk_tokens, start)
         start = following
-        found.append(entries)
+        stretches.append(entries)
         if not start:
-            return found
+            return stretches
 
 
 def test_chunks_are_counted_where_they_are():

@@ -61,7 +61,7 @@ def result(
         for row in plan.samples
     }
     if plan.scored:
-        entries = tuple(TokenLogprobs(-float(known), 1) for known in plan.scored)
+        entries = tuple(TokenLogprobs(-float(scored_token), 1) for scored_token in plan.scored)
         rows[scored_row] = rows.get(scored_row, RowResult(scored_row.request))._replace(
             prompt_logprobs=entries
         )
@@ -73,62 +73,64 @@ def result(
 
 
 def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
-    made = scheduler()
-    made.add(request(1, 40, sampling=GRAMMAR), 0.0)
-    made.add(request(2, 40), 0.0)
-    plans = [made.next_plan(0.0)]
+    loop = scheduler()
+    loop.add(request(1, 40, sampling=GRAMMAR), 0.0)
+    loop.add(request(2, 40), 0.0)
+    plans = [loop.next_plan(0.0)]
     while len(plans[0].samples) < 2:  # the second one waits for the first one's prompt
-        made.apply(result(plans[0]), 0.0)
-        plans = [made.next_plan(0.0)]
-    plans.append(made.next_plan(0.0))
+        loop.apply(result(plans[0]), 0.0)
+        plans = [loop.next_plan(0.0)]
+    plans.append(loop.next_plan(0.0))
     assert [row.request for row in plans[1].samples] == [2]
-    made.apply(result(plans[0]), 0.0)
-    assert [row.request for row in made.next_plan(0.0).samples] == [1, 2]
+    loop.apply(result(plans[0]), 0.0)
+    assert [row.request for row in loop.next_plan(0.0).samples] == [1, 2]
 
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
     """Even if the token would be its last one. The other row, and its own KV as cache, are
     unchanged."""
-    made = scheduler()
+    loop = scheduler()
     for number in (1, 2):
-        asked = request(number, 40, 2, sampling=GRAMMAR, conversation=f"c{number}", confirm=confirm)
-        made.add(asked, 0.0)
-    said: dict[int, list[int]] = {1: [], 2: []}
-    while made.open_requests() or made.in_flight:
-        plan = made.next_plan(0.0)
+        new_request = request(
+            number, 40, 2, sampling=GRAMMAR, conversation=f"c{number}", confirm=confirm
+        )
+        loop.add(new_request, 0.0)
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+    while loop.open_requests() or loop.in_flight:
+        plan = loop.next_plan(0.0)
         if plan is not None:
-            stuck = tuple(row for row in plan.samples if row.request == 1 and said[1])
-            results = list(made.apply(result(plan, stuck=stuck), 0.0).results())
+            stuck = tuple(row for row in plan.samples if row.request == 1 and tokens[1])
+            results = list(loop.apply(result(plan, stuck=stuck), 0.0).results())
             assert [row.request for row in results if row.error] == [row.request for row in stuck]
             for row in results:
-                said[row.request] += row.tokens
+                tokens[row.request] += row.tokens
         for number in {row.request for row in results if row.finish} if confirm else ():
-            made.finish(number, 2, 0.0)
-    made.check()
-    assert said == {1: [7], 2: [7, 7]}
-    assert "c1" not in made.conversations and "c2" in made.conversations
-    made.add(request(3, 40), 0.0)
-    (row,) = made.apply(result(made.next_plan(0.0)), 0.0).results()
+            loop.finish(number, 2, 0.0)
+    loop.check()
+    assert tokens == {1: [7], 2: [7, 7]}
+    assert "c1" not in loop.conversations and "c2" in loop.conversations
+    loop.add(request(3, 40), 0.0)
+    (row,) = loop.apply(result(loop.next_plan(0.0)), 0.0).results()
     assert row.usage.cached == 32
 
 
 def test_a_row_that_is_stuck_after_its_client_left_is_passed_over():
-    made = scheduler()
-    made.add(request(1, 40, sampling=GRAMMAR), 0.0)
-    plan = made.next_plan(0.0)
-    made.abort(RequestId(1), 0.0)
-    assert not list(made.apply(result(plan, stuck=plan.samples), 0.0).results())
-    made.check()
+    loop = scheduler()
+    loop.add(request(1, 40, sampling=GRAMMAR), 0.0)
+    plan = loop.next_plan(0.0)
+    loop.abort(RequestId(1), 0.0)
+    assert not list(loop.apply(result(plan, stuck=plan.samples), 0.0).results())
+    loop.check()
 
 
 def test_constrained_rows_alone_leave_nothing_to_plan():
-    made = scheduler()
-    made.add(request(1, 40, sampling=GRAMMAR), 0.0)
-    first = made.next_plan(0.0)
-    assert made.next_plan(0.0) is None
-    made.apply(result(first), 0.0)
-    assert list(made.next_plan(0.0).positions) == [40]
+    loop = scheduler()
+    loop.add(request(1, 40, sampling=GRAMMAR), 0.0)
+    first = loop.next_plan(0.0)
+    assert loop.next_plan(0.0) is None
+    loop.apply(result(first), 0.0)
+    assert list(loop.next_plan(0.0).positions) == [40]
 
 
 def spans(*ranges: tuple[int, int, bool]) -> deque[Span]:
@@ -151,26 +153,26 @@ def test_scoring_spans_cover_all_that_is_left_and_write_what_they_did(position):
 def test_a_prompt_is_scored_in_pieces_once_each_token():
     """With the prompt not cached, then fully cached: the pieces stay small and no cached chunk is
     written again."""
-    made = scheduler()
+    loop = scheduler()
     for number, choice in ((1, 0), (2, 1)):
-        made.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
+        loop.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
         entries = []
         usage = None
         scored_row = None
         while usage is None:
-            plan = made.next_plan(0.0)
+            plan = loop.next_plan(0.0)
             scored_row = plan.joins[0].row if plan.joins else scored_row
             assert len(plan.scored) <= MOST_SCORED
             if number == 2:
                 assert all(span.write_from >= min(span.end, 672) for span in plan.spans)
-            (row,) = made.apply(result(plan, scored_row=scored_row), 0.0).results()
+            (row,) = loop.apply(result(plan, scored_row=scored_row), 0.0).results()
             entries += row.prompt_logprobs
             usage = row.usage
             assert len(row.logprobs) == len(row.tokens)
         assert [entry.logprob for entry in entries] == [-float(token) for token in range(1, 700)]
         assert usage.cached == 0 and usage.recomputed + usage.new == 700
         assert usage.recomputed >= (0 if number == 1 else 672)
-        made.abort(RequestId(number), 0.0)
+        loop.abort(RequestId(number), 0.0)
 
 
 def test_seats_are_told_the_tokens_so_far_where_the_next_one_depends_on_them():
@@ -181,27 +183,27 @@ def test_seats_are_told_the_tokens_so_far_where_the_next_one_depends_on_them():
         (GRAMMAR, 0, 0),
     ]
     for sampling, prompt, reply in kinds:
-        made = scheduler()
-        made.add(request(1, 40, sampling=sampling), 0.0)
-        (join,) = made.next_plan(0.0).joins
+        loop = scheduler()
+        loop.add(request(1, 40, sampling=sampling), 0.0)
+        (join,) = loop.next_plan(0.0).joins
         assert (len(join.prompt), len(join.reply)) == (prompt, reply)
 
 
 def test_a_resumed_seat_is_told_its_reply():
-    made = scheduler(
+    loop = scheduler(
         gpu_kv_chunks=5, host_kv_chunks=5, max_model_len=120, max_num_seqs=2, generation_reserve=0.0
     )
-    asked = dict(max_tokens=50, sampling=Sampling(repetition_penalty=2.0))
-    made.add(Request(RequestId(1), array("i", range(40)), **asked), 0.0)
-    made.add(Request(RequestId(2), array("i", range(100, 140)), **asked), 0.0)
+    fields = dict(max_tokens=50, sampling=Sampling(repetition_penalty=2.0))
+    loop.add(Request(RequestId(1), array("i", range(40)), **fields), 0.0)
+    loop.add(Request(RequestId(2), array("i", range(100, 140)), **fields), 0.0)
     joins = []
     for step in range(400):
-        plan = made.next_plan(step * 0.1)
+        plan = loop.next_plan(step * 0.1)
         if plan is None:
             break
         joins += plan.joins
-        made.apply(result(plan, token=step), step * 0.1)
-    assert made.idle and made.stats().suspensions
+        loop.apply(result(plan, token=step), step * 0.1)
+    assert loop.idle and loop.stats().suspensions
     resumed = [join for join in joins if join.reply]
     assert resumed
     for join in resumed:
@@ -210,33 +212,33 @@ def test_a_resumed_seat_is_told_its_reply():
 
 def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_back():
     """A suspended request is not reported: its matcher is needed again."""
-    made = scheduler(
+    loop = scheduler(
         gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0
     )
     for number in range(1, 6):
         kind = Sampling() if number == 5 else GRAMMAR
         prompt = array("i", range(100 * number, 100 * number + 40))
-        made.add(Request(RequestId(number), prompt, 50, sampling=kind, confirm=number == 2), 0.0)
+        loop.add(Request(RequestId(number), prompt, 50, sampling=kind, confirm=number == 2), 0.0)
     joins = Counter()
     ended = []
     for step in range(1, 2000):
-        plan = made.next_plan(float(step))
+        plan = loop.next_plan(float(step))
         if plan is not None:
             ended += plan.ended
             joins.update(join.row.request for join in plan.joins)
             assert not {*plan.ended}.intersection(row.request for row in plan.samples)
             stuck = tuple(row for row in plan.samples if (row.request, joins[4]) == (4, 2))
-            made.apply(result(plan, stuck=stuck), float(step))
+            loop.apply(result(plan, stuck=stuck), float(step))
         if step == 45:
-            made.abort(RequestId(1), float(step))
-        if not made.open_requests():
+            loop.abort(RequestId(1), float(step))
+        if not loop.open_requests():
             break
-        if made.open_requests() == [2] and plan is None:
+        if loop.open_requests() == [2] and plan is None:
             assert 2 not in ended, "how long its reply is has not been confirmed"
-            made.finish(RequestId(2), 50, float(step))
+            loop.finish(RequestId(2), 50, float(step))
     assert joins[4] > 1, "it was suspended"
-    made.add(request(6, 4), 3000.0)
-    ended += made.next_plan(3000.0).ended
+    loop.add(request(6, 4), 3000.0)
+    ended += loop.next_plan(3000.0).ended
     assert sorted(ended) == [1, 2, 3, 4]
 
 

@@ -33,14 +33,14 @@ class Loop:
             self.now += spare
         began = self.now
         prompt = dict(spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens)))
-        made = plan(1, **(prompt if tokens else dict(generate={0: 5})))
+        step_plan = plan(1, **(prompt if tokens else dict(generate={0: 5})))
         self.now += self.host()
         idle = bool(self.ends) and self.ends[-1] <= self.now
         start = max(self.free, self.now)
         self.idle += start - self.free if self.ends else 0.0
-        self.free = start + self.real(COST.plan_seconds(made))
+        self.free = start + self.real(COST.plan_seconds(step_plan))
         self.closed.append(start - began)
-        self.pace.launched(made, began, self.now, idle)
+        self.pace.launched(step_plan, began, self.now, idle)
         self.ends.append(self.free)
         if len(self.ends) > 1:
             end = self.ends.pop(0)

@@ -55,9 +55,10 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif address.path != "/v1/conversations":
             name = unquote(address.path.split("/")[3])
-            known = name in self.server.conversations
+            exists = name in self.server.conversations
             self._answer(
-                {"id": name} if known else {"error": {"message": "unknown"}}, 200 if known else 404
+                {"id": name} if exists else {"error": {"message": "unknown"}},
+                200 if exists else 404,
             )
         else:
             query = parse_qs(address.query)

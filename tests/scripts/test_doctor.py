@@ -32,24 +32,24 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found(device: str, state: Path) -> dict[str, Finding]:
+def findings_of(device: str, state: Path) -> dict[str, Finding]:
     return {finding.name: finding for finding in look(device, state)}
 
 
 def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
     """Without a GPU, problems are reported only where one is required."""
-    findings = found("cuda", bare)
+    findings = findings_of("cuda", bare)
     assert (
         findings["driver"].level is Level.PROBLEM
         and "nvidia-smi is not there" in findings["driver"].state
     )
     assert findings["compiler"].level is findings["mpi"].level is Level.OPTIONAL
     assert all(finding.advice for finding in findings.values() if finding.level is not Level.OK)
-    assert found("cpu", bare)["driver"].level is Level.OPTIONAL
+    assert findings_of("cpu", bare)["driver"].level is Level.OPTIONAL
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "#!/bin/sh\necho 'no devices were found' >&2\nexit 6\n",
@@ -61,20 +61,20 @@ def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
     ],
 )
 def test_a_driver_that_fails_is_a_finding(
-    bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+    bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     program(bare, "nvidia-smi", text)
     if "while" in text:  # the others answer, if it takes them a second to start
         monkeypatch.setattr(doctor, "PROGRAM_S", 1)
-    driver = found("cuda", bare)["driver"]
-    assert driver.level is Level.PROBLEM and said in driver.state
+    driver = findings_of("cuda", bare)["driver"]
+    assert driver.level is Level.PROBLEM and message in driver.state
 
 
 def test_gpus_are_looked_at_one_by_one(bare: Path) -> None:
     program(
         bare, "nvidia-smi", GOOD + "echo 'Tesla V100, 580.1, 32768 MiB, 7.0'\necho 'odd line'\n"
     )
-    findings = found("cuda", bare)
+    findings = findings_of("cuda", bare)
     assert [findings[f"gpu {at}"].level for at in range(3)] == [
         Level.OK,
         Level.PROBLEM,
@@ -88,20 +88,20 @@ def test_the_compiler_is_the_one_that_builds_use(
 ) -> None:
     program(bare, "my-cc", "#!/bin/sh\necho 'my compiler 1.0'\n")
     monkeypatch.setenv("CXX", "my-cc")
-    compiler = found("cpu", bare)["compiler"]
+    compiler = findings_of("cpu", bare)["compiler"]
     assert compiler.level is Level.OK and "my compiler 1.0" in compiler.state
 
 
 def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("LEAST_MEMORY", "LEAST_DISK", "LEAST_SHARED"):
         monkeypatch.setattr(doctor, limit, 1 << 60)
-    findings = found("cpu", tmp_path / "not" / "made" / "yet")
+    findings = findings_of("cpu", tmp_path / "not" / "made" / "yet")
     assert findings["memory"].level is findings["disk"].level is Level.PROBLEM
     assert findings["/dev/shm"].level is Level.OPTIONAL
 
 
 @pytest.mark.parametrize(
-    ("status", "healthy", "level", "said"),
+    ("status", "healthy", "level", "message"),
     [
         (200, True, Level.OK, "one-1 at http://127.0.0.1:PORT is ready, histories in PostgreSQL"),
         (200, False, Level.PROBLEM, "histories in PostgreSQL, which has a fault"),
@@ -109,7 +109,7 @@ def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_server_that_runs_says_which_it_is(
-    status: int, healthy: bool, level: Level, said: str
+    status: int, healthy: bool, level: Level, message: str
 ) -> None:
     histories = {"store": "PostgreSQL", "healthy": healthy, "reason": "make room"}
     health = {"replica": "one-1", "histories": histories}
@@ -119,12 +119,12 @@ def test_a_server_that_runs_says_which_it_is(
             self._answer(health, status)
 
     with FakeServer(Health) as server:
-        found = doctor._replica(server.url)
-    assert found.level is level and found.state.replace(
+        finding = doctor._replica(server.url)
+    assert finding.level is level and finding.state.replace(
         server.url.rpartition(":")[2], "PORT"
-    ).endswith(said)
-    assert (status == 503) == ("not ready" in found.advice)
-    assert healthy == ("make room" not in found.advice)
+    ).endswith(message)
+    assert (status == 503) == ("not ready" in finding.advice)
+    assert healthy == ("make room" not in finding.advice)
     gone = doctor._replica(server.url)
     assert gone.level is Level.PROBLEM and "refused" in gone.advice
 

@@ -54,8 +54,8 @@ def rows(capsys, *options: str) -> list[dict]:
 
 def test_the_largest_good_rate_is_found():
     for largest in (0.3, 1.0, 7.0, 50.0):
-        found = plan.bisect(lambda rate, most=largest: rate <= most, guess=1.0)
-        assert largest / plan.CLOSE <= found <= largest
+        rate = plan.bisect(lambda rate, most=largest: rate <= most, guess=1.0)
+        assert largest / plan.CLOSE <= rate <= largest
 
 
 def test_targets_that_an_idle_replica_misses_are_named():
@@ -84,21 +84,24 @@ def test_more_load_needs_more_gpus_and_costs_more(capsys):
 
 @pytest.mark.slow
 def test_a_margin_is_a_harder_target(capsys):
-    asked = [("--ms-per-token", "20", "--margin", "0.4"), ("--ms-per-token", "12", "--margin", "0")]
-    first, second = (rows(capsys, *options, "--load", "60") for options in asked)
+    each_options = [
+        ("--ms-per-token", "20", "--margin", "0.4"),
+        ("--ms-per-token", "12", "--margin", "0"),
+    ]
+    first, second = (rows(capsys, *options, "--load", "60") for options in each_options)
     assert first == second
 
 
 def test_the_table_names_the_cheapest_size_of_host_memory():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
     sizes = ((0, [1.0]), (2**32, [2.0]), (2**33, [2.0]))
-    found = [
+    by_size = [
         plan.plan_row(args, load, size, rates) for load in (2.0, 40.0) for size, rates in sizes
     ]
-    titles, *lines, best, sure, source = plan.table("NVIDIA H200, 2026-11-20", found)
+    titles, *lines, best, sure, source = plan.table("NVIDIA H200, 2026-11-20", by_size)
     assert titles.split()[:2] == ["host", "GiB/GPU"]
     assert [line.split()[:2] for line in lines[:2]] == [["0", "2"], ["4", "2"]]
-    gpus = found[4]["gpus"]
+    gpus = by_size[4]["gpus"]
     assert best == f"40/s: {gpus} GPUs, {4 * gpus} GiB of host memory, {gpus:.2f} an hour"
     assert f"{gpus} to {gpus} GPUs" in sure and "NVIDIA H200, 2026-11-20" in source
 
@@ -113,9 +116,9 @@ def test_the_seeds_say_how_sure_it_is():
 
 def test_a_shape_is_read_from_a_config():
     shape = read_shape(LLAMA, ranks=1)
-    known = MODELS["llama-3-8b"]
+    model = MODELS["llama-3-8b"]
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 32, 8, 128)
-    assert shape.parameters == pytest.approx(known.parameters, rel=1e-3)
+    assert shape.parameters == pytest.approx(model.parameters, rel=1e-3)
     assert read_shape(LLAMA, ranks=4).token_bytes == shape.token_bytes // 4
 
 

@@ -131,10 +131,10 @@ class TwinLibrary:
             raise RuntimeError(self.error())
 
     def make(self, name: str, *arguments: Any) -> int:
-        made = 0 if name in self.fails else self.call(name, *arguments)
-        if not made:
+        result = 0 if name in self.fails else self.call(name, *arguments)
+        if not result:
             raise RuntimeError(self.error())
-        return made
+        return result
 
     def error(self) -> str:
         return "TensorRT cannot do it: the twin was told so"

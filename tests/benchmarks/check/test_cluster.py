@@ -39,17 +39,17 @@ def test_each_routing_has_a_measured_and_a_simulated_line(profile, capsys, monke
         assert (
             main([*SMALL, "--url", one.url, "--url", f"{two.url}/", "--profile", str(profile)]) == 0
         )
-        asked = [[body["conversation"] for body in server.bodies] for server in (one, two)]
+        conversations = [[body["conversation"] for body in server.bodies] for server in (one, two)]
     _, *lines = capsys.readouterr().out.splitlines()
     names = [line.split()[:2] for line in lines]
     assert names == [
         [routing, which] for routing in ("session", "random") for which in ("measured", "simulated")
     ]
     assert all(int(line.split()[2]) > 0 for line in lines)
-    first = asked[0][0].partition("-")[0]  # the run that came first
-    here, there = ({name for name in names if name.startswith(first)} for names in asked)
+    first = conversations[0][0].partition("-")[0]  # the run that came first
+    here, there = ({name for name in names if name.startswith(first)} for names in conversations)
     assert here and there and not here & there, "sessions stay with their server"
-    assert set(asked[0]) & set(asked[1]), "at random they do not"
+    assert set(conversations[0]) & set(conversations[1]), "at random they do not"
 
 
 def test_a_profile_that_is_missing_is_named(tmp_path, capsys):

@@ -15,9 +15,9 @@ def test_a_repeated_text_has_several_tokens_a_step(tmp_path, capsys):
     )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
-    said = " ".join(map(str, range(1, 61)))
-    for name, reply in (("copied", said), ("new", " ".join(map(str, range(60, 0, -1))))):
-        messages = [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+    repeated = " ".join(map(str, range(1, 61)))
+    for name, reply in (("copied", repeated), ("new", " ".join(map(str, range(60, 0, -1))))):
+        messages = [{"role": "user", "content": repeated}, {"role": "assistant", "content": reply}]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     assert (
         main(

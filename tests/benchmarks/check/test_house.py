@@ -41,8 +41,8 @@ def test_the_table_has_every_goal() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     head, _, *rows = done.stdout.splitlines()
     assert head == "| what | before | goal | now |"
-    found = {
+    goals = {
         cells[1]: cells for cells in ([cell.strip() for cell in row.split("|")] for row in rows)
     }
-    assert len(found) == 10
-    assert 30 < int(found["files from a chat's arrival to the kernel"][4]) < 100
+    assert len(goals) == 10
+    assert 30 < int(goals["files from a chat's arrival to the kernel"][4]) < 100

@@ -32,13 +32,13 @@ LENGTH, STEP, COUNT = 64, 32, 150
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     torch.set_num_threads(1)
-    made = {}
+    by_kind = {}
     for kind in ("llama", "opt"):
         directory = tmp_path_factory.mktemp(kind)
         reference = tiny_checkpoint(kind, directory / "checkpoint")
         build_engine(directory / "checkpoint", directory / "engine")
-        made[kind] = (open_engine(directory / "engine"), reference)
-    return made
+        by_kind[kind] = (open_engine(directory / "engine"), reference)
+    return by_kind
 
 
 def row(seed=0):
@@ -91,10 +91,12 @@ def test_losses_are_those_of_transformers(models, kind, mode):
 
 def test_every_way_is_measured_that_the_positions_allow(models):
     rows = [row(1), row(2)]
-    found = perplexities(models["llama"][0], rows, LENGTH, STEP)
-    assert set(found) == {*OVERFLOW_MODES, RESTART}
-    found = perplexities(models["opt"][0], rows, LENGTH, STEP)
-    assert KEEP not in found and all(math.isfinite(value) and value > 1 for value in found.values())
+    by_mode = perplexities(models["llama"][0], rows, LENGTH, STEP)
+    assert set(by_mode) == {*OVERFLOW_MODES, RESTART}
+    by_mode = perplexities(models["opt"][0], rows, LENGTH, STEP)
+    assert KEEP not in by_mode and all(
+        math.isfinite(value) and value > 1 for value in by_mode.values()
+    )
 
 
 def test_rows_are_held_out_chats(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.check import reuse
 from benchmarks.check.reuse import SOURCES, WAYS, Way, judge
-from benchmarks.loop import Answer
+from benchmarks.loop import LoopAnswer
 from pensieve.builder.build import build_engine
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.scheduler.plan import Lane
@@ -81,7 +81,7 @@ def test_packed_kv_is_for_bfloat16(checkpoint, tmp_path, capsys):
 
 def answer(*tokens, logprob=-1.0, others=(7, 8, 9)):
     told = [TokenLogprobs(logprob, 1, others, (-2.0, -2.5, -3.0)) for _ in tokens]
-    return Answer(list(tokens), told, Usage(**dict.fromkeys(SOURCES, 1)), True)
+    return LoopAnswer(list(tokens), told, Usage(**dict.fromkeys(SOURCES, 1)), True)
 
 
 def test_a_difference_is_found_where_both_tell():

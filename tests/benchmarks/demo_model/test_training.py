@@ -10,9 +10,9 @@ import pytest
 from jinja2 import Template
 
 from benchmarks.demo_model import data, train
-from benchmarks.demo_model.chats import TOPICS, Words, written_chats
+from benchmarks.demo_model.chats import TOPICS, ChatWords, written_chats
 
-WORDS = Words(["house", "apple"], ["paint", "open"], ["old", "red"])
+WORDS = ChatWords(["house", "apple"], ["paint", "open"], ["old", "red"])
 LICENCE = "  1 This is the licence in front of the data  \n"
 DATA = {
     "noun": '00000001 06 n 01 house 0 000 | a building to live in; "they built a house"  \n'
@@ -78,7 +78,7 @@ def test_the_split_depends_on_names_alone_and_keeps_trials_together(chat_file):
 def test_common_words_are_read_from_wordnet(wordnet):
     entries = list(data.read_wordnet(wordnet))
     assert [entry.word for entry in entries] == ["house", "paint", "old", "very much"]
-    assert data.single_words(entries) == Words(["house"], ["paint"], ["old"])
+    assert data.single_words(entries) == ChatWords(["house"], ["paint"], ["old"])
     chats = dict(data.word_chats(entries, seed=1))
     answers = {
         message["content"]
@@ -99,10 +99,10 @@ def test_written_chats_alternate_and_are_always_the_same():
     for chat in chats:
         assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
         assert not any("{" in message["content"] for message in chat)
-    asked = " ".join(
+    questions = " ".join(
         message["content"] for chat in chats for message in chat if message["role"] == "user"
     )
-    assert all(name in asked for name in TOPICS)
+    assert all(name in questions for name in TOPICS)
 
 
 def test_rendering_is_that_of_the_template():

@@ -71,10 +71,10 @@ def write_legacy(
     tensors = load_file(source / "model.safetensors")
     target.mkdir()
     for rank in range(ranks):
-        made = legacy_rank(
+        rank_tensors = legacy_rank(
             tensors, config, ranks, rank, first_generation, parallel_embedding, shared_head
         )
-        save_file(made, target / f"rank{rank}.safetensors")
+        save_file(rank_tensors, target / f"rank{rank}.safetensors")
     common = {
         "architecture": config.architectures[0],
         "dtype": "float32",
@@ -120,14 +120,14 @@ def legacy_rank(tensors, config, ranks, rank, first_generation, parallel_embeddi
     embeddings = "transformer.embedding" if first_generation else "transformer"
     words = tensors[f"{stem}.embed_tokens.weight"]
     kept = divided(padded(words, ranks), ranks, rank) if parallel_embedding else words.clone()
-    made = {f"{embeddings}.vocab_embedding.weight": kept}
+    rank_tensors = {f"{embeddings}.vocab_embedding.weight": kept}
     if not shared_head:
         head = tensors.get("lm_head.weight", words)
-        made["lm_head.weight"] = divided(padded(head, ranks), ranks, rank).clone()
+        rank_tensors["lm_head.weight"] = divided(padded(head, ranks), ranks, rank).clone()
     if opt:
-        made[f"{embeddings}.position_embedding.weight"] = tensors[f"{stem}.embed_positions.weight"][
-            2:
-        ].contiguous()
+        rank_tensors[f"{embeddings}.position_embedding.weight"] = tensors[
+            f"{stem}.embed_positions.weight"
+        ][2:].contiguous()
     names = {
         "input_layernorm": ("self_attn_layer_norm" if opt else "input_layernorm", None),
         "post_layernorm": ("final_layer_norm" if opt else "post_attention_layernorm", None),
@@ -137,26 +137,26 @@ def legacy_rank(tensors, config, ranks, rank, first_generation, parallel_embeddi
     }
     if not opt:
         names["mlp.gate"] = ("mlp.up_proj", 0)
-        made["transformer.layers.0.attention.rotary_inv_freq"] = torch.ones(4)
+        rank_tensors["transformer.layers.0.attention.rotary_inv_freq"] = torch.ones(4)
     for kind in ("weight", "bias"):
         final = tensors.get(f"{stem}.{'final_layer_norm' if opt else 'norm'}.{kind}")
         if final is not None:
-            made[f"transformer.ln_f.{kind}"] = final
+            rank_tensors[f"transformer.ln_f.{kind}"] = final
         for i in range(config.num_hidden_layers):
             name = f"{stem}.layers.{i}"
             legacy = f"transformer.layers.{i}"
             if f"{name}.self_attn.q_proj.{kind}" in tensors:
-                made[f"{legacy}.attention.qkv.{kind}"] = qkv_of(
+                rank_tensors[f"{legacy}.attention.qkv.{kind}"] = qkv_of(
                     tensors, f"{name}.self_attn", config, ranks, rank, kind
                 )
             for theirs, (ours, split) in names.items():
                 tensor = tensors.get(f"{name}.{ours}.{kind}")
                 if tensor is not None:
                     whole = split is None or (kind == "bias" and split == 1)
-                    made[f"{legacy}.{theirs}.{kind}"] = (
+                    rank_tensors[f"{legacy}.{theirs}.{kind}"] = (
                         tensor if whole else divided(tensor, ranks, rank, split)
                     )
-    return made
+    return rank_tensors
 
 
 @torch.inference_mode()
@@ -287,12 +287,12 @@ def test_what_a_legacy_config_leaves_out_is_as_tensorrt_llm_has_it(tmp_path):
 def test_both_checkpoints_give_the_same_engine(name, tmp_path):
     save_random(CONFIGS[name], tmp_path / "hf")
     write_legacy(tmp_path / "hf", tmp_path / "legacy", CONFIGS[name], 2)
-    said = []
+    logits = []
     for kind in ("hf", "legacy"):
         build_engine(tmp_path / kind, tmp_path / "engine")
         engine = open_engine(tmp_path / "engine")
         batch = random_batches(engine.manifest.decoder, "cpu")[0]
         handle = register_pool(torch.zeros(engine.kv_shape(batch.block_table.numel(), 16)))
-        said.append(engine.forward(batch, handle))
+        logits.append(engine.forward(batch, handle))
         release_pool(handle)
-    assert torch.equal(*said)
+    assert torch.equal(*logits)

@@ -31,7 +31,7 @@ def checkpoint(tmp_path):
     return directory
 
 
-def made(checkpoint, tmp_path, opt):
+def open_tokenizer(checkpoint, tmp_path, opt):
     engine = tmp_path / "engine"
     engine.mkdir()
     assert copy_tokenizer(checkpoint, engine, opt)
@@ -39,7 +39,7 @@ def made(checkpoint, tmp_path, opt):
 
 
 def test_opt_begins_with_its_end_token_and_round_trips(checkpoint, tmp_path):
-    tokenizer = made(checkpoint, tmp_path, opt=True)
+    tokenizer = open_tokenizer(checkpoint, tmp_path, opt=True)
     ids = tokenizer.encode(TEXT).ids
     assert ids[0] == 2 and 2 not in ids[1:]
     assert tokenizer.decode(ids) == TEXT
@@ -53,24 +53,24 @@ def test_it_equals_what_transformers_makes_of_the_same_files(add_bos, checkpoint
     (checkpoint / "special_tokens_map.json").write_text(json.dumps(tokens))
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = GPT2Tokenizer.from_pretrained(checkpoint)
-    ours = made(checkpoint, tmp_path, opt=True)
+    ours = open_tokenizer(checkpoint, tmp_path, opt=True)
     for text in (TEXT, " leading", "</s>", "a<pad>b", ""):
         assert ours.encode(text).ids == theirs.encode(text)
 
 
 def test_without_opt_nothing_is_put_in_front_unless_asked(checkpoint, tmp_path):
-    assert made(checkpoint, tmp_path, opt=False).encode("fox").ids[0] != 2
+    assert open_tokenizer(checkpoint, tmp_path, opt=False).encode("fox").ids[0] != 2
 
 
 def test_settings_of_the_checkpoint_win(checkpoint, tmp_path):
     settings = {"bos_token": {"content": "<s>", "lstrip": False}, "add_bos_token": True}
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert made(checkpoint, tmp_path, opt=False).encode("fox").ids[0] == 0
+    assert open_tokenizer(checkpoint, tmp_path, opt=False).encode("fox").ids[0] == 0
 
 
 def test_a_tokenizer_json_is_taken_as_it_is(checkpoint, tmp_path):
     Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
-    assert made(checkpoint, tmp_path, opt=True).encode("x").ids == [0]
+    assert open_tokenizer(checkpoint, tmp_path, opt=True).encode("x").ids == [0]
 
 
 WORDS = {"x": 0, "<a>": 1, "</s>": 2}
@@ -114,7 +114,7 @@ def test_tokens_that_only_the_settings_name_are_added_as_by_transformers(
 ):
     checkpoint = with_json(added)
     theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    ours = made(checkpoint, tmp_path, opt=False)
+    ours = open_tokenizer(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
     assert ours.encode("x<b>x<c></s>").ids == theirs.encode("x<b>x<c></s>")
 
@@ -132,7 +132,7 @@ def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(
     added, named, with_json, tmp_path
 ):
     with pytest.raises(SettingError, match=r"--checkpoint: .*tokenizer_config\.json") as error:
-        made(with_json(added), tmp_path, opt=False)
+        open_tokenizer(with_json(added), tmp_path, opt=False)
     assert named in str(error.value)
 
 
@@ -171,7 +171,7 @@ def test_tokens_with_a_role_are_not_cut_up(name, roles, with_json, tmp_path):
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles})
     )
     theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    ours = made(checkpoint, tmp_path, opt=False)
+    ours = open_tokenizer(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
     assert (
         ours.encode("x</s> x<a>").ids == theirs.encode("x</s> x<a>")
@@ -184,7 +184,7 @@ def test_a_token_with_a_role_is_special_whatever_its_description_says(with_json,
     path = checkpoint / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "</s>"}))
     theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    ours = made(checkpoint, tmp_path, opt=False)
+    ours = open_tokenizer(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
 
 
@@ -192,7 +192,7 @@ def test_a_role_whose_token_the_model_does_not_have_adds_none(with_json, tmp_pat
     """transformers makes one behind the vocabulary; the model has no embedding for it."""
     checkpoint = with_json({})
     (checkpoint / "tokenizer_config.json").write_text('{"pad_token": "[PAD]"}')
-    assert made(checkpoint, tmp_path, opt=False).get_vocab_size() == len(WORDS)
+    assert open_tokenizer(checkpoint, tmp_path, opt=False).get_vocab_size() == len(WORDS)
 
 
 def _without_type(value):
@@ -227,7 +227,7 @@ def test_what_would_be_tokenised_otherwise_is_refused(name, value, named, checkp
     are cut up."""
     (checkpoint / name).write_text(json.dumps(value))
     with pytest.raises(SettingError, match=r"--checkpoint: .*save_pretrained") as error:
-        made(checkpoint, tmp_path, opt=False)
+        open_tokenizer(checkpoint, tmp_path, opt=False)
     assert named in str(error.value)
 
 
@@ -236,7 +236,7 @@ def test_added_tokens_that_are_known_by_their_role_change_nothing(checkpoint, tm
     tokens = {"1": {"content": "<pad>", "special": True}, "2": {"content": "</s>", "special": True}}
     settings = {"tokenizer_class": "GPT2TokenizerFast", "added_tokens_decoder": tokens, **roles}
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert made(checkpoint, tmp_path, opt=True).encode("a<pad>b</s>").ids.count(2) == 2
+    assert open_tokenizer(checkpoint, tmp_path, opt=True).encode("a<pad>b</s>").ids.count(2) == 2
 
 
 def test_the_chat_template_for_tools_comes_along(tmp_path):

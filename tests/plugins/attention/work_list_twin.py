@@ -92,15 +92,15 @@ def list_work(
                 listed[i] = names
         for i in [i for i in listed if i >= splits]:
             del listed[i]
-    found = []
+    work = []
     for kind in places:
-        found.append([])
+        work.append([])
         for _, _, _, (item, names) in sorted(kind, key=lambda one: one[:3]):
             if len(names[0]) > 1:
                 item[1], item[10] = len(names[0]), 1
                 item = item + names[0] + names[1]
-            found[-1].append(item)
-    return found
+            work[-1].append(item)
+    return work
 
 
 def attend(
@@ -132,8 +132,8 @@ def attend(
                 result = torch.einsum("hgn,nhd->hgd", score.softmax(-1).nan_to_num(), v)
                 parts.setdefault(token, []).append((item[7], score.logsumexp(-1), result))
     o = torch.zeros_like(q)
-    for token, found in parts.items():
-        _, weights, results = zip(*sorted(found, key=lambda part: part[0]), strict=True)
+    for token, token_parts in parts.items():
+        _, weights, results = zip(*sorted(token_parts, key=lambda part: part[0]), strict=True)
         share = torch.stack(weights).softmax(0).unsqueeze(-1)
         o[token] = (share * torch.stack(results)).sum(0).flatten(0, 1)
     return o

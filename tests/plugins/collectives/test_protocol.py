@@ -20,9 +20,9 @@ RANKS = 3
 
 @pytest.fixture
 def group():
-    made = ThreadRanks(RANKS)
-    register_group(TENSOR_PARALLEL, made)
-    yield made
+    ranks = ThreadRanks(RANKS)
+    register_group(TENSOR_PARALLEL, ranks)
+    yield ranks
     release_group(TENSOR_PARALLEL)
 
 

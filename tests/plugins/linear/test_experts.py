@@ -61,11 +61,11 @@ def formula(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0.0
             if limit:
                 gate = gate.clamp(max=limit)
                 values = values.clamp(-limit, limit) + 1
-                made = gate / (1 + torch.exp(-slope * gate)) * values
+                activated = gate / (1 + torch.exp(-slope * gate)) * values
             else:
-                made = F.silu(gate) * values
+                activated = F.silu(gate) * values
             rows = slice(expert * hidden, (expert + 1) * hidden)
-            y[token] += share * (down[rows].double() @ made + down_bias[rows]).cpu()
+            y[token] += share * (down[rows].double() @ activated + down_bias[rows]).cpu()
     return y
 
 

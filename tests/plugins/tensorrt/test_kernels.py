@@ -218,13 +218,13 @@ def test_more_than_48_kb_of_shared_memory_are_asked_for(jit, library, tmp_path):
         for line in (tmp_path / "kernels.txt").read_text().splitlines()
         if "kernel" in line
     ]
-    asked = [line.split() for line in library.record() if line.startswith("attribute")]
+    attributes = [line.split() for line in library.record() if line.startswith("attribute")]
     expected = [
         ["attribute", str(i), "8", str(size)]
         for i, size in enumerate(shared, 1)
         if size > 48 * 1024
     ]
-    assert asked == expected and expected
+    assert attributes == expected and expected
 
 
 def test_a_pointer_of_another_alignment_is_refused(small, library, tmp_path):

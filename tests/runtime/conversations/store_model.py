@@ -76,8 +76,8 @@ class StoreModel:
     def do(self, now: float, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """All of a call, or nothing of it."""
         before = self.state.copy()
-        for name, found in list(self.state.conversations.items()):
-            if not self._is_live(found, now) and name in self.state.conversations:
+        for name, conversation in list(self.state.conversations.items()):
+            if not self._is_live(conversation, now) and name in self.state.conversations:
                 self.state.expired.append(self._remove(name))
         try:
             return call(*args, **options)
@@ -88,10 +88,12 @@ class StoreModel:
     # -- reading
 
     def find(self, name: Name, now: float) -> tuple[ModelConversation, Transcript | None] | None:
-        found = self.state.conversations.get(name)
-        if found is None:
+        conversation = self.state.conversations.get(name)
+        if conversation is None:
             return None
-        return found, self.state.turns[found.head].whole if found.head is not None else None
+        return conversation, self.state.turns[
+            conversation.head
+        ].whole if conversation.head is not None else None
 
     def get(self, name: Name, now: float) -> ModelConversation:
         if name not in self.state.conversations:
@@ -126,9 +128,9 @@ class StoreModel:
         source = self.get(name, now)
         new = name._replace(id=new_id)
         self._need_free(new)
-        made = self._insert(new, now, parent=name.id)
+        fork = self._insert(new, now, parent=name.id)
         copied = replace(
-            made, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
+            fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
         )
         self.state.conversations[new] = copied
         return copied
@@ -152,16 +154,16 @@ class StoreModel:
     def admit(self, names: Sequence[Name], now: float, turn: bytes, alone: bool) -> ModelOpening:
         seen = {}
         for name in names:
-            found = self.state.conversations.get(name)
-            if found is None:
+            conversation = self.state.conversations.get(name)
+            if conversation is None:
                 if alone:
                     raise RequestError(ErrorKind.NOT_FOUND, "unknown")
                 self._need_room(name.owner)
                 continue
-            if alone and self._held_by_another(found.number, turn):
+            if alone and self._held_by_another(conversation.number, turn):
                 raise RequestError(ErrorKind.CONFLICT, "in flight")
-            seen[name] = found
-            self.state.open_turns.append((turn, found.number, alone))
+            seen[name] = conversation
+            self.state.open_turns.append((turn, conversation.number, alone))
         return ModelOpening(turn, alone, seen)
 
     def release(self, turn: bytes) -> None:
@@ -179,27 +181,30 @@ class StoreModel:
     ) -> str:
         """Returns the kind of the conversation with the turn."""
         conversations = self.state.conversations
-        found = conversations.get(name)
+        conversation = conversations.get(name)
         before = conversations.get(behind) if behind is not None else None
-        kept = found is None or opening is None or self._unchanged(name, found, opening)
+        kept = (
+            conversation is None or opening is None or self._unchanged(name, conversation, opening)
+        )
         if opening is not None:
             if opening.alone and (
-                found is None or not kept or opening.seen[name].number != found.number
+                conversation is None or not kept or opening.seen[name].number != conversation.number
             ):
                 raise RequestError(ErrorKind.CONFLICT, "too late")
             self.release(opening.turn)
-        if found is None:
-            found = self._insert(name, now, **about)
+        if conversation is None:
+            conversation = self._insert(name, now, **about)
         branches = self._branches(name)
         parent = self._nearest(
-            [(before or found).head, *(conversations[branch].head for branch in branches)], whole
+            [(before or conversation).head, *(conversations[branch].head for branch in branches)],
+            whole,
         )
         place = name
         if not kept:
             assert opening is not None
             place = Name(name.owner, opening.turn.hex(), "branch")
-            made = self._insert(place, now, parent=name.id, thread=found.thread)
-            conversations[place] = replace(made, history_ttl=found.history_ttl)
+            new_branch = self._insert(place, now, parent=name.id, thread=conversation.thread)
+            conversations[place] = replace(new_branch, history_ttl=conversation.history_ttl)
         self._last += 1
         self.state.turns[self._last] = ModelTurn(
             parent, whole, opening.turn if opening is not None else None
@@ -220,16 +225,21 @@ class StoreModel:
 
     # -- within
 
-    def _is_live(self, found: ModelConversation, now: float) -> bool:
-        ttl = found.history_ttl if found.history_ttl is not None else self.history_ttl
-        held = any(number == found.number for _, number, _ in self.state.open_turns)
-        return held or ttl is None or found.active + ttl > now
+    def _is_live(self, conversation: ModelConversation, now: float) -> bool:
+        ttl = conversation.history_ttl if conversation.history_ttl is not None else self.history_ttl
+        held = any(number == conversation.number for _, number, _ in self.state.open_turns)
+        return held or ttl is None or conversation.active + ttl > now
 
-    def _unchanged(self, name: Name, found: ModelConversation, opening: ModelOpening) -> bool:
+    def _unchanged(
+        self, name: Name, conversation: ModelConversation, opening: ModelOpening
+    ) -> bool:
         seen = opening.seen.get(name)
-        same = seen is not None and (seen.number, seen.head) == (found.number, found.head)
-        return (found.head is None or same) and not self._held_by_another(
-            found.number, opening.turn
+        same = seen is not None and (seen.number, seen.head) == (
+            conversation.number,
+            conversation.head,
+        )
+        return (conversation.head is None or same) and not self._held_by_another(
+            conversation.number, opening.turn
         )
 
     def _held_by_another(self, conversation: int, turn: bytes) -> bool:
@@ -261,21 +271,21 @@ class StoreModel:
         body: str | None = None,
     ) -> ModelConversation:
         self._last += 1
-        made = ModelConversation(
+        conversation = ModelConversation(
             self._last, now, now, parent=parent, thread=thread or name.id, body=body
         )
-        self.state.conversations[name] = made
-        return made
+        self.state.conversations[name] = conversation
+        return conversation
 
     def _branches(self, name: Name) -> list[Name]:
         """The oldest first."""
-        found = [
+        branches = [
             other
             for other, branch in self.state.conversations.items()
             if (other.owner, other.kind, branch.parent, name.kind)
             == (name.owner, "branch", name.id, "conversation")
         ]
-        return sorted(found, key=lambda other: self.state.conversations[other].number)
+        return sorted(branches, key=lambda other: self.state.conversations[other].number)
 
     def line(self, head: int | None) -> list[int]:
         """From the head to the first turn."""
@@ -287,7 +297,9 @@ class StoreModel:
 
     def used_turns(self) -> set[int]:
         return {
-            turn for found in self.state.conversations.values() for turn in self.line(found.head)
+            turn
+            for conversation in self.state.conversations.values()
+            for turn in self.line(conversation.head)
         }
 
     def _kept(self, turn: int) -> int:
@@ -308,12 +320,12 @@ class StoreModel:
                 common_prefix(self.state.turns[line[0]].whole.tokens, whole.tokens) if line else 0
             )
             for turn in line:
-                said = self.state.turns[turn].whole.messages
+                messages = self.state.turns[turn].whole.messages
                 log = len(self.state.turns[turn].whole.tokens)
-                if said == whole.messages[: len(said)] and (whole.messages or log <= equal):
-                    if (len(said), log) > longest:
+                if messages == whole.messages[: len(messages)] and (whole.messages or log <= equal):
+                    if (len(messages), log) > longest:
                         best = turn
-                        longest = (len(said), log)
+                        longest = (len(messages), log)
                     break
                 equal = min(equal, self._kept(turn))
         return best

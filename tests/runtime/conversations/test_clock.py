@@ -121,8 +121,8 @@ def test_no_conversation_expires_because_of_a_jump_ahead() -> None:
     clocks.pass_(9 * DAY)
     clocks.wall += 365 * DAY
     assert alive(store)
-    found, _ = store.page("", 9, None, True, store.now())
-    assert len(found) == 1 and store.admit([A], store.now(), b"1", alone=True).seen
+    listed, _ = store.page("", 9, None, True, store.now())
+    assert len(listed) == 1 and store.admit([A], store.now(), b"1", alone=True).seen
     store.release(b"1")
     store.commit(B, transcript("0", "1"), store.now())  # at the new time
     clocks.pass_(0.9 * DAY)

@@ -72,7 +72,7 @@ class Driver:
         self.draw = random.Random(seed)
         self.stores = stores
         self.open: list[tuple[Name, list[Opening]]] = []
-        self.said: list[tuple[str, ...]] = [()]
+        self.dialogues: list[tuple[str, ...]] = [()]
         self.logs: list[tuple[int, ...]] = [()]
         self.turns = 0
 
@@ -97,13 +97,13 @@ class Driver:
             log = (*log, *draw.choices((1, 2), k=draw.randrange(1, 3)))
             self.logs.append(log)
             return Transcript((), array("i", log), "".join(map(str, log)), len(log))
-        said = draw.choice(self.said[-8:])
-        said = said[: draw.randrange(len(said) + 1)] if draw.random() < 0.3 else said
-        said = (*said, *draw.choices("xy", k=draw.randrange(3)))
-        self.said.append(said)
-        tokens = [token for word in said for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
-        text = "".join(said) + draw.choice(("", "", "!"))
-        return Transcript(dialogue(*said), array("i", tokens), text, len(tokens))
+        words = draw.choice(self.dialogues[-8:])
+        words = words[: draw.randrange(len(words) + 1)] if draw.random() < 0.3 else words
+        words = (*words, *draw.choices("xy", k=draw.randrange(3)))
+        self.dialogues.append(words)
+        tokens = [token for word in words for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
+        text = "".join(words) + draw.choice(("", "", "!"))
+        return Transcript(dialogue(*words), array("i", tokens), text, len(tokens))
 
     def step(self) -> None:
         draw = self.draw
@@ -172,19 +172,19 @@ def test_a_turn_goes_on_from_the_same_turn_as_after_a_search_through_everything(
         "SELECT digest, owner, conversations.id, kind FROM conversations JOIN turns ON "
         "turns.number = head"
     ):
-        found = stores[0].find(Name(owner, id, kind), 1.0)
-        assert found is not None and found[1] is not None
-        assert digest == dialogue_keys("", found[1].transcript().messages)[-1]
+        stored = stores[0].find(Name(owner, id, kind), 1.0)
+        assert stored is not None and stored[1] is not None
+        assert digest == dialogue_keys("", stored[1].transcript().messages)[-1]
     for store in stores:
         store.close()
 
 
 def long_dialogue(turns: int, branch: int | None = None) -> Transcript:
     """`branch`: its last answer is another one."""
-    said = [f"{at}" for at in range(2 * turns)]
+    words = [f"{at}" for at in range(2 * turns)]
     if branch is not None:
-        said[-1] = f"branch {branch}"
-    return Transcript(dialogue(*said), array("i", range(3 * turns)), "".join(said), 3 * turns)
+        words[-1] = f"branch {branch}"
+    return Transcript(dialogue(*words), array("i", range(3 * turns)), "".join(words), 3 * turns)
 
 
 class Counted:
@@ -195,14 +195,14 @@ class Counted:
         execute = store._db.execute
 
         def counted(sql: str, values: Any = None) -> list[Any]:
-            found = execute(sql, values)
-            self.rows += len(found)
+            rows = execute(sql, values)
+            self.rows += len(rows)
             self.bytes += sum(
                 len(value) if isinstance(value, (str, bytes)) else 8
-                for row in found
+                for row in rows
                 for value in row
             )
-            return found
+            return rows
 
         def step() -> int:
             self.steps += 1
@@ -221,8 +221,10 @@ def work_of_a_commit(turns: int, branches: int, monkeypatch: pytest.MonkeyPatch)
         store.commit(A, long_dialogue(turn), 1.0)
         if late is not None:
             store.commit(A, long_dialogue(turn, turn), 1.0, opening=late)
-    ((found,),) = store._db.execute("SELECT count(*) FROM conversations WHERE kind = 'branch'")
-    assert found == branches
+    ((branch_count,),) = store._db.execute(
+        "SELECT count(*) FROM conversations WHERE kind = 'branch'"
+    )
+    assert branch_count == branches
     opening = store.admit([A], 1.0, b"turn")
     counted = Counted(store, monkeypatch)
     store.commit(A, long_dialogue(turns), 1.0, opening=opening)
@@ -287,9 +289,9 @@ def test_a_history_that_was_just_written_or_read_is_not_read_again(
         store.commit(A, long_dialogue(turn), 1.0)
     for _ in range(2):
         counted = Counted(store, monkeypatch)
-        found = store.find(A, 1.0)
-        assert counted.rows == 2 and found is not None and found[1] is not None
-        assert found[1].transcript() == long_dialogue(49)
+        stored = store.find(A, 1.0)
+        assert counted.rows == 2 and stored is not None and stored[1] is not None
+        assert stored[1].transcript() == long_dialogue(49)
         monkeypatch.undo()
         store.use_tokenizer(b"")  # forgets what it knows
         store.find(A, 1.0)
@@ -301,8 +303,10 @@ def test_messages_that_the_caller_changes_afterwards_stay_as_they_were_stored() 
     whole = long_dialogue(1)
     store.commit(A, whole, 1.0)
     whole.messages[0]["content"] = "changed"
-    found = store.find(A, 1.0)
-    assert found is not None and found[1] is not None and found[1].transcript() == long_dialogue(1)
+    stored = store.find(A, 1.0)
+    assert (
+        stored is not None and stored[1] is not None and stored[1].transcript() == long_dialogue(1)
+    )
     longer = long_dialogue(2)
     longer.messages[0]["content"] = "changed"
     store.commit(A, longer, 1.0)

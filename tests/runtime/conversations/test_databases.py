@@ -100,7 +100,7 @@ def test_histories_are_imported_from_a_file(
     source.close()
     target.use_tokenizer(b"ours")
     target.commit(c, transcript("other", "1"), 1.0)
-    for said in (
+    for output in (
         "copied 3 conversations and responses, 1 were there",
         "copied 0 conversations and responses, 4 were",
     ):
@@ -108,9 +108,14 @@ def test_histories_are_imported_from_a_file(
             import_histories.main([str(tmp_path / "history.sqlite"), "--history-url", postgres])
             == 0
         )
-        assert said in capsys.readouterr().out
-        found = target.get(a, 5.0)
-        assert (found.salt, found.history_ttl, found.title, found.created) == (
+        assert output in capsys.readouterr().out
+        conversation = target.get(a, 5.0)
+        assert (
+            conversation.salt,
+            conversation.history_ttl,
+            conversation.title,
+            conversation.created,
+        ) == (
             b"salt",
             1e12,
             "0",
@@ -125,19 +130,22 @@ def test_histories_are_imported_from_a_file(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         (["none", "--history-url", "postgresql://x/y"], "there is no none"),
         (["x"], "names no database"),
     ],
 )
 def test_an_import_that_cannot_be(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    error: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(HISTORY_URL, raising=False)
     with pytest.raises(SystemExit):
         import_histories.main(words)
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 def test_an_import_of_a_running_servers_file_says_to_stop_it(
@@ -149,11 +157,11 @@ def test_an_import_of_a_running_servers_file_says_to_stop_it(
             [str(tmp_path / "history.sqlite"), "--history-url", "postgresql://x/y"]
         )
     running.close()
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        "FILE: " in said
-        and "is in use by another server; stop that one first" in said
-        and "--state-dir" not in said
+        "FILE: " in error
+        and "is in use by another server; stop that one first" in error
+        and "--state-dir" not in error
     )
 
 
@@ -187,12 +195,12 @@ def test_each_statement_waits_for_its_own_answer(
     database = open_database(postgres)
     assert isinstance(database, Postgres) and database.asked is None
     clock = itertools.count()
-    asked = []
+    times = []
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     execute = psycopg.Connection.execute
 
     def noted(connection: Any, sql: Any, values: Any = None) -> Any:
-        asked.append(database.asked)
+        times.append(database.asked)
         return execute(connection, sql, values)
 
     monkeypatch.setattr(psycopg.Connection, "execute", noted)
@@ -201,8 +209,8 @@ def test_each_statement_waits_for_its_own_answer(
             database.execute("SELECT 1")
             assert database.asked is None
         raise ZeroDivisionError
-    assert len(asked) == 5 and None not in asked, "with the beginning and the end"
-    assert asked == sorted(set(asked)) and database.asked is None
+    assert len(times) == 5 and None not in times, "with the beginning and the end"
+    assert times == sorted(set(times)) and database.asked is None
     database.close()
 
 

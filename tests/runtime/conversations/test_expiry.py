@@ -179,8 +179,8 @@ def test_a_long_conversation_is_deleted_a_few_turns_at_a_time(
     assert all(0 < before - after <= 4 for before, after in pairwise(counts))
     assert stored(again, B) == transcript("0", "1", "2", "3")
     assert conversations(again) == 2 and again.take_expired() == []
-    found, more = again.page("", 9, None, True, 2.0)
-    assert len(found) == 2 and not more
+    listed, more = again.page("", 9, None, True, 2.0)
+    assert len(listed) == 2 and not more
 
 
 def test_many_large_branches_are_deleted_one_after_the_other(
@@ -255,8 +255,11 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(
                 "", draw.choice("abcd"), draw.choice(("conversation", "conversation", "response"))
             )
             opening = store.admit([name], 1.0, bytes([step])) if draw.random() < 0.3 else None
-            said = truth.get(name, ())
-            said = (*said[: draw.randrange(len(said) + 1)], *(draw.choice("xyz") for _ in range(4)))
+            words = truth.get(name, ())
+            words = (
+                *words[: draw.randrange(len(words) + 1)],
+                *(draw.choice("xyz") for _ in range(4)),
+            )
             if name.kind == "conversation" and name not in truth and truth and draw.random() < 0.5:
                 source = draw.choice(list(truth))
                 if source.kind == "conversation":
@@ -270,7 +273,7 @@ def test_deletions_in_pieces_tell_the_same_as_whole_ones(
             if opening is not None and name in truth and draw.random() < 0.5:
                 # the turn becomes a branch
                 store.commit(name, transcript(*truth[name], "between"), 1.0)
-            store.commit(name, transcript(*said), 1.0, opening=opening)
+            store.commit(name, transcript(*words), 1.0, opening=opening)
             truth[name] = tuple(message["content"] for message in stored(store, name).messages)
         kept = [name for name in truth if draw.random() < 0.5]
         for name in kept:
@@ -446,9 +449,9 @@ def test_tables_of_an_older_program_get_the_indexes(postgres: str) -> None:
     ):
         database.execute(f"DROP INDEX {name}")
     HistoryStore(postgres).close()
-    found = database.execute("SELECT indexname FROM pg_indexes WHERE schemaname = 'pensieve'")
+    listed = database.execute("SELECT indexname FROM pg_indexes WHERE schemaname = 'pensieve'")
     assert {"conversations_due", "conversations_due_own", "conversations_removed"} <= {
-        name for (name,) in found
+        name for (name,) in listed
     }
     database.close()
 

@@ -33,16 +33,16 @@ Make = Callable[..., HistoryStore]
 @pytest.fixture
 def make(histories_at: str) -> Iterator[Make]:
     """make(...): a store, with these options."""
-    made: list[HistoryStore] = []
+    stores: list[HistoryStore] = []
 
     def make(**options: Any) -> HistoryStore:
-        made.append(HistoryStore(histories_at, **options))
-        if made[-1].shared:
-            made[-1].register()
-        return made[-1]
+        stores.append(HistoryStore(histories_at, **options))
+        if stores[-1].shared:
+            stores[-1].register()
+        return stores[-1]
 
     yield make
-    for store in made:
+    for store in stores:
         store.close()
 
 
@@ -70,10 +70,10 @@ def transcript(*contents: str, seed: int = 0) -> Transcript:
 
 
 def stored(store: HistoryStore, name: Name, now: float = 0.0) -> Transcript:
-    found = store.find(name, now)
-    assert found is not None and found[1] is not None
-    assert found[0].tokens == len(found[1].transcript().tokens)
-    return found[1].transcript()
+    conversation = store.find(name, now)
+    assert conversation is not None and conversation[1] is not None
+    assert conversation[0].tokens == len(conversation[1].transcript().tokens)
+    return conversation[1].transcript()
 
 
 def rows(store: HistoryStore) -> int:
@@ -103,8 +103,8 @@ def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStor
     assert rows(store) == 5
     sizes = store._db.execute("SELECT length(tokens), length(messages) FROM turns ORDER BY number")
     assert {size for size, _ in sizes} == {24}  # 6 new tokens each
-    found = store.get(A, 0.0)
-    assert (found.created, found.active) == (2.0, 10.0)
+    conversation = store.get(A, 0.0)
+    assert (conversation.created, conversation.active) == (2.0, 10.0)
 
 
 def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(
@@ -219,7 +219,9 @@ def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str, make
     store.change(B, 2.0, history_ttl=1000.0)
     match way:
         case "turn":
-            assert [found.number for found in store.admit([B, A], 12.0).seen.values()] == [2]
+            assert [
+                conversation.number for conversation in store.admit([B, A], 12.0).seen.values()
+            ] == [2]
         case "create":
             store.create(A, 12.0)
         case "fork":
@@ -266,11 +268,11 @@ def test_tokens_of_two_tokenizers_live_side_by_side(store: HistoryStore) -> None
     store.commit(A, first, 1.0)
     store.use_tokenizer(b"two")
     store.commit(A, second, 2.0)
-    for tokenizer, known in ((b"one", [OTHERS, first.inside]), (b"two", [second.inside, OTHERS])):
+    for tokenizer, inside in ((b"one", [OTHERS, first.inside]), (b"two", [second.inside, OTHERS])):
         store.use_tokenizer(tokenizer)
-        found = store.find(A, 2.0)
-        assert found is not None and found[1] is not None
-        assert [turn.inside for turn in found[1].lineage()] == known
+        conversation = store.find(A, 2.0)
+        assert conversation is not None and conversation[1] is not None
+        assert [turn.inside for turn in conversation[1].lineage()] == inside
     store.use_tokenizer(b"one")
     store.commit(A, third, 3.0)
     assert stored(store, A) == third
@@ -280,23 +282,23 @@ def test_a_beginning_is_found_by_one_query(
     store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many turns there are."""
-    asked: list[str] = []
+    queries: list[str] = []
     execute = store._db.execute
     monkeypatch.setattr(
-        store._db, "execute", lambda sql, values=None: asked.append(sql) or execute(sql, values)
+        store._db, "execute", lambda sql, values=None: queries.append(sql) or execute(sql, values)
     )
     counts = set()
     for count in range(2, 40, 2):
-        asked.clear()
+        queries.clear()
         store.commit(A, transcript(*map(str, range(count))), 1.0)
-        counts.add(len(asked))
+        counts.add(len(queries))
     assert len(counts) <= 2, "the first turn makes the conversation"
 
 
 def test_any_text_comes_back(store: HistoryStore) -> None:
     """A zero byte too, which PostgreSQL's TEXT does not take."""
-    said = ({"role": "user", "content": "a\0b"}, {"role": "assistant", "content": "\0 é 💧"})
-    whole = Transcript(said, array("i", [1, 2]), "a\0b\0 é 💧", 2)
+    messages = ({"role": "user", "content": "a\0b"}, {"role": "assistant", "content": "\0 é 💧"})
+    whole = Transcript(messages, array("i", [1, 2]), "a\0b\0 é 💧", 2)
     store.commit(A, whole, 1.0)
     assert stored(store, A) == whole
     long = Name("", "💧" * 1000)
@@ -355,12 +357,12 @@ def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) ->
                 store.delete(name, 0.0)
                 del truth[name]
             case "turn" | "branch" as kind:
-                said = truth.get(name, ())
-                said = said[: draw.randrange(len(said) + 1)] if kind == "branch" else said
-                truth[name] = (*said, *(draw.choice("xyz") for _ in range(draw.choice((1, 2, 3)))))
+                words = truth.get(name, ())
+                words = words[: draw.randrange(len(words) + 1)] if kind == "branch" else words
+                truth[name] = (*words, *(draw.choice("xyz") for _ in range(draw.choice((1, 2, 3)))))
                 store.commit(name, transcript(*truth[name], seed=draw.randrange(2)), 0.0)
-        for known, said in truth.items():
-            assert stored(store, known).messages == dialogue(*said)
+        for stored_name, words in truth.items():
+            assert stored(store, stored_name).messages == dialogue(*words)
     for name in list(truth):
         store.delete(name, 0.0)
     assert rows(store) == 0
@@ -384,8 +386,8 @@ def test_pages(store: HistoryStore) -> None:
     store.commit(Name("", "snapshot", "response"), transcript("0", "1"), 9.0)
 
     def ids(*args: object) -> tuple[str, bool]:
-        found, more = store.page("", *args, now=9.0)  # type: ignore[arg-type]
-        return "".join(conversation.id for conversation in found), more
+        listed, more = store.page("", *args, now=9.0)  # type: ignore[arg-type]
+        return "".join(conversation.id for conversation in listed), more
 
     assert ids(2, None, True) == ("01", True)
     assert ids(2, "1", True) == ("23", True)
@@ -466,8 +468,8 @@ number = 0
 while True:
     number += 1
     name = Name("", str(number % 3))
-    said = [f"{number % 3} {turn}" for turn in range(2 * (number // 3 + 1))]
-    whole = transcript(*said)
+    words = [f"{number % 3} {turn}" for turn in range(2 * (number // 3 + 1))]
+    whole = transcript(*words)
     print(number, flush=True)
     store.commit(name, whole, float(number))
     if number % 7 == 0:
@@ -555,8 +557,8 @@ def test_what_has_expired_is_not_listed(make: Make) -> None:
     store = make(history_ttl=10.0)
     store.commit(A, transcript("0", "1"), 0.0)
     store.commit(B, transcript("2", "3"), 5.0)
-    found, more = store.page("", 9, None, True, 12.0)
-    assert ([conversation.id for conversation in found], more) == (["b"], False) and rows(
+    listed, more = store.page("", 9, None, True, 12.0)
+    assert ([conversation.id for conversation in listed], more) == (["b"], False) and rows(
         store
     ) == 2
     store.close()
@@ -565,12 +567,12 @@ def test_what_has_expired_is_not_listed(make: Make) -> None:
 def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_first(
     store: HistoryStore,
 ) -> None:
-    said = tuple(map(str, range(8)))
-    store.commit(A, transcript(*said[:4]), 1.0)
+    words = tuple(map(str, range(8)))
+    store.commit(A, transcript(*words[:4]), 1.0)
     store.fork(A, "b", 2.0)
-    store.commit(B, transcript(*said[:6]), 3.0)
-    store.commit(B, transcript(*said), 4.0)
-    assert store.delete(B, 5.0).shared == len(transcript(*said[:4]).tokens)
+    store.commit(B, transcript(*words[:6]), 3.0)
+    store.commit(B, transcript(*words), 4.0)
+    assert store.delete(B, 5.0).shared == len(transcript(*words[:4]).tokens)
 
 
 def test_what_has_expired_does_not_count_for_a_quota(make: Make) -> None:
@@ -585,7 +587,7 @@ def test_what_has_expired_does_not_count_for_a_quota(make: Make) -> None:
 
 # -- open turns
 
-FIRST, LONGER, OTHER = (transcript(*said) for said in ("01", "0123", "01xy"))
+FIRST, LONGER, OTHER = (transcript(*words) for words in ("01", "0123", "01xy"))
 
 
 def opened(store: HistoryStore, turn: bytes, alone: bool = False) -> Opening:
@@ -630,8 +632,8 @@ def test_a_turn_whose_lease_has_run_out_ends_well_if_nobody_came(store: HistoryS
 
 
 def branches(store: HistoryStore) -> list[Transcript]:
-    found = store._db.execute("SELECT id FROM conversations WHERE kind = 'branch' ORDER BY number")
-    return [stored(store, Name("", id, "branch")) for (id,) in found]
+    rows = store._db.execute("SELECT id FROM conversations WHERE kind = 'branch' ORDER BY number")
+    return [stored(store, Name("", id, "branch")) for (id,) in rows]
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -645,8 +647,8 @@ def test_of_two_turns_with_the_clients_history_the_second_to_end_is_a_branch(
     store.commit(A, OTHER, 1.0, opening=two)
     store.commit(A, transcript("z", "z"), 1.0, opening=three)
     assert stored(store, A) == LONGER and branches(store) == [OTHER, transcript("z", "z")]
-    found, more = store.page("", 9, None, True, 1.0)
-    assert [conversation.id for conversation in found] == ["a"] and not more
+    listed, more = store.page("", 9, None, True, 1.0)
+    assert [conversation.id for conversation in listed] == ["a"] and not more
     store.change(A, 1.0, history_ttl=5.0)
     assert store._db.execute("SELECT DISTINCT history_ttl FROM conversations") == [(5.0,)]
     whole = transcript("0", "1", "x", "y", "more", "!")
@@ -665,18 +667,22 @@ def test_the_oldest_branches_are_dropped(
     of them."""
     monkeypatch.setattr("pensieve.runtime.conversations.store.MOST_BRANCHES", 3)
     openings = [opened(store, bytes([at])) for at in range(9)]
-    said = [transcript(str(at), "x") for at in range(9)]
-    for whole, opening in zip(said, openings, strict=True):
+    transcripts = [transcript(str(at), "x") for at in range(9)]
+    for whole, opening in zip(transcripts, openings, strict=True):
         store.commit(A, whole, 1.0, opening=opening)
-    assert stored(store, A) == said[0] and branches(store) == said[6:] and rows(store) == 4
+    assert (
+        stored(store, A) == transcripts[0]
+        and branches(store) == transcripts[6:]
+        and rows(store) == 4
+    )
     assert [gone.tokens for gone in store.take_expired()] == [
-        whole.tokens for whole in said[1:6]
+        whole.tokens for whole in transcripts[1:6]
     ], "their KV is erased"
     old, new = opened(store, b"old"), opened(store, b"new")
     longer = transcript("6", "x", "y", "z")
-    store.commit(A, said[0], 2.0, opening=new)
+    store.commit(A, transcripts[0], 2.0, opening=new)
     store.commit(A, longer, 2.0, opening=old)
-    assert branches(store) == [*said[7:], longer], "in place of the branch that it continues"
+    assert branches(store) == [*transcripts[7:], longer], "in place of the branch that it continues"
 
 
 def test_a_turn_with_the_servers_history_is_not_overtaken(store: HistoryStore) -> None:

@@ -24,17 +24,17 @@ OWNERS = ("", "key")
 STATED = [field.name for field in fields(ModelConversation) if field.name not in ("number", "head")]
 
 
-def stated(found: Any) -> Any:
+def stated(value: Any) -> Any:
     """The parts of an answer that the store and the model have in common."""
-    if isinstance(found, (Conversation, ModelConversation)):
-        return [getattr(found, name) for name in STATED]
-    if isinstance(found, StoredTurn):
-        return found.transcript()
-    if isinstance(found, tuple) and type(found) is tuple:
-        return [stated(part) for part in found]
-    if isinstance(found, list):
-        return [part.id if isinstance(part, Conversation) else part for part in found]
-    return found
+    if isinstance(value, (Conversation, ModelConversation)):
+        return [getattr(value, name) for name in STATED]
+    if isinstance(value, StoredTurn):
+        return value.transcript()
+    if isinstance(value, tuple) and type(value) is tuple:
+        return [stated(part) for part in value]
+    if isinstance(value, list):
+        return [part.id if isinstance(part, Conversation) else part for part in value]
+    return value
 
 
 class Driver:
@@ -66,17 +66,17 @@ class Driver:
         return (answers[0], answers[1]) if answers else None
 
     def same(self, call: str, *args: Any, **options: Any) -> None:
-        found = self.both(
+        result = self.both(
             lambda: getattr(self.store, call)(*args, **options), call, *args, **options
         )
-        assert found is None or stated(found[0]) == stated(found[1]), (call, args, found)
+        assert result is None or stated(result[0]) == stated(result[1]), (call, args, result)
 
     def name(self) -> Name:
         if self.draw.random() < 0.2:
             return Name(self.draw.choice(OWNERS), self.draw.choice("rst"), "response")
         return Name(self.draw.choice(OWNERS), self.draw.choice("abc"))
 
-    def known(self) -> list[Name]:
+    def names(self) -> list[Name]:
         """A branch that is younger than its conversation is there until the conversation is
         removed."""
         names = list(self.model.state.conversations)
@@ -87,16 +87,18 @@ class Driver:
         )
 
     def any_name(self) -> Name:
-        known = self.known()
-        return self.draw.choice(known) if known and self.draw.random() < 0.7 else self.name()
+        names = self.names()
+        return self.draw.choice(names) if names and self.draw.random() < 0.7 else self.name()
 
     def whole(self, name: Name) -> Transcript:
         """It goes on from the stored history, or from a part of it, or from another one."""
         draw = self.draw
-        found = self.model.state.conversations.get(name if draw.random() < 0.8 else self.any_name())
+        conversation = self.model.state.conversations.get(
+            name if draw.random() < 0.8 else self.any_name()
+        )
         past = (
-            self.model.state.turns[found.head].whole
-            if found is not None and found.head is not None
+            self.model.state.turns[conversation.head].whole
+            if conversation is not None and conversation.head is not None
             else None
         )
         if draw.random() < 0.25:
@@ -104,11 +106,11 @@ class Driver:
             log = log[: draw.randrange(len(log) + 1)] if draw.random() < 0.3 else log
             log += draw.choices((1, 2), k=draw.randrange(1, 4))
             return Transcript((), array("i", log), "".join(map(str, log)), len(log))
-        said = [message["content"] for message in past.messages] if past is not None else []
-        said = said[: draw.randrange(len(said) + 1)] if draw.random() < 0.25 else said
-        said += draw.choices("xyz", k=draw.choice((1, 2, 2, 2, 3)))
-        tokens = [token for word in said for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
-        return Transcript(dialogue(*said), array("i", tokens), "".join(said), len(tokens))
+        words = [message["content"] for message in past.messages] if past is not None else []
+        words = words[: draw.randrange(len(words) + 1)] if draw.random() < 0.25 else words
+        words += draw.choices("xyz", k=draw.choice((1, 2, 2, 2, 3)))
+        tokens = [token for word in words for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
+        return Transcript(dialogue(*words), array("i", tokens), "".join(words), len(tokens))
 
     def step(self) -> None:
         draw = self.draw
@@ -207,7 +209,7 @@ class Driver:
                 return
         whole = self.whole(name)
         salt = self.draw.randbytes(2)
-        found = self.both(
+        result = self.both(
             lambda: self.store.commit(name, whole, now, salt, behind, opening, **about).kind,
             "commit",
             name,
@@ -218,13 +220,13 @@ class Driver:
             as_modelled,
             **about,
         )
-        if found is not None:
-            assert found[0] == found[1]
-            self.kinds.add(found[0])
+        if result is not None:
+            assert result[0] == result[1]
+            self.kinds.add(result[0])
 
     def look(self) -> None:
         """Reads everything."""
-        names = {Name(owner, id) for owner in OWNERS for id in "abcd"} | set(self.known())
+        names = {Name(owner, id) for owner in OWNERS for id in "abcd"} | set(self.names())
         for name in sorted(names):
             self.same("find", name, self.now)
         for owner in OWNERS:
@@ -234,9 +236,11 @@ class Driver:
         """The rows of a store whose conversations do not expire."""
         store, model = self.store, self.model
         told = store.take_expired()
-        known = model.state.expired
-        assert sorted(told, key=lambda gone: gone.name) == sorted(known, key=lambda gone: gone.name)
-        known.clear()
+        expired = model.state.expired
+        assert sorted(told, key=lambda gone: gone.name) == sorted(
+            expired, key=lambda gone: gone.name
+        )
+        expired.clear()
         numbers = "SELECT count(*) FROM turns"
         assert store._db.execute(numbers) == [(len(model.used_turns()),)], "no turn is left over"
         lost = (

@@ -53,9 +53,12 @@ def turn_behind(parent, speaker, messages, reply, ids):
     text = speaker.render_chat(messages)
     prompt = spliced(speaker, text, parent)
     prompt = speaker.encode_rendered(text) if prompt is None else prompt
-    inside, said = tokens_inside(speaker, ids, reply)
+    inside, reply_text = tokens_inside(speaker, ids, reply)
     whole = Transcript(
-        (*messages, assistant(reply)), prompt + array("i", ids), text + said, len(prompt) + inside
+        (*messages, assistant(reply)),
+        prompt + array("i", ids),
+        text + reply_text,
+        len(prompt) + inside,
     )
     return StoredTurn.behind(parent, whole)
 
@@ -254,10 +257,10 @@ def long_dialogue():
     messages = []
     length = 0
     for number in range(TURNS):
-        said = (user(f"question {number}?"), assistant(f"answer {number}."))
-        text = "".join(message["content"] for message in said)
-        past = StoredTurn(past, said, length, letters(text), length, text, length + len(text))
-        messages = [*messages, *said]
+        exchange = (user(f"question {number}?"), assistant(f"answer {number}."))
+        text = "".join(message["content"] for message in exchange)
+        past = StoredTurn(past, exchange, length, letters(text), length, text, length + len(text))
+        messages = [*messages, *exchange]
         length = length + len(text)
     return past, messages, "".join(message["content"] for message in messages)
 
@@ -305,13 +308,13 @@ def test_a_long_dialogue_is_looked_through_once(same, monkeypatch):
         StoredTurn, "transcript", lambda turn: put_together.append(turn) or transcript(turn)
     )
     cut = len(text) * same // 2
-    asked = Watched(text[:cut] + "X" + text[cut:])
+    watched = Watched(text[:cut] + "X" + text[cut:])
     Watched.seen = 0
-    ids = spliced(Refusing(len(text)), asked, past)
+    ids = spliced(Refusing(len(text)), watched, past)
     fitting = next((length for length, _ in lineage_texts(past) if length <= cut), 0)
     assert (ids is None) == (same == 0)
     if ids is not None:
-        assert "".join(map(chr, ids)) == asked and put_together == [
+        assert "".join(map(chr, ids)) == watched and put_together == [
             turn for length, turn in lineage_texts(past) if length == fitting
         ]
     assert Watched.seen < 3 * len(text) and len(put_together) <= 1
@@ -338,15 +341,15 @@ def spliced_twin(tokenizer, text, turn):
     for past in turn.lineage():
         whole = past.transcript()
         if whole.inside > 0 and text.startswith(whole.text):
-            known = whole.tokens[: whole.inside]
-            return known + tokenizer.encode_behind(known, text[len(whole.text) :])
+            stored = whole.tokens[: whole.inside]
+            return stored + tokenizer.encode_behind(stored, text[len(whole.text) :])
     return None
 
 
 def test_the_stored_text_that_is_found_is_that_of_the_latest_turn_that_fits():
     """Texts are cut and grow anew from turn to turn; some stand for no tokens."""
     draw = random.Random(9)
-    found = 0
+    fitting = 0
     for _ in range(2000):
         past = None
         whole = ""
@@ -361,8 +364,8 @@ def test_the_stored_text_that_is_found_is_that_of_the_latest_turn_that_fits():
         )
         expected = spliced_twin(Refusing(99), text, past)
         assert spliced(Refusing(99), text, past) == expected
-        found += expected is not None
-    assert 200 < found < 1800
+        fitting += expected is not None
+    assert 200 < fitting < 1800
 
 
 class WatchedMessage(dict):
@@ -381,9 +384,9 @@ def test_each_message_of_a_long_dialogue_is_compared_once(edited):
     sent = [WatchedMessage(message) for message in messages]
     sent[edited : edited + 1] = [WatchedMessage(user("something else"))]
     WatchedMessage.compared = 0
-    found = common_beginning(past, sent)
+    common = common_beginning(past, sent)
     turns = list(past.lineage())[::-1]
-    assert found is (turns[edited // 2 - 1] if edited >= 2 else None)
+    assert common is (turns[edited // 2 - 1] if edited >= 2 else None)
     assert WatchedMessage.compared <= 2 * TURNS
 
 

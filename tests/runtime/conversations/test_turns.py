@@ -212,8 +212,10 @@ def test_a_dialogue_that_is_remembered_is_hashed_once(monkeypatch: pytest.Monkey
             hashed.clear()
             turns.remember("me", transcript(*map(str, range(count))))
             assert len(hashed) == 1 + count
-        found = turns._recent.find(dialogue_keys("me", dialogue(*map(str, range(7)))))
-        assert found is not None and found.transcript() == transcript(*map(str, range(6)))
+        conversation = turns._recent.find(dialogue_keys("me", dialogue(*map(str, range(7)))))
+        assert conversation is not None and conversation.transcript() == transcript(
+            *map(str, range(6))
+        )
         await turns.close()
 
     run(work())

@@ -92,30 +92,32 @@ class Streams(list):
 
 @pytest.fixture
 def streams(monkeypatch):
-    made = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made))
-    monkeypatch.setattr(torch.cuda, "stream", made.use)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.current)
+    created = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(created))
+    monkeypatch.setattr(torch.cuda, "stream", created.use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: created.current)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(coded_copies, "Event", Event)
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 4 * RECORD - 1)
 
     def copy_words(target, source):
-        made.launch(lambda: target.copy_(source))
+        created.launch(lambda: target.copy_(source))
 
     def encode_here(pool, slots, layers, records):
-        made.launch(lambda: records.copy_(encode(pool[slots.long(), layers.start : layers.stop])))
+        created.launch(
+            lambda: records.copy_(encode(pool[slots.long(), layers.start : layers.stop]))
+        )
 
     def decode_here(records, slots, layers, pool):
         def work():
             pool[slots.long(), layers.start : layers.stop] = decode(records, pool.shape, pool.dtype)
 
-        made.launch(work)
+        created.launch(work)
 
     monkeypatch.setattr(host_copy_kernel, "copy_words", copy_words)
     monkeypatch.setattr(kv_fp8_kernel, "encode", encode_here)
     monkeypatch.setattr(kv_fp8_kernel, "decode", decode_here)
-    return made
+    return created
 
 
 def copy_batch(targets, sources, sizes, stream):

@@ -27,11 +27,11 @@ def slots(*numbers: int) -> np.ndarray:
 def devices():
     """Makes devices with pools of distinct chunks (host slot s holds 100 + s, GPU slot s holds s)
     and closes them."""
-    made = []
+    opened = []
 
     def make(engine=None, gates=(0,), **disturbance) -> CpuDevice:
         device = CpuDevice(**disturbance)
-        made.append(device)
+        opened.append(device)
         engine = engine or FakeEngine(LAYERS)
         for tier, first in ((Tier.GPU, 0), (Tier.HOST, 100)):
             device.allocate_pool(tier, engine.kv_shape(SLOTS, CHUNK), engine.dtype)
@@ -40,7 +40,7 @@ def devices():
         return device
 
     yield make
-    for device in made:
+    for device in opened:
         device.close()
 
 

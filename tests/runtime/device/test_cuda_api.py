@@ -45,9 +45,9 @@ def pretend(version=13000):
 
 @pytest.fixture
 def library(monkeypatch):
-    made = pretend()
-    monkeypatch.setattr(cuda_runtime.ctypes, "CDLL", lambda path: made)
-    return made
+    pretended = pretend()
+    monkeypatch.setattr(cuda_runtime.ctypes, "CDLL", lambda path: pretended)
+    return pretended
 
 
 def some_copies(count):

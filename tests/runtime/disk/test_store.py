@@ -108,8 +108,8 @@ class Tier:
 
 @pytest.fixture(params=SIZES)
 def tier(request, tmp_path):
-    with Tier(tmp_path, request.param) as made:
-        yield made
+    with Tier(tmp_path, request.param) as opened:
+        yield opened
 
 
 def test_records_come_back_as_they_were(tier):
@@ -332,13 +332,13 @@ def test_room_that_two_writers_find_at_once_is_said_once(tmp_path, monkeypatch, 
     full = threading.Event()
     both = threading.Barrier(2)
     write = failing(errno.ENOSPC, lambda offset: full.is_set())(os.pwritev)
-    found = DiskStore._not_full
+    not_full = DiskStore._not_full
 
-    def found_by_both(store):
+    def not_full_for_both(store):
         both.wait(60)
-        found(store)
+        not_full(store)
 
-    monkeypatch.setattr(DiskStore, "_not_full", found_by_both)
+    monkeypatch.setattr(DiskStore, "_not_full", not_full_for_both)
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
         full.set()
         tier.save([0])
@@ -560,9 +560,9 @@ def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
     with Tier(tmp_path) as tier:
         tier.save([0, 1, 2])
     with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
-        assert [found.slot for found in tier.store.records()] == [0, 2]
+        assert [stored_record.slot for stored_record in tier.store.records()] == [0, 2]
     with Tier(tmp_path) as tier:
-        assert [found.slot for found in tier.store.records()] == [0, 2]
+        assert [stored_record.slot for stored_record in tier.store.records()] == [0, 2]
 
 
 def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):

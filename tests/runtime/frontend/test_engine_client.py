@@ -76,15 +76,15 @@ def test_counts_and_times_of_a_request() -> None:
         assert [output.tokens for output in await stream.next()] == [(5,), (6,), (7,)]
         with pytest.raises(RequestError, match="full"):
             await stream.next()
-        found = samples(client.metrics)
-        assert found["pensieve:generation_tokens_total"] == 3
-        assert found["pensieve:time_to_first_token_seconds_count"] == 1
-        assert found["pensieve:inter_token_latency_seconds_count"] == 2
-        assert found['pensieve:prompt_tokens_total{source="gpu"}'] == 2
-        assert found['pensieve:requests_total{finish="stop"}'] == 1
-        assert found['pensieve:requests_total{finish="refused"}'] == 1
-        assert found["pensieve:num_requests_running"] == 2  # the latest message's value
-        assert found['pensieve:kv_copied_bytes_total{direction="swap_out"}'] == 2
+        values = samples(client.metrics)
+        assert values["pensieve:generation_tokens_total"] == 3
+        assert values["pensieve:time_to_first_token_seconds_count"] == 1
+        assert values["pensieve:inter_token_latency_seconds_count"] == 2
+        assert values['pensieve:prompt_tokens_total{source="gpu"}'] == 2
+        assert values['pensieve:requests_total{finish="stop"}'] == 1
+        assert values['pensieve:requests_total{finish="refused"}'] == 1
+        assert values["pensieve:num_requests_running"] == 2  # the latest message's value
+        assert values['pensieve:kv_copied_bytes_total{direction="swap_out"}'] == 2
 
     run(work)
 
@@ -94,7 +94,10 @@ def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
 
     async def work(client: EngineClient, here: Connection) -> None:
         old, new = request(client), request(client)
-        streams = {asked.id: client.submit([asked], arrived=0.0) for asked in (old, new)}
+        streams = {
+            each_request.id: client.submit([each_request], arrived=0.0)
+            for each_request in (old, new)
+        }
         told: list[int] = []
 
         async def hear(number: int) -> None:
@@ -115,7 +118,7 @@ def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("confirm", "ended", "finished", "said"),
+    ("confirm", "ended", "finished", "expected"),
     [
         (False, False, False, [Abort]),
         (False, True, False, []),
@@ -127,29 +130,29 @@ def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
     ],
 )
 def test_closing_aborts_what_is_not_settled(
-    confirm: bool, ended: bool, finished: bool, said: list[type]
+    confirm: bool, ended: bool, finished: bool, expected: list[type]
 ) -> None:
     async def work(client: EngineClient, here: Connection) -> None:
-        asked, barrier = request(client, confirm), request(client)
-        stream = client.submit([asked], arrived=0.0)
+        submitted, barrier = request(client, confirm), request(client)
+        stream = client.submit([submitted], arrived=0.0)
         if ended:
-            here.send(step_message(RowResult(asked.id, (5,), FinishReason.LENGTH)))
+            here.send(step_message(RowResult(submitted.id, (5,), FinishReason.LENGTH)))
             await stream.next()
         if finished:
-            stream.finish(asked.id, 1)
+            stream.finish(submitted.id, 1)
         stream.hang_up()
         with pytest.raises(ClientGone):
             await stream.next()
         stream.close()
         stream.close()
         client.submit([barrier], arrived=0.0)
-        assert here.recv() == [Submit(asked)]
+        assert here.recv() == [Submit(submitted)]
         heard = []
         while (message := await asyncio.to_thread(here.recv)) != [Submit(barrier)]:
             heard.append(message)
-        assert [type(message) for message in heard] == said
+        assert [type(message) for message in heard] == expected
         # It was under way when the request was aborted, and is ignored.
-        here.send(step_message(RowResult(asked.id, (6,))))
+        here.send(step_message(RowResult(submitted.id, (6,))))
 
     run(work)
 
@@ -159,14 +162,14 @@ def test_a_reply_may_end_in_the_tokens_before_a_refusal() -> None:
     here at once."""
 
     async def work(client: EngineClient, here: Connection) -> None:
-        asked = request(client, confirm=True)
-        stream = client.submit([asked], arrived=0.0)
-        here.send(step_message(RowResult(asked.id, (5,))))
+        submitted = request(client, confirm=True)
+        stream = client.submit([submitted], arrived=0.0)
+        here.send(step_message(RowResult(submitted.id, (5,))))
         here.send(
-            step_message(RowResult(asked.id, error=RequestError(ErrorKind.INTERNAL, "stuck")))
+            step_message(RowResult(submitted.id, error=RequestError(ErrorKind.INTERNAL, "stuck")))
         )
         await stream.next()
-        stream.finish(asked.id, 1)
+        stream.finish(submitted.id, 1)
         with pytest.raises(RequestError, match="stuck"):
             await stream.next()
         stream.close()
@@ -204,11 +207,11 @@ def test_a_loop_that_does_not_listen_blocks_no_request() -> None:
     """Many long prompts exceed any pipe's buffer."""
 
     async def work(client: EngineClient, here: Connection) -> None:
-        asked = [request(client, prompt=100_000) for _ in range(20)]
-        streams = [client.submit([one], arrived=0.0) for one in asked]
-        here.send(step_message(RowResult(asked[0].id, (5,), FinishReason.STOP)))
+        requests = [request(client, prompt=100_000) for _ in range(20)]
+        streams = [client.submit([one], arrived=0.0) for one in requests]
+        here.send(step_message(RowResult(requests[0].id, (5,), FinishReason.STOP)))
         assert len(await streams[0].next()) == 1
-        for one in asked:
+        for one in requests:
             assert await asyncio.to_thread(here.recv) == [Submit(one)]
 
     run(work)

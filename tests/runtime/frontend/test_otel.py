@@ -101,7 +101,7 @@ def trace(
 
     async def main() -> Any:
         client = EngineClient(loop.client_end)
-        app = create_app(client, ready(), None, tracing=made)
+        app = create_app(client, ready(), None, tracing=tracing)
         try:
             async with httpx.AsyncClient(
                 transport=httpx.ASGITransport(app), base_url="http://test"
@@ -111,10 +111,10 @@ def trace(
             await asyncio.to_thread(loop.close)
             await client.closed.wait()
 
-    made = Tracing(url, "fake")
+    tracing = Tracing(url, "fake")
     answer = asyncio.run(main())
     start = time.perf_counter()
-    made.close()
+    tracing.close()
     return answer, time.perf_counter() - start
 
 
@@ -138,17 +138,17 @@ def test_a_request_is_a_span_under_its_callers(collector: Collector, stream: boo
     assert collector.services == {"pensieve"} and span.name == "llm_request"
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, CALLER)
     assert before <= span.start_time_unix_nano < span.end_time_unix_nano <= time.time_ns()
-    said = attributes(span)
+    attributes_of_span = attributes(span)
     queue, first, whole = (
-        said.pop(f"gen_ai.latency.{name}")
+        attributes_of_span.pop(f"gen_ai.latency.{name}")
         for name in ("time_in_queue", "time_to_first_token", "e2e")
     )
     assert 0 <= queue <= first <= whole < 1000, "seconds"
     assert whole == pytest.approx(
         (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-6
     )
-    assert len(said.pop("gen_ai.conversation.id")) == 16
-    assert said == {
+    assert len(attributes_of_span.pop("gen_ai.conversation.id")) == 16
+    assert attributes_of_span == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.id": answer.headers["x-request-id"],
         "gen_ai.request.max_tokens": 9,
@@ -206,10 +206,17 @@ def test_refused_and_failed_requests_are_errors(collector: Collector) -> None:
     )
     told = [(attributes(span), span.status.code) for span in collector.spans]
     ends = [
-        (said["gen_ai.response.finish_reasons"], said["error.type"], code) for said, code in told
+        (
+            attributes_of_span["gen_ai.response.finish_reasons"],
+            attributes_of_span["error.type"],
+            code,
+        )
+        for attributes_of_span, code in told
     ]
     assert ends == [(["refused"], "429", ERROR), (["error"], "_OTHER", ERROR)]
-    assert ["gen_ai.latency.time_to_first_token" in said for said, _ in told] == [False, True]
+    assert [
+        "gen_ai.latency.time_to_first_token" in attributes_of_span for attributes_of_span, _ in told
+    ] == [False, True]
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:
@@ -252,7 +259,7 @@ def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: C
     body = {"prompt": PROMPT, "max_tokens": 200, "stream": True, "return_token_ids": True}
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         next(response.iter_lines())
-    eventually(lambda: len(loop.log) > len(loop.said(Submit)))  # the abort
+    eventually(lambda: len(loop.log) > len(loop.messages(Submit)))  # the abort
     loop.close()
     process.join(60)
     assert process.exitcode == 0

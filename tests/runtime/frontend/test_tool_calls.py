@@ -24,17 +24,17 @@ def parsed(
     text: str, cuts: random.Random | None = None, most: int = 100
 ) -> tuple[str, list[tuple[str, object]]]:
     parser = ToolCallParser(most)
-    said = ""
+    outside = ""
     calls = []
     while text:
         size = cuts.randrange(1, 6) if cuts else len(text)
-        piece, found = parser.push(text[:size])
+        piece, new_calls = parser.push(text[:size])
         text = text[size:]
-        said = said + piece
-        calls = calls + found
+        outside = outside + piece
+        calls = calls + new_calls
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
-    return said + parser.end(), [(call.name, json.loads(call.arguments)) for call in calls]
+    return outside + parser.end(), [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 A, B = ("a", {"x": 1}), ("b", {})
@@ -65,15 +65,15 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said", "calls"), TEXTS)
+@pytest.mark.parametrize(("text", "outside", "calls"), TEXTS)
 def test_calls_are_taken_out_of_the_text(
-    text: str, said: str, calls: list[tuple[str, object]]
+    text: str, outside: str, calls: list[tuple[str, object]]
 ) -> None:
-    got, found = parsed(text)
-    assert found == calls
-    assert got.split() == said.split()
+    got, parsed_calls = parsed(text)
+    assert parsed_calls == calls
+    assert got.split() == outside.split()
     for seed in range(20):
-        assert parsed(text, random.Random(seed)) == (got, found)
+        assert parsed(text, random.Random(seed)) == (got, parsed_calls)
 
 
 def test_text_is_held_back_only_where_a_call_may_begin() -> None:

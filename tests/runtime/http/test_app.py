@@ -135,7 +135,7 @@ def test_message_content_in_parts_and_a_reply_sent_back_as_it_came(ask: Callable
     assert ask(
         post("/v1/chat/completions", {"messages": messages, "return_token_ids": True}), loop
     ).is_success
-    ((request,),) = loop.said(Submit)
+    ((request,),) = loop.messages(Submit)
     assert request.prompt.tolist() == [1, *byte_tokens("user: a\nb\nassistant: c\nassistant: ")]
 
 
@@ -157,7 +157,7 @@ def test_what_is_asked_for_reaches_the_loop(ask: Callable[..., Any]) -> None:
         "max_tokens": 9,
     }
     ask(complete(prompt=[9], **body, stop_token_ids=[5], conversation={"id": "c"}), loop)
-    ((request,),) = loop.said(Submit)
+    ((request,),) = loop.messages(Submit)
     assert (request.max_tokens, request.min_tokens, request.conversation) == (9, 2, "c")
     assert request.stop_ids == {5, EOS} and not request.confirm
     assert (request.sampling.temperature, request.sampling.top_k) == (0, 0)
@@ -172,7 +172,7 @@ def test_defaults_are_openais_and_seeds_differ(ask: Callable[..., Any]) -> None:
 
     loop = FakeLoop()
     ask(twice, loop)
-    (first,), (second,) = loop.said(Submit)
+    (first,), (second,) = loop.messages(Submit)
     assert (
         first.sampling.temperature == first.sampling.top_p == 1.0 and first.stop_ids == frozenset()
     )
@@ -186,7 +186,7 @@ def test_prompts_of_one_call_have_seeds_of_their_own_unless_one_is_asked_for(
     for seed, count in ((None, 2), (-5, 1)):
         loop = FakeLoop()
         ask(complete(prompt=["x", "x"], seed=seed), loop)
-        seeds = {request.sampling.seed for (request,) in loop.said(Submit)}
+        seeds = {request.sampling.seed for (request,) in loop.messages(Submit)}
         assert len(seeds) == count and all(0 <= own < 2**63 for own in seeds)
 
 
@@ -212,7 +212,11 @@ def test_a_stop_string_ends_the_reply_and_its_length_is_confirmed(
     ]
     assert ids == byte_tokens("one END")  # the log holds exactly these
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert loop.said(Finish, 1) and list(loop.confirmed.values()) == [7] and not loop.said(Abort)
+    assert (
+        loop.messages(Finish, 1)
+        and list(loop.confirmed.values()) == [7]
+        and not loop.messages(Abort)
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -243,14 +247,14 @@ def test_the_length_is_confirmed_where_nothing_matched(ask: Callable[..., Any]) 
     loop = FakeLoop()
     answer = ask(complete(prompt="abE", stop="END"), loop).json()
     assert answer["choices"][0]["text"] == "abE" and answer["choices"][0]["finish_reason"] == "stop"
-    assert [finish.tokens for finish in loop.said(Finish, 1)] == [4]
+    assert [finish.tokens for finish in loop.messages(Finish, 1)] == [4]
 
 
 def test_a_stop_string_in_the_last_token_wins_over_length(ask: Callable[..., Any]) -> None:
     loop = FakeLoop(stop_after)
     (choice,) = ask(complete(prompt="x", stop="END", max_tokens=7), loop).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
-    assert [finish.tokens for finish in loop.said(Finish, 1)] == [7]
+    assert [finish.tokens for finish in loop.messages(Finish, 1)] == [7]
 
 
 def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
@@ -513,10 +517,10 @@ def test_parts_that_are_no_text_are_named(ask: Callable[..., Any]) -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}
         ]
     }
-    said = {"type": "input_image", "image_url": "http://a/b"}
+    image = {"type": "input_image", "image_url": "http://a/b"}
     response = {
         "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, said]}
+            {"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, image]}
         ]
     }
     for path, body, kind, param in (
@@ -583,11 +587,13 @@ def test_one_refused_prompt_of_several_aborts_the_others(ask: Callable[..., Any]
 
     async def both(http: httpx.AsyncClient) -> httpx.Response:
         response = await complete(prompt=["a", "b"])(http)
-        await asyncio.to_thread(eventually, lambda: loop.said(Abort))
+        await asyncio.to_thread(eventually, lambda: loop.messages(Abort))
         return response
 
     assert ask(both, loop).status_code == 429
-    assert [abort.request for abort in loop.said(Abort)] == [loop.said(Submit)[0].request.id]
+    assert [abort.request for abort in loop.messages(Abort)] == [
+        loop.messages(Submit)[0].request.id
+    ]
 
 
 def test_unknown_paths_and_methods_have_openais_form(ask: Callable[..., Any]) -> None:
@@ -643,7 +649,7 @@ def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream:
     async def two_and_one_more(http: httpx.AsyncClient) -> list[httpx.Response]:
         body = {"prompt": "x", "max_tokens": 100, "stream": stream}
         both = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
-        await asyncio.to_thread(loop.said, Submit, 2)
+        await asyncio.to_thread(loop.messages, Submit, 2)
         loop.go_on()
         return [
             *await asyncio.gather(*both),
@@ -673,7 +679,7 @@ def test_a_closed_pipe_ends_every_open_request(ask: Callable[..., Any]) -> None:
         answer = asyncio.create_task(
             http.post("/v1/completions", json={"prompt": "x", "max_tokens": 100})
         )
-        await asyncio.to_thread(eventually, lambda: loop.said(Submit))
+        await asyncio.to_thread(eventually, lambda: loop.messages(Submit))
         await asyncio.to_thread(loop.close)
         return await answer
 
@@ -697,11 +703,11 @@ class Checker:
     """Never done with a grammar."""
 
     def __init__(self) -> None:
-        self.asked: list[Future[None]] = []
+        self.checks: list[Future[None]] = []
 
     def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
-        self.asked.append(Future())
-        return self.asked[-1]
+        self.checks.append(Future())
+        return self.checks[-1]
 
 
 def test_a_grammar_is_not_checked_for_a_client_that_has_gone(
@@ -731,14 +737,14 @@ def test_a_grammar_is_not_checked_for_a_client_that_has_gone(
             "query_string": b"",
             "headers": [],
         }
-        asked = asyncio.create_task(http._transport.app(scope, receive, send))  # type: ignore[attr-defined]
-        while not checker.asked:
+        request = asyncio.create_task(http._transport.app(scope, receive, send))  # type: ignore[attr-defined]
+        while not checker.checks:
             await asyncio.sleep(0.001)
         gone.set()
-        await asyncio.wait_for(asked, 60)
+        await asyncio.wait_for(request, 60)
 
     ask(hang_up)
-    assert checker.asked[0].cancelled()
+    assert checker.checks[0].cancelled()
 
 
 def test_a_tokenizer_that_no_grammar_works_with_is_opened_once(

@@ -161,12 +161,12 @@ def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(
         "n": 40,
     }
     text = json.dumps(body).encode()
-    aborted = len(impatient.loop.said(Abort))
+    aborted = len(impatient.loop.messages(Abort))
     with socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.connect(impatient.address)
         wire.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
-        eventually(lambda: len(impatient.loop.said(Abort)) > aborted)
+        eventually(lambda: len(impatient.loop.messages(Abort)) > aborted)
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,18 +282,18 @@ def test_a_client_that_hangs_up_is_noticed_after_any_further_bytes(
     server: Server, header: bytes
 ) -> None:
     body = b'{"prompt": "x", "max_tokens": 50}'
-    aborted, submitted = len(server.loop.said(Abort)), len(server.loop.said(Submit))
+    aborted, submitted = len(server.loop.messages(Abort)), len(server.loop.messages(Submit))
     with contextlib.ExitStack() as pause:
         server.loop.pause()
         pause.callback(server.loop.go_on)
         for number, behind in enumerate((b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3), 1):
             with server.connect() as wire:
                 wire.sendall(HEAD + header + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                server.loop.said(Submit, submitted + number)
+                server.loop.messages(Submit, submitted + number)
                 for _ in range(3):
                     wire.sendall(behind)
                     time.sleep(0.02)
-            server.loop.said(Abort, aborted + number)
+            server.loop.messages(Abort, aborted + number)
 
 
 def test_so_many_connections_and_no_more(impatient: Server) -> None:
@@ -406,4 +406,4 @@ def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> N
         [*command, *options], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-1000:]
-    assert "Tested: " in ran.stdout and server.loop.said(Submit)
+    assert "Tested: " in ran.stdout and server.loop.messages(Submit)

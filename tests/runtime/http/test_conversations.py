@@ -37,10 +37,10 @@ def test_a_client_that_sends_its_whole_history_gets_every_generated_id_back(
 ) -> None:
     async def work() -> None:
         async with serve() as server:
-            said: list[str] = []
+            dialogue: list[str] = []
             for number in range(5):
-                said.append(f"hello {number}. aaaa\n")
-                said.append(await server.chat(*said, conversation=name))
+                dialogue.append(f"hello {number}. aaaa\n")
+                dialogue.append(await server.chat(*dialogue, conversation=name))
             logs = server.logs()
             for before, request in zip(logs, server.requests[1:], strict=False):
                 assert request.prompt[: len(before)].tolist() == before
@@ -61,15 +61,15 @@ def test_the_server_keeps_the_history(serve: Any) -> None:
                     )
                 )["error"]["message"]
             )
-            said = ["hello"]
-            said.append(await server.chat(*said, conversation="tea"))
+            dialogue = ["hello"]
+            dialogue.append(await server.chat(*dialogue, conversation="tea"))
             for number in range(3):
-                said.append(f"more {number}")
-                said.append(await server.chat(said[-1], **body))
+                dialogue.append(f"more {number}")
+                dialogue.append(await server.chat(dialogue[-1], **body))
             whole = await server.ask("GET", f"{CONVERSATIONS}/tea")
-            assert [message["content"] for message in whole["messages"]] == said
+            assert [message["content"] for message in whole["messages"]] == dialogue
             assert whole["tokens"] == len(server.logs()[-1])
-            again = await server.chat(*said, "x")
+            again = await server.chat(*dialogue, "x")
             assert (
                 again
                 and server.requests[-1].prompt[: whole["tokens"]].tolist() == server.logs()[-2]
@@ -79,17 +79,17 @@ def test_the_server_keeps_the_history(serve: Any) -> None:
 
 
 def test_tool_calls_are_part_of_the_history(serve: Any) -> None:
-    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     tools = [
         {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     ]
     question = {"role": "user", "content": "hello"}
 
     async def work() -> None:
-        async with serve(answers=lambda _: [*byte_by_byte(said), DONE]) as server:
+        async with serve(answers=lambda _: [*byte_by_byte(call), DONE]) as server:
             answer = await server.post(CHAT, messages=[question], tools=tools, conversation="a")
             message = answer["choices"][0]["message"]
-            log = [*server.requests[0].prompt, *byte_by_byte(said), DONE]
+            log = [*server.requests[0].prompt, *byte_by_byte(call), DONE]
             result = {
                 "role": "tool",
                 "tool_call_id": message["tool_calls"][0]["id"],
@@ -127,7 +127,7 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
 def test_a_chat_never_leaves_out_a_completion_of_the_servers_history(serve: Any) -> None:
     """A completion has no messages, so a chat cannot render it. With the client's history a chat
     replaces it."""
-    said = [{"role": "user", "content": "hello"}]
+    messages = [{"role": "user", "content": "hello"}]
 
     async def work() -> None:
         async with serve() as server:
@@ -137,7 +137,7 @@ def test_a_chat_never_leaves_out_a_completion_of_the_servers_history(serve: Any)
             )
             log = server.logs()[-1][: len(server.requests[-1].prompt) + 3]
             for path, body in (
-                (CHAT, dict(messages=said, history="server")),
+                (CHAT, dict(messages=messages, history="server")),
                 ("/v1/responses", dict(input="hello")),
             ):
                 error = (await server.post(path, 409, conversation="mixed", **body))["error"]
@@ -151,7 +151,7 @@ def test_a_chat_never_leaves_out_a_completion_of_the_servers_history(serve: Any)
                 await server.chat("more", conversation="mixed", history="server")
                 await server.chat("hello", conversation="mixed")
             await server.post(COMPLETIONS, prompt=[7], conversation="ids")
-            await server.post(CHAT, 409, messages=said, conversation="ids", history="server")
+            await server.post(CHAT, 409, messages=messages, conversation="ids", history="server")
 
     run(work())
 
@@ -254,18 +254,18 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             ] is not None
             await server.chat("hello", conversation="a")
             assert (await server.post(f"{CONVERSATIONS}/a/unpin"))["pinned_until"] is None
-            await asyncio.to_thread(eventually, lambda: len(server.loop.said(Keep)) == 5)
-            keeps = server.loop.said(Keep)
+            await asyncio.to_thread(eventually, lambda: len(server.loop.messages(Keep)) == 5)
+            keeps = server.loop.messages(Keep)
             assert [keep.conversation for keep in keeps] == ["a"] * 5 and {
                 keep.ttl for keep in keeps
             } == {60.0}
             assert [keep.pinned > 0 for keep in keeps] == [False, False, True, True, False]
             assert (await server.ask("DELETE", f"{CONVERSATIONS}/c"))["deleted"]
-            (forgotten,) = server.loop.said(Forget)
+            (forgotten,) = server.loop.messages(Forget)
             assert (
                 forgotten.conversation == "c" and len(forgotten.tokens) > 0 and not forgotten.shared
             )
-            assert server.loop.said(Fork)[0] == Fork("with/slash", "f")
+            assert server.loop.messages(Fork)[0] == Fork("with/slash", "f")
             for method, path in (
                 ("GET", ""),
                 ("DELETE", ""),
@@ -276,10 +276,10 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
                 await server.ask(method, f"{CONVERSATIONS}/c{path}", 404)
             for query in ("limit=0", "limit=x", "limit=" + "1" * 5000, "order=up", "what=1"):
                 assert (await server.ask("GET", f"{CONVERSATIONS}?{query}", 400))["error"]["param"]
-            made = await server.post(CONVERSATIONS)
-            assert (await server.chat("x", conversation=made["id"], history="server")).startswith(
-                "hello"
-            )
+            created = await server.post(CONVERSATIONS)
+            assert (
+                await server.chat("x", conversation=created["id"], history="server")
+            ).startswith("hello")
             await server.post(CONVERSATIONS, 409, id="a")
 
     run(work())
@@ -329,7 +329,7 @@ def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanw
                     server.chat("hello", "hi", "more", conversation="anew")
                 ),
             }
-            await asyncio.to_thread(server.loop.said, Submit, 6)
+            await asyncio.to_thread(server.loop.messages, Submit, 6)
             for name in turns:
                 await server.ask("DELETE", f"{CONVERSATIONS}/{name}")
             turns["left"].cancel()  # the client hangs up
@@ -337,7 +337,8 @@ def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanw
             await asyncio.wait(turns.values())
             prompts = [request.prompt for request in server.requests]
             erased = {
-                message.conversation: message.tokens for message in server.loop.said(Forget, 5)[3:]
+                message.conversation: message.tokens
+                for message in server.loop.messages(Forget, 5)[3:]
             }
             assert sorted(erased) == ["left", "refused"], (
                 "a client's history makes the conversation anew"
@@ -346,7 +347,7 @@ def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanw
             await turns["refused"]
             await server.ask("GET", f"{CONVERSATIONS}/anew")
             await server.ask("DELETE", f"{CONVERSATIONS}/anew")
-            assert len(server.loop.said(Forget, 6)) == 6
+            assert len(server.loop.messages(Forget, 6)) == 6
 
     run(work())
 
@@ -358,7 +359,7 @@ def test_a_deletion_is_answered_when_its_data_cannot_be_read_any_more(serve: Any
                 await server.chat("hello", conversation=name)
             server.loop.erases_wholly = None  # it keeps them waiting
             waiting = asyncio.create_task(server.ask("DELETE", f"{CONVERSATIONS}/a"))
-            await asyncio.to_thread(server.loop.said, Forget, 1)
+            await asyncio.to_thread(server.loop.messages, Forget, 1)
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
             assert not waiting.done()
             server.loop.say(Erased(True))
@@ -368,7 +369,7 @@ def test_a_deletion_is_answered_when_its_data_cannot_be_read_any_more(serve: Any
             assert "is deleted, but some of its KV" in error["message"]
             server.loop.erases_wholly = None
             waiting = asyncio.create_task(server.ask("DELETE", f"{CONVERSATIONS}/c", 500))
-            await asyncio.to_thread(server.loop.said, Forget, 3)
+            await asyncio.to_thread(server.loop.messages, Forget, 3)
             server.loop.say(Fatal("the books disagree"))
             await waiting
 
@@ -498,7 +499,7 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
 
     async def work() -> None:
         async with serve() as server:
-            made = await server.post(CONVERSATIONS, id="a")
+            created = await server.post(CONVERSATIONS, id="a")
             await server.chat("hello", conversation="a")
             await server.post(f"{CONVERSATIONS}/a", ttl_s=60, history_ttl_s=100)
             await server.post(f"{CONVERSATIONS}/a/pin", ttl_s=5000)
@@ -512,7 +513,7 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
             assert (kept["ttl_s"], kept["history_ttl_s"], kept["created_at"]) == (
                 60,
                 100,
-                made["created_at"],
+                created["created_at"],
             )
             assert kept["pinned_until"] is not None and len(kept["messages"]) == 4
             server.loop.pause()
@@ -642,11 +643,11 @@ def test_tokenize_and_detokenize(serve: Any) -> None:
                 "prompt": "hello world"
             }
             messages = [{"role": "user", "content": "hello"}]
-            asked = await server.post("/tokenize", messages=messages)
+            tokenized = await server.post("/tokenize", messages=messages)
             await server.chat("hello")
-            assert server.requests[-1].prompt.tolist() == asked["tokens"]
+            assert server.requests[-1].prompt.tolist() == tokenized["tokens"]
             closed = await server.post("/tokenize", messages=messages, add_generation_prompt=False)
-            assert asked["tokens"][: closed["count"]] == closed["tokens"]
+            assert tokenized["tokens"][: closed["count"]] == closed["tokens"]
             text = (await server.post("/detokenize", tokens=closed["tokens"]))["prompt"]
             assert text == "<|turn|>user\nhello<|done|>\n"
             await server.post("/tokenize", 400)

@@ -116,7 +116,7 @@ def test_a_commit_whose_answer_is_lost_is_repeated_and_stored_once(
     lost: list[str] = []
 
     def lose(database: databases.Postgres, sql: str, values: Any) -> Any:
-        found = rows(database, sql, values)
+        result = rows(database, sql, values)
         if sql.startswith("INSERT INTO turns"):
             stored.append(sql)
         if sql == "COMMIT" and stored:
@@ -124,7 +124,7 @@ def test_a_commit_whose_answer_is_lost_is_repeated_and_stored_once(
             lost.append(sql)
             database.interrupt()
             rows(database, "SELECT 1", None)
-        return found
+        return result
 
     monkeypatch.setattr(databases.Postgres, "_rows", lose)
 
@@ -207,8 +207,8 @@ def test_leases_are_renewed_again_after_any_error_of_the_database(
         async with serve(postgres) as server:
             await server.chat("hello", conversation="a")
             with refusing(postgres, "servers", state):
-                said = await server.until_healthy(False)
-                assert said["reason"]
+                health = await server.until_healthy(False)
+                assert health["reason"]
                 assert "pensieve:histories_healthy 0.0" in (await server.http.get("/metrics")).text
             await server.until_healthy(True)
             assert "pensieve:histories_healthy 1.0" in (await server.http.get("/metrics")).text
@@ -226,7 +226,7 @@ def test_a_transaction_that_pauses_for_too_long_is_tried_again_later(
     paused = list[str]()
 
     def pausing(store: HistoryStore, *args: Any) -> Any:
-        found = find(store, *args)
+        conversation = find(store, *args)
         if paused:
             waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
             with psycopg.connect(postgres, autocommit=True) as connection:
@@ -234,7 +234,7 @@ def test_a_transaction_that_pauses_for_too_long_is_tried_again_later(
                 while connection.execute(waiting, [pid]).fetchone() != (0,):
                     time.sleep(0.005)
             paused.pop()
-        return found
+        return conversation
 
     monkeypatch.setattr(HistoryStore, "_find", pausing)
 

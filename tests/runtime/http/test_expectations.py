@@ -268,11 +268,11 @@ def test_template_variables_reach_the_template(ask: Callable[..., Any]) -> None:
             assert (await http.post(path, json=body)).is_success
         seen = {"messages": HI, "chat_template_kwargs": VARIABLES, "tools": tools}
         counted = (await http.post("/tokenize", json=seen)).json()["tokens"]
-        said = [message.request.prompt.tolist() for message in loop.said(Submit)]
-        assert said[0] == counted
+        prompts_sent = [message.request.prompt.tolist() for message in loop.messages(Submit)]
+        assert prompts_sent[0] == counted
         return [
             "".join(chr(token - FIRST_BYTE) for token in prompt if token >= FIRST_BYTE)
-            for prompt in said
+            for prompt in prompts_sent
         ]
 
     loop = FakeLoop()
@@ -299,13 +299,13 @@ def test_guided_fields_are_structured_outputs(ask: Callable[..., Any]) -> None:
 
     async def both(http: httpx.AsyncClient) -> None:
         for guided, structured in same:
-            for asked in (guided, {"structured_outputs": structured}):
-                answer = await http.post(CHAT, json={"messages": HI, **asked})
+            for fields in (guided, {"structured_outputs": structured}):
+                answer = await http.post(CHAT, json={"messages": HI, **fields})
                 assert answer.is_success, answer.text
 
     loop = FakeLoop()
     ask(both, loop)
-    grammars = [message.request.sampling.grammar for message in loop.said(Submit)]
+    grammars = [message.request.sampling.grammar for message in loop.messages(Submit)]
     assert len(grammars) == 12 and None not in grammars and grammars[::2] == grammars[1::2]
 
 
@@ -347,7 +347,7 @@ def test_one_request_of_several_carries_the_mark(ask: Callable[..., Any]) -> Non
 
     loop = FakeLoop()
     ask(ask_both, loop)
-    assert [message.request.conversation for message in loop.said(Submit)] == [
+    assert [message.request.conversation for message in loop.messages(Submit)] == [
         "session::s",
         None,
         None,

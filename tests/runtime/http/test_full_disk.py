@@ -51,8 +51,8 @@ def test_a_turn_is_refused_before_it_is_computed_and_deletions_work(
                 body = dict(messages=messages, conversation="a", history="server")
                 error = (await server.post(CHAT, 507, **body))["error"]
                 assert "make room" in error["message"]
-                said = await server.until_healthy(False)
-                assert said["reason"] == error["message"]
+                health = await server.until_healthy(False)
+                assert health["reason"] == error["message"]
                 assert "pensieve:histories_healthy 0.0" in (await server.http.get("/metrics")).text
                 computed = len(server.requests)
                 assert computed == 4

@@ -53,12 +53,12 @@ async def stream(server: Served, *contents: Any, **fields: Any) -> list[dict[str
     """The events; each has its kind as its name."""
     response = await server.http.post(MESSAGES, json=body(*contents, stream=True, **fields))
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = []
+    events = []
     for event in response.text.removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 async def read(server: Served) -> str:
@@ -188,10 +188,10 @@ def test_text_behind_a_tool_call_is_a_block_of_its_own(serve: Any) -> None:
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_a_tool_is_forced(ask: Callable[..., Any], choice: dict[str, Any]) -> None:
     loop = FakeLoop(say(CALL))
-    asked = body("x", tools=[WEATHER], tool_choice=choice)
-    answer = ask(lambda http: http.post(MESSAGES, json=asked), loop).json()
+    request = body("x", tools=[WEATHER], tool_choice=choice)
+    answer = ask(lambda http: http.post(MESSAGES, json=request), loop).json()
     assert [block["type"] for block in answer["content"]] == ["tool_use"]
-    (submitted,) = loop.said(Submit)
+    (submitted,) = loop.messages(Submit)
     assert submitted.request.sampling.grammar  # type: ignore[attr-defined]
 
 
@@ -468,7 +468,7 @@ def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
             for user in ("a name", "[]", '{"session_id": 1}', "_session_", "[" * 100_000):
                 await send(server, "x", metadata={"user_id": user})
             assert {request.conversation for request in server.requests} == {None}
-            assert not server.loop.said(Keep)
+            assert not server.loop.messages(Keep)
 
     run(work())
 
@@ -495,9 +495,9 @@ def test_a_marker_keeps_the_kv_of_the_dialogue(
         async with serve() as server:
             await send(server, "x", **fields)
             await stream(server, "x", **fields)
-            first, second = server.loop.said(Keep, at_least=2)
+            first, second = server.loop.messages(Keep, at_least=2)
             assert first == second == Keep(server.requests[0].conversation, None, seconds)
             await send(server, "x", "hello", "y")  # without a marker
-            assert len(server.loop.said(Keep)) == 2
+            assert len(server.loop.messages(Keep)) == 2
 
     run(work())

@@ -125,7 +125,7 @@ def test_the_official_client_holds_a_streamed_conversation(server: Server) -> No
         assert last.usage is not None and last.usage.prompt_tokens == 1 + len(prompt.encode())
         assert last.usage.prompt_tokens_details.cached_tokens == len(prompt.encode())
         messages.append({"role": "assistant", "content": reply})
-    assert all(message.request.conversation == "talk" for message in server.loop.said(Submit))
+    assert all(message.request.conversation == "talk" for message in server.loop.messages(Submit))
     whole = client.chat.completions.create(model="fake", messages=messages, temperature=0)
     assert whole.choices[0].message.content
     with pytest.raises(openai.NotFoundError, match="other"):
@@ -137,16 +137,16 @@ def test_a_client_that_hangs_up_aborts_its_request(
     server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.loop, "_step_seconds", 0.2)  # nearly a minute for the whole reply
-    known, aborted = len(server.loop.said(Submit)), len(server.loop.said(Abort))
+    submitted, aborted = len(server.loop.messages(Submit)), len(server.loop.messages(Abort))
     body = json.dumps({"prompt": [9] * 4, "max_tokens": 250, "ignore_eos": True, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall((head + body).encode())
-        eventually(lambda: len(server.loop.said(Submit)) > known)
+        eventually(lambda: len(server.loop.messages(Submit)) > submitted)
         if stream:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
-    eventually(lambda: len(server.loop.said(Abort)) > aborted)
-    assert server.loop.said(Abort)[-1].request == server.loop.said(Submit)[-1].request.id
+    eventually(lambda: len(server.loop.messages(Abort)) > aborted)
+    assert server.loop.messages(Abort)[-1].request == server.loop.messages(Submit)[-1].request.id
 
 
 def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(
@@ -222,9 +222,9 @@ def test_what_has_expired_is_forgotten_without_a_request(
     store.close()
     settings = HTTPSettings(histories=path, history_ttl=1000.0)
     server = Server(FakeLoop(echo), tokenizer_directory, settings, serve=serve_and_expire_at_once)
-    eventually(lambda: len(server.loop.said(Forget)) == 1)
+    eventually(lambda: len(server.loop.messages(Forget)) == 1)
     server.close()
-    assert [message.conversation for message in server.loop.said(Forget)] == ["old"]
+    assert [message.conversation for message in server.loop.messages(Forget)] == ["old"]
 
 
 def test_histories_in_memory_expire_too(monkeypatch: pytest.MonkeyPatch) -> None:

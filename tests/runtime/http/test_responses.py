@@ -75,7 +75,7 @@ def test_the_kv_of_a_response_is_forgotten_with_it_and_that_of_its_line_with_the
             logs = server.logs()
             told = [
                 (gone.conversation, gone.tokens.tolist(), gone.shared)
-                for gone in server.loop.said(Forget)
+                for gone in server.loop.messages(Forget)
             ]
             assert told == [
                 (None, logs[0], len(logs[0])),
@@ -211,10 +211,10 @@ def test_the_official_client_streams_responses(serve: Any) -> None:
             await client.responses.delete(final.id)
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(final.id)
-            made = await client.conversations.create()
-            await client.responses.create(model="fake", input="hello", conversation=made.id)
-            assert (await client.conversations.retrieve(made.id)).id == made.id
-            assert (await client.conversations.delete(made.id)).deleted
+            created = await client.conversations.create()
+            await client.responses.create(model="fake", input="hello", conversation=created.id)
+            assert (await client.conversations.retrieve(created.id)).id == created.id
+            assert (await client.conversations.delete(created.id)).deleted
 
     run(work())
 

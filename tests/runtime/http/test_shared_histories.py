@@ -23,7 +23,7 @@ __all__ = ["serve"]  # a fixture
 CONVERSATIONS = "/v1/conversations"
 
 
-async def until_asked(server: Any, requests: int) -> None:
+async def until_requests(server: Any, requests: int) -> None:
     while len(server.requests) < requests:
         await asyncio.sleep(0.005)
 
@@ -62,7 +62,7 @@ def test_one_turn_of_a_server_history_is_in_flight_on_all_servers(
                 messages=[{"role": "user", "content": "x"}], conversation="a", history="server"
             )
             slow = asyncio.create_task(one.post(CHAT, **body))
-            await until_asked(one, 2)
+            await until_requests(one, 2)
             error = (await two.post(CHAT, 409, **body, stream=True))["error"]
             assert "in flight" in error["message"] and not two.requests, (
                 "before anything is computed"
@@ -89,7 +89,7 @@ def test_a_lease_is_renewed_while_its_turn_runs(serve: Any, postgres: str) -> No
                 messages=[{"role": "user", "content": "x"}], conversation="a", history="server"
             )
             slow = asyncio.create_task(one.post(CHAT, **body))
-            await until_asked(one, 2)
+            await until_requests(one, 2)
 
             async def lease_end() -> float:
                 return float(
@@ -114,7 +114,7 @@ def test_a_lease_is_renewed_while_its_turn_runs(serve: Any, postgres: str) -> No
 
 
 async def told(server: Any, number: int) -> list[Any]:
-    return await asyncio.to_thread(server.loop.said, Forget, number)
+    return await asyncio.to_thread(server.loop.messages, Forget, number)
 
 
 def test_what_one_server_deletes_is_forgotten_by_all_before_the_name_is_served_again(
@@ -127,15 +127,15 @@ def test_what_one_server_deletes_is_forgotten_by_all_before_the_name_is_served_a
                 await two.chat("hello", "there", "more", conversation=name)
             log = two.logs()[-1]
             await one.ask("DELETE", f"{CONVERSATIONS}/b")
-            assert not two.loop.said(Forget)
+            assert not two.loop.messages(Forget)
             await two.chat("hello again", conversation="b")
-            said = [message for message in two.loop.log if isinstance(message, Forget | Submit)]
-            forgotten, asked = said[-2:]
-            assert isinstance(forgotten, Forget) and isinstance(asked, Submit)
+            messages = [message for message in two.loop.log if isinstance(message, Forget | Submit)]
+            forgotten, submitted = messages[-2:]
+            assert isinstance(forgotten, Forget) and isinstance(submitted, Submit)
             assert (forgotten.conversation, forgotten.tokens.tolist()) == ("b", log)
-            assert len(one.loop.said(Forget)) == 1, "it has deleted it itself"
+            assert len(one.loop.messages(Forget)) == 1, "it has deleted it itself"
             await one.chat("hello", conversation="c")
-            assert len(one.loop.said(Forget)) == 1
+            assert len(one.loop.messages(Forget)) == 1
 
     run(work())
 
@@ -216,7 +216,7 @@ def test_forks_pins_lifetimes_and_quotas_are_the_same_on_all_servers(postgres: s
     a, c = Name("", "a"), Name("", "c")
     one.commit(a, transcript("0", "1"), 1.0)
     two.fork(a, "b", 2.0)
-    assert [found.id for found in one.page("", 10, None, True, 2.0)[0]] == ["a", "b"]
+    assert [conversation.id for conversation in one.page("", 10, None, True, 2.0)[0]] == ["a", "b"]
     with pytest.raises(RequestError, match="the most it may have"):
         one.create(c, 2.0)
     two.change(a, 2.0, pinned_until=9.0, history_ttl=5.0)

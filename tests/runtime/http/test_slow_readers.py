@@ -108,7 +108,7 @@ def test_replies_are_confirmed_though_the_client_reads_nothing(
             assert end == "data: [DONE]" or "message_stop" in end or "response.completed" in end
             lengths = {len("hello wor")} if "wor" in str(body) else {len(spell(served.requests[0]))}
             assert set(served.loop.confirmed.values()) == lengths
-            assert not served.loop.said(Abort)
+            assert not served.loop.messages(Abort)
 
     run(work())
 
@@ -121,8 +121,8 @@ def test_a_conversation_goes_on_while_the_client_of_its_last_turn_reads_nothing(
     async def work() -> None:
         async with serve() as served:
             await served.chat("hi", conversation="c")
-            asked = {"messages": HELLO, "conversation": "c", "history": "server"}
-            slow = SlowReader(served, CHAT, **asked)
+            body = {"messages": HELLO, "conversation": "c", "history": "server"}
+            slow = SlowReader(served, CHAT, **body)
             await until(lambda: len(served.requests) == 2)
             async with asyncio.timeout(60):
                 while len((await served.ask("GET", "/v1/conversations/c"))["messages"]) < 4:
@@ -142,8 +142,8 @@ def test_a_turn_whose_client_leaves_before_its_end_is_not_committed(
             slow = SlowReader(served, CHAT, messages=HELLO, conversation="c", stop="never")
             await until(lambda: served.requests)
             await slow.leave()
-            await until(lambda: served.loop.said(Abort))
-            assert not served.loop.said(Finish)
+            await until(lambda: served.loop.messages(Abort))
+            assert not served.loop.messages(Finish)
             served.loop.go_on()
             await served.ask("GET", "/v1/conversations/c", status=404)
 
@@ -159,21 +159,21 @@ def test_a_failed_choice_ends_the_others_though_the_client_reads_nothing(
         async with serve() as served:
             await served.chat("hi", conversation="c")
             served.loop.pauses_behind = 3
-            asked = {
+            body = {
                 "messages": HELLO,
                 "conversation": "c",
                 "history": "server",
                 "n": 3,
                 "stop": "never",
             }
-            slow = SlowReader(served, CHAT, **asked)
+            slow = SlowReader(served, CHAT, **body)
             await until(lambda: len(served.requests) == 4)
             stuck = RowResult(
                 served.requests[1].id,
                 error=RequestError(ErrorKind.INTERNAL, "the grammar is stuck"),
             )
             served.loop.say(step_message(stuck))
-            await until(lambda: len(served.loop.said(Abort)) == 2)
+            await until(lambda: len(served.loop.messages(Abort)) == 2)
             served.loop.go_on()
             await served.chat("more", conversation="c", history="server")
             assert "the grammar is stuck" in await slow.read()
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_too_much_unread_loses_its_requests(
             served.loop.pauses_behind = 50
             body = {"prompt": "hi", "n": 4, "stop": "never", "max_tokens": 500, "logprobs": 20}
             slow = SlowReader(served, COMPLETIONS, **body)
-            await until(lambda: len(served.loop.said(Abort)) == 4)
+            await until(lambda: len(served.loop.messages(Abort)) == 4)
             streamed = await slow.read()
             assert len(streamed) > 10_000
             *_, error, done, _ = streamed.split("\n\n")

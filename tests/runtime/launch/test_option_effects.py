@@ -272,10 +272,10 @@ def served(files, engine, monkeypatch):
     The program is the real one except for slow parts: GPU, pools, processes and the loop only
     record their arguments.
     """
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
 
     def note(section, **values):
-        found.update({f"{section}.{name}": value for name, value in values.items()})
+        settings.update({f"{section}.{name}": value for name, value in values.items()})
 
     def device(kind, enforce_eager=False):
         note("device", kind=kind, enforce_eager=enforce_eager)
@@ -346,11 +346,11 @@ def served(files, engine, monkeypatch):
                 monkeypatch.setattr(module, name, fake)
 
     def run(words):
-        found.clear()
+        settings.clear()
         status = serve_module.main(["--engine", str(engine), "--state-dir", str(files), *words])
         if status:
             raise SystemExit(status)
-        return dict(found)
+        return dict(settings)
 
     return run
 
@@ -376,8 +376,8 @@ def test_an_option_has_an_effect_or_is_refused(name, served, files, capsys):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             served([*beside, *own])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and own[0] in said and case.needs in said, case
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and own[0] in error and case.needs in error, case
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices])
@@ -402,7 +402,7 @@ def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(
     for path in engine.iterdir():
         if path.name != "tokenizer_config.json":
             (mute / path.name).symlink_to(path)
-    for words, said in (
+    for words, parts in (
         ([], ()),
         (
             ["--engine", str(files / "dumb")],
@@ -419,7 +419,7 @@ def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(
         warnings = [
             record.getMessage() for record in caplog.records if record.levelname == "WARNING"
         ]
-        assert len(warnings) == bool(said) and all(part in warnings[0] for part in said), words
+        assert len(warnings) == bool(parts) and all(part in warnings[0] for part in parts), words
 
 
 TOLD_TO_TRITON = {field.name for field in fields(TritonSettings)}

@@ -128,7 +128,7 @@ def test_values_are_checked_as_those_of_flags(file, capsys):
     with pytest.raises(SystemExit):
         options(file("port = 'high'"), "--engine", "demo")
     assert "argument --port: invalid int value: 'high'" in capsys.readouterr().err
-    for text, said in (
+    for text, error in (
         (
             "eviction = 'fifo-plain'",
             "--eviction: must be one of retention, lru, lru-conversation, not 'fifo-plain'",
@@ -141,7 +141,7 @@ def test_values_are_checked_as_those_of_flags(file, capsys):
         ("prefetch = 'yes'", "--prefetch: must be one of on, off, not 'yes'"),
         ("max-body-bytes = 'big'", "--max-body-bytes: 'big' is not a size"),
     ):
-        with pytest.raises(SettingError, match=said):
+        with pytest.raises(SettingError, match=error):
             options(file(text), "--engine", "demo")
     with pytest.raises(
         SettingError, match="--gpu-kv-bytes: cannot be given beside --gpu-kv-chunks"
@@ -189,17 +189,17 @@ def test_an_alias_overrides_the_rivals_in_the_file(file):
 def test_options_without_an_equal_say_what_to_use(theirs, capsys):
     with pytest.raises(SystemExit) as refused:
         parse_options(["demo", theirs, "1"])
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
         refused.value.code == 2
-        and said == f"pensieve serve: there is no option {theirs}: {ELSEWHERE[theirs]}\n"
+        and error == f"pensieve serve: there is no option {theirs}: {ELSEWHERE[theirs]}\n"
     )
     for word in ELSEWHERE[theirs].split():
         assert not word.startswith("--") or word.partition("=")[0] in parser().format_help()
 
 
 def test_an_unknown_option_is_one_line_with_the_closest_one(capsys):
-    for words, said in (
+    for words, error in (
         (["demo", "--prot", "9000"], "there is no option --prot; did you mean --port?"),
         (["--max-num-seq=3"], "there is no option --max-num-seq; did you mean --max-num-seqs?"),
         (
@@ -228,7 +228,7 @@ def test_an_unknown_option_is_one_line_with_the_closest_one(capsys):
     ):
         with pytest.raises(SystemExit) as refused:
             parse_options(words)
-        assert refused.value.code == 2 and capsys.readouterr().err == f"pensieve serve: {said}\n"
+        assert refused.value.code == 2 and capsys.readouterr().err == f"pensieve serve: {error}\n"
 
 
 def test_help_shows_what_most_people_need_and_help_all_shows_all(capsys):
@@ -363,7 +363,7 @@ def test_eager_steps_are_a_gpus_own():
 
 
 @pytest.mark.parametrize(
-    ("rotary", "asked", "mode"),
+    ("rotary", "setting", "mode"),
     [
         (True, None, "keep"),
         (True, "recompute", "recompute"),
@@ -371,16 +371,16 @@ def test_eager_steps_are_a_gpus_own():
         (False, "keep", None),
     ],
 )
-def test_kv_is_kept_where_positions_run_on(rotary, asked, mode):
+def test_kv_is_kept_where_positions_run_on(rotary, setting, mode):
     decoder = SimpleNamespace(architecture="OPTForCausalLM", rotary=object() if rotary else None)
     manifest = SimpleNamespace(decoder=decoder)
     if mode is None:
         with pytest.raises(
             SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"
         ):
-            overflow_mode(asked, manifest)
+            overflow_mode(setting, manifest)
     else:
-        assert overflow_mode(asked, manifest) == mode
+        assert overflow_mode(setting, manifest) == mode
 
 
 def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_with_the_other():
@@ -631,13 +631,13 @@ def test_one_directory_may_be_both(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flops_per_s", "said"),
+    ("flops_per_s", "message"),
     [
         (1e12, "reading 32 tokens pays from "),
         (1e18, "32 tokens never pays, 4096 tokens never pays"),
     ],
 )
-def test_the_disks_speed_is_measured_and_said(tmp_path, caplog, flops_per_s, said):
+def test_the_disks_speed_is_measured_and_said(tmp_path, caplog, flops_per_s, message):
     caplog.set_level("INFO")
     cost = analytic_profile(
         chunk_tokens=32,
@@ -651,5 +651,5 @@ def test_the_disks_speed_is_measured_and_said(tmp_path, caplog, flops_per_s, sai
         step_base_seconds=1e-9,
     )
     measured = with_disk_speed(cost, tmp_path, 4096)
-    assert measured.disk_read_bytes_per_s != cost.disk_read_bytes_per_s and said in caplog.text
+    assert measured.disk_read_bytes_per_s != cost.disk_read_bytes_per_s and message in caplog.text
     assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "error"),
     [
         (
             ("--max-connections", "9"),
@@ -38,10 +38,10 @@ def model(tmp_path):
         (("--history-ttl", "0"), "--history-ttl: must be more than 0 seconds"),
     ],
 )
-def test_a_wrong_setting_is_told_to_the_model(model, tmp_path, capsys, flags, said):
+def test_a_wrong_setting_is_told_to_the_model(model, tmp_path, capsys, flags, error):
     options = ["--engine", "demo", "--state-dir", str(tmp_path), "--attach", model.address]
     assert serve_module.main([*options, *flags]) == 2
-    assert said in model.accept().recv() and said in capsys.readouterr().err
+    assert error in model.accept().recv() and error in capsys.readouterr().err
 
 
 def test_ranks_without_an_mpirun_are_told_to_the_model(model, tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "error"),
     [
         (("demo", "--gpu-kv-bytes", "abc"), "--gpu-kv-bytes: 'abc' is not a size"),
         (("demo", "--gpu-kv-chunks", "0"), "--gpu-kv-chunks: must be at least one chunk"),
@@ -115,12 +115,12 @@ def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monk
         (("./nowhere",), "PATH: ./nowhere does not exist"),
     ],
 )
-def test_a_wrong_value_is_noticed_before_a_taken_port(flags, said, tmp_path, monkeypatch, capsys):
+def test_a_wrong_value_is_noticed_before_a_taken_port(flags, error, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert serve_module.main([*flags, "--port", str(taken.getsockname()[1])]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"pensieve serve: {said}")
+    assert line.startswith(f"pensieve serve: {error}")
     assert not (tmp_path / "state").exists()
 
 

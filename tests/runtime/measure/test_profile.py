@@ -156,8 +156,8 @@ class Recorder(CpuDevice):
 
 @pytest.fixture
 def bench():
-    with StepBench(Recorder(), FakeEngine(), CONFIG, seconds=0.0) as made:
-        yield made
+    with StepBench(Recorder(), FakeEngine(), CONFIG, seconds=0.0) as opened:
+        yield opened
 
 
 def steps_of(bench):

@@ -69,10 +69,10 @@ def test_json(configured: Configured) -> None:
     assert second["level"] == "error" and "ValueError: no" in second["exception"]
 
 
-@pytest.mark.parametrize(("level", "said"), [("debug", 2), ("info", 1), ("warning", 0)])
-def test_levels(configured: Configured, level: str, said: int) -> None:
+@pytest.mark.parametrize(("level", "lines"), [("debug", 2), ("info", 1), ("warning", 0)])
+def test_levels(configured: Configured, level: str, lines: int) -> None:
     out = configured("text", level)
     log = logging.getLogger("some.room")
     log.debug("one")
     log.info("two")
-    assert len(out.getvalue().splitlines()) == said
+    assert len(out.getvalue().splitlines()) == lines

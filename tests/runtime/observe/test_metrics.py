@@ -12,12 +12,12 @@ from pensieve.scheduler.types import Usage
 
 def samples(metrics: Metrics) -> dict[str, float]:
     """Values by name and labels, as a scraper reads them."""
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
 
 
 def test_all_names_of_the_contract() -> None:
@@ -32,7 +32,7 @@ def test_all_names_of_the_contract() -> None:
     metrics.client_errors["404"] += 1
     metrics.time_to_first_token.observe(0.03)
     metrics.inter_token_latency.observe(0.003)
-    found = samples(metrics)
+    values = samples(metrics)
     expected = {
         'pensieve:prompt_tokens_total{source="gpu"}': 20,
         'pensieve:prompt_tokens_total{source="host"}': 11,
@@ -53,7 +53,7 @@ def test_all_names_of_the_contract() -> None:
         'pensieve:requests_total{finish="stop"}': 2,
         'pensieve:client_errors_total{status="404"}': 1,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: values[name] for name in expected} == expected
 
 
 def test_the_disk_tier() -> None:
@@ -61,11 +61,11 @@ def test_the_disk_tier() -> None:
     metrics.disk = DiskCounters(
         1, 2, 3, 4, 5, 6, 7.5, 8.5, 0.5, 0.25, rejected=9, errors=10, full=1
     )
-    found = samples(metrics)
+    values = samples(metrics)
     both = {
         name: (
-            found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
-            found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
+            values[f'pensieve:kv_disk_{name}{{direction="save"}}'],
+            values[f'pensieve:kv_disk_{name}{{direction="load"}}'],
         )
         for name in (
             "records_total",
@@ -77,16 +77,16 @@ def test_the_disk_tier() -> None:
     }
     seconds = {"seconds_total": (7.5, 8.5), "queue_seconds_total": (0.5, 0.25)}
     assert both == {"records_total": (3, 4), "bytes_total": (5, 6), **seconds, "queue": (1, 2)}
-    assert found['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
-    assert found['pensieve:kv_disk_faults_total{kind="system"}'] == 10
-    assert found["pensieve:kv_disk_full"] == 1
+    assert values['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
+    assert values['pensieve:kv_disk_faults_total{kind="system"}'] == 10
+    assert values["pensieve:kv_disk_full"] == 1
 
 
 def test_every_source_is_there_before_the_first_request() -> None:
-    found = samples(Metrics())
+    values = samples(Metrics())
     for source in ("gpu", "host", "disk", "recomputed", "new"):
-        assert found[f'pensieve:prompt_tokens_total{{source="{source}"}}'] == 0
-    assert found["pensieve:num_requests_running"] == 0
+        assert values[f'pensieve:prompt_tokens_total{{source="{source}"}}'] == 0
+    assert values["pensieve:num_requests_running"] == 0
 
 
 def test_what_the_loop_says_is_passed_on() -> None:
@@ -119,7 +119,7 @@ def test_what_the_loop_says_is_passed_on() -> None:
         Waits(0.75, 2),
     )
     metrics.ended(3.0, [0.03])
-    found = samples(metrics)
+    values = samples(metrics)
     expected = {
         "pensieve:prefix_cache_queries_total": 10,
         'pensieve:prefix_cache_hits_total{tier="host"}': 2,
@@ -155,4 +155,4 @@ def test_what_the_loop_says_is_passed_on() -> None:
         "pensieve:e2e_request_latency_seconds_sum": 3,
         "pensieve:request_queue_time_seconds_count": 1,
     }
-    assert {name: found.get(name) for name in expected} == expected
+    assert {name: values.get(name) for name in expected} == expected

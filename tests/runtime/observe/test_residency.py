@@ -15,56 +15,56 @@ def entry(name: str, gpu: int = 1) -> ConversationKV:
     return ConversationKV(name, gpu, 2, 3)
 
 
-def names(found: ResidencyView, owner: str = "") -> list[str]:
-    return [entry.conversation for entry in found.of(owner)]
+def names(view: ResidencyView, owner: str = "") -> list[str]:
+    return [entry.conversation for entry in view.of(owner)]
 
 
 def test_the_loop_is_asked_for_one_stretch_at_a_time_and_not_too_often() -> None:
-    found = ResidencyView()
-    assert found.due(1.0) == 0
-    assert found.due(1.0 + LOOK_INTERVAL_S / 2) is None
-    found.take(Residency(32, [entry("a"), entry("b")], 2))
-    assert found.due(1.0 + LOOK_INTERVAL_S) == 2
-    found.take(Residency(32, [entry("c")], 0, start=2))
-    assert found.due(1.0 + 2 * LOOK_INTERVAL_S) == 0
-    assert found.chunk_tokens == 32 and names(found) == ["c", "b", "a"]
+    view = ResidencyView()
+    assert view.due(1.0) == 0
+    assert view.due(1.0 + LOOK_INTERVAL_S / 2) is None
+    view.take(Residency(32, [entry("a"), entry("b")], 2))
+    assert view.due(1.0 + LOOK_INTERVAL_S) == 2
+    view.take(Residency(32, [entry("c")], 0, start=2))
+    assert view.due(1.0 + 2 * LOOK_INTERVAL_S) == 0
+    assert view.chunk_tokens == 32 and names(view) == ["c", "b", "a"]
 
 
 def test_a_conversation_missing_in_a_whole_round_is_removed() -> None:
-    found = ResidencyView()
-    found.take(Residency(32, [entry("a"), entry("b"), entry("c")], 0))
-    found.take(Residency(32, [entry("a", gpu=9)], 1))
-    assert list(found.of("")) == [entry("c"), entry("b"), entry("a", gpu=9)]
-    found.take(Residency(32, [entry("c")], 0, start=1))
-    assert names(found) == ["c", "a"]
+    view = ResidencyView()
+    view.take(Residency(32, [entry("a"), entry("b"), entry("c")], 0))
+    view.take(Residency(32, [entry("a", gpu=9)], 1))
+    assert list(view.of("")) == [entry("c"), entry("b"), entry("a", gpu=9)]
+    view.take(Residency(32, [entry("c")], 0, start=1))
+    assert names(view) == ["c", "a"]
 
 
 def test_a_conversation_is_found_by_the_loop_s_name() -> None:
-    found = ResidencyView()
-    found.take(Residency(32, [entry("a"), entry("conversation:f0:a", gpu=5)], 0))
+    view = ResidencyView()
+    view.take(Residency(32, [entry("a"), entry("conversation:f0:a", gpu=5)], 0))
     assert (
-        found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5)
-        and found.find("b") is None
+        view.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5)
+        and view.find("b") is None
     )
 
 
 def test_two_open_pages_lose_no_conversation() -> None:
     """Each page asks for every range, so each range arrives twice."""
-    found = ResidencyView()
+    view = ResidencyView()
     for stretch in (Residency(32, [entry("a")], 1), Residency(32, [entry("b")], 0, start=1)):
-        found.take(stretch)
-        found.take(stretch)
-    assert names(found, "") == ["b", "a"]
+        view.take(stretch)
+        view.take(stretch)
+    assert names(view, "") == ["b", "a"]
 
 
 def test_owners_see_their_own_by_the_names_they_gave() -> None:
-    found = ResidencyView()
+    view = ResidencyView()
     own = [Name(owner, name) for owner in ("f00", "f0") for name in ("tea: black", "coffee")]
     answers = [entry(kv_name(name, name.id)) for name in [*own, Name("f0", "resp_1", "response")]]
-    found.take(Residency(32, answers, 0))
-    assert names(found, "f00") == ["coffee", "tea: black"]
-    assert names(found, "f0") == ["resp_1", "coffee", "tea: black"]
-    assert names(found, "f") == []
+    view.take(Residency(32, answers, 0))
+    assert names(view, "f00") == ["coffee", "tea: black"]
+    assert names(view, "f0") == ["resp_1", "coffee", "tea: black"]
+    assert names(view, "f") == []
 
 
 def test_the_state_needs_a_key_and_the_files_do_not(serve) -> None:  # noqa: F811
@@ -90,7 +90,7 @@ def test_the_state_needs_a_key_and_the_files_do_not(serve) -> None:  # noqa: F81
                 and state["generated"] > 0
                 and state["conversations"] == []
             )
-            assert served.loop.said(Look, 1) == [Look(0)]
+            assert served.loop.messages(Look, 1) == [Look(0)]
             for path in (
                 "/ui/../ui_api.py",
                 "/ui/%2e%2e/ui_api.py",

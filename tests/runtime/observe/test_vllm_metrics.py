@@ -14,13 +14,13 @@ LABELS = {"model_name": "tea", "engine": "0"}
 
 def samples(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
     """By name: labels and value of each, as a scraper reads them."""
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(
         VllmMetrics(metrics, "tea", 32, 200).text().decode()
     ):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
+            by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return by_name
 
 
 def test_values_are_those_of_our_metrics() -> None:
@@ -30,7 +30,7 @@ def test_values_are_those_of_our_metrics() -> None:
         running=4, waiting=5, suspensions=6, slots={"gpu": gpu}, drafts=2, drafted=15, accepted=7
     )
     metrics.generation_tokens = 9
-    found = samples(metrics)
+    values = samples(metrics)
     for name, value in (
         ("num_requests_running", 4),
         ("num_requests_waiting", 5),
@@ -41,35 +41,35 @@ def test_values_are_those_of_our_metrics() -> None:
         ("spec_decode_num_draft_tokens_total", 15),
         ("spec_decode_num_accepted_tokens_total", 7),
     ):
-        assert found[f"vllm:{name}"] == [(LABELS, value)]
+        assert values[f"vllm:{name}"] == [(LABELS, value)]
 
 
 def test_labels_that_only_we_have_are_summed_over() -> None:
     metrics = Metrics()
     metrics.count_prompt(Usage(gpu=10, host=11, disk=12, recomputed=13, new=14))
-    found = samples(metrics)
+    values = samples(metrics)
     assert (
-        found["vllm:prompt_tokens_total"]
-        == found["vllm:prefix_cache_queries_total"]
+        values["vllm:prompt_tokens_total"]
+        == values["vllm:prefix_cache_queries_total"]
         == [(LABELS, 60)]
     )
-    assert found["vllm:prefix_cache_hits_total"] == [(LABELS, 33)]
+    assert values["vllm:prefix_cache_hits_total"] == [(LABELS, 33)]
 
 
 def test_histograms_keep_their_buckets() -> None:
     metrics = Metrics()
     metrics.time_to_first_token.observe(0.03)
     metrics.ended(1.5, [0.01, 0.02])
-    found = samples(metrics)
+    values = samples(metrics)
     buckets = {
         labels.pop("le"): (labels, value)
-        for labels, value in found["vllm:time_to_first_token_seconds_bucket"]
+        for labels, value in values["vllm:time_to_first_token_seconds_bucket"]
     }
     assert buckets["0.02"] == (LABELS, 0) and buckets["0.04"] == buckets["+Inf"] == (LABELS, 1)
-    assert found["vllm:time_to_first_token_seconds_sum"] == [(LABELS, 0.03)]
-    assert found["vllm:request_queue_time_seconds_count"] == [(LABELS, 2)]
-    assert found["vllm:e2e_request_latency_seconds_sum"] == [(LABELS, 1.5)]
-    assert found["vllm:inter_token_latency_seconds_count"] == [(LABELS, 0)]
+    assert values["vllm:time_to_first_token_seconds_sum"] == [(LABELS, 0.03)]
+    assert values["vllm:request_queue_time_seconds_count"] == [(LABELS, 2)]
+    assert values["vllm:e2e_request_latency_seconds_sum"] == [(LABELS, 1.5)]
+    assert values["vllm:inter_token_latency_seconds_count"] == [(LABELS, 0)]
 
 
 def test_refused_requests_are_no_successes() -> None:
@@ -93,7 +93,7 @@ def test_all_are_there_before_the_first_request() -> None:
     metrics = Metrics()
     kinds = {family.name: family.type for family in metrics.families()}
     text = VllmMetrics(metrics, "tea", 32, 200).text().decode()
-    found = {family.name: family for family in text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     for name, ours in COPIED.items():
-        assert found[name].type == kinds[ours] and found[name].samples
-    assert len(found["vllm:request_success"].samples) == len(FinishReason)
+        assert families[name].type == kinds[ours] and families[name].samples
+    assert len(families["vllm:request_success"].samples) == len(FinishReason)

@@ -229,8 +229,8 @@ def test_a_record_that_only_one_rank_has_is_erased_at_the_start(tmp_path):
         executors = [opened(rank) for rank in (0, 1)]
         ranks = Gathered()
         with ThreadPoolExecutor(2) as threads:
-            found = list(threads.map(agreed_records, map(ranks.as_rank, (0, 1)), executors))
-        assert [[(record.slot, record.key[:1]) for record in records] for records in found] == [
+            agreed = list(threads.map(agreed_records, map(ranks.as_rank, (0, 1)), executors))
+        assert [[(record.slot, record.key[:1]) for record in records] for records in agreed] == [
             [(1, b"b")]
         ] * 2
         for executor in executors:
@@ -245,7 +245,7 @@ class Pipes:
 
     def __init__(self):
         self.plans: SimpleQueue[bytes] = SimpleQueue()
-        self.said: SimpleQueue[tuple] = SimpleQueue()
+        self.reports: SimpleQueue[tuple] = SimpleQueue()
         self.failure = None
         self.stopped = False
 
@@ -266,13 +266,13 @@ class Pipes:
             return None
 
     def report(self, report):
-        self.said.put((1, report))
+        self.reports.put((1, report))
 
     def reports(self):
         if self.failure:
             raise RankFailed(self.failure)
-        while not self.said.empty():
-            yield self.said.get()
+        while not self.reports.empty():
+            yield self.reports.get()
 
 
 CONFIG = SchedulerConfig(
@@ -334,9 +334,9 @@ def test_another_rank_executes_rank_0_s_plans_and_ends_with_it(monkeypatch):
 @pytest.fixture
 def leader():
     pipes = Pipes()
-    made = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, group_layers=2)
-    yield pipes, made
-    Executor.close(made)
+    executor = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, group_layers=2)
+    yield pipes, executor
+    Executor.close(executor)
 
 
 def test_what_fails_elsewhere_is_raised_where_rank_0_waits(leader):
@@ -420,9 +420,9 @@ def test_another_rank_waits_for_a_plan_for_ever_but_not_for_a_step(monkeypatch):
 
 @pytest.fixture
 def group():
-    made = ThreadRanks(2)
-    register_group(TENSOR_PARALLEL, made)
-    yield made
+    ranks = ThreadRanks(2)
+    register_group(TENSOR_PARALLEL, ranks)
+    yield ranks
     release_group(TENSOR_PARALLEL)
 
 

@@ -55,9 +55,9 @@ def test_without_mpi4py_it_says_so(fake, monkeypatch):
 
 def test_what_the_environment_says_stays(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    made = environment({"OMPI_MCA_mpi_yield_when_idle": "0", "HOME": "/h"}, 4, "/s")
-    assert made["OMPI_MCA_mpi_yield_when_idle"] == "0" and made["HOME"] == "/h"
-    assert not AS_ROOT.keys() & made.keys()
+    variables = environment({"OMPI_MCA_mpi_yield_when_idle": "0", "HOME": "/h"}, 4, "/s")
+    assert variables["OMPI_MCA_mpi_yield_when_idle"] == "0" and variables["HOME"] == "/h"
+    assert not AS_ROOT.keys() & variables.keys()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert environment({}, 4, "/s").items() >= AS_ROOT.items()
 

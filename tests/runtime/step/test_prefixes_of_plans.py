@@ -22,7 +22,7 @@ BAND = 4 * KEYS
 class PackingModel(DeviceModel):
     """Packs each plan too, and compares which rows share what."""
 
-    found: Counter[str]
+    seen: Counter[str]
     packer: StepPacker
 
     def launch(self, plan):
@@ -40,8 +40,8 @@ class PackingModel(DeviceModel):
         for before, row, keys in zip(order[:-1], order[1:], shared[1:], strict=True):
             equal = 0 if bands[before] != bands[row] else common(units[before], units[row])
             assert keys == equal * KEYS
-        self.found["shared keys"] += sum(shared)
-        self.found["steps without"] += not any(shared)
+        self.seen["shared keys"] += sum(shared)
+        self.seen["steps without"] += not any(shared)
         return result
 
     def units(self, seat):
@@ -61,37 +61,37 @@ class PackingDriver(Driver):
     def _new_device(self):
         model = super()._new_device()
         model.__class__ = PackingModel
-        model.found = self.found
+        model.seen = self.seen
         model.packer = StepPacker(
             self.config.max_num_seqs, self.config.max_model_len // CHUNK + 1, CHUNK
         )
         return model
 
-    def __init__(self, found, **settings):
-        self.found = found
+    def __init__(self, seen, **settings):
+        self.seen = seen
         super().__init__(**settings)
 
 
 @pytest.fixture(scope="module")
-def found():
+def seen():
     return Counter()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_plans_of_random_conversations(seed, found, monkeypatch):
+def test_plans_of_random_conversations(seed, seen, monkeypatch):
     """With suspended rows, branches, forks, contexts that overflow and a disk."""
     monkeypatch.setattr(prefixes, "SHARED_KEYS", KEYS)
     monkeypatch.setattr(prefixes, "BAND_KEYS", BAND)
     PackingDriver(
-        found,
+        seen,
         seed=seed,
         gpu_kv_chunks=(20, 40, 72)[seed % 3],
         host_kv_chunks=(16, 60)[seed % 2],
         disk_kv_chunks=(0, 60)[seed // 2 % 2],
         overflow=OVERFLOW_MODES[seed % 2],
         chunk_tokens=CHUNK,
-    ).play(800, found)
+    ).play(800, seen)
 
 
-def test_everything_happened(found):
-    assert found["shared keys"] > 500 and found["steps without"] and found["suspensions"]
+def test_everything_happened(seen):
+    assert seen["shared keys"] > 500 and seen["steps without"] and seen["suspensions"]

@@ -111,7 +111,7 @@ def packed(packer, step, joins=(), generate=(), spans=(), scored=(), mask=None):
     """Every join gets the chunks it may need."""
     blocks = [(join.seat, 0, (4 * join.seat, 4 * join.seat + 1)) for join in joins]
     tokens = sum(span.end - span.start for span in spans)
-    made = plan(
+    step_plan = plan(
         step,
         joins=joins,
         blocks=blocks,
@@ -119,7 +119,7 @@ def packed(packer, step, joins=(), generate=(), spans=(), scored=(), mask=None):
         spans=spans,
         token_ids=range(tokens),
     )
-    return packer.pack(replace(made, scored=array("i", scored)), mask)
+    return packer.pack(replace(step_plan, scored=array("i", scored)), mask)
 
 
 def test_counts_follow_the_samples_and_begin_anew_with_a_join():
@@ -153,13 +153,13 @@ def test_counts_follow_the_samples_and_begin_anew_with_a_join():
             if seat == 2:
                 assert tokens[at] == exact[at].argmax()
                 continue
-            asked = (
+            fields = (
                 PENALISED.repetition_penalty,
                 PENALISED.presence_penalty,
                 PENALISED.frequency_penalty,
             )
             expected = penalise_twin(
-                exact[at], prompt if seat == 1 else other, replies[seat], *asked
+                exact[at], prompt if seat == 1 else other, replies[seat], *fields
             )
             assert tokens[at] == expected.argmax()
             replies[seat].append(int(tokens[at]))

@@ -79,10 +79,10 @@ def test_the_process_goes_on_while_a_long_text_is_encoded_or_decoded(
 
 
 def test_a_character_of_several_tokens_is_said_whole() -> None:
-    said = pieces(Tokenizer(byte_tokenizer()), byte_tokens(TEXT))
-    assert "".join(said) == TEXT
-    assert not any(REPLACEMENT in piece for piece in said)
-    assert "世" in said and "👩" in said
+    text_pieces = pieces(Tokenizer(byte_tokenizer()), byte_tokens(TEXT))
+    assert "".join(text_pieces) == TEXT
+    assert not any(REPLACEMENT in piece for piece in text_pieces)
+    assert "世" in text_pieces and "👩" in text_pieces
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -98,9 +98,9 @@ def test_any_bytes_join_to_the_full_decode(seed: int) -> None:
 def test_an_endless_run_of_broken_bytes_is_said_as_it_goes() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     tokens = [FIRST_BYTE + 0xFF] * 1000
-    said = pieces(tokenizer, tokens)
-    assert "".join(said) == REPLACEMENT * 1000
-    assert sum(map(len, said[:500])) > 490
+    text_pieces = pieces(tokenizer, tokens)
+    assert "".join(text_pieces) == REPLACEMENT * 1000
+    assert sum(map(len, text_pieces[:500])) > 490
 
 
 def test_ids_without_text_cost_no_memory() -> None:
@@ -118,10 +118,10 @@ def test_sentencepiece_spaces_and_bytes() -> None:
         backend.token_to_id(word) for word in ("▁Hello", "▁world", "</s>", "▁", "▁Hello", "ü", "!")
     ]
     tokens = [*words, *emoji, *words, 1, *emoji]
-    said = pieces(tokenizer, tokens)
-    assert "".join(said) == tokenizer.decode(tokens)
-    assert said[:2] == ["Hello", " world"]
-    assert not any(REPLACEMENT in piece for piece in said)
+    text_pieces = pieces(tokenizer, tokens)
+    assert "".join(text_pieces) == tokenizer.decode(tokens)
+    assert text_pieces[:2] == ["Hello", " world"]
+    assert not any(REPLACEMENT in piece for piece in text_pieces)
 
 
 def test_a_reply_that_begins_with_a_character_in_bytes() -> None:
@@ -159,14 +159,16 @@ def test_a_context_of_broken_bytes_stays_whole() -> None:
 
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:
-    said = pieces(Tokenizer(byte_tokenizer()), byte_tokens("a世")[:-1])
-    assert said == ["a", "", "", REPLACEMENT]
+    text_pieces = pieces(Tokenizer(byte_tokenizer()), byte_tokens("a世")[:-1])
+    assert text_pieces == ["a", "", "", REPLACEMENT]
 
 
-def match(stops: list[str], said: list[str], **options: bool | int) -> tuple[str, int | None]:
+def match(
+    stops: list[str], text_pieces: list[str], **options: bool | int
+) -> tuple[str, int | None]:
     matcher = StopMatcher(stops, **options)  # type: ignore[arg-type]
     text = ""
-    for piece in said:
+    for piece in text_pieces:
         text += matcher.push(piece)
         if matcher.matched:
             return text, matcher.tokens
@@ -175,7 +177,7 @@ def match(stops: list[str], said: list[str], **options: bool | int) -> tuple[str
 
 
 @pytest.mark.parametrize(
-    ("stops", "said", "expected"),
+    ("stops", "text_pieces", "expected"),
     [
         (["END"], ["abc", "END", "x"], ("abc", 2)),
         (["END"], ["abcE", "N", "Dxyz"], ("abc", 3)),
@@ -188,8 +190,10 @@ def match(stops: list[str], said: list[str], **options: bool | int) -> tuple[str
         (["\n\n"], ["one\n", "two\n", "\nthree"], ("one\ntwo", 3)),
     ],
 )
-def test_stop_strings(stops: list[str], said: list[str], expected: tuple[str, int | None]) -> None:
-    assert match(stops, said) == expected
+def test_stop_strings(
+    stops: list[str], text_pieces: list[str], expected: tuple[str, int | None]
+) -> None:
+    assert match(stops, text_pieces) == expected
 
 
 def test_a_stop_string_may_stay_in_the_text() -> None:
@@ -218,21 +222,21 @@ def test_the_outcome_does_not_depend_on_how_text_is_cut(seed: int) -> None:
     text = "".join(draw.choices("ab", k=60))
     stops = ["".join(draw.choices("ab", k=draw.randrange(3, 8))) for _ in range(3)]
     cuts = sorted(draw.sample(range(1, 60), 20))
-    said = [text[start:end] for start, end in zip([0, *cuts], [*cuts, 60], strict=True)]
-    assert match(stops, said)[0] == match(stops, list(text))[0] == match(stops, [text])[0]
+    text_pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, 60], strict=True)]
+    assert match(stops, text_pieces)[0] == match(stops, list(text))[0] == match(stops, [text])[0]
 
 
-def matcher_twin(stops: list[str], said: list[str], include: bool) -> list[str]:
+def matcher_twin(stops: list[str], text_pieces: list[str], include: bool) -> list[str]:
     """The text that each piece releases, computed from the whole text each time; the last piece
     completes a stop string."""
     text = ""
     done = 0
     outcome = []
-    for piece in said:
+    for piece in text_pieces:
         text += piece
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-        if found:
-            end, start = min(found)
+        matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        if matches:
+            end, start = min(matches)
             return [*outcome, text[done : end if include else start]]
         beginnings = [stop[:size] for stop in stops for size in range(len(stop))]
         held = max(len(beginning) for beginning in beginnings if text.endswith(beginning))
@@ -247,19 +251,19 @@ def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
     stops = [
         "".join(draw.choices("ab", k=draw.randrange(1, 12))) for _ in range(draw.randrange(1, 5))
     ]
-    said = [
+    text_pieces = [
         "".join(draw.choices("ab", (3, 1), k=draw.randrange(5))) for _ in range(draw.randrange(30))
     ]
     include = bool(seed % 2)
     matcher = StopMatcher(stops, include)
     outcome = []
-    for piece in said:
+    for piece in text_pieces:
         outcome.append(matcher.push(piece))
         if matcher.matched:
             break
     else:
         outcome.append(matcher.end(""))
-    assert outcome == matcher_twin(stops, said, include)
+    assert outcome == matcher_twin(stops, text_pieces, include)
 
 
 class Watched(str):
@@ -315,8 +319,8 @@ def test_stop_strings_take_time_in_proportion_to_the_text(
     matcher = StopMatcher([Watched(stop) for stop in stops])
     length = len(text)
     Watched.seen = 0
-    said = [matcher.push(Watched(text[at : at + piece])) for at in range(0, length, piece)]
-    assert "".join(said) + matcher.end("") == text and not matcher.matched
+    text_pieces = [matcher.push(Watched(text[at : at + piece])) for at in range(0, length, piece)]
+    assert "".join(text_pieces) + matcher.end("") == text and not matcher.matched
     assert Watched.seen < 12 * length * len(stops)
 
 

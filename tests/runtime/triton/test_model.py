@@ -62,11 +62,11 @@ def model(triton, tmp_path):
     """Loaded, with an engine's process that does nothing."""
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "history.sqlite")]
     config = {"parameters": {"engine_command": {"string_value": json.dumps(command)}}}
-    made = sys.modules[NAME].TritonPythonModel()
-    made.initialize({"model_name": "mine", "model_config": json.dumps(config)})
-    yield made
-    made.finalize()
-    assert made._process.returncode is not None and not made._thread.is_alive()
+    opened = sys.modules[NAME].TritonPythonModel()
+    opened.initialize({"model_name": "mine", "model_config": json.dumps(config)})
+    yield opened
+    opened.finalize()
+    assert opened._process.returncode is not None and not opened._thread.is_alive()
 
 
 def test_without_its_engine_the_model_is_unloaded(triton, model):
@@ -122,10 +122,10 @@ class Asking:
         self.get_response_sender = lambda: SimpleNamespace(
             is_cancelled=lambda: False, send=self._send
         )
-        self.said = []
+        self.sent = []
 
     def _send(self, response, flags):
-        self.said.append(response)
+        self.sent.append(response)
 
 
 @contextlib.asynccontextmanager
@@ -153,37 +153,37 @@ def test_what_has_expired_is_forgotten_without_a_request(triton, tmp_path, monke
 
     async def one():
         async with desk_before(loop, tmp_path, history_ttl=1000.0):
-            await asyncio.to_thread(eventually, lambda: len(loop.said(Forget)) == 1)
+            await asyncio.to_thread(eventually, lambda: len(loop.messages(Forget)) == 1)
 
     asyncio.run(one())
 
 
 def test_a_request_is_stopped_while_its_prompt_is_still_looked_at(triton, tmp_path):
-    asked, stop = Asking(triton, **PROMPT), Asking(triton, stop=True)
+    request, stop = Asking(triton, **PROMPT), Asking(triton, stop=True)
 
     async def both():
         async with desk_before(FakeLoop(say("y" * 100)), tmp_path) as desk:
-            await asyncio.gather(desk.answer(asked), desk.answer(stop))
+            await asyncio.gather(desk.answer(request), desk.answer(stop))
 
     asyncio.run(both())
-    assert asked.said == stop.said == ["CANCELLED"]
+    assert request.sent == stop.sent == ["CANCELLED"]
 
 
 def test_a_request_whose_tensors_cannot_be_read_is_answered(triton, tmp_path):
-    asked = Asking(triton, **PROMPT)
-    asked.inputs()[0].as_numpy.side_effect = UnicodeDecodeError("utf8", b"x", 0, 1, "bad")
+    request = Asking(triton, **PROMPT)
+    request.inputs()[0].as_numpy.side_effect = UnicodeDecodeError("utf8", b"x", 0, 1, "bad")
 
     async def one():
         async with desk_before(FakeLoop(say("y")), tmp_path) as desk:
             with pytest.raises(UnicodeDecodeError):  # for the log
-                await desk.answer(asked)
+                await desk.answer(request)
 
     asyncio.run(one())
-    assert asked.said == ["INTERNAL"]
+    assert request.sent == ["INTERNAL"]
 
 
 def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeypatch):
-    asked = Asking(triton, conversation_id=b"tea", **PROMPT)
+    request = Asking(triton, conversation_id=b"tea", **PROMPT)
     loop = FakeLoop(say("y" * 9))
     read = past_turns.tokens_inside
 
@@ -196,9 +196,9 @@ def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeyp
 
     async def one():
         async with desk_before(loop, tmp_path) as desk:
-            answer = asyncio.create_task(desk.answer(asked))
+            answer = asyncio.create_task(desk.answer(request))
             await desk.engine_ended()
         await answer
 
     asyncio.run(one())
-    assert asked.said == [None]
+    assert request.sent == [None]

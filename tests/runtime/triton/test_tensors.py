@@ -37,13 +37,13 @@ def tensor(name, *values):
     return np.array(values, dtype=kinds[INPUTS[name].type])
 
 
-def asked(sequence="", **inputs):
+def request_body(sequence="", **inputs):
     values = {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}
     return read_inputs({name: tensor(name, *value) for name, value in values.items()}, sequence)
 
 
 def test_every_input_reaches_its_field():
-    body = asked(
+    body = request_body(
         input_ids=[3, 1, 2],
         conversation_id=b"mine",
         history=b"server",
@@ -80,7 +80,7 @@ def test_every_input_reaches_its_field():
 
 
 def test_a_bare_prompt_asks_for_nothing_else():
-    request = asked(text_input=b"hello")
+    request = request_body(text_input=b"hello")
     assert (request.prompt, request.stream, request.echo, request.logprobs) == (
         "hello", False, False, None
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_bare_prompt_asks_for_nothing_else():
 
 
 def test_what_is_to_be_said_of_the_reply():
-    request = asked(
+    request = request_body(
         text_input=b"hello",
         sampling_param_exclude_input_from_output=False,
         sampling_param_return_perf_metrics=True,
@@ -116,7 +116,7 @@ def test_what_is_to_be_said_of_the_reply():
     ids=["sequence", "both"],
 )
 def test_a_sequence_names_the_conversation_unless_its_id_does(inputs, conversation):
-    assert asked("7", text_input=b"hello", **inputs).conversation_id == conversation
+    assert request_body("7", text_input=b"hello", **inputs).conversation_id == conversation
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_sequence_names_the_conversation_unless_its_id_does(inputs, conversati
 )
 def test_what_cannot_be_asked_is_refused(inputs, param):
     with pytest.raises(RequestError) as caught:
-        asked(**inputs)
+        request_body(**inputs)
     assert (caught.value.kind, caught.value.subject) == (ErrorKind.INVALID, param)
 
 
@@ -149,7 +149,9 @@ class Call:
 def told(inputs, tokens, finish):
     """The last response's stop and finish reasons for a reply of these tokens, ended by the engine,
     to a prompt of 9 tokens."""
-    wanted = asked(text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs)
+    wanted = request_body(
+        text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs
+    )
     stops = wanted.stop
     ids = frozenset([EOS, *wanted.stop_token_ids])
     request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))

@@ -182,9 +182,9 @@ def test_a_head_stays_until_it_leaves_and_sees_what_is_filed_meanwhile():
     late = a_chunk(16, active=0.5)
     victims.add(late)
     seen = []
-    while found := head.peek(1):
-        seen += found
-        victims.discard(found[0])
+    while entries := head.peek(1):
+        seen += entries
+        victims.discard(entries[0])
     assert set(seen) == {*chunks[1:], late}
     victims.add(chunks[2])
     assert head.peek(9) == [chunks[2]]

@@ -137,8 +137,8 @@ def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
     if in_first_chunks:
         harness.turn(range(in_first_chunks), 1, "b")
     usage = harness.turn([*PROMPT, *range(40, 48)], 1, "a", stored_tokens=21)
-    found = {"gpu": in_first_chunks} if in_first_chunks else {}
-    assert usage == found | {"recomputed": 21 - in_first_chunks, "new": 9}
+    from_gpu = {"gpu": in_first_chunks} if in_first_chunks else {}
+    assert usage == from_gpu | {"recomputed": 21 - in_first_chunks, "new": 9}
     log = harness.logs["a"]
     assert harness.turn([*log, 1], 1, "a", stored_tokens=len(log) - 1) == {"gpu": 30, "new": 2}, (
         "it is here now"

@@ -224,11 +224,11 @@ def test_one_step_tries_few_of_many_requests(order, monkeypatch):
     harness = Harness(
         max_queue=1000, queue_order=order, gpu_kv_chunks=200, max_num_seqs=20, check=False
     )
-    asked = [harness.submit([*range(20), 100 + n], 1) for n in range(400)]
+    requests = [harness.submit([*range(20), 100 + n], 1) for n in range(400)]
     tried = lookups(harness, monkeypatch)
     harness.tick()
     assert sum(tried.values()) <= MOST_TRIED + 1
-    harness.run(*asked)
+    harness.run(*requests)
     assert len(tried) == 400
 
 
@@ -244,11 +244,11 @@ def test_a_request_is_not_looked_up_again_for_each_chunk_that_another_computes(o
         max_model_len=256,
     )
     tried = lookups(harness, monkeypatch)
-    asked = [
+    requests = [
         harness.submit([*range(180), 200 + n], 4, owner=owners[n % len(owners)]) for n in range(10)
     ]
-    harness.run_until(lambda: any(harness.state(i) == "running" for i in asked[1:]))
-    assert max(tried[i] for i in asked) <= 3
+    harness.run_until(lambda: any(harness.state(i) == "running" for i in requests[1:]))
+    assert max(tried[i] for i in requests) <= 3
     harness.drain()
 
 
@@ -366,16 +366,16 @@ def seconds_beside(others, rows):
         CROWD, max_num_seqs=rows, max_num_batched_tokens=512, gpu_kv_chunks=4096, max_queue=1024
     )
     other = Session("other", 3.0, (SessionTurn(0, 200, 50),), owner="b")
-    found = []
+    waits = []
 
     def watch(now, applied, served):
         events = [event for event in applied.rows if served[event.request].session.name == "other"]
-        found.extend(event.queued if event.finish is None else now - 3.0 for event in events)
+        waits.extend(event.queued if event.finish is None else now - 3.0 for event in events)
 
     simulator = Simulator(config, SERVER, [*others, other], watch=watch)
-    while len(found) < 2:
+    while len(waits) < 2:
         simulator.play(simulator.now + 1.0)
-    return found
+    return waits
 
 
 def test_a_flood_of_prompts_delays_another_owner_no_more_than_an_ordinary_client_twice():

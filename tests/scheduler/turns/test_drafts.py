@@ -43,47 +43,47 @@ def ids(text: str) -> array[int]:
 
 
 def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() -> None:
-    made = Drafts()
-    assert made.next(ids("abcd12345678+abcd"), 0) == ids("12345678")
-    assert made.next(ids("abcd12345678+abcd12"), 0) == ids("345678")
-    assert made.next(ids("abcd12345678+abcd12x"), 0) == ids("")
-    assert made.next(ids("abcd12345678+abcd12xabcd"), 0) == ids("12xabcd1")[:MOST_DRAFTS]
+    drafts = Drafts()
+    assert drafts.next(ids("abcd12345678+abcd"), 0) == ids("12345678")
+    assert drafts.next(ids("abcd12345678+abcd12"), 0) == ids("345678")
+    assert drafts.next(ids("abcd12345678+abcd12x"), 0) == ids("")
+    assert drafts.next(ids("abcd12345678+abcd12xabcd"), 0) == ids("12xabcd1")[:MOST_DRAFTS]
 
 
 def test_drafts_are_given_only_if_enough_of_them_are_expected_to_come_true() -> None:
-    made = Drafts()
+    drafts = Drafts()
     text = "abcd12345678+abcd"
-    assert made.next(ids(text), 2) and not made.next(ids(text), 3)
-    assert made.next(ids(text + "123456"), 1) and not made.next(ids(text + "123456"), 2), (
+    assert drafts.next(ids(text), 2) and not drafts.next(ids(text), 3)
+    assert drafts.next(ids(text + "123456"), 1) and not drafts.next(ids(text + "123456"), 2), (
         "two are left"
     )
 
 
 def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() -> None:
-    made = Drafts()
+    drafting = Drafts()
     text = "abcd1234"
     mean = drafts.FIRST_MEAN
     for sign in "EFGHIJKLMNOPQRST":
         text += sign + "abcd"
-        made.next(ids(text), 10)
+        drafting.next(ids(text), 10)
         text += sign.lower()
-        made.next(ids(text), 10)
+        drafting.next(ids(text), 10)
         mean += LEARNED * (0 - mean)
-        assert made._mean == pytest.approx(mean)
-    assert not made.next(ids(text + "+abcd"), 1)
+        assert drafting._mean == pytest.approx(mean)
+    assert not drafting.next(ids(text + "+abcd"), 1)
 
 
 @pytest.mark.parametrize("step", [1, 1000, 5 * SEARCHED])
 def test_matches_are_looked_for_in_the_latest_tokens_only(step: int) -> None:
     """However many tokens come at once; the text stays as long as what is searched."""
     other = "".join(chr(0x10000 + at) for at in range(2 * SEARCHED))
-    for between, found in ((SEARCHED - 16, "12345678"), (SEARCHED - 15, "")):
-        made = Drafts()
+    for between, expected in ((SEARCHED - 16, "12345678"), (SEARCHED - 15, "")):
+        drafts = Drafts()
         tokens = ids("abcd12345678" + other[:between] + "abcd")
         for end in range(step, len(tokens), step):
-            made.next(tokens[:end], 0)
-        assert made.next(tokens, 0) == ids(found)
-        assert len(made._text) == SEARCHED
+            drafts.next(tokens[:end], 0)
+        assert drafts.next(tokens, 0) == ids(expected)
+        assert len(drafts._text) == SEARCHED
 
 
 @pytest.mark.parametrize("last", [0, 0xD7FF, 0xDFFF, 0xFEFF, 0xFFFE, 0x10FFFF])

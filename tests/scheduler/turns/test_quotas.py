@@ -13,7 +13,7 @@ from ..harness import Harness
 
 def over_quota_of(shares, most):
     """The slow way: all but the latest conversations that fit together."""
-    found = set()
+    names = set()
     for conversations in shares.values():
         left = most
         fits = True
@@ -21,8 +21,8 @@ def over_quota_of(shares, most):
             left -= chunks
             fits = fits and left >= 0
             if not fits:
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def test_the_latest_conversations_up_to_the_quota_are_within_it():

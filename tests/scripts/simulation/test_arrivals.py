@@ -121,13 +121,13 @@ def test_turns_in_progress_at_the_start_are_spread_as_later():
         return None
 
     def mean_turn(moment):
-        found = [
+        indexes = [
             turn_at(a, moment)
             for seed in range(30)
             for a in plan(seed=seed)
             if a.at <= moment or a.turn
         ]
-        return fmean(index for index in found if index is not None)
+        return fmean(index for index in indexes if index is not None)
 
     assert mean_turn(0.0) == pytest.approx(mean_turn(40.0), rel=0.1)
 

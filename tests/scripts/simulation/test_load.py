@@ -130,11 +130,11 @@ def test_wrong_settings_are_named(capsys, options, setting):
 
 
 def test_kv_in_eight_bits_has_about_half_the_bytes_on_every_tier(capsys):
-    made = parser("load").parse_args(["--preset", "load"])
+    args = parser("load").parse_args(["--preset", "load"])
     pools = []
     for name in ("auto", "fp8"):
-        made.kv_cache_dtype = name
-        run = load_run(made, measured(32), [Session("a", 0.0, (SessionTurn(0, 8, 2),))], 1.0, 0)
+        args.kv_cache_dtype = name
+        run = load_run(args, measured(32), [Session("a", 0.0, (SessionTurn(0, 8, 2),))], 1.0, 0)
         pools.append(
             (run.config.gpu_kv_chunks, run.config.host_kv_chunks, 1 / run.cost.chunk_bytes)
         )

@@ -189,10 +189,10 @@ def test_a_seed_names_a_workload():
 
 
 def test_texts_count_a_token_for_every_four_characters(tmp_path):
-    said = [
+    messages = [
         {"role": role, "content": "x" * 38} for role in ("user", "assistant", "user", "assistant")
     ]
-    (session,) = read(write(tmp_path / "text.jsonl", [{"conversation": "a", "messages": said}]))
+    (session,) = read(write(tmp_path / "text.jsonl", [{"conversation": "a", "messages": messages}]))
     first, second = session.turns
     assert first == SessionTurn(0, 14, 10) and second[:3] == (24, 10, 10) and second.think_s > 0
 
