@@ -283,7 +283,7 @@ def first_token_s(case: Case, report: Report, machine: Machine) -> float:
     unknown = usage.new + usage.recomputed
     context = round((unknown + usage.cached) / report.requests)
     return (
-        max(unknown * cost.recompute(context), (usage.host + usage.disk) * cost.load())
+        max(unknown * cost.recompute(context), (usage.host + usage.disk) * cost.swap_in())
         / report.requests
     )
 

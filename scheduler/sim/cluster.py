@@ -343,15 +343,15 @@ class Cluster:
             number = self._draw.choice(self._live)
             if self._routing == "random" or number >= self._simulated:
                 return number
-            return self._least_loaded()
+            return self._with_fewest_open()
         home = self._home(life)
         if self._routing == "session" or home >= self._simulated:
             return home
-        loads = [
+        open_requests = [
             self._replicas[number].open for number in self._replicas if number not in self._out
         ]
-        if self._replicas[home].open > CROWDED * sum(loads) / len(loads) + FEW:
-            return self._least_loaded()
+        if self._replicas[home].open > CROWDED * sum(open_requests) / len(open_requests) + FEW:
+            return self._with_fewest_open()
         return home
 
     def home(self, name: str) -> int:
@@ -373,7 +373,7 @@ class Cluster:
         self._live = [number for number in range(self._total) if number not in self._out]
         return ring((number, self._generation[number]) for number in self._live)
 
-    def _least_loaded(self) -> int:
+    def _with_fewest_open(self) -> int:
         live = [number for number in self._replicas if number not in self._out]
         least = min(self._replicas[number].open for number in live)
         return self._draw.choice(
