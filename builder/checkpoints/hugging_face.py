@@ -392,12 +392,12 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
     each part."""
     scales: Sources = {}
     for projection, sources in layer_projections(wanted).items():
-        found = [
+        in_fp8 = [
             source.name in files and _slice(files, source.name).get_dtype() == IN_FP8
             for source in sources
         ]
-        if any(found):
-            if not all(found):
+        if any(in_fp8):
+            if not all(in_fp8):
                 names = ", ".join(source.name for source in sources)
                 raise refusal(
                     f"{names}: some are in FP8 and some are not, and they are one projection here"

@@ -245,7 +245,7 @@ class HistoryStore:
     def waiting(self) -> float:
         """Called from another thread: the seconds for which a statement has waited for the
         database's answer, or 0."""
-        since = self._db.asked
+        since = self._db.sent_at
         return time.monotonic() - since if since is not None else 0.0
 
     def now(self) -> float:

@@ -196,7 +196,7 @@ HEAD_TOKENS = 4  # made up, before text: without them a second pass would reuse 
 Encode = Callable[[str], Sequence[int]]
 
 
-class MadeUp(NamedTuple):
+class SyntheticTokens(NamedTuple):
     """A number of tokens without meaning.
 
     key       equal keys have equal tokens, in all conversations of a run; None: unique tokens
@@ -208,7 +208,7 @@ class MadeUp(NamedTuple):
     per_pass: bool = False
 
 
-Piece = MadeUp | array  # the array holds the token ids of a text
+Piece = SyntheticTokens | array  # the array holds the token ids of a text
 
 
 class Dialogue(NamedTuple):
@@ -224,16 +224,18 @@ class Dialogue(NamedTuple):
     inputs: tuple[tuple[Piece, ...], ...]
 
 
-def made_up(session: Session, start_s: float | None = None) -> Dialogue:
-    """A conversation with given lengths and made-up tokens."""
+def synthetic_dialogue(session: Session, start_s: float | None = None) -> Dialogue:
+    """A conversation with given lengths and synthetic tokens."""
     first = session.turns[0].input_tokens
     opening = (
-        (MadeUp(session.system_tokens, f"system {session.system_tokens}"),)
+        (SyntheticTokens(session.system_tokens, f"system {session.system_tokens}"),)
         if session.system_tokens
         else ()
     )
-    rest = (MadeUp(first - session.system_tokens),) if first > session.system_tokens else ()
-    later = ((MadeUp(turn.input_tokens),) for turn in session.turns[1:])
+    rest = (
+        (SyntheticTokens(first - session.system_tokens),) if first > session.system_tokens else ()
+    )
+    later = ((SyntheticTokens(turn.input_tokens),) for turn in session.turns[1:])
     return Dialogue(session.name, start_s, session.turns, ((*opening, *rest), *later))
 
 
@@ -280,7 +282,9 @@ def _spoken(
             person = person or message["role"] != "tool"
         elif prompt and ids:
             pieces: tuple[Piece, ...] = (
-                (prompt,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), prompt)
+                (prompt,)
+                if turns
+                else (SyntheticTokens(HEAD_TOKENS, "text", per_pass=True), prompt)
             )
             given = len(prompt) + (0 if turns else HEAD_TOKENS)
             thought = draw.expovariate(1 / think_s) if turns and person else 0.0
