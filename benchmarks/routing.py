@@ -23,7 +23,13 @@ from pensieve.runtime.launch.command_line import CommandParser
 from pensieve.runtime.launch.options import parse_bytes
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
+from pensieve.scheduler.sim.cluster import (
+    DETECTION_S,
+    ROUTINGS,
+    Cluster,
+    ClusterReport,
+    ReplicaEvent,
+)
 from pensieve.scheduler.sim.simulator import Session, longest_context
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status, numbers, result_line, title_line
@@ -51,7 +57,7 @@ class ClusterRun(NamedTuple):
     config: SchedulerConfig
     cost: CostProfile
     sessions: list[Session]
-    events: tuple[Event, ...]
+    events: tuple[ReplicaEvent, ...]
     seconds: float
     warm_up_s: float
 
@@ -165,10 +171,10 @@ def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
     return runs
 
 
-def _event(text: str) -> Event:
+def _event(text: str) -> ReplicaEvent:
     try:
         at, replica, kind = text.split(":")
-        event = Event(float(at), int(replica), kind)  # type: ignore[arg-type]
+        event = ReplicaEvent(float(at), int(replica), kind)  # type: ignore[arg-type]
     except ValueError:
         raise SettingError(
             "--event", f"needs SECONDS:REPLICA:KIND, as 120:0:fail, not {text!r}"
@@ -178,7 +184,7 @@ def _event(text: str) -> Event:
     return event
 
 
-def _check_events(events: Sequence[Event], replicas: int, simulated: int | None) -> None:
+def _check_events(events: Sequence[ReplicaEvent], replicas: int, simulated: int | None) -> None:
     for event in events:
         if not 0 <= event.replica < min(replicas, simulated or replicas):
             raise SettingError("--event", f"there is no simulated replica {event.replica}")

@@ -26,7 +26,7 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
-from .schema import Conversation, Gone, Kind, Name, Opening
+from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .store import HistoryStore, Swept
 from .transcript import (
     OTHERS,
@@ -62,7 +62,7 @@ WATCH_SECONDS = 1.0
 # between two looks whether a full disk has room again, and after a failure of background work
 RECOVERY_S = 1.0
 COMPLAINT_S = 60.0  # least time between two log messages about the same background work
-Stored = tuple[Conversation, StoredTurn | None]
+Stored = tuple[StoredConversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
 
@@ -622,7 +622,7 @@ class TurnManager:
         Raises RequestError as `OpenTurn.commit`."""
         now = self.now()
 
-        def commit() -> list[Conversation]:
+        def commit() -> list[StoredConversation]:
             with self._store.transaction():
                 if opening is not None and self._store.committed(opening.turn):
                     return []
@@ -665,7 +665,7 @@ class TurnManager:
         salt: bytes,
         body: str | None,
         opening: Opening | None,
-    ) -> Conversation:
+    ) -> StoredConversation:
         about = destination.about
         if destination.name.kind == "response":
             about = about | {"body": body}
@@ -681,11 +681,11 @@ class TurnManager:
 
     # -- conversations
 
-    async def get(self, name: Name) -> Conversation:
+    async def get(self, name: Name) -> StoredConversation:
         """RequestError (404)."""
         return await self.run(self._store.get, name, self.now())
 
-    async def load(self, name: Name) -> tuple[Conversation, Transcript]:
+    async def load(self, name: Name) -> tuple[StoredConversation, Transcript]:
         """The conversation with all of its history. RequestError (404)."""
         conversation, past = await self._continued(name)
         return conversation, past.transcript() if past is not None else Transcript(
@@ -694,19 +694,19 @@ class TurnManager:
 
     async def page(
         self, owner: str, limit: int, after: str | None, ascending: bool
-    ) -> tuple[list[Conversation], bool]:
+    ) -> tuple[list[StoredConversation], bool]:
         return await self.run(self._store.page, owner, limit, after, ascending, self.now())
 
-    async def create(self, name: Name) -> Conversation:
+    async def create(self, name: Name) -> StoredConversation:
         return await self.run(self._store.create, name, self.now())
 
-    async def fork(self, name: Name, new_id: str) -> Conversation:
+    async def fork(self, name: Name, new_id: str) -> StoredConversation:
         """Copies the history at once, and the claims on its KV if the loop has them."""
         fork = await self.run(self._store.fork, name, new_id, self.now())
         self._tell(Fork(kv_name(name, name.id), kv_name(name, new_id)))
         return fork
 
-    async def change(self, name: Name, **values: Any) -> Conversation:
+    async def change(self, name: Name, **values: Any) -> StoredConversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`."""
         now = self.now()
         changed = await self.run(self._store.change, name, now, **values)
@@ -758,7 +758,7 @@ class TurnManager:
             self._erasing.append(erasing)
         return erasing
 
-    def _keep(self, conversation: Conversation, now: float) -> None:
+    def _keep(self, conversation: StoredConversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)
         pinned = max(0.0, conversation.pinned_until - now)
         self._tell(Keep(kv_name(name, conversation.thread), conversation.ttl, pinned))

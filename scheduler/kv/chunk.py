@@ -48,7 +48,7 @@ class Move:
         self.spills = spills
 
 
-class Group:
+class VictimGroup:
     """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at
     any time."""
 
@@ -164,7 +164,7 @@ class Chunk:
         self.refused_by_host = False
         self.moving: Move | None = None
         self.victim_set: ChunkSet | None = None
-        self.victim_group: Group | None = None
+        self.victim_group: VictimGroup | None = None
 
     @property
     def resident(self) -> bool:

@@ -2,7 +2,7 @@
 
 A trace (JSON lines, plain or .gz) has one of two forms:
 
-* lengths, one request a line: the fields of `trace_lines.Line`
+* lengths, one request a line: the fields of `trace_lines.TraceLine`
 * text, one conversation a line: `conversation`, `messages: [{role, content}]`
 
 Text is turned into token ids message by message, without a chat template's marks between them.
@@ -25,7 +25,7 @@ from ...scheduler.sim.simulator import Session, SessionTurn
 from ...scheduler.types import SettingError
 
 if TYPE_CHECKING:
-    from .trace_lines import Line
+    from .trace_lines import TraceLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,11 @@ def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]
 
 def read_rows(path: Path) -> list[tuple[Session, float | None]]:
     """The conversations, and when each one arrives. SettingError as `read_trace`."""
-    from .trace_lines import Line, checked
+    from .trace_lines import TraceLine, checked
 
-    by_name: dict[str, list[Line]] = {}
+    by_name: dict[str, list[TraceLine]] = {}
     for where, text in read_lines(path):
-        line = checked(Line, text, where)
+        line = checked(TraceLine, text, where)
         lines = by_name.setdefault(line.conversation, [])
         _check_turn(line, lines, where)
         lines.append(line)
@@ -171,7 +171,7 @@ def parse_json(text: str, where: str) -> Any:
         raise SettingError("--trace", f"{where}: not JSON: {error}") from error
 
 
-def _check_turn(line: Line, before: Sequence[Line], where: str) -> None:
+def _check_turn(line: TraceLine, before: Sequence[TraceLine], where: str) -> None:
     """The line continues its conversation."""
     name = line.conversation
     if line.turn != len(before):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.conversations import store as module
-from pensieve.runtime.conversations.schema import Conversation, Name, Opening
+from pensieve.runtime.conversations.schema import Name, Opening, StoredConversation
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import StoredTurn, Transcript
 from pensieve.scheduler.types import RequestError
@@ -26,14 +26,14 @@ STATED = [field.name for field in fields(ModelConversation) if field.name not in
 
 def stated(found: Any) -> Any:
     """The parts of an answer that the store and the model have in common."""
-    if isinstance(found, (Conversation, ModelConversation)):
+    if isinstance(found, (StoredConversation, ModelConversation)):
         return [getattr(found, name) for name in STATED]
     if isinstance(found, StoredTurn):
         return found.transcript()
     if isinstance(found, tuple) and type(found) is tuple:
         return [stated(part) for part in found]
     if isinstance(found, list):
-        return [part.id if isinstance(part, Conversation) else part for part in found]
+        return [part.id if isinstance(part, StoredConversation) else part for part in found]
     return found
 
 
