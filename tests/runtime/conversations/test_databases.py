@@ -185,24 +185,24 @@ def test_each_statement_waits_for_its_own_answer(
 ) -> None:
     """A transaction of many slow ones is not one that hangs."""
     database = open_database(postgres)
-    assert isinstance(database, Postgres) and database.asked is None
+    assert isinstance(database, Postgres) and database.sent_at is None
     clock = itertools.count()
-    asked = []
+    sent_at = []
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     execute = psycopg.Connection.execute
 
     def noted(connection: Any, sql: Any, values: Any = None) -> Any:
-        asked.append(database.asked)
+        sent_at.append(database.sent_at)
         return execute(connection, sql, values)
 
     monkeypatch.setattr(psycopg.Connection, "execute", noted)
     with pytest.raises(ZeroDivisionError), database.transaction():
         for _ in range(3):
             database.execute("SELECT 1")
-            assert database.asked is None
+            assert database.sent_at is None
         raise ZeroDivisionError
-    assert len(asked) == 5 and None not in asked, "with the beginning and the end"
-    assert asked == sorted(set(asked)) and database.asked is None
+    assert len(sent_at) == 5 and None not in sent_at, "with the beginning and the end"
+    assert sent_at == sorted(set(sent_at)) and database.sent_at is None
     database.close()
 
 
