@@ -36,7 +36,7 @@ DETECTION_S = 6.0
 """Seconds from a failure until requests go elsewhere: three health checks, two seconds apart."""
 
 
-class Event(NamedTuple):
+class ReplicaEvent(NamedTuple):
     """A replica's event at a time, seconds.
 
     fail    its requests and its KV are lost; the router learns of it DETECTION_S later
@@ -173,7 +173,7 @@ class Cluster:
         replicas: int,
         routing: Routing,
         *,
-        events: Sequence[Event] = (),
+        events: Sequence[ReplicaEvent] = (),
         simulated: int | None = None,
         warm_up_s: float = 0.0,
         seed: int = 0,
@@ -343,15 +343,15 @@ class Cluster:
             number = self._draw.choice(self._live)
             if self._routing == "random" or number >= self._simulated:
                 return number
-            return self._least_loaded()
+            return self._with_fewest_open()
         home = self._home(life)
         if self._routing == "session" or home >= self._simulated:
             return home
-        loads = [
+        open_requests = [
             self._replicas[number].open for number in self._replicas if number not in self._out
         ]
-        if self._replicas[home].open > CROWDED * sum(loads) / len(loads) + FEW:
-            return self._least_loaded()
+        if self._replicas[home].open > CROWDED * sum(open_requests) / len(open_requests) + FEW:
+            return self._with_fewest_open()
         return home
 
     def home(self, name: str) -> int:
@@ -373,7 +373,7 @@ class Cluster:
         self._live = [number for number in range(self._total) if number not in self._out]
         return ring((number, self._generation[number]) for number in self._live)
 
-    def _least_loaded(self) -> int:
+    def _with_fewest_open(self) -> int:
         live = [number for number in self._replicas if number not in self._out]
         least = min(self._replicas[number].open for number in live)
         return self._draw.choice(
@@ -385,7 +385,7 @@ class Cluster:
     def _new(self) -> Replica:
         return Replica(self._config, self._cost, self._began, self._ended)
 
-    def _happen(self, event: Event) -> None:
+    def _happen(self, event: ReplicaEvent) -> None:
         number = event.replica
         if event.kind == "drain":
             self._out.add(number)
@@ -399,7 +399,7 @@ class Cluster:
             for turn in self._restart(number):
                 self._retried += 1
                 self._arrive(event.at + DETECTION_S, turn)
-            self._due_event(Event(event.at + DETECTION_S, number, "drain"))
+            self._due_event(ReplicaEvent(event.at + DETECTION_S, number, "drain"))
         self._ring = self._places()
 
     def _restart(self, number: int) -> list[Open]:
@@ -411,7 +411,7 @@ class Cluster:
         self._replicas[number] = self._new()
         return before.unfinished()
 
-    def _due_event(self, event: Event) -> None:
+    def _due_event(self, event: ReplicaEvent) -> None:
         self._events.append(event)
         heapq.heappush(self._due, (event.at, 0, len(self._events) - 1))
 

@@ -44,7 +44,7 @@ from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.choices import WEIGHTS
 from pensieve.builder.forward_batch import ForwardBatch
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.attention import reference as attention_reference
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
@@ -132,7 +132,7 @@ def batch_of_parts(parts: Sequence[RequestPart], vocab: int) -> ForwardBatch:
     tokens = taken = 0
     for seat, part in enumerate(parts):
         table[seat, : blocks[seat]] = torch.arange(taken, taken + blocks[seat])
-        pieces.append(Piece(seat, part.context - part.new, part.context))
+        pieces.append(SeatSpan(seat, part.context - part.new, part.context))
         taken += blocks[seat]
         tokens += part.new
         if part.samples:

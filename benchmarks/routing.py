@@ -36,7 +36,7 @@ from pensieve.scripts.simulation.load import add_workload, config_of, conversati
 from pensieve.scripts.simulation.models import MODELS
 from pensieve.scripts.simulation.traces import TURN_COUNTS
 
-from .cluster_model import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
+from .cluster_model import DETECTION_S, ROUTINGS, Cluster, ClusterReport, ReplicaEvent
 
 KINDS = ("fail", "drain", "back")
 SETTING = ("replicas", "routing", "seed")
@@ -52,7 +52,7 @@ class ClusterRun(NamedTuple):
     config: SchedulerConfig
     cost: CostProfile
     sessions: list[Session]
-    events: tuple[Event, ...]
+    events: tuple[ReplicaEvent, ...]
     seconds: float
     warm_up_s: float
 
@@ -166,10 +166,10 @@ def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
     return runs
 
 
-def _event(text: str) -> Event:
+def _event(text: str) -> ReplicaEvent:
     try:
         at, replica, kind = text.split(":")
-        event = Event(float(at), int(replica), kind)  # type: ignore[arg-type]
+        event = ReplicaEvent(float(at), int(replica), kind)  # type: ignore[arg-type]
     except ValueError:
         raise SettingError(
             "--event", f"needs SECONDS:REPLICA:KIND, as 120:0:fail, not {text!r}"
@@ -179,7 +179,7 @@ def _event(text: str) -> Event:
     return event
 
 
-def _check_events(events: Sequence[Event], replicas: int, simulated: int | None) -> None:
+def _check_events(events: Sequence[ReplicaEvent], replicas: int, simulated: int | None) -> None:
     for event in events:
         if not 0 <= event.replica < min(replicas, simulated or replicas):
             raise SettingError("--event", f"there is no simulated replica {event.replica}")

@@ -33,7 +33,13 @@ from pensieve.scripts.command import (
     numbers,
 )
 from pensieve.scripts.simulation.arrivals import Arrival, plan_arrivals
-from pensieve.scripts.simulation.traces import CHATS, TURN_COUNTS, Dialogue, made_up, synthetic
+from pensieve.scripts.simulation.traces import (
+    CHATS,
+    TURN_COUNTS,
+    Dialogue,
+    synthetic,
+    synthetic_dialogue,
+)
 
 from .clients import (
     Failed,
@@ -427,7 +433,7 @@ def load_dialogues(
         seed=args.seed,
         turn_counts=args.turn_counts or TURN_COUNTS[0],
     )
-    return [made_up(session) for session in sessions]
+    return [synthetic_dialogue(session) for session in sessions]
 
 
 def read_tokenizer(path: str | None) -> Callable[[str], Sequence[int]] | None:

@@ -26,11 +26,11 @@ from pensieve.scripts.simulation.trace_lines import Natural, Positive, checked
 from pensieve.scripts.simulation.traces import (
     Dialogue,
     Encode,
-    MadeUp,
-    made_up,
+    SyntheticTokens,
     parse_json,
     read_lines,
     read_rows,
+    synthetic_dialogue,
     text_dialogues,
 )
 
@@ -81,7 +81,7 @@ def _json_lines(
     if "messages" in first:
         objects = [(parse_json(line, where), where) for where, line in read_lines(path)]
         return text_dialogues(objects, "conversation", encode, think_s, draw)
-    return [made_up(session, arrival) for session, arrival in read_rows(path)]
+    return [synthetic_dialogue(session, arrival) for session, arrival in read_rows(path)]
 
 
 def _mooncake(text: str, where: str, index: int) -> Dialogue:
@@ -92,7 +92,7 @@ def _mooncake(text: str, where: str, index: int) -> Dialogue:
             "--trace", f"{where}: {len(blocks)} hash_ids for {tokens} tokens, {BLOCK_TOKENS} each"
         )
     pieces = tuple(
-        MadeUp(min(BLOCK_TOKENS, tokens - place * BLOCK_TOKENS), f"block {block}")
+        SyntheticTokens(min(BLOCK_TOKENS, tokens - place * BLOCK_TOKENS), f"block {block}")
         for place, block in enumerate(blocks)
     )
     return Dialogue(
@@ -141,7 +141,7 @@ def _generated(
                 SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if turns else 0.0)
             )
             history += given + reply
-        yield made_up(Session(f"v{index}", 0.0, tuple(turns), shared))
+        yield synthetic_dialogue(Session(f"v{index}", 0.0, tuple(turns), shared))
 
 
 def _sample(distribution: Any, where: str, draw: random.Random) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulation.arrivals import Arrival
-from pensieve.scripts.simulation.traces import Dialogue, MadeUp
+from pensieve.scripts.simulation.traces import Dialogue, SyntheticTokens
 
 
 def fitting(dialogues: Sequence[Dialogue], max_context: int) -> list[Dialogue]:
@@ -68,10 +68,10 @@ class Words:
             lengths = arrival.dialogue.turns[turn]
             log = log[: lengths.history_tokens] + self.input(arrival, turn)
             reply = lengths.output_tokens if turn < arrival.turn else arrival.done
-            log += self._made_up(MadeUp(reply), arrival, f"{turn} reply")
+            log += self._made_up(SyntheticTokens(reply), arrival, f"{turn} reply")
         return log
 
-    def _made_up(self, piece: MadeUp, arrival: Arrival, place: str) -> list[int]:
+    def _made_up(self, piece: SyntheticTokens, arrival: Arrival, place: str) -> list[int]:
         if piece.key is None:
             seed = f"{self.name(arrival)} {place}"
         else:

@@ -21,7 +21,7 @@ SIZES = TOKENS, SEGMENTS, ROWS, SEATS, BLOCKS = "tokens", "segments", "rows", "s
 NOT_WRITTEN = -1  # in place of a slot: it was given none, or this token's KV exists already
 
 
-class Input(NamedTuple):
+class InputShape(NamedTuple):
     """The shape of an input, all int32.
 
     sizes     numbers, and names of sizes that differ between batches
@@ -36,12 +36,12 @@ class Input(NamedTuple):
         return tuple(named[size] if isinstance(size, str) else size for size in self.sizes)
 
 
-def shaped(*sizes: int | str, padding: int = 0) -> dict[str, Input]:
+def shaped(*sizes: int | str, padding: int = 0) -> dict[str, InputShape]:
     """The metadata of an input's field."""
-    return {"input": Input(sizes, padding)}
+    return {"input": InputShape(sizes, padding)}
 
 
-def inputs_of(batch: type[Any]) -> dict[str, Input]:
+def inputs_of(batch: type[Any]) -> dict[str, InputShape]:
     """The inputs of a class of batches, by name, in the order of its fields. Other fields are left
     out."""
     return {one.name: one.metadata["input"] for one in fields(batch) if "input" in one.metadata}

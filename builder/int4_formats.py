@@ -26,7 +26,7 @@ IN_A_WORD = 8
 IN_ORDER = tuple(range(IN_A_WORD))
 
 
-class Layout(NamedTuple):
+class Int4Layout(NamedTuple):
     """The names of a projection's tensors behind the module's, their dimensions, and the order of
     numbers.
 
@@ -48,9 +48,9 @@ class Layout(NamedTuple):
     shape: str = ""
 
 
-AWQ = Layout("qweight", "qzeros", "scales", True, 1, 1, (0, 4, 1, 5, 2, 6, 3, 7))
-GPTQ = Layout("qweight", "qzeros", "scales", True, 0, 1, order="g_idx")
-COMPRESSED = Layout(
+AWQ = Int4Layout("qweight", "qzeros", "scales", True, 1, 1, (0, 4, 1, 5, 2, 6, 3, 7))
+GPTQ = Int4Layout("qweight", "qzeros", "scales", True, 0, 1, order="g_idx")
+COMPRESSED = Int4Layout(
     "weight_packed",
     "weight_zero_point",
     "weight_scale",
@@ -72,7 +72,7 @@ class Int4(NamedTuple):
     False if they are not stored; `zero_offset`: what is missing in the stored ones, 1 in GPTQ's
     first format."""
 
-    layout: Layout
+    layout: Int4Layout
     group: int
     zero_points: bool = True
     zero_offset: int = 0

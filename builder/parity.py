@@ -45,7 +45,7 @@ GPUs with FP8 products, against the model itself in float32. Measured with weigh
 the demo model, 0.12 for random ones of 32 layers; with activations: 0.16 for the latter."""
 
 
-class Piece(NamedTuple):
+class SeatSpan(NamedTuple):
     """Positions [start, end) of a seat; those below `write_from` are not written."""
 
     seat: int
@@ -157,7 +157,7 @@ def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Fo
     lengths = [0] * SEATS
     steps = [_step(dice, lengths, longest) for _ in range(STEPS)]
     # one token alone, of a full hit
-    steps.append([Piece(0, lengths[0] - 1, lengths[0], lengths[0])])
+    steps.append([SeatSpan(0, lengths[0] - 1, lengths[0], lengths[0])])
     tokens = torch.Generator().manual_seed(seed)
     batches = []
     for step, pieces in enumerate(steps):
@@ -170,23 +170,23 @@ def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Fo
     return batches
 
 
-def _step(dice: random.Random, lengths: list[int], longest: int) -> list[Piece]:
+def _step(dice: random.Random, lengths: list[int], longest: int) -> list[SeatSpan]:
     """The next pieces of some seats; advances `lengths`, the tokens of each seat."""
     pieces = []
     for seat in dice.sample(range(SEATS), dice.randint(2, SEATS)):
         length = lengths[seat]
         if length >= 3 * CHUNK and dice.random() < 0.5:
             dropped = dice.randrange(length // CHUNK - 1) * CHUNK
-            pieces.append(Piece(seat, dropped, dropped + CHUNK, dropped))
+            pieces.append(SeatSpan(seat, dropped, dropped + CHUNK, dropped))
         end = min(length + dice.choice((1, 1, dice.randint(2, LONGEST_PIECE))), longest)
         start = min(length, end - 1)  # of a full hit the last token is recomputed
-        pieces.append(Piece(seat, start, end, write_from=length))
+        pieces.append(SeatSpan(seat, start, end, write_from=length))
         lengths[seat] = end
     return pieces
 
 
 def batch_of(
-    pieces: Sequence[Piece],
+    pieces: Sequence[SeatSpan],
     token_ids: Tensor,
     block_table: Tensor,
     sample_rows: Tensor,

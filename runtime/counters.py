@@ -15,28 +15,29 @@ class KVCounters(NamedTuple):
 
 
 class DiskCounters(NamedTuple):
-    """One rank's disk tier since the start, in records; `saving`, `loading` and `full` are current.
+    """One rank's disk tier since the start, in records. `spilling`, `promoting` and
+    `full` are current.
 
-    saving, loading     records on their way to the disk and from it
-    saving_seconds, loading_seconds
+    spilling, promoting records on their way to the disk and from it
+    spilling_seconds, promoting_seconds
                         from the plan that began a record's transfer to its end, summed over records
-    saving_queued, loading_queued
+    spilling_queued, promoting_queued
                         the part of these before a thread began the transfer
     rejected            records that were read and are damaged, or another chunk's
     errors              times the system refused to read, write, or allocate
-    full                1 while no record is saved because the disk is full
+    full                1 while no record is spilled because the disk is full
     """
 
-    saving: int = 0
-    loading: int = 0
-    saved: int = 0
-    loaded: int = 0
-    saved_bytes: int = 0
-    loaded_bytes: int = 0
-    saving_seconds: float = 0.0
-    loading_seconds: float = 0.0
-    saving_queued: float = 0.0
-    loading_queued: float = 0.0
+    spilling: int = 0
+    promoting: int = 0
+    spilled: int = 0
+    promoted: int = 0
+    spilled_bytes: int = 0
+    promoted_bytes: int = 0
+    spilling_seconds: float = 0.0
+    promoting_seconds: float = 0.0
+    spilling_queued: float = 0.0
+    promoting_queued: float = 0.0
     rejected: int = 0
     errors: int = 0
     full: int = 0

@@ -171,10 +171,11 @@ class EngineSession:
         with contextlib.suppress(Empty):
             self._add_compiled(self._compiled.get(timeout=min(max(0.0, left), LONGEST_SLEEP_S)))
 
-    def save(self, seconds: float) -> None:
-        """Makes steps until KV is saved to the disk, for at most `seconds`. No request is open."""
+    def spill(self, seconds: float) -> None:
+        """Makes steps until all KV for the disk is spilled, for at most `seconds`. No request is
+        open."""
         until = self.clock() + seconds
-        while (self.scheduler.disk.saving or self.scheduler.in_flight) and self.clock() < until:
+        while (self.scheduler.disk.unfinished or self.scheduler.in_flight) and self.clock() < until:
             self.step()
 
     # -- internal

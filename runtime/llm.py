@@ -57,7 +57,7 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 
 Result = TypeVar("Result")
 
-CLOSING_SECONDS = 30.0  # seconds for saving KV to the disk
+CLOSING_SECONDS = 30.0  # seconds for spilling KV to the disk
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class LLM:
             self._builder = RequestBuilder(
                 self._ready, self._tokenizer, self._histories, self._new_id
             )
-            opened.callback(self._session.save, CLOSING_SECONDS)
+            opened.callback(self._session.spill, CLOSING_SECONDS)
             self._closing = opened.pop_all()
 
     def __enter__(self) -> LLM:
@@ -158,7 +158,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine after its KV is saved to the disk. Idempotent."""
+        """Ends the engine after its KV is spilled to the disk. Idempotent."""
         self._closing.close()
 
     def get_tokenizer(self) -> Any:

@@ -40,7 +40,7 @@ OF_THE_USER = (
 at run time."""
 
 
-class Usage(NamedTuple):
+class ProcessorUsage(NamedTuple):
     threads: int  # of this thread's team
     processors: int  # on which this process may run
     # used on them by all processes, or taken by a virtual machine's host; since any time
@@ -48,7 +48,7 @@ class Usage(NamedTuple):
     own_seconds: float  # used by this process, since any time
 
 
-def read_usage() -> Usage:
+def read_usage() -> ProcessorUsage:
     """Called on the thread that computes. Linux."""
     numbers = os.sched_getaffinity(0)
     names = {f"cpu{number}" for number in numbers}
@@ -59,7 +59,7 @@ def read_usage() -> Usage:
             user, nice, system, _idle, _io_wait, irq, soft_irq, stolen = map(int, fields[:8])
             ticks += user + nice + system + irq + soft_irq + stolen
     total = ticks / os.sysconf("SC_CLK_TCK")
-    return Usage(torch.get_num_threads(), len(numbers), total, time.process_time())
+    return ProcessorUsage(torch.get_num_threads(), len(numbers), total, time.process_time())
 
 
 @cache
@@ -116,11 +116,13 @@ class SharedProcessors:
     """Makes the threads that compute sleep when they wait, as long as other processes need their
     processors."""
 
-    def __init__(self, start_team: StartTeam | None, usage: Callable[[], Usage] = read_usage):
+    def __init__(
+        self, start_team: StartTeam | None, usage: Callable[[], ProcessorUsage] = read_usage
+    ):
         """start_team: None: threads wait as OpenMP was set."""
         self._start_team = start_team
         self._usage = usage
-        self._last: tuple[float, Usage] | None = None
+        self._last: tuple[float, ProcessorUsage] | None = None
         self._end_team: threading.Event | None = None
         self._calm = 0
 

@@ -61,7 +61,7 @@ IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without wo
 MOST_CHECKED = 16_384
 
 
-class Compiled(NamedTuple):
+class GrammarCompiled(NamedTuple):
     """A grammar is compiled, and the session can add its request. Sent by the compiler's thread to
     the loop."""
 
@@ -80,7 +80,7 @@ class Service:
     ):
         self._scheduler = scheduler
         self._executor = executor
-        self._inbox: SimpleQueue[FromHTTP | Compiled] = SimpleQueue()
+        self._inbox: SimpleQueue[FromHTTP | GrammarCompiled] = SimpleQueue()
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(
             target=_read, args=(connection, self._inbox), name="inbox", daemon=True
@@ -100,7 +100,7 @@ class Service:
             self._counters,
             timing,
             in_pieces=True,
-            wake=lambda: self._inbox.put(Compiled()),
+            wake=lambda: self._inbox.put(GrammarCompiled()),
         )
         self._garbage = GarbageCollector()
 
@@ -215,12 +215,12 @@ class Service:
                 self._take(self._inbox.get(timeout=min(left, LONGEST_WAIT_S)))
                 return
 
-    def _take(self, message: FromHTTP | Compiled) -> None:
+    def _take(self, message: FromHTTP | GrammarCompiled) -> None:
         self._scheduler.work.spend(MESSAGE)
         match message:
             case Submit(request):
                 self._submit(request)
-            case Compiled():
+            case GrammarCompiled():
                 pass  # its request is added below
             case Abort(request):
                 self._session.abort(request)
@@ -253,7 +253,7 @@ class Service:
     def _log_drain(self, seconds: float) -> None:
         replies = len(self._session.open_requests())
         waited = [f"{replies} running {'reply' if replies == 1 else 'replies'}"] if replies else []
-        waited += ["KV on its way to the disk"] if self._scheduler.disk.saving else []
+        waited += ["KV on its way to the disk"] if self._scheduler.disk.unfinished else []
         if seconds and waited:
             what = " and ".join(waited)
             log.info(
@@ -270,14 +270,15 @@ class Service:
         if self._drain_until == float("inf"):
             return False
         open_requests = self._session.open_requests()
-        if (open_requests or self._scheduler.disk.saving) and time.monotonic() < self._drain_until:
+        unfinished = open_requests or self._scheduler.disk.unfinished
+        if unfinished and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:
             self._session.abort(request)
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
-        if self._scheduler.disk.saving:
-            log.warning("shut down before all KV was saved to disk")
+        if self._scheduler.disk.unfinished:
+            log.warning("shut down before all KV was spilled to disk")
         aborted = tuple(RowResult(request, finish=FinishReason.ABORT) for request in open_requests)
         self._send(Applied(rows=aborted))
         return True

@@ -1,4 +1,4 @@
-"""Costs of recomputing and moving a chunk, in seconds. Retention values and load-or-recompute
+"""Costs of recomputing and moving a chunk, in seconds. Retention values and swap-in-or-recompute
 choices use this profile.
 
 Cost(l) is the marginal cost, in a full batch, of computing one chunk whose context ends at l
@@ -88,11 +88,11 @@ class CostProfile:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
         return self.chunk_seconds + self._at(self.attention, end)
 
-    def load(self) -> float:
+    def swap_in(self) -> float:
         """Seconds to copy one chunk from host to GPU."""
         return self.chunk_bytes / self.link_bytes_per_s
 
-    def save(self) -> float:
+    def swap_out(self) -> float:
         """Seconds to copy one chunk from GPU to host."""
         return self.chunk_bytes / self._out_bytes_per_s
 
@@ -108,7 +108,7 @@ class CostProfile:
         """Bytes/s from which reading a history of `tokens` tokens from disk and copying it in is
         faster than computing it, on an idle GPU; infinity: never."""
         ends = range(self.chunk_tokens, tokens + 1, self.chunk_tokens)
-        spared = sum(map(self.recompute, ends)) - len(ends) * self.load()
+        spared = sum(map(self.recompute, ends)) - len(ends) * self.swap_in()
         return len(ends) * self.chunk_bytes / spared if spared > 0 else inf
 
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
@@ -194,8 +194,8 @@ def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
     step_seconds = cost.step(config.max_num_batched_tokens)
     generated = config.max_num_seqs / config.chunk_tokens / cost.step(0, rows=config.max_num_seqs)
     taken = max(step_chunks / step_seconds, generated)
-    lead = LEAD_STEPS * step_seconds + step_chunks * cost.save()
-    behind = max(0.0, 1 - 1 / cost.save() / taken) * config.chunks(config.max_model_len)
+    lead = LEAD_STEPS * step_seconds + step_chunks * cost.swap_out()
+    behind = max(0.0, 1 - 1 / cost.swap_out() / taken) * config.chunks(config.max_model_len)
     share = config.generation_reserve + (taken * lead + behind) / config.gpu_kv_chunks
     return min(1.0, ceil(round(100 * share, 6)) / 100)
 

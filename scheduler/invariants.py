@@ -19,7 +19,7 @@ def check_requests(
     turns: dict[RequestId, Turn],
     preparing: Iterable[Turn],
 ) -> None:
-    """Checks that each request is in exactly one place: being prepared, queued, loading, in a seat,
+    """Checks that each request is in exactly one place: being prepared, queued, swapped in, seated,
     or held until its length is confirmed."""
     joined = list(queues.joined())
     seats = sorted([*queues.free_seats, *(row.seat for row in queues.rows)])
@@ -106,7 +106,7 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
         chunk.users
         and on_gpu
         and on_host
-        and not chunk.loading
+        and not chunk.awaits_swap_in
         and not chunk.copied_for_disk
         and chunk.moving is None
     ):
@@ -128,7 +128,7 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
 
 
 def _check_copy(store: ChunkStore, chunk: Chunk) -> bool:
-    on_gpu = chunk.gpu != NO_SLOT and not chunk.loading
+    on_gpu = chunk.gpu != NO_SLOT and not chunk.awaits_swap_in
     is_copy = chunk.disk != NO_SLOT and on_gpu and chunk.moving is None
     if is_copy != (chunk in store.disk_copies):
         raise InvariantError(f"{chunk} is taken for a copy on DISK, or for none, wrongly")

@@ -5,7 +5,7 @@
     apply(result)     the step's tokens; replies that end are committed to their conversations
     abort, finish     a client has left; the length of a reply is known
     conversations     the logs: fork, keep, delete, residency of their KV
-    disk              records of an earlier process, chunks to save, records to erase
+    disk              records of an earlier process, chunks to spill, records to erase
     work              the budget of work until the next plan
 
 `next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied.
@@ -385,7 +385,7 @@ class Scheduler:
         queues = self._queues
         drafting = self._batcher.drafting
         return SchedulerStats(
-            running=len(queues.rows) + len(queues.loading),
+            running=len(queues.rows) + len(queues.swapping_in),
             waiting=len(queues.waiting) + len(self._preparing),
             suspensions=queues.suspensions,
             drafts=drafting.checks,
@@ -508,7 +508,7 @@ class Scheduler:
         if row.seat >= 0:
             queues.unseat(row)
         else:
-            queues.loading.remove(row)
+            queues.swapping_in.remove(row)
         return row
 
     def _end(self, row: RunningTurn, reply: int, now: float) -> None:

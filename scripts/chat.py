@@ -117,7 +117,7 @@ def _reason(response: http.client.HTTPResponse) -> str:
 
 
 @dataclass(slots=True)
-class Turn:
+class ReplyFigures:
     """Figures of a reply: tokens by source, tokens generated, and seconds."""
 
     sources: dict[str, int] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Chat:
         self._server = server
         self._options = options
         self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
-        self._turns: list[Turn] = []
+        self._turns: list[ReplyFigures] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         self.conversation = ""
         self._stored = False
@@ -196,7 +196,7 @@ class Chat:
             "stream_options": {"include_usage": True},
             "return_sources": True,
         }
-        turn = Turn()
+        turn = ReplyFigures()
         try:
             with contextlib.closing(self._server.events("/v1/chat/completions", body)) as events:
                 self._show(events, turn)
@@ -207,7 +207,7 @@ class Chat:
         self._stored = True
         print("\n" + self._faint(turn.line()), flush=True)
 
-    def _show(self, events: Iterator[dict[str, Any]], turn: Turn) -> None:
+    def _show(self, events: Iterator[dict[str, Any]], turn: ReplyFigures) -> None:
         sent = time.perf_counter()
         for event in events:
             now = time.perf_counter()

@@ -179,7 +179,7 @@ def table(profile: Profile) -> Iterator[str]:
         yield (
             f"  context {context:7}  batch {1e3 * seconds:9.3f} ms  chunk "
             f"{1e6 * cost.recompute(context):9.1f}"
-            f"  attention {1e6 * attention:9.1f}  swap-in {1e6 * cost.load():7.1f}"
+            f"  attention {1e6 * attention:9.1f}  swap-in {1e6 * cost.swap_in():7.1f}"
         )
     yield "a step at the shortest context, ms"
     yield "  tokens " + "".join(f"{tokens:9}" for tokens, _ in measured.steps)
@@ -255,7 +255,7 @@ def _chunks(profile: Profile, path: Path) -> None:
     axis.axhline(1e3 * cost.chunk_seconds, color="tab:orange", label="all else")
     together = [1e3 * cost.recompute(context) for context in contexts]
     axis.plot(contexts, together, color="black", marker=".", label="together")
-    axis.axhline(1e3 * cost.load(), color="tab:green", linestyle="--", label="copying it in")
+    axis.axhline(1e3 * cost.swap_in(), color="tab:green", linestyle="--", label="copying it in")
     axis.set_xscale("log", base=2)
     axis.set(
         title=profile.hardware,

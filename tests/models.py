@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from pensieve.builder.forward_batch import NOT_WRITTEN, Forward
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 SHAPE = {
@@ -155,7 +155,7 @@ class ScatteredRunner:
         slot -1."""
         tokens = [(seat, position) for seat, start, end in spans for position in range(start, end)]
         ids = torch.cat([self.prompts[seat][start:end] for seat, start, end in spans])
-        pieces = [Piece(*span) for span in spans]
+        pieces = [SeatSpan(*span) for span in spans]
         batch = batch_of(
             pieces, ids, self.block_table, torch.arange(len(tokens)), self.chunk_tokens
         )

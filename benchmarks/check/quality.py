@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.kv_forms.fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
@@ -136,7 +136,7 @@ class Context:
         """Returns logits [n, vocab] of the next token after each of `tokens`, which are at `start`
         and on and see from `seen` on; the model counts positions from `zero`."""
         count = len(tokens)
-        piece = Piece(0, start, start + count)
+        piece = SeatSpan(0, start, start + count)
         batch = batch_of([piece], torch.tensor(tokens), self._table, torch.arange(count), CHUNK)
         batch.positions.sub_(zero)
         batch.segments[:, 2] = seen

@@ -64,7 +64,7 @@ FAULT_PAUSE = (2.0, 5.0)  # seconds between two faults
 PATIENCE = 60.0  # seconds until a fault must have been met, and until it must be over
 LEASE = 15.0  # seconds: longer than a lease of an open turn
 FAULTED = 'pensieve:kv_disk_faults_total{kind="system"}'
-SAVED = 'pensieve:kv_disk_records_total{direction="save"}'
+SAVED = 'pensieve:kv_disk_records_total{direction="spill"}'
 
 
 class GreedyReference(Protocol):

@@ -295,7 +295,7 @@ def first_token_s(case: CachedAttentionCase, report: Report, machine: Machine) -
     unknown = usage.new + usage.recomputed
     context = round((unknown + usage.cached) / report.requests)
     return (
-        max(unknown * cost.recompute(context), (usage.host + usage.disk) * cost.load())
+        max(unknown * cost.recompute(context), (usage.host + usage.disk) * cost.swap_in())
         / report.requests
     )
 

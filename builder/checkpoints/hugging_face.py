@@ -25,7 +25,7 @@ from .architectures import GEMMA3, GPT_OSS, OPT, refusal
 from .config import DecoderConfig, Shard
 from .fused_experts import unfused
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
-from .sources import Part, Source, Sources, layer_projections, tensor_of, whole
+from .sources import Source, SourcePart, Sources, layer_projections, tensor_of, whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the start of the file that `git clone` leaves where Git LFS is missing
@@ -66,7 +66,9 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 IN_FP8 = "F8_E4M3"
 
 
-def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -> Sources:
+def _linear(
+    target: str, bias: bool, columns: SourcePart, parts: Mapping[str, SourcePart]
+) -> Sources:
     """A projection fused from `parts`: name and rows of each.
 
     Ranks that divide the columns add their results, so all but the first have a bias of zeros.
@@ -78,7 +80,7 @@ def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -
     }
     if bias:
         held = {
-            n: rows if columns.start == 0 else Part(rows.full, rows.full, rows.size)
+            n: rows if columns.start == 0 else SourcePart(rows.full, rows.full, rows.size)
             for n, rows in parts.items()
         }
         sources[f"{target}.bias"] = tuple(
@@ -144,7 +146,7 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
     hidden, head_dim = config.hidden_size, config.head_dim
     q = _heads(head_dim, config.heads, shard.rank * shard.heads, shard.heads)
     kv = _heads(head_dim, config.kv_heads, shard.first_kv_head, shard.kv_heads)
-    mlp = Part(config.mlp_size, shard.rank * shard.mlp_size, shard.mlp_size)
+    mlp = SourcePart(config.mlp_size, shard.rank * shard.mlp_size, shard.mlp_size)
     attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
     experts = range(config.experts or 1)
     up = {f"{name}.{part.format(i)}": mlp for i in experts for part in names.up}
@@ -178,14 +180,14 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
                 f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",)
             )
     if config.sinks:
-        heads = Part(config.heads, shard.rank * shard.heads, shard.heads)
+        heads = SourcePart(config.heads, shard.rank * shard.heads, shard.heads)
         sources[f"{target}.attention.sinks"] = (Source(f"{name}.self_attn.sinks", (heads,)),)
     return sources
 
 
-def _heads(head_dim: int, count: int, first: int, held: int) -> Part:
+def _heads(head_dim: int, count: int, first: int, held: int) -> SourcePart:
     """Rows or columns of whole heads, each head's next to each other."""
-    return Part(count * head_dim, first * head_dim, held * head_dim)
+    return SourcePart(count * head_dim, first * head_dim, held * head_dim)
 
 
 def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
@@ -202,7 +204,7 @@ def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
     stem = f"{prefix}decoder." if opt else prefix
     hidden = config.hidden_size
     embedding = whole(config.embedding_size)
-    vocabulary = Part(config.vocab_size, shard.rank * shard.vocab_rows, shard.vocab_rows)
+    vocabulary = SourcePart(config.vocab_size, shard.rank * shard.vocab_rows, shard.vocab_rows)
     sources = _linear("embed", False, embedding, {f"{stem}embed_tokens": vocabulary})
     if config.rotary is None:
         positions = whole(config.max_positions + config.position_offset)
@@ -392,12 +394,12 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
     each part."""
     scales: Sources = {}
     for projection, sources in layer_projections(wanted).items():
-        found = [
+        in_fp8 = [
             source.name in files and _slice(files, source.name).get_dtype() == IN_FP8
             for source in sources
         ]
-        if any(found):
-            if not all(found):
+        if any(in_fp8):
+            if not all(in_fp8):
                 names = ", ".join(source.name for source in sources)
                 raise refusal(
                     f"{names}: some are in FP8 and some are not, and they are one projection here"

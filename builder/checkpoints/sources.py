@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """The `size` rows or columns from `start` on, of `full`; beyond the end they are zeros."""
 
     full: int
@@ -18,15 +18,15 @@ class Part(NamedTuple):
     size: int
 
 
-def whole(size: int) -> Part:
-    return Part(size, 0, size)
+def whole(size: int) -> SourcePart:
+    return SourcePart(size, 0, size)
 
 
 class Source(NamedTuple):
     """One tensor of a checkpoint, with the part of each dimension that a rank holds."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     def by_group(self, group: int) -> Source:
         """The same part of a tensor [rows, columns / group]."""
         rows, columns = self.parts
-        return Source(self.name, (rows, Part(*(size // group for size in columns))))
+        return Source(self.name, (rows, SourcePart(*(size // group for size in columns))))
 
     def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
         """Returns the rank's part of a tensor. From a slice that safetensors opened, only this part

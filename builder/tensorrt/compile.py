@@ -25,7 +25,7 @@ from ..manifest import PLAN, Compiled, Manifest
 from ..parity import check_parity
 from .installed import check_type
 from .network import LayerNetwork, layer_inputs
-from .package import LEAST, MOST_TOKENS, Profile, load_decoder, profiles
+from .package import LEAST, MOST_TOKENS, OptimizationProfile, load_decoder, profiles
 
 
 def build_plan(
@@ -63,7 +63,9 @@ def build_plan(
     return plan
 
 
-def _add_profile(library: Library, network: int, config: DecoderConfig, profile: Profile) -> None:
+def _add_profile(
+    library: Library, network: int, config: DecoderConfig, profile: OptimizationProfile
+) -> None:
     library.do("profile", network)
     of_each = (LEAST, profile.usual, profile.most)
     for name in LEAST.shapes(config):

@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
         return shapes
 
 
-class Profile(NamedTuple):
+class OptimizationProfile(NamedTuple):
     """The largest sizes of a plan's context, and the sizes at which it is fastest."""
 
     usual: Sizes
@@ -53,12 +53,12 @@ class Profile(NamedTuple):
 LEAST = Sizes(1, 1, 1)
 
 
-def profiles(config: DecoderConfig, most_tokens: int) -> tuple[Profile, ...]:
+def profiles(config: DecoderConfig, most_tokens: int) -> tuple[OptimizationProfile, ...]:
     """By ascending tokens: the first that holds a step is taken."""
     few = min(256, most_tokens)
     return (
-        Profile(Sizes(min(64, few), 64, 128), Sizes(few, 4096, 2**17)),
-        Profile(Sizes(most_tokens, 64, 128), Sizes(most_tokens, 4096, 2**17)),
+        OptimizationProfile(Sizes(min(64, few), 64, 128), Sizes(few, 4096, 2**17)),
+        OptimizationProfile(Sizes(most_tokens, 64, 128), Sizes(most_tokens, 4096, 2**17)),
     )
 
 
@@ -115,7 +115,7 @@ class TensorRTLayers(nn.Module):
         names = [name.encode() for name in inputs[0]]
         self._names = (ctypes.c_char_p * len(names))(*names)
         self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._kernels: dict[int, _Kernels] = {}  # of each pool, by its handle
+        self._kernels: dict[int, _PoolKernels] = {}  # of each pool, by its handle
 
     def forward(self, x: Tensor, change: None, inputs: LayerInputs) -> tuple[Tensor, None]:
         """Computes what `model.Layer` does, on the current stream. Overwrites x."""
@@ -131,7 +131,7 @@ class TensorRTLayers(nn.Module):
                 held.append(_aligned(given[name]))
                 self._library.do("set_address", context, name.encode(), held[-1].data_ptr())
         if pool not in self._kernels:
-            self._kernels[pool] = _Kernels(self._library, pool_of(pool), self._config)
+            self._kernels[pool] = _PoolKernels(self._library, pool_of(pool), self._config)
         layers, (kernels, step) = self._config.layers, self._kernels[pool].of_step()
         weights = (len(self._names), self._names, self._addresses)
         buffers = (held[0].data_ptr(), held[1].data_ptr())
@@ -175,7 +175,7 @@ def kernel_sizes(config: DecoderConfig) -> tuple[int, Norms, int]:
     )
 
 
-class _Kernels:
+class _PoolKernels:
     """The kernels for one pool, and its step's memory as the library wants it."""
 
     def __init__(self, library: Library, kv: KVPool, config: DecoderConfig):

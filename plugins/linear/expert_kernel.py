@@ -30,7 +30,7 @@ ADDED = 1024  # columns of a program of `add`
 LEAST_BINS = 32  # of a histogram: one for each thread of a warp
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     """Of one product: the outputs and the inputs of a tile of weights, and the compiler's
     options."""
 
@@ -44,22 +44,24 @@ class Tiles(NamedTuple):
     """rows of a block: 1 (no tensor cores, and no `route`), or 16 or more."""
 
     rows: int
-    up: Tile
-    down: Tile
+    up: ExpertTile
+    down: ExpertTile
 
 
 def tiles_for(pairs: int, experts: int, tokens: int) -> Tiles:
     """The tiles for the mean number of rows of an expert: the fastest that were measured."""
     if tokens == 1:
-        return Tiles(1, Tile(8, 512), Tile(8, 512))
+        return Tiles(1, ExpertTile(8, 512), ExpertTile(8, 512))
     mean = pairs / experts
     if mean <= 12:
-        return Tiles(16, Tile(32, 256, stages=3), Tile(32, 256, stages=3))
+        return Tiles(16, ExpertTile(32, 256, stages=3), ExpertTile(32, 256, stages=3))
     if mean <= 24:
-        return Tiles(32, Tile(64, 128, stages=3), Tile(64, 128, stages=3))
+        return Tiles(32, ExpertTile(64, 128, stages=3), ExpertTile(64, 128, stages=3))
     if mean <= 96:
-        return Tiles(64, Tile(64, 64), Tile(64, 64))
-    return Tiles(128, Tile(128, 64, warps=8, stages=3), Tile(256, 64, warps=8, stages=3))
+        return Tiles(64, ExpertTile(64, 64), ExpertTile(64, 64))
+    return Tiles(
+        128, ExpertTile(128, 64, warps=8, stages=3), ExpertTile(256, 64, warps=8, stages=3)
+    )
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
@@ -128,7 +130,7 @@ def launches(
     return [*kernels, Launch(_add, grid, (results, shares, y), settings)]
 
 
-def _settings(rows: int, tile: Tile, matrices: int, x: Tensor) -> dict[str, int]:
+def _settings(rows: int, tile: ExpertTile, matrices: int, x: Tensor) -> dict[str, int]:
     """Of `_up` or `_down`. matrices: how many weights a program reads a tile of (gate and value:
     2)."""
     stages = tile.stages

@@ -47,7 +47,7 @@ class Database(Protocol):
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
-    `asked`       when the statement was sent whose answer is awaited, by `time.monotonic`; None:
+    `sent_at`     when the statement was sent whose answer is awaited, by `time.monotonic`; None:
                   there is none, or it is computed in this process
     `errors`      class of the driver's errors. One that is not raised as RequestError is a mistake
                   of this program
@@ -61,7 +61,7 @@ class Database(Protocol):
     shared: bool
     lease: float
     clock: str
-    asked: float | None
+    sent_at: float | None
     errors: type[Exception]
     fault: RequestError | None
 
@@ -180,7 +180,7 @@ class Sqlite:
     setting = "--state-dir"
     shared = False
     lease = FOREVER
-    asked: float | None = None
+    sent_at: float | None = None
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
     errors: type[Exception] = sqlite3.Error
 
@@ -469,7 +469,7 @@ class Postgres:
         self._connection: psycopg.Connection[Any] | None = None
         self._retry_at = 0.0
         self._in_transaction = False
-        self.asked: float | None = None
+        self.sent_at: float | None = None
         self.fault: RequestError | None = None
         try:
             import psycopg
@@ -552,14 +552,14 @@ class Postgres:
         return self._rows(sql, values)
 
     def _rows(self, sql: str, values: Mapping[str, Any] | None) -> list[Any]:
-        self.asked = time.monotonic()
+        self.sent_at = time.monotonic()
         try:
             cursor = self._connect().execute(
                 _with_percent(sql) if values is not None else sql, values
             )
             return cursor.fetchall() if cursor.description is not None else []
         finally:
-            self.asked = None
+            self.sent_at = None
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class StoredConversation:
     """A conversation, or a stored response: the state of a conversation that never changes.
 
     number        counts up in order of creation
@@ -169,4 +169,4 @@ class Opening(NamedTuple):
 
     turn: bytes
     alone: bool
-    seen: dict[Name, Conversation]
+    seen: dict[Name, StoredConversation]

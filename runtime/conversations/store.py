@@ -27,7 +27,7 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, ErrorKind, RequestError, SettingError
 from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
-from .schema import REMOVED, Conversation, Gone, Name, Opening
+from .schema import REMOVED, Gone, Name, Opening, StoredConversation
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, keys_behind, title_of
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ MOST_ADOPTED = 1000  # turns that get a tokenizer
 TURN_COLUMNS = (
     "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
 )
-COLUMNS = ", ".join(field.name for field in fields(Conversation))
+COLUMNS = ", ".join(field.name for field in fields(StoredConversation))
 DIVERGED = (
     "conversation %r: the request does not continue the stored history, so %d tokens are replaced "
     "by %d; send only new "
@@ -246,7 +246,7 @@ class HistoryStore:
     def waiting(self) -> float:
         """Called from another thread: the seconds for which a statement has waited for the
         database's answer, or 0."""
-        since = self._db.asked
+        since = self._db.sent_at
         return time.monotonic() - since if since is not None else 0.0
 
     def now(self) -> float:
@@ -445,7 +445,7 @@ class HistoryStore:
         )
         self._told_early |= {number for (number,) in numbers}
 
-    def _hold(self, conversation: Conversation, turn: bytes, alone: bool) -> None:
+    def _hold(self, conversation: StoredConversation, turn: bytes, alone: bool) -> None:
         values = {
             "turn": turn,
             "number": conversation.number,
@@ -494,7 +494,7 @@ class HistoryStore:
         behind: Name | None = None,
         opening: Opening | None = None,
         **about: str | None,
-    ) -> Conversation:
+    ) -> StoredConversation:
         """From now on the name stands for this branch. Turns of its former branch that no other
         name needs are deleted. Of more than MOST_BRANCHES branches the oldest are deleted, too, and
         reported like expired conversations.
@@ -580,7 +580,7 @@ class HistoryStore:
                 self._know(_grown(past, turn, whole))
         return after
 
-    def _unchanged(self, name: Name, conversation: Conversation, opening: Opening) -> bool:
+    def _unchanged(self, name: Name, conversation: StoredConversation, opening: Opening) -> bool:
         """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
         same = conversation.head is None or (
@@ -588,18 +588,22 @@ class HistoryStore:
         )
         return same and not self._held_by_another(conversation.number, opening.turn)
 
-    def _branches(self, conversation: Conversation) -> list[Conversation]:
+    def _branches(self, conversation: StoredConversation) -> list[StoredConversation]:
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'branch' AND "
             "parent = :id "
             "ORDER BY number",
             {"owner": conversation.owner, "id": conversation.id},
         )
-        return [Conversation(*row) for row in rows] if conversation.kind == "conversation" else []
+        return (
+            [StoredConversation(*row) for row in rows]
+            if conversation.kind == "conversation"
+            else []
+        )
 
     # -- conversations
 
-    def find(self, name: Name, now: float) -> tuple[Conversation, StoredTurn | None] | None:
+    def find(self, name: Name, now: float) -> tuple[StoredConversation, StoredTurn | None] | None:
         """Returns the conversation and its last turn, or None if it is unknown or expired."""
         with self._db.snapshot():
             conversation = self._find(name, now)
@@ -608,7 +612,7 @@ class HistoryStore:
             line = self._line_to(conversation.head)
             return conversation, line.last.turn if line is not None else None
 
-    def get(self, name: Name, now: float) -> Conversation:
+    def get(self, name: Name, now: float) -> StoredConversation:
         """Raises RequestError (404) if it is unknown, expired, or another owner's."""
         conversation = self._find(name, now)
         if conversation is None:
@@ -619,7 +623,7 @@ class HistoryStore:
 
     def page(
         self, owner: str, limit: int, after: str | None, ascending: bool, now: float
-    ) -> tuple[list[Conversation], bool]:
+    ) -> tuple[list[StoredConversation], bool]:
         """Up to `limit` conversations by creation, behind the one with the id `after`; whether
         there are more.
 
@@ -634,16 +638,16 @@ class HistoryStore:
             f"AND number {sign} :start AND {self._live} ORDER BY number {way} LIMIT :limit",
             self._times(now) | {"owner": owner, "start": start, "limit": limit + 1},
         )
-        return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
+        return [StoredConversation(*row) for row in rows[:limit]], len(rows) > limit
 
-    def create(self, name: Name, now: float) -> Conversation:
+    def create(self, name: Name, now: float) -> StoredConversation:
         """Creates an empty conversation. Raises RequestError: CONFLICT if the name is taken,
         TOO_MANY beyond the owner's quota."""
         with self.transaction():
             self._need_free(name, now)
             return self._insert(name, now)
 
-    def fork(self, name: Name, new_id: str, now: float) -> Conversation:
+    def fork(self, name: Name, new_id: str, now: float) -> StoredConversation:
         """Creates a second conversation with the same history. Raises RequestError:
         NOT_FOUND unknown name, CONFLICT taken id, TOO_MANY beyond the owner's quota."""
         new = name._replace(id=new_id)
@@ -662,7 +666,7 @@ class HistoryStore:
             fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
         )
 
-    def change(self, name: Name, now: float, **values: float | None) -> Conversation:
+    def change(self, name: Name, now: float, **values: float | None) -> StoredConversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (NOT_FOUND)."""
         with self.transaction():
             conversation = replace(self.get(name, now), **values)  # type: ignore[arg-type]
@@ -681,7 +685,7 @@ class HistoryStore:
         def remove() -> bool:
             with self.transaction():
                 branches = self._branches(self.get(name, now))
-                some = list[Conversation]()
+                some = list[StoredConversation]()
                 tokens = 0
                 while len(some) < len(branches) and tokens < MOST_EXPIRED_TOKENS:
                     some.append(branches[len(some)])
@@ -818,13 +822,13 @@ class HistoryStore:
     def _times(self, now: float) -> dict[str, Any]:
         return {"now": self.clock.without_jump(now), "default_ttl": self._history_ttl}
 
-    def _find(self, name: Name, now: float) -> Conversation | None:
+    def _find(self, name: Name, now: float) -> StoredConversation | None:
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = "
             f":id AND {self._live}",
             self._times(now) | name._asdict(),
         )
-        return Conversation(*rows[0]) if rows else None
+        return StoredConversation(*rows[0]) if rows else None
 
     def _need_free(self, name: Name, now: float) -> None:
         if self._find(name, now) is not None:
@@ -857,7 +861,7 @@ class HistoryStore:
         parent: str | None = None,
         thread: str | None = None,
         body: str | None = None,
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Inserts it in place of an expired one of that name. The quota has been checked, for a
         turn at its beginning."""
         self._remove_expired(name)
@@ -876,7 +880,7 @@ class HistoryStore:
                 "history_ttl": history_ttl,
             },
         )
-        return Conversation(*added[0])
+        return StoredConversation(*added[0])
 
     def _remove_expired(self, name: Name) -> None:
         """Removes the conversation of that name, if there is one; it has expired."""
@@ -885,7 +889,7 @@ class HistoryStore:
             ":id"
         )
         for row in self._db.execute(named, name._asdict()):
-            self._expired.append(self._remove(Conversation(*row)))
+            self._expired.append(self._remove(StoredConversation(*row)))
 
     def _nearest(self, head: int | None, others: Sequence[int], whole: Transcript) -> Line | None:
         """Returns the line to the turn that a new one goes on from: of the lines to these heads,
@@ -1049,13 +1053,13 @@ class HistoryStore:
         if head is not None and (line := self._lines.pop(head, None)) is not None:
             self._cached_size -= line.size
 
-    def _remove(self, conversation: Conversation) -> Gone:
+    def _remove(self, conversation: StoredConversation) -> Gone:
         """Deletes the conversation with its branches, which are reported like expired ones."""
         *branches, gone = self._remove_all([*self._branches(conversation), conversation])
         self._expired += branches
         return gone
 
-    def _remove_all(self, conversations: Sequence[Conversation]) -> list[Gone]:
+    def _remove_all(self, conversations: Sequence[StoredConversation]) -> list[Gone]:
         """Deletes them in this order."""
         if not conversations:
             return []
@@ -1151,10 +1155,10 @@ class HistoryStore:
                 return Swept(len(expired), more=True)
         return Swept(0, more=False)
 
-    def _some_expired(self, now: float) -> list[Conversation]:
+    def _some_expired(self, now: float) -> list[StoredConversation]:
         """Expired conversations, each behind its branches. A piece may end between them: the
         branches that it has are deleted before their conversation."""
-        due: list[Conversation] = []
+        due: list[StoredConversation] = []
         if self._history_ttl is not None:
             due = self._due(now, "IS NULL", "active", now - self._history_ttl)
         due = due or self._due(now, "IS NOT NULL", "active + history_ttl", now)
@@ -1162,11 +1166,11 @@ class HistoryStore:
             return []
         columns = ", ".join(f"branch.{column}" for column in COLUMNS.split(", "))
         numbers = _listed([conversation.number for conversation in due])
-        branches: dict[tuple[str, str | None], list[Conversation]] = {}
+        branches: dict[tuple[str, str | None], list[StoredConversation]] = {}
         for row in self._db.execute(BRANCHES.format(columns=columns, numbers=numbers)):
-            branch = Conversation(*row)
+            branch = StoredConversation(*row)
             branches.setdefault((branch.owner, branch.parent), []).append(branch)
-        expired: dict[int, Conversation] = {}
+        expired: dict[int, StoredConversation] = {}
         tokens = 0
         for conversation in due:
             own = (
@@ -1181,10 +1185,10 @@ class HistoryStore:
                 tokens += one.tokens
         return list(expired.values())
 
-    def _due(self, now: float, given: str, since: str, due: float) -> list[Conversation]:
+    def _due(self, now: float, given: str, since: str, due: float) -> list[StoredConversation]:
         sql = DUE.format(columns=COLUMNS, given=given, since=since, live=self._live)
         rows = self._db.execute(sql, self._times(now) | {"due": due, "most": MOST_EXPIRED})
-        return [Conversation(*row) for row in rows]
+        return [StoredConversation(*row) for row in rows]
 
     def _delete_removed(self) -> bool:
         """Deletes turns that `_delete_turns` has left. False if there are none."""
@@ -1254,7 +1258,7 @@ def _up_to(line: Line, last: LineTurn) -> Line:
     )
 
 
-def _same_row(one: Conversation, other: Conversation) -> bool:
+def _same_row(one: StoredConversation, other: StoredConversation) -> bool:
     """False if one of them was made after the other's deletion: SQLite uses the numbers of deleted
     rows again."""
     return (one.number, one.created) == (other.number, other.created)
@@ -1264,8 +1268,8 @@ def _columns(row: Mapping[str, object]) -> str:
     return f"({', '.join(row)}) VALUES ({', '.join(f':{name}' for name in row)})"
 
 
-def _row(conversation: Conversation) -> dict[str, Any]:
-    return {field.name: getattr(conversation, field.name) for field in fields(Conversation)}
+def _row(conversation: StoredConversation) -> dict[str, Any]:
+    return {field.name: getattr(conversation, field.name) for field in fields(StoredConversation)}
 
 
 def _packed(tokens: array[int]) -> bytes:

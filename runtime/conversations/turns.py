@@ -26,7 +26,7 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
-from .schema import Conversation, Gone, Kind, Name, Opening
+from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .store import HistoryStore, Swept
 from .transcript import (
     OTHERS,
@@ -62,11 +62,11 @@ WATCH_SECONDS = 1.0
 # between two looks whether a full disk has room again, and after a failure of background work
 RECOVERY_S = 1.0
 COMPLAINT_S = 60.0  # least time between two log messages about the same background work
-Stored = tuple[Conversation, StoredTurn | None]
+Stored = tuple[StoredConversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
 
-class Record(NamedTuple):
+class Destination(NamedTuple):
     """The name under which a turn is stored, and the values that a new name gets
     (`HistoryStore.commit`)."""
 
@@ -108,7 +108,7 @@ class OpenTurn:
         prompt: array[int],
         text: str,
         inside: int,
-        records: tuple[Record, ...],
+        destinations: tuple[Destination, ...],
         opening: Opening | None,
         held: ExitStack,
         stored: Stored | None,
@@ -119,7 +119,7 @@ class OpenTurn:
         self.text = text
         self.inside = inside
         self.owner = owner
-        self.records = records
+        self.destinations = destinations
         self.opening = opening
         self._histories = histories
         self._held = held
@@ -143,9 +143,9 @@ class OpenTurn:
     @property
     def conversation(self) -> str | None:
         """The loop's name for the conversation, or None."""
-        if not self.records:
+        if not self.destinations:
             return self._session
-        name, _, about = self.records[0]
+        name, _, about = self.destinations[0]
         return kv_name(name, about.get("thread") or name.id)
 
     async def commit(
@@ -177,8 +177,8 @@ class OpenTurn:
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
-        if self.records:
-            await histories.store_turn(self.records, self.opening, whole, salt, body)
+        if self.destinations:
+            await histories.store_turn(self.destinations, self.opening, whole, salt, body)
         if answer is not None:
             histories.remember(self.owner, whole)
 
@@ -375,10 +375,10 @@ class TurnManager:
         turn is in flight already or the history ends with a completion.
         """
         name = Name(owner, conversation) if conversation is not None else None
-        records = (Record(name),) if name is not None else ()
+        destinations = (Destination(name),) if name is not None else ()
         with ExitStack() as held:
             if name is None or not server_history:
-                opening = await self._admit(records, held)
+                opening = await self._admit(destinations, held)
                 past, stored = await self._past(owner, name, messages)
             else:
                 opening, stored = await self._go_on(name, held)
@@ -392,7 +392,7 @@ class TurnManager:
                     raise RequestError(ErrorKind.CONFLICT, f"{reason}: {cure}", "conversation")
                 messages = (*(past.transcript().messages if past is not None else ()), *messages)
             return await self._chat_turn(
-                owner, messages, past, render, records, opening, held, stored
+                owner, messages, past, render, destinations, opening, held, stored
             )
 
     async def open_response(
@@ -424,7 +424,7 @@ class TurnManager:
                 owner, conversation, messages, with_instructions, server_history=True
             )
             if snapshot is not None:
-                turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
+                turn.destinations += (Destination(snapshot, behind=Name(owner, conversation)),)
             return turn
         before, past, stored = None, None, None
         if previous is not None:
@@ -432,15 +432,15 @@ class TurnManager:
         dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
         if past is None:
             past = self._recent.find(dialogue_keys(owner, dialogue))
-        records: tuple[Record, ...] = ()
+        destinations: tuple[Destination, ...] = ()
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
             behind = Name(owner, previous, "response") if previous is not None else None
-            records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
+            destinations = (Destination(snapshot, behind, {"parent": previous, "thread": thread}),)
         with ExitStack() as held:
-            opening = await self._admit(records, held)
+            opening = await self._admit(destinations, held)
             return await self._chat_turn(
-                owner, dialogue, past, with_instructions, records, opening, held, stored
+                owner, dialogue, past, with_instructions, destinations, opening, held, stored
             )
 
     async def open_completion(
@@ -456,17 +456,17 @@ class TurnManager:
         Raises as `open_chat`.
         """
         name = Name(owner, conversation) if conversation is not None else None
-        records = (Record(name),) if name is not None else ()
+        destinations = (Destination(name),) if name is not None else ()
         with ExitStack() as held:
             if name is not None and server_history:
                 return await self._continue_log(name, prompt, held)
-            opening = await self._admit(records, held)
+            opening = await self._admit(destinations, held)
             stored = (
                 await self.run(self._store.find, name, self.now()) if name is not None else None
             )
             if not isinstance(prompt, str):
                 return OpenTurn(
-                    self, owner, (), prompt, "", 0, records, opening, held.pop_all(), stored
+                    self, owner, (), prompt, "", 0, destinations, opening, held.pop_all(), stored
                 )
             assert self.tokenizer is not None
             ids = await asyncio.to_thread(
@@ -475,7 +475,16 @@ class TurnManager:
             if ids is None:
                 ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
             return OpenTurn(
-                self, owner, (), ids, prompt, len(ids), records, opening, held.pop_all(), stored
+                self,
+                owner,
+                (),
+                ids,
+                prompt,
+                len(ids),
+                destinations,
+                opening,
+                held.pop_all(),
+                stored,
             )
 
     async def _continue_log(
@@ -494,9 +503,11 @@ class TurnManager:
             assert self.tokenizer is not None
             prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
         whole = before.tokens + prompt
-        records = (Record(name),)
+        destinations = (Destination(name),)
         stored_text = (before.messages, whole, before.text, before.inside)
-        return OpenTurn(self, name.owner, *stored_text, records, opening, held.pop_all(), stored)
+        return OpenTurn(
+            self, name.owner, *stored_text, destinations, opening, held.pop_all(), stored
+        )
 
     async def _chat_turn(
         self,
@@ -504,14 +515,23 @@ class TurnManager:
         messages: Sequence[Message],
         past: StoredTurn | None,
         render: Callable[[Sequence[Message]], str],
-        records: tuple[Record, ...],
+        destinations: tuple[Destination, ...],
         opening: Opening | None,
         held: ExitStack,
         stored: Stored | None,
     ) -> OpenTurn:
         text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
         return OpenTurn(
-            self, owner, messages, ids, text, len(ids), records, opening, held.pop_all(), stored
+            self,
+            owner,
+            messages,
+            ids,
+            text,
+            len(ids),
+            destinations,
+            opening,
+            held.pop_all(),
+            stored,
         )
 
     def _prompt(
@@ -538,12 +558,13 @@ class TurnManager:
         match = common_beginning(stored[1], messages) if stored is not None else None
         return (match if _message_count(match) > covered else recent), stored
 
-    async def _admit(self, records: Sequence[Record], held: ExitStack) -> Opening | None:
+    async def _admit(self, destinations: Sequence[Destination], held: ExitStack) -> Opening | None:
         """Keeps the existing histories from expiring while they are held. RequestError (TOO_MANY),
         before anything is computed, if a new history is beyond its owner's quota."""
-        if not records:
+        if not destinations:
             return None
-        return await self._open_turn(self._store.admit, [record.name for record in records], held)
+        names = [destination.name for destination in destinations]
+        return await self._open_turn(self._store.admit, names, held)
 
     async def _go_on(self, name: Name, held: ExitStack) -> tuple[Opening, Stored]:
         """A conversation that exists and its last turn, for the one turn with the server's history.
@@ -593,7 +614,7 @@ class TurnManager:
 
     async def store_turn(
         self,
-        records: Sequence[Record],
+        destinations: Sequence[Destination],
         opening: Opening | None,
         whole: Transcript,
         salt: bytes,
@@ -605,14 +626,15 @@ class TurnManager:
         Raises RequestError as `OpenTurn.commit`."""
         now = self.now()
 
-        def commit() -> list[Conversation]:
+        def commit() -> list[StoredConversation]:
             with self._store.transaction():
                 if opening is not None and self._store.committed(opening.turn):
                     return []
-                first, *others = records
+                first, *others = destinations
                 stored = [self._commit(first, whole, now, salt, body, opening)]
                 return stored + [
-                    self._commit(record, whole, now, salt, body, None) for record in others
+                    self._commit(destination, whole, now, salt, body, None)
+                    for destination in others
                 ]
 
         for stored in await self._until_answered(commit):
@@ -621,7 +643,7 @@ class TurnManager:
         if opening is not None:
             self._open.pop(opening.turn, None)
             self._deleted.pop(opening.turn, None)  # the turn has made the conversation anew
-        names = {record.name for record in records}
+        names = {destination.name for destination in destinations}
         for turn, gone in self._deleted.items():
             if gone.name in names:  # the name stands for another conversation now
                 self._deleted[turn] = gone._replace(thread=None)
@@ -641,15 +663,19 @@ class TurnManager:
 
     def _commit(
         self,
-        record: Record,
+        destination: Destination,
         whole: Transcript,
         now: float,
         salt: bytes,
         body: str | None,
         opening: Opening | None,
-    ) -> Conversation:
-        about = record.about | {"body": body} if record.name.kind == "response" else record.about
-        return self._store.commit(record.name, whole, now, salt, record.behind, opening, **about)
+    ) -> StoredConversation:
+        about = destination.about
+        if destination.name.kind == "response":
+            about = about | {"body": body}
+        return self._store.commit(
+            destination.name, whole, now, salt, destination.behind, opening, **about
+        )
 
     def remember(self, owner: str, whole: Transcript) -> None:
         """Remembers the dialogue for clients that will send all of it again."""
@@ -659,11 +685,11 @@ class TurnManager:
 
     # -- conversations
 
-    async def get(self, name: Name) -> Conversation:
+    async def get(self, name: Name) -> StoredConversation:
         """RequestError (NOT_FOUND)."""
         return await self.run(self._store.get, name, self.now())
 
-    async def load(self, name: Name) -> tuple[Conversation, Transcript]:
+    async def load(self, name: Name) -> tuple[StoredConversation, Transcript]:
         """The conversation with all of its history. RequestError (404)."""
         conversation, past = await self._continued(name)
         return conversation, past.transcript() if past is not None else Transcript(
@@ -672,19 +698,19 @@ class TurnManager:
 
     async def page(
         self, owner: str, limit: int, after: str | None, ascending: bool
-    ) -> tuple[list[Conversation], bool]:
+    ) -> tuple[list[StoredConversation], bool]:
         return await self.run(self._store.page, owner, limit, after, ascending, self.now())
 
-    async def create(self, name: Name) -> Conversation:
+    async def create(self, name: Name) -> StoredConversation:
         return await self.run(self._store.create, name, self.now())
 
-    async def fork(self, name: Name, new_id: str) -> Conversation:
+    async def fork(self, name: Name, new_id: str) -> StoredConversation:
         """Copies the history at once, and the claims on its KV if the loop has them."""
         fork = await self.run(self._store.fork, name, new_id, self.now())
         self._tell(Fork(kv_name(name, name.id), kv_name(name, new_id)))
         return fork
 
-    async def change(self, name: Name, **values: Any) -> Conversation:
+    async def change(self, name: Name, **values: Any) -> StoredConversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`."""
         now = self.now()
         changed = await self.run(self._store.change, name, now, **values)
@@ -737,7 +763,7 @@ class TurnManager:
             self._erasing.append(erasing)
         return erasing
 
-    def _keep(self, conversation: Conversation, now: float) -> None:
+    def _keep(self, conversation: StoredConversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)
         pinned = max(0.0, conversation.pinned_until - now)
         self._tell(Keep(kv_name(name, conversation.thread), conversation.ttl, pinned))

@@ -4,8 +4,8 @@ loop never waits.
     begin(plan)     hands work to the threads and returns
     take()          returns the work that has ended since, each slot once
 
-Separate threads read and write, so no turn waits behind records that are being saved. Neighbouring
-records are read and written with one call.
+Separate threads read and write, so no turn waits behind records that are being spilled.
+Neighbouring records are read and written with one call.
 
 A failure of the disk is not an error: a record that cannot be written, read or verified is reported
 as failed, and its chunk is recomputed.
@@ -172,7 +172,7 @@ class DiskStore:
             if len(set(slots)) < len(slots) or not self._under_way.isdisjoint(slots):
                 raise InvariantError(f"step {plan.step} uses a DISK slot that is in use: {slots}")
             self._under_way.update(slots[: len(slots) - len(plan.erased)])
-            self._count(saving=len(plan.spills), loading=len(plan.promotions))
+            self._count(spilling=len(plan.spills), promoting=len(plan.promotions))
         for spills in self._runs(plan.spills):
             self._writers.submit(self._guarded, self._spill, spills, began)
         for promotions in self._runs(plan.promotions):
@@ -229,11 +229,11 @@ class DiskStore:
         with self._changed:
             self._end(run, done, 0)
             self._count(
-                saving=-len(run),
-                saved=len(done),
-                saved_bytes=size,
-                saving_seconds=took,
-                saving_queued=queued,
+                spilling=-len(run),
+                spilled=len(done),
+                spilled_bytes=size,
+                spilling_seconds=took,
+                spilling_queued=queued,
             )
 
     def _promote(self, run: list[Promotion], began: float) -> None:
@@ -243,10 +243,13 @@ class DiskStore:
         size = len(done) * self._record
         with self._changed:
             self._end(run, done, 1)
-            loaded = dict(
-                loaded=len(done), loaded_bytes=size, loading_seconds=took, loading_queued=queued
+            self._count(
+                promoting=-len(run),
+                promoted=len(done),
+                promoted_bytes=size,
+                promoting_seconds=took,
+                promoting_queued=queued,
             )
-            self._count(loading=-len(run), **loaded)
 
     def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
         """Called while the condition is held. `kind`: index in the report for the slots that
@@ -375,7 +378,7 @@ class DiskStore:
             if self._counters.full:
                 return
             self._count(full=1)
-        log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
+        log.error("%s: the disk is full; no KV is spilled until there is room", self._directory)
 
     def _not_full(self) -> None:
         with self._changed:

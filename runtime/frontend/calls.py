@@ -164,12 +164,12 @@ def _log(
     """Times count from the call's arrival."""
     now = time.perf_counter()
     counts = usage(list(replies))
-    records = call.turn.records if call.turn is not None else ()
+    destinations = call.turn.destinations if call.turn is not None else ()
     started = [reply.started for reply in replies if reply.started is not None]
     fields = {
         "id": call.writer.id,
         "owner": owner[:OWNER_DIGITS] or None,
-        "conversation": records[0].name.id if records else None,
+        "conversation": destinations[0].name.id if destinations else None,
         "session": call.session or None,
         "prompt_tokens": counts["prompt_tokens"],
         "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],

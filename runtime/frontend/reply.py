@@ -100,7 +100,7 @@ class Reply:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the reply, or None."""
-        return None if self._matcher is None else self._matcher.found
+        return None if self._matcher is None else self._matcher.match
 
     @property
     def stop_reason(self) -> str | int | None:

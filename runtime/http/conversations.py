@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from ...scheduler.types import ConversationKV, ErrorKind, RequestError
-from ..conversations.schema import Conversation, Name
+from ..conversations.schema import Name, StoredConversation
 from ..conversations.transcript import Transcript
 from ..conversations.turns import TurnManager, kv_name
 from ..frontend.bodies import parse
@@ -104,11 +104,13 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
     router = APIRouter(prefix="/v1/conversations")
 
     def described(
-        conversation: Conversation, transcript: Transcript | None = None
+        conversation: StoredConversation, transcript: Transcript | None = None
     ) -> dict[str, Any]:
         return describe(conversation, histories.now(), transcript)
 
-    def sized(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+    def sized(
+        conversation: StoredConversation, transcript: Transcript | None = None
+    ) -> dict[str, Any]:
         found = client.kv_map.find(
             kv_name(Name(conversation.owner, conversation.id), conversation.thread)
         )
@@ -194,7 +196,7 @@ def by_tier(conversation: ConversationKV) -> dict[str, int]:
 
 
 def describe(
-    conversation: Conversation, now: float, transcript: Transcript | None = None
+    conversation: StoredConversation, now: float, transcript: Transcript | None = None
 ) -> dict[str, Any]:
     """The conversation in the form for its owner, with the messages if `transcript` is given."""
     pinned = conversation.pinned_until if conversation.pinned_until > now else None

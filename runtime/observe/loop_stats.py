@@ -33,7 +33,7 @@ class Stopwatch:
             self._report(self._since, now)
 
 
-class Sizes:
+class SizeHistogram:
     """A histogram of positive integers whose buckets end at powers of two."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LoopCounters:
         self.plan, self.launch, self.wait, self.apply, self.send = map(self._stopwatch, PARTS)
         self._steps = 0
         self._in_flight: deque[bool] = deque()  # by plan: whether the device has any work for it
-        self._tokens, self._requests = Sizes(), Sizes()
+        self._tokens, self._requests = SizeHistogram(), SizeHistogram()
         self._busy = self._busy_since = 0.0
 
     def _stopwatch(self, part: str) -> Stopwatch:

@@ -229,41 +229,44 @@ class Metrics(Collector):
     def _disk(self) -> Iterator[Metric]:
         """The disk tier's counts; zeros without one."""
         disk = self.disk
-        for name, text, saved, loaded in (
-            ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
+        for name, text, spilled, promoted in (
+            ("records", "Chunks written to disk and read from it", disk.spilled, disk.promoted),
             (
                 "bytes",
                 "Bytes of KV written to disk and read from it",
-                disk.saved_bytes,
-                disk.loaded_bytes,
+                disk.spilled_bytes,
+                disk.promoted_bytes,
             ),
             (
                 "seconds",
                 "From being asked for to being done, of all chunks",
-                disk.saving_seconds,
-                disk.loading_seconds,
+                disk.spilling_seconds,
+                disk.promoting_seconds,
             ),
             (
                 "queue_seconds",
                 "Of that, the wait before they began",
-                disk.saving_queued,
-                disk.loading_queued,
+                disk.spilling_queued,
+                disk.promoting_queued,
             ),
         ):
             yield _counters(
-                f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded}
+                f"pensieve:kv_disk_{name}",
+                text,
+                "direction",
+                {"spill": spilled, "promote": promoted},
             )
         queue = GaugeMetricFamily(
             "pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"]
         )
-        queue.add_metric(["save"], disk.saving)
-        queue.add_metric(["load"], disk.loading)
+        queue.add_metric(["spill"], disk.spilling)
+        queue.add_metric(["promote"], disk.promoting)
         yield queue
         faults = {"system": disk.errors, "rejected": disk.rejected}
         text = "Refusals of the system, and damaged records"
         yield _counters("pensieve:kv_disk_faults", text, "kind", faults)
         yield GaugeMetricFamily(
-            "pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full
+            "pensieve:kv_disk_full", "1 while nothing is spilled for want of room", value=disk.full
         )
 
     def _steps(self) -> Iterator[Metric]:
@@ -339,16 +342,16 @@ def _eviction_values(stats: SchedulerStats) -> Metric:
 
 
 def _choices(stats: SchedulerStats) -> Iterator[Metric]:
-    text = "Chunks on HOST, by whether they were loaded or computed again"
+    text = "Chunks on HOST, by whether they were swapped in or computed again"
     chunks = {choice: parts["chunks"] for choice, parts in stats.choices.items()}
     yield _counters("pensieve:kv_choice_chunks", text, "choice", chunks)
     seconds = CounterMetricFamily(
         "pensieve:kv_choice_predicted_seconds",
-        "What either way was predicted to take for them; what loading took is in kv_link_seconds",
+        "What either way was predicted to take for them; what swap-ins took is in kv_link_seconds",
         labels=["choice", "way"],
     )
     for choice, parts in stats.choices.items():
-        for way in ("load", "recompute"):
+        for way in ("swap_in", "recompute"):
             seconds.add_metric([choice, way], parts[way])
     yield seconds
 

@@ -48,7 +48,7 @@ def unpack(packed: bytes) -> StepPlan:
     )
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """One rank's report on one step; fields as in `StepResult`."""
 
     step: int
@@ -60,8 +60,8 @@ class Report(NamedTuple):
     bad_copies: tuple[int, ...]
 
 
-def report_of(result: StepResult) -> Report:
-    return Report(*(getattr(result, field) for field in Report._fields))
+def report_of(result: StepResult) -> RankReport:
+    return RankReport(*(getattr(result, field) for field in RankReport._fields))
 
 
 @dataclass(slots=True)
@@ -79,13 +79,13 @@ class Reports:
 
     def __init__(self, others: int):
         self._last = {
-            rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)
+            rank: RankReport(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)
         }
         self._answers: dict[int, _Answers] = {}
         self._erase_failed: dict[int, None] = {}
         self._bad_copies: dict[int, None] = {}
 
-    def take(self, rank: int, report: Report) -> None:
+    def take(self, rank: int, report: RankReport) -> None:
         self._last[rank] = report
         self._erase_failed.update(dict.fromkeys(report.erase_failed))
         self._bad_copies.update(dict.fromkeys(report.bad_copies))

@@ -459,16 +459,16 @@ class StopMatcher:
         self._begin = 0
         self._held = 0  # characters held
         self.tokens = 0
-        self.found: str | None = None
+        self.match: str | None = None
 
     @property
     def matched(self) -> bool:
-        return self.found is not None
+        return self.match is not None
 
     def push(self, piece: str) -> str:
         """Takes the text of one more token. Returns the text that may be sent.
 
-        After a match, `found` is the stop string, the text before it has been returned, and
+        After a match, `match` is the stop string, the text before it has been returned, and
         `tokens` is the count of tokens needed. No further call is allowed.
         """
         self.tokens += 1
@@ -489,9 +489,9 @@ class StopMatcher:
             if (end := stop.read(piece)) is not None
         ]
         if ends:
-            end, _, self.found = min(ends)
+            end, _, self.match = min(ends)
             text = self._say(self._held) + piece[:end]
-            return text if self._include else text[: len(text) - len(self.found)]
+            return text if self._include else text[: len(text) - len(self.match)]
         self._pieces.append(piece)
         self._held += len(piece)
         return self._say(self._held - max(stop.matched for stop in self._stops))

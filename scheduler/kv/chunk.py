@@ -48,7 +48,7 @@ class Move:
         self.spills = spills
 
 
-class Group:
+class VictimGroup:
     """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at
     any time."""
 
@@ -110,7 +110,7 @@ class Chunk:
     copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for
     that copy: chunks of
                     turns that have just ended are the most valuable
-    loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the
+    awaits_swap_in  its GPU slot is reserved, but the swap-in is not issued for all of the row: the
                     slot holds no data yet
     victim_set      the set of victims that contains it; victim_group: its group in that set
     refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the
@@ -121,6 +121,7 @@ class Chunk:
     """
 
     __slots__ = (
+        "awaits_swap_in",
         "claims",
         "copied_for_disk",
         "created",
@@ -131,7 +132,6 @@ class Chunk:
         "host",
         "key",
         "last_active",
-        "loading",
         "moving",
         "over_quota",
         "past_window",
@@ -159,12 +159,12 @@ class Chunk:
         self.queue_places: list[QueuePlace] = []
         self.created = self.last_active = now
         self.dropped_at = NEVER
-        self.loading = False
+        self.awaits_swap_in = False
         self.copied_for_disk = False
         self.refused_by_host = False
         self.moving: Move | None = None
         self.victim_set: ChunkSet | None = None
-        self.victim_group: Group | None = None
+        self.victim_group: VictimGroup | None = None
 
     @property
     def resident(self) -> bool:

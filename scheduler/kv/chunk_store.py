@@ -275,29 +275,29 @@ class ChunkStore:
         self._last_stamp = max(now, self._last_stamp + 1e-6)
         return self._last_stamp
 
-    # -- loading from HOST
+    # -- swap-ins from HOST
 
-    def begin_loads(self, chunks: Iterable[Chunk]) -> None:
+    def reserve_swap_ins(self, chunks: Iterable[Chunk]) -> None:
         """Reserves a free GPU slot for each of the chunks, which are on HOST. The caller has made
         room."""
         for chunk in chunks:
             chunk.gpu = self.gpu.take()
-            chunk.loading = True
+            chunk.awaits_swap_in = True
 
-    def loads_issued(self, chunks: Iterable[Chunk]) -> None:
+    def swap_ins_issued(self, chunks: Iterable[Chunk]) -> None:
         """This plan copies the chunks to their GPU slots. A tail gives up its HOST copy, because
         its row will append to it."""
         for chunk in chunks:
-            chunk.loading = False
+            chunk.awaits_swap_in = False
             if chunk.key is None:
                 self.release_host_late(chunk)
             self.file(chunk)
 
-    def cancel_loads(self, chunks: Iterable[Chunk]) -> None:
+    def cancel_swap_ins(self, chunks: Iterable[Chunk]) -> None:
         """Returns the reserved GPU slots. The chunks enter a set of victims when their row releases
         them."""
         for chunk in chunks:
-            chunk.loading = False
+            chunk.awaits_swap_in = False
             self.gpu.give(chunk.gpu)
             chunk.gpu = NO_SLOT
 
@@ -530,7 +530,7 @@ class ChunkStore:
         elif chunk.users:
             if (
                 chunk.host != NO_SLOT
-                and not (chunk.loading or chunk.copied_for_disk)
+                and not (chunk.awaits_swap_in or chunk.copied_for_disk)
                 and chunk.moving is None
             ):
                 victim_set = self.busy_copied
@@ -550,7 +550,7 @@ class ChunkStore:
         if victim_set is not None:
             victim_set.add(chunk)
         if self._has_disk:
-            on_gpu = chunk.gpu != NO_SLOT and not chunk.loading
+            on_gpu = chunk.gpu != NO_SLOT and not chunk.awaits_swap_in
             if chunk.disk != NO_SLOT and on_gpu and chunk.moving is None:
                 self.disk_copies.add(chunk)
             else:

@@ -1,5 +1,5 @@
-"""Counts for metrics: evictions by tier and reason, load-or-recompute decisions, and all of them
-together."""
+"""Counts for metrics: evictions by tier and reason, swap-in-or-recompute decisions, and all of
+them together."""
 
 from __future__ import annotations
 
@@ -91,40 +91,40 @@ class EvictionStats:
 
 
 class Choice:
-    """chunks, and the predicted seconds of loading them and of recomputing them."""
+    """chunks, and the predicted seconds of swapping them in and of recomputing them."""
 
-    __slots__ = ("chunks", "load", "recompute")
+    __slots__ = ("chunks", "recompute", "swap_in")
 
     def __init__(self) -> None:
         self.chunks = 0
-        self.load = self.recompute = 0.0
+        self.swap_in = self.recompute = 0.0
 
     def note(self, chunks: Iterable[Chunk], cost: CostProfile) -> None:
-        load = cost.load()
+        swap_in = cost.swap_in()
         for chunk in chunks:
             self.chunks += 1
-            self.load += load
+            self.swap_in += swap_in
             self.recompute += cost.recompute(chunk.end)
 
 
-class LoadOrRecomputeStats:
-    """Counts chunks on HOST that were loaded, or recomputed instead, with the predicted seconds of
-    both ways.
+class SwapInOrRecomputeStats:
+    """Counts chunks on HOST that were swapped in, or recomputed instead, with the predicted seconds
+    of both ways.
 
     Metrics show the link's real times (`pensieve:kv_link_seconds`) next to the predictions.
     """
 
     def __init__(self, cost: CostProfile):
         self._cost = cost
-        self._loaded, self._recomputed = Choice(), Choice()
+        self._swapped_in, self._recomputed = Choice(), Choice()
 
-    def note(self, loaded: Iterable[Chunk], recomputed: Iterable[Chunk]) -> None:
-        self._loaded.note(loaded, self._cost)
+    def note(self, swapped_in: Iterable[Chunk], recomputed: Iterable[Chunk]) -> None:
+        self._swapped_in.note(swapped_in, self._cost)
         self._recomputed.note(recomputed, self._cost)
 
     def by_choice(self) -> dict[str, dict[str, float]]:
-        """{"load" or "recompute": {"chunks", "load", "recompute"}}."""
-        choices = {"load": self._loaded, "recompute": self._recomputed}
+        """{"swap_in" or "recompute": {"chunks", "swap_in", "recompute"}}."""
+        choices = {"swap_in": self._swapped_in, "recompute": self._recomputed}
         return {
             name: {part: getattr(choice, part) for part in Choice.__slots__}
             for name, choice in choices.items()
@@ -138,7 +138,7 @@ class SchedulerStats:
     slots           by tier and by content, as in `ChunkStore.slot_counts`
     evictions, eviction_values, eviction_value_sum
                     by tier and reason, and by value, as in `EvictionStats`
-    choices         of loading or recomputing, as in `LoadOrRecomputeStats`
+    choices         of swapping in or recomputing, as in `SwapInOrRecomputeStats`
     regret_tokens   tokens of chunks that were computed again within a minute of being dropped
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from DISK, and failed writes and reads

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from .chunk import Chunk, Group
+from .chunk import Chunk, VictimGroup
 from .retention import SHORTEST_IDLE_S, EvictionPolicy, class_weight
 
 
@@ -20,7 +20,7 @@ class _WeightClass:
     def __init__(self, number: int):
         self.weight = class_weight(number)
         self.stamps: list[float] = []
-        self.groups: dict[float, Group] = {}
+        self.groups: dict[float, VictimGroup] = {}
 
 
 class VictimSet:
@@ -33,7 +33,7 @@ class VictimSet:
     def __init__(self, policy: EvictionPolicy):
         self._policy = policy
         self._classes: dict[int, _WeightClass] = {}
-        self._last = Group(0, inf)
+        self._last = VictimGroup(0, inf)
         self._count = 0
 
     def __len__(self) -> int:
@@ -86,13 +86,13 @@ class VictimSet:
         if not group.chunks:
             self._close(group)
 
-    def _open(self, number: int, stamp: float) -> Group:
+    def _open(self, number: int, stamp: float) -> VictimGroup:
         weight_class = self._classes.get(number)
         if weight_class is None:
             weight_class = self._classes[number] = _WeightClass(number)
         group = weight_class.groups.get(stamp)
         if group is None:
-            group = weight_class.groups[stamp] = Group(number, stamp)
+            group = weight_class.groups[stamp] = VictimGroup(number, stamp)
             insort(weight_class.stamps, stamp)
         return group
 
@@ -106,14 +106,14 @@ class VictimSet:
         if not group.chunks:
             self._close(group)
 
-    def _close(self, group: Group) -> None:
+    def _close(self, group: VictimGroup) -> None:
         weight_class = self._classes[group.number]
         del weight_class.groups[group.stamp]
         del weight_class.stamps[bisect_left(weight_class.stamps, group.stamp)]
         if not weight_class.stamps:
             del self._classes[group.number]
 
-    def extreme(self, now: float, most: bool) -> tuple[float, Group]:
+    def extreme(self, now: float, most: bool) -> tuple[float, VictimGroup]:
         """Returns the lowest (or highest) V at `now` and the group that has it. The set must not be
         empty.
 
@@ -141,7 +141,7 @@ class Head:
         self._members = members
         self._now = now
         self._descending = descending
-        self._group: Group | None = None
+        self._group: VictimGroup | None = None
         self.value = 0.0
 
     def peek(self, most: int) -> list[Chunk]:

@@ -9,7 +9,7 @@ from ..context_window import ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
-from ..kv.stats import LoadOrRecomputeStats
+from ..kv.stats import SwapInOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
 from ..turns.turn import RunningTurn, Turn
@@ -27,8 +27,8 @@ NEVER_FULL = 2**62  # the end of a window that never overflows
 
 
 class Admission:
-    """Lets requests join. `choices` counts loaded chunks and chunks that were recomputed
-    instead."""
+    """Lets requests join. `choices` counts chunks that were swapped in and chunks that were
+    recomputed instead."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Admission:
         self._queues = queues
         self._order = order
         self._batcher = batcher
-        self.choices = LoadOrRecomputeStats(cost)
+        self.choices = SwapInOrRecomputeStats(cost)
         self._epochs = 0
         # the last request that did not fit, and `_epochs` then
         self._too_large: tuple[Turn, int] | None = None
@@ -60,13 +60,13 @@ class Admission:
         """Seats rows whose history has nearly arrived, then lets requests join, in their order.
 
         The swap-ins that this step waits for take no longer than the step itself; further chunks
-        are loaded before their row gets a seat.
+        are swapped in before their row gets a seat.
         """
-        if not (self._queues.loading or self._queues.waiting):
+        if not (self._queues.swapping_in or self._queues.waiting):
             return
         link = self.link_chunks(builder)
-        for row in list(self._queues.loading):
-            link = self._load(row, builder, link)
+        for row in list(self._queues.swapping_in):
+            link = self._swap_in(row, builder, link)
         joined = [*self._queues.joined()]
         if builder.budget <= 0 or len(joined) >= self._config.max_num_seqs:
             return
@@ -91,10 +91,11 @@ class Admission:
                 self._keep_for_later(turn, needs, builder)
                 return
             self._order.joins(turn, work)
-            link = self._load(self._reserve(turn, needs, builder), builder, link)
+            link = self._swap_in(self._reserve(turn, needs, builder), builder, link)
             if (
                 builder.budget <= 0
-                or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs
+                or len(self._queues.rows) + len(self._queues.swapping_in)
+                >= self._config.max_num_seqs
             ):
                 return
 
@@ -136,7 +137,7 @@ class Admission:
         step = self._cost.step(
             len(builder.token_ids), rows=len(builder.generate), rows_context=builder.rows_context()
         )
-        return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
+        return max(1, int(max(step, LINK_PIECE_S) / self._cost.swap_in()))
 
     def _surely_too_large(self, turn: Turn) -> bool:
         """True if it did not fit at its last lookup, and there is still less room than it needed
@@ -171,7 +172,7 @@ class Admission:
         return store.available - needs.idle_safe >= needed
 
     def _reserve(self, turn: Turn, needs: RequestNeeds, builder: PlanBuilder) -> RunningTurn:
-        """Pins every hit, then takes a slot for every chunk that is loaded or computed."""
+        """Pins every hit, then takes a slot for every chunk that is swapped in or computed."""
         store = self._store
         tail = needs.tail
         if turn.tail is not None and turn.tail is not tail:
@@ -179,7 +180,7 @@ class Admission:
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
         self._queues.leave_queue(turn)
         builder.evictor.take_gpu_slots(needs.new_slots)
-        store.begin_loads(needs.loads)
+        store.reserve_swap_ins(needs.swap_ins)
         size = self._config.chunk_tokens
         chunks = [
             chunk if chunk is not None else store.new((index + 1) * size, builder.now)
@@ -192,7 +193,7 @@ class Admission:
         turn.key_chains, turn.first_keys = {}, {}
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(
-            turn, self._epochs, needs.first, chunks, needs.spans, needs.loads, window_end
+            turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end
         )
         if tail is not None:
             tail.tokens = needs.tail_tokens
@@ -207,10 +208,10 @@ class Admission:
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
             self.choices.note(
-                needs.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT)
+                needs.swap_ins, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT)
             )
             store.pending.update(dict.fromkeys(row.pending, row.id.epoch))
-        insort(self._queues.loading, row, key=lambda row: row.order)
+        insort(self._queues.swapping_in, row, key=lambda row: row.order)
         return row
 
     def _take_tail(self, turn: Turn, tail: Chunk) -> None:
@@ -220,7 +221,7 @@ class Admission:
             conversation = self._conversations.of(turn.request)
             assert conversation is not None and conversation.tail is tail
             conversation.tail = None
-        if tail.host != NO_SLOT and not tail.loading:
+        if tail.host != NO_SLOT and not tail.awaits_swap_in:
             self._store.release_host(tail)
 
     def _give_up_tail(self, tail: Chunk) -> None:
@@ -229,21 +230,21 @@ class Admission:
         if tail.gpu != NO_SLOT:
             self._store.release_gpu(tail)
 
-    def _load(self, row: RunningTurn, builder: PlanBuilder, link: int) -> int:
+    def _swap_in(self, row: RunningTurn, builder: PlanBuilder, link: int) -> int:
         """Issues the row's swap-ins, `link` chunks at most, and seats the row if these are all.
         Returns the rest of `link`.
 
-        If the batch is empty otherwise, all chunks of the row load at once: no other row is
-        delayed.
+        If the batch is empty otherwise, all chunks of the row are swapped in at once: no other
+        row is delayed.
         """
-        gated = len(row.loads) <= link or not (self._queues.rows or builder.tokens)
+        gated = len(row.swap_ins) <= link or not (self._queues.rows or builder.tokens)
         lane = builder.copies.gated if gated else builder.copies.early
-        loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
-        lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
-        self._store.loads_issued(loads)
+        swap_ins = [row.swap_ins.popleft() for _ in range(len(row.swap_ins) if gated else link)]
+        lane.add([chunk.host for chunk in swap_ins], [chunk.gpu for chunk in swap_ins])
+        self._store.swap_ins_issued(swap_ins)
         if gated and builder.budget > 0:
             self._seat(row, builder)
-        return max(0, link - len(loads))
+        return max(0, link - len(swap_ins))
 
     def _seat(self, row: RunningTurn, builder: PlanBuilder) -> None:
         self._queues.seat_row(row)

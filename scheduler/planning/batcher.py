@@ -86,7 +86,7 @@ class Batcher:
         time grows at least in proportion to its tokens, as measured steps' times do, no mixture is
         predicted to take longer than `seconds`.
         """
-        if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
+        if not (self._queues.waiting or self._queues.swapping_in or self._rows_with_spans()):
             return
         cost = self._cost
         rows = max(1, len(builder.samples))
@@ -185,11 +185,11 @@ class Batcher:
         if builder.short <= self._queues.coming_free():
             return
         staying = [row for row in self._queues.rows if not row.leaving]
-        joined = self._queues.loading + staying
+        joined = self._queues.swapping_in + staying
         seats = Counter(row.turn.request.owner for row in joined)
         last = max(joined, key=lambda row: (seats[row.turn.request.owner], row.order))
-        if last in self._queues.loading:
-            self._queues.loading.remove(last)
+        if last in self._queues.swapping_in:
+            self._queues.swapping_in.remove(last)
             self._queues.requeue(last, builder.now)
         elif len(staying) > 1:
             self._queues.suspend(last)

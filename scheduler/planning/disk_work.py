@@ -1,4 +1,4 @@
-"""All disk work besides the steps: records of an earlier process, prefetching, saving, erasing."""
+"""All disk work besides the steps: records of an earlier process, prefetching, spills, erasing."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class DiskWork:
         return self._deletions.take_ended()
 
     @property
-    def saving(self) -> bool:
+    def unfinished(self) -> bool:
         """True while chunks are on their way to DISK or records are to be erased. A process that
         must not lose KV, or must not leave deleted KV on DISK, continues with plans and results
         until this is False."""
-        return self._write_behind.saving or self._deletions.busy
+        return self._write_behind.spilling or self._deletions.busy
 
     @property
     def busy(self) -> bool:

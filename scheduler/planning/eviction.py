@@ -86,14 +86,14 @@ class Evictor:
         reclaimable."""
         store = self._store
         uncopied = self._uncopied
-        saved = 0
+        copied = 0
         # `store.available` is read anew in each pass: a chunk that loses its HOST copy to another
         # is no longer reclaimable.
-        while (missing := min(available - store.available, most - saved)) > 0:
+        while (missing := min(available - store.available, most - copied)) > 0:
             chunks = uncopied.peek(missing)
             if not chunks:
                 return
-            saved += self._copy_out(chunks, uncopied.value, self._copies.saves)
+            copied += self._copy_out(chunks, uncopied.value, self._copies.swap_outs_ahead)
             store.make_reclaimable(chunks)
 
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
@@ -121,7 +121,7 @@ class Evictor:
             if chunk.users:
                 computed = store.gpu.last[Lane.COMPUTE]
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
-            self._copies.saves.add([chunk.gpu], slots)
+            self._copies.swap_outs_ahead.add([chunk.gpu], slots)
             store.copied_for_disk(chunk, slots[0])
         return bool(slots)
 

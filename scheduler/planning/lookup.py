@@ -1,5 +1,5 @@
-"""The needs of one request: the tiers of its chunks, the chunks to load or compute, and the number
-of GPU slots.
+"""The needs of one request: the tiers of its chunks, the chunks to swap in or compute, and the
+number of GPU slots.
 
 A lookup changes no state. If the request fits, it later gets all its slots at once.
 """
@@ -34,12 +34,12 @@ class RequestNeeds:
     chunks        from there to the end of the row's window: a resident chunk, or None for one to be
                   computed into a new slot (later chunks get their slots later)
     spans         the tokens to compute, ascending; the last one ends with the prompt and samples
-    loads         those of `chunks` that are on HOST only
+    swap_ins      those of `chunks` that are on HOST only
     tail          the tail among `chunks`, valid for `tail_tokens` tokens
     idle_safe, idle_only
                   hits on the GPU that no row holds, with and without a copy: once pinned, their
                   slots are not obtainable
-    new_slots     GPU slots for the chunks that are loaded or computed
+    new_slots     GPU slots for the chunks that are swapped in or computed
     usage         sources of the prompt's tokens that its last position sees
     """
 
@@ -48,7 +48,7 @@ class RequestNeeds:
     first: int
     chunks: list[Chunk | None]
     spans: deque[Span]
-    loads: deque[Chunk]
+    swap_ins: deque[Chunk]
     tail: Chunk | None
     tail_tokens: int
     idle_safe: int
@@ -105,15 +105,16 @@ class CacheLookup:
         self._windows = windows
 
     def must_wait(self, key: ChunkKey) -> bool:
-        """True while a row computes or loads that chunk, while it is read from DISK, and until its
-        only copy, on HOST, is confirmed. Waiting for it is better than computing it twice."""
+        """True while a row computes that chunk or swaps it in, while it is read from DISK, and
+        until its only copy, on HOST, is confirmed. Waiting for it is better than computing it
+        twice."""
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
         return chunk is not None and self._coming(chunk)
 
     def _coming(self, chunk: Chunk) -> bool:
-        return chunk.loading or _being_read(chunk) or self._store.unconfirmed(chunk)
+        return chunk.awaits_swap_in or _being_read(chunk) or self._store.unconfirmed(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
         """Returns the keys of the chunks that the turn's last position sees, as far as its context
@@ -148,8 +149,8 @@ class CacheLookup:
 
     def readable(self, chunk: Chunk) -> bool:
         """True if the chunk is on DISK only, not being read yet, and costs more to compute than to
-        load from HOST."""
-        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
+        swap in from HOST."""
+        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.swap_in()
 
     def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
         """Returns the keys of the turn's chunks that are only on DISK, those being read
@@ -169,7 +170,8 @@ class CacheLookup:
         """Reading delays one request, and queues behind other reads; recomputing delays the whole
         batch."""
         cost = self._cost
-        reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
+        reading = (self._store.disk.reading + len(chunks)) * cost.read()
+        reading += len(chunks) * cost.swap_in()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
     def look_up(
@@ -274,25 +276,25 @@ class CacheLookup:
         on_disk: list[Chunk] = []
         unknown = 0
         find = self._store.find
-        load = self._cost.load()
+        swap_in = self._cost.swap_in()
         reads = _to_read if overflows else self.readable
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
             chunk = find(key)
-            if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
+            if chunk is not None and chunk.gpu >= 0 and not chunk.awaits_swap_in:
                 hits.append(chunk)
                 had_kv.append(False)
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return next(last for last in reversed(seen) if self.must_wait(last))
-            # Older positions cannot be recomputed alone, so the rest of their KV is read and loaded
-            # at any cost.
+            # Older positions cannot be recomputed alone, so the rest of their KV is read and
+            # swapped in at any cost.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and reads(chunk):
                 on_disk.append(chunk)
             hit = (
                 chunk is not None
                 and chunk.host >= 0
-                and (overflows or self._cost.recompute(chunk.end) >= load)
+                and (overflows or self._cost.recompute(chunk.end) >= swap_in)
             )
             hits.append(chunk if hit else None)
             had_kv.append(not hit and self._store.was_computed(key))
@@ -373,7 +375,7 @@ class CacheLookup:
         seen = view.seen
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
-        loads: deque[Chunk] = deque()
+        swap_ins: deque[Chunk] = deque()
         sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
         idle_safe = idle_only = 0
         had_kv = self._had_kv(view)
@@ -396,7 +398,7 @@ class CacheLookup:
                     continue
             sources[_source(turn, chunk)] += valid if index * size >= seen else 0
             if chunk.gpu < 0:
-                loads.append(chunk)
+                swap_ins.append(chunk)
                 continue
             if chunk.victim_set is reclaimable:
                 idle_safe += 1
@@ -405,9 +407,9 @@ class CacheLookup:
         if first < reached:
             spans.append(Span(-1, first, reached, first, 0))
         if tail is not None and tail.gpu < 0:
-            # last, so it is gated: a plan that loads a tail early might evict it
-            loads.remove(tail)
-            loads.append(tail)
+            # last, so it is gated: a plan that swaps a tail in early might evict it
+            swap_ins.remove(tail)
+            swap_ins.append(tail)
         self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
@@ -420,12 +422,12 @@ class CacheLookup:
             first=view.first,
             chunks=chunks,
             spans=spans,
-            loads=loads,
+            swap_ins=swap_ins,
             tail=tail,
             tail_tokens=view.tail_tokens,
             idle_safe=idle_safe,
             idle_only=idle_only,
-            new_slots=chunks.count(None) + len(loads),
+            new_slots=chunks.count(None) + len(swap_ins),
             usage=usage,
         )
 

@@ -14,10 +14,10 @@ from ..plan import CopyBatch, Lane, Tickets
 class StepCopies:
     """Collects one plan's copies in four batches, in the order in which they are issued.
 
-    evictions    GPU -> HOST, now: the step needs their GPU slots
-    gated        HOST -> GPU, this step waits for them
-    early        HOST -> GPU, for a request that joins in a later step
-    saves        GPU -> HOST, ahead of time
+    evictions        GPU -> HOST, now: the step needs their GPU slots
+    gated            HOST -> GPU, this step waits for them
+    early            HOST -> GPU, for a request that joins in a later step
+    swap_outs_ahead  GPU -> HOST, ahead of time
 
     A batch waits only for work that was issued before it; otherwise the lanes could deadlock. The
     copies of one batch run in any order. So no HOST slot that this plan reads or writes is given to
@@ -48,7 +48,7 @@ class StepCopies:
         return LaneCopies(Lane.IN, self._first + 1, self._host, self._gpu)
 
     @cached_property
-    def saves(self) -> LaneCopies:
+    def swap_outs_ahead(self) -> LaneCopies:
         return LaneCopies(Lane.OUT, self._first + 1, self._gpu, self._host)
 
     def without_host_slot_in_use(self, chunks: Iterable[Chunk]) -> list[Chunk]:
@@ -85,7 +85,7 @@ class StepCopies:
 
     def batches(self) -> tuple[CopyBatch, ...]:
         copies = vars(self)
-        order = ("evictions", "gated", "early", "saves")
+        order = ("evictions", "gated", "early", "swap_outs_ahead")
         return tuple(
             copies[name].freeze(gated=name == "gated")
             for name in order
@@ -95,7 +95,8 @@ class StepCopies:
     def moved(self) -> tuple[int, int]:
         """Chunks swapped in and out so far."""
         copies = vars(self)
-        sizes = [len(copies.get(name, ())) for name in ("gated", "early", "evictions", "saves")]
+        order = ("gated", "early", "evictions", "swap_outs_ahead")
+        sizes = [len(copies.get(name, ())) for name in order]
         return sizes[0] + sizes[1], sizes[2] + sizes[3]
 
 

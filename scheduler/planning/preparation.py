@@ -117,7 +117,7 @@ class Preparation:
             turn.take_keys(prompt)
         queues = self._queues
         find = self._store.find
-        waits = bool(queues.waiting) or len(queues.free_seats) <= len(queues.loading)
+        waits = bool(queues.waiting) or len(queues.free_seats) <= len(queues.swapping_in)
         stamp = self._store.stamp(now) if waits else now
         keys = self._lookup.seen_keys(turn)
         there = 0

@@ -1,4 +1,4 @@
-"""The waiting queue, requests whose KV is loading, and running requests."""
+"""The waiting queue, requests whose KV is being swapped in, and running requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..work import LARGEST_PIECE, Pieces
 
 
 class RequestQueues:
-    """`waiting`, `loading` and `rows` (the rows in seats) are sorted by their `order`."""
+    """`waiting`, `swapping_in` and `rows` (the rows in seats) are sorted by their `order`."""
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore):
         self._config = config
         self._store = store
         self.waiting: list[Turn] = []
-        self.loading: list[RunningTurn] = []
+        self.swapping_in: list[RunningTurn] = []
         self.rows: list[RunningTurn] = []
         self.by_id: dict[RowId, RunningTurn] = {}
         self.seats = config.max_num_seqs
@@ -35,13 +35,13 @@ class RequestQueues:
         self._leaving: list[RunningTurn] = []
 
     def joined(self) -> Iterator[RunningTurn]:
-        """Rows that hold chunks: in seats, and loading."""
+        """Rows that hold chunks: in seats, and those that are swapped in."""
         yield from self.rows
-        yield from self.loading
+        yield from self.swapping_in
 
     @property
     def empty(self) -> bool:
-        return not (self.rows or self.loading)
+        return not (self.rows or self.swapping_in)
 
     # -- the queue
 
@@ -86,8 +86,8 @@ class RequestQueues:
     # -- seats
 
     def seat_row(self, row: RunningTurn) -> None:
-        """Seats a row that was loading. There must be a free seat."""
-        self.loading.remove(row)
+        """Seats a row that has been swapped in. There must be a free seat."""
+        self.swapping_in.remove(row)
         row.seat = self.free_seats.popleft()
         insort(self.rows, row, key=lambda row: row.order)
         self.by_id[row.id] = row
@@ -107,8 +107,8 @@ class RequestQueues:
         The row's launched steps may still use the slots; the next users of the slots wait for that
         on the device.
         """
-        self._store.cancel_loads(row.loads)
-        row.loads.clear()
+        self._store.cancel_swap_ins(row.swap_ins)
+        row.swap_ins.clear()
         for key in row.pending:
             del self._store.pending[key]
         row.pending.clear()
@@ -125,13 +125,13 @@ class RequestQueues:
     def _release_pieces(self, row: RunningTurn, chunks: list[Chunk], now: float) -> Pieces:
         while chunks or row.pending:
             piece = chunks[:LARGEST_PIECE]
-            self._store.cancel_loads([chunk for chunk in piece if chunk.loading])
+            self._store.cancel_swap_ins([chunk for chunk in piece if chunk.awaits_swap_in])
             for key in list(islice(row.pending, LARGEST_PIECE)):
                 del row.pending[key], self._store.pending[key]
             self.release(row, piece, None, now)
             del chunks[:LARGEST_PIECE]
             yield len(piece)
-        row.loads.clear()
+        row.swap_ins.clear()
         del self.releasing[row]
 
     def release(
@@ -176,7 +176,7 @@ class RequestQueues:
         if not self._config.reuse:
             return None
         size = self._config.chunk_tokens
-        if not row.spans and not row.loads:
+        if not row.spans and not row.swap_ins:
             full, valid = divmod(len(row.turn.tokens) - 1, size)
             index = full - row.first
             if index < len(row.chunks) and row.chunks[index].key is None:

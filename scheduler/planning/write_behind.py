@@ -1,6 +1,6 @@
 """Writes chunks to DISK: soon after their turn has ended, or when HOST needs the room.
 
-CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes the chunks that HOST
+CachedAttention copies to HOST while a turn runs (section 3.2.2), and writes the chunks that HOST
 evicts to DISK (3.3.2).
 """
 
@@ -29,7 +29,7 @@ class WriteBehind:
 
     A chunk is refused (it stays where it is) if DISK or HOST holds nothing of lower value, and
     while DISK is paused after a failed write. It is then spilled when HOST needs its slot. A chunk
-    whose copy failed is not saved.
+    whose copy failed is not spilled.
     """
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile, store: ChunkStore):
@@ -37,7 +37,7 @@ class WriteBehind:
         self._eager = config.disk_kv_chunks > 0 and config.save != "off"
         self._in_time = self._eager and config.save == "sync"
         self._host_buffer = max(1, int(HOST_BUFFER * config.host_kv_chunks))
-        self._most_copies = min(64, max(1, int(LINK_PIECE_S / cost.save())))
+        self._most_copies = min(64, max(1, int(LINK_PIECE_S / cost.swap_out())))
         self._most_writes = min(256, max(4, int(WRITES_AHEAD_S / cost.write())))
         self._queue: deque[Chunk] = deque()
         self._copied: deque[Chunk] = deque()  # to HOST, perhaps not completely
@@ -54,7 +54,7 @@ class WriteBehind:
 
     @property
     def withholds(self) -> bool:
-        """True if last outputs are kept back until chunks are saved."""
+        """True if last outputs are kept back until chunks are on DISK."""
         return bool(self._endings)
 
     @property
@@ -63,7 +63,7 @@ class WriteBehind:
         return (request for request, *_ in self._endings)
 
     @property
-    def saving(self) -> bool:
+    def spilling(self) -> bool:
         """True if chunks of ended turns are on their way to DISK, or last outputs are kept back."""
         return bool(self._pending or self._endings) or self._store.disk.writing > 0
 
@@ -75,7 +75,7 @@ class WriteBehind:
             if (
                 chunk is not None
                 and chunk.key is not None
-                and _unsaved(chunk)
+                and _not_on_disk(chunk)
                 and chunk not in self._pending
             ):
                 self._pending[chunk] = None
@@ -128,7 +128,7 @@ class WriteBehind:
         copies = 0
         while self._queue and copies < self._most_copies:
             chunk = self._queue[0]
-            if _unsaved(chunk) and chunk.host == NO_SLOT:
+            if _not_on_disk(chunk) and chunk.host == NO_SLOT:
                 if not evictor.stage(chunk):
                     if self._copied or self._store.disk.writing:
                         return  # HOST slots are about to be free
@@ -144,7 +144,7 @@ class WriteBehind:
         store = self._store
         while self._copied and store.disk.writing < self._most_writes:
             chunk = self._copied[0]
-            wanted = _unsaved(chunk) and chunk.host != NO_SLOT
+            wanted = _not_on_disk(chunk) and chunk.host != NO_SLOT
             if wanted and store.host.last[Lane.OUT][chunk.host] > store.completed.swap_out:
                 return
             self._copied.popleft()
@@ -161,6 +161,6 @@ class WriteBehind:
                 self._store.release_host(chunk)
 
 
-def _unsaved(chunk: Chunk) -> bool:
+def _not_on_disk(chunk: Chunk) -> bool:
     """True if the chunk is on the GPU or HOST, and neither on DISK nor being written or read."""
     return chunk.resident and chunk.disk == NO_SLOT and chunk.moving is None

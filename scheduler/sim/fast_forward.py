@@ -25,7 +25,7 @@ class FastForwardScheduler(Scheduler):
         Such a step gives one token to each row. It takes no slot. Applying the step before it fills
         no chunk and begins or ends no reply.
         """
-        busy = bool(self._queues.waiting or self._queues.loading or self._has_begun_work)
+        busy = bool(self._queues.waiting or self._queues.swapping_in or self._has_begun_work)
         busy = busy or self.conversations.mortal or self.disk.busy
         if (
             busy

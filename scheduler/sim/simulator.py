@@ -188,7 +188,7 @@ class VirtualDevice:
         )
 
     def _copy(self, batch: CopyBatch, now: float) -> float:
-        seconds = self._cost.load() if batch.lane is Lane.IN else self._cost.save()
+        seconds = self._cost.swap_in() if batch.lane is Lane.IN else self._cost.swap_out()
         end = self._start(batch.lane, batch.after, now) + len(batch.sources) * seconds
         self._complete(batch.lane, batch.ticket, end)
         self._copies[batch.lane].append((end, batch.ticket))

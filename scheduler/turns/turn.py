@@ -32,7 +32,7 @@ class Turn:
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
     waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or
-                  loads it, it is being read from DISK, or its copy on HOST is not confirmed
+                  swaps it in, it is being read from DISK, or its copy on HOST is not confirmed
     awaited       chunks that are evicted late because it waits for them
     from_disk     keys of its chunks that were only on DISK at its first lookup; None before
     promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False:
@@ -127,7 +127,7 @@ class RunningTurn:
                   the first position that cannot be computed yet: it has no slot, or is at
                   `window_end`
     moved         the row begins at another chunk than the device knows
-    loads         chunks whose swap-in has not been issued
+    swap_ins      chunks whose swap-in has not been issued
     launched      the last step planned with this row
     leaving       suspended: not planned any more; released when its last launched step is applied
     pending       keys that this row is the first to compute
@@ -147,7 +147,6 @@ class RunningTurn:
         "last_position",
         "launched",
         "leaving",
-        "loads",
         "moved",
         "pending",
         "position",
@@ -155,6 +154,7 @@ class RunningTurn:
         "seat",
         "spans",
         "stop_ids",
+        "swap_ins",
         "tokens",
         "turn",
         "window_end",
@@ -167,7 +167,7 @@ class RunningTurn:
         first: int,
         chunks: list[Chunk],
         spans: deque[Span],
-        loads: deque[Chunk],
+        swap_ins: deque[Chunk],
         window_end: int,
     ):
         self.turn = turn
@@ -175,7 +175,7 @@ class RunningTurn:
         self.first = first
         self.chunks = chunks
         self.spans = spans
-        self.loads = loads
+        self.swap_ins = swap_ins
         self.position = len(turn.tokens)
         self.begin = len(turn.request.prompt) + 1
         self.end = len(turn.request.prompt) + turn.request.max_tokens

@@ -34,7 +34,7 @@ from ...scheduler.types import Applied, RequestId, SettingError, Usage
 from ..command import numbers
 from .arrivals import Arrival, plan_arrivals
 from .models import MODELS, read_costs, read_shape
-from .traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
+from .traces import CHATS, TURN_COUNTS, read_trace, synthetic, synthetic_dialogue
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
@@ -157,12 +157,12 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
     if args.start == "empty":
         most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
-        sessions = made_up_sessions(args, seed, most, rate)
+        sessions = synthetic_sessions(args, seed, most, rate)
         return [session for session in sessions if session.start_s < args.seconds]
     return conversations(args, rate, seed)
 
 
-def made_up_sessions(
+def synthetic_sessions(
     args: argparse.Namespace, seed: int, conversations: int, sessions_per_s: float
 ) -> list[Session]:
     return synthetic(
@@ -181,10 +181,10 @@ def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Sess
     if args.trace is not None:
         sessions = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
     else:
-        sessions = made_up_sessions(args, seed, POOL, 1.0)
+        sessions = synthetic_sessions(args, seed, POOL, 1.0)
     system = {session.name: session.system_tokens for session in sessions}
     arrivals = plan_arrivals(
-        [made_up(session) for session in sessions],
+        [synthetic_dialogue(session) for session in sessions],
         rate=rate,
         seconds=args.seconds,
         seconds_per_token=SECONDS_PER_TOKEN,

@@ -15,7 +15,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Line(BaseModel, strict=True):
+class TraceLine(BaseModel, strict=True):
     """One request of a trace of lengths."""
 
     conversation: str

@@ -2,7 +2,7 @@
 
 A trace (JSON lines, plain or .gz) has one of two forms:
 
-* lengths, one request a line: the fields of `trace_lines.Line`
+* lengths, one request a line: the fields of `trace_lines.TraceLine`
 * text, one conversation a line: `conversation`, `messages: [{role, content}]`
 
 Text is turned into token ids message by message, without a chat template's marks between them.
@@ -25,7 +25,7 @@ from ...scheduler.sim.simulator import Session, SessionTurn
 from ...scheduler.types import SettingError
 
 if TYPE_CHECKING:
-    from .trace_lines import Line
+    from .trace_lines import TraceLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,11 @@ def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]
 
 def read_rows(path: Path) -> list[tuple[Session, float | None]]:
     """The conversations, and when each one arrives. SettingError as `read_trace`."""
-    from .trace_lines import Line, checked
+    from .trace_lines import TraceLine, checked
 
-    by_name: dict[str, list[Line]] = {}
+    by_name: dict[str, list[TraceLine]] = {}
     for where, text in read_lines(path):
-        line = checked(Line, text, where)
+        line = checked(TraceLine, text, where)
         lines = by_name.setdefault(line.conversation, [])
         _check_turn(line, lines, where)
         lines.append(line)
@@ -171,7 +171,7 @@ def parse_json(text: str, where: str) -> Any:
         raise SettingError("--trace", f"{where}: not JSON: {error}") from error
 
 
-def _check_turn(line: Line, before: Sequence[Line], where: str) -> None:
+def _check_turn(line: TraceLine, before: Sequence[TraceLine], where: str) -> None:
     """The line continues its conversation."""
     name = line.conversation
     if line.turn != len(before):
@@ -196,7 +196,7 @@ HEAD_TOKENS = 4  # made up, before text: without them a second pass would reuse 
 Encode = Callable[[str], Sequence[int]]
 
 
-class MadeUp(NamedTuple):
+class SyntheticTokens(NamedTuple):
     """A number of tokens without meaning.
 
     key       equal keys have equal tokens, in all conversations of a run; None: unique tokens
@@ -208,7 +208,7 @@ class MadeUp(NamedTuple):
     per_pass: bool = False
 
 
-Piece = MadeUp | array  # the array holds the token ids of a text
+Piece = SyntheticTokens | array  # the array holds the token ids of a text
 
 
 class Dialogue(NamedTuple):
@@ -224,16 +224,18 @@ class Dialogue(NamedTuple):
     inputs: tuple[tuple[Piece, ...], ...]
 
 
-def made_up(session: Session, start_s: float | None = None) -> Dialogue:
-    """A conversation with given lengths and made-up tokens."""
+def synthetic_dialogue(session: Session, start_s: float | None = None) -> Dialogue:
+    """A conversation with given lengths and synthetic tokens."""
     first = session.turns[0].input_tokens
     opening = (
-        (MadeUp(session.system_tokens, f"system {session.system_tokens}"),)
+        (SyntheticTokens(session.system_tokens, f"system {session.system_tokens}"),)
         if session.system_tokens
         else ()
     )
-    rest = (MadeUp(first - session.system_tokens),) if first > session.system_tokens else ()
-    later = ((MadeUp(turn.input_tokens),) for turn in session.turns[1:])
+    rest = (
+        (SyntheticTokens(first - session.system_tokens),) if first > session.system_tokens else ()
+    )
+    later = ((SyntheticTokens(turn.input_tokens),) for turn in session.turns[1:])
     return Dialogue(session.name, start_s, session.turns, ((*opening, *rest), *later))
 
 
@@ -280,7 +282,9 @@ def _spoken(
             person = person or message["role"] != "tool"
         elif prompt and ids:
             pieces: tuple[Piece, ...] = (
-                (prompt,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), prompt)
+                (prompt,)
+                if turns
+                else (SyntheticTokens(HEAD_TOKENS, "text", per_pass=True), prompt)
             )
             given = len(prompt) + (0 if turns else HEAD_TOKENS)
             thought = draw.expovariate(1 / think_s) if turns and person else 0.0

@@ -5,9 +5,9 @@ import pytest
 from benchmarks.clocks import clock_rate, replay
 from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.simulation.traces import Dialogue, MadeUp
+from pensieve.scripts.simulation.traces import Dialogue, SyntheticTokens
 
-ONE_TURN = Dialogue("d", None, (SessionTurn(0, 3, 100),), ((MadeUp(3),),))
+ONE_TURN = Dialogue("d", None, (SessionTurn(0, 3, 100),), ((SyntheticTokens(3),),))
 
 
 def test_a_trace_with_a_clock_is_thinned_and_never_stretched():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cluster_model import DETECTION_S, ROUTINGS, Cluster, Event
+from benchmarks.cluster_model import DETECTION_S, ROUTINGS, Cluster, ReplicaEvent
 from pensieve.scheduler.sim.ring import fullest_share
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import Usage
@@ -103,7 +103,7 @@ def test_a_failure_loses_time_and_cache_but_no_request():
         sessions,
         3,
         "session",
-        events=[Event(45.0, 0, "fail"), Event(70.0, 0, "back")],
+        events=[ReplicaEvent(45.0, 0, "fail"), ReplicaEvent(70.0, 0, "back")],
     ).run()
     assert failed.requests == whole.requests
     assert failed.moved > 0 and failed.hit_rate < 1.0
@@ -112,7 +112,9 @@ def test_a_failure_loses_time_and_cache_but_no_request():
 def test_a_request_cut_off_waits_until_the_failure_is_seen():
     session = Session("s0", 0.0, (SessionTurn(0, 8, 40),))
     home = Cluster(ROOMY, COST, (), 3, "session").home("s0")
-    report = Cluster(ROOMY, COST, [session], 3, "session", events=[Event(1.0, home, "fail")]).run()
+    report = Cluster(
+        ROOMY, COST, [session], 3, "session", events=[ReplicaEvent(1.0, home, "fail")]
+    ).run()
     assert (report.requests, report.retried) == (1, 1)
     assert report.ttft_p50 > 1.0 + DETECTION_S
 
@@ -120,7 +122,9 @@ def test_a_request_cut_off_waits_until_the_failure_is_seen():
 def test_a_drained_replica_finishes_what_it_has():
     session = Session("s0", 0.0, (SessionTurn(0, 8, 8), SessionTurn(16, 4, 4, think_s=5.0)))
     home = Cluster(ROOMY, COST, (), 2, "session").home("s0")
-    report = Cluster(ROOMY, COST, [session], 2, "session", events=[Event(1.0, home, "drain")]).run()
+    report = Cluster(
+        ROOMY, COST, [session], 2, "session", events=[ReplicaEvent(1.0, home, "drain")]
+    ).run()
     assert (report.requests, report.retried, report.moved) == (2, 0, 1)
 
 

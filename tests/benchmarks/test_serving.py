@@ -25,7 +25,7 @@ from benchmarks.workload import Words
 from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulation.arrivals import Arrival
-from pensieve.scripts.simulation.traces import Dialogue, MadeUp
+from pensieve.scripts.simulation.traces import Dialogue, SyntheticTokens
 from tests.benchmarks.fake_completions import CompletionsServer
 from tests.end_to_end.server import Server
 
@@ -45,7 +45,7 @@ TWO_TURNS = Dialogue(
     "a",
     None,
     (SessionTurn(0, FIRST, REPLY), SessionTurn(FIRST + REPLY, NEXT, REPLY, 0.05)),
-    ((MadeUp(FIRST),), (MadeUp(NEXT),)),
+    ((SyntheticTokens(FIRST),), (SyntheticTokens(NEXT),)),
 )
 
 
@@ -217,7 +217,7 @@ def test_failures_are_counted_by_kind_and_end_their_conversation(monkeypatch):
 
 
 def test_a_server_that_dies_is_counted_and_ends_nothing():
-    dialogue = Dialogue("d", None, (SessionTurn(0, 5, 400),), ((MadeUp(5),),))
+    dialogue = Dialogue("d", None, (SessionTurn(0, 5, 400),), ((SyntheticTokens(5),),))
     for times in LONGER:  # a late client finds no server, or one that still listens too late
         arrivals = [Arrival(times * index / 20, dialogue, index) for index in range(20)]
         window = Window(0.0, times * 2.0)

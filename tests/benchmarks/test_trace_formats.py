@@ -11,7 +11,7 @@ import pytest
 from benchmarks.traces import _sample, read_dialogues
 from pensieve.scheduler.sim.simulator import Session, SessionTurn
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.simulation.traces import Dialogue, MadeUp, made_up
+from pensieve.scripts.simulation.traces import Dialogue, SyntheticTokens, synthetic_dialogue
 
 # beside the repository, not part of it
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -68,13 +68,13 @@ def test_lengths_keep_their_clock_and_their_shared_system_prompt(tmp_path):
         "a",
         3,
         (SessionTurn(0, 20, 3), SessionTurn(21, 4, 3, 2.5)),
-        ((MadeUp(15, "system 15"), MadeUp(5)), (MadeUp(4),)),
+        ((SyntheticTokens(15, "system 15"), SyntheticTokens(5)), (SyntheticTokens(4),)),
     )
 
 
 def test_a_first_turn_may_be_all_system_prompt():
-    assert made_up(Session("a", 0.0, (SessionTurn(0, 9, 1),), 9)).inputs == (
-        (MadeUp(9, "system 9"),),
+    assert synthetic_dialogue(Session("a", 0.0, (SessionTurn(0, 9, 1),), 9)).inputs == (
+        (SyntheticTokens(9, "system 9"),),
     )
 
 
@@ -88,7 +88,13 @@ def test_mooncake_blocks_are_shared_by_their_ids(tmp_path):
         "m0",
         2.5,
         (SessionTurn(0, 1030, 7),),
-        ((MadeUp(512, "block 0"), MadeUp(512, "block 1"), MadeUp(6, "block 9")),),
+        (
+            (
+                SyntheticTokens(512, "block 0"),
+                SyntheticTokens(512, "block 1"),
+                SyntheticTokens(6, "block 9"),
+            ),
+        ),
     )
     assert other.start_s == 4.0 and other.inputs[0][0] == one.inputs[0][0]
 
@@ -98,7 +104,7 @@ def test_messages_become_turns_of_token_ids(tmp_path, file, name):
     (dialogue,) = read(
         tmp_path / file, [{name: "c", "messages": MESSAGES}, {name: "d", "messages": MESSAGES[:2]}]
     )
-    head = MadeUp(4, "text", per_pass=True)
+    head = SyntheticTokens(4, "text", per_pass=True)
     assert without_think_times(dialogue) == Dialogue(
         "c",
         None,
@@ -125,7 +131,11 @@ def test_conversations_are_made_up_as_vllms_settings_say(tmp_path):
         "v0",
         None,
         (SessionTurn(0, 64, 6), SessionTurn(70, 4, 6), SessionTurn(80, 4, 6)),
-        ((MadeUp(50, "system 50"), MadeUp(14)), (MadeUp(4),), (MadeUp(4),)),
+        (
+            (SyntheticTokens(50, "system 50"), SyntheticTokens(14)),
+            (SyntheticTokens(4),),
+            (SyntheticTokens(4),),
+        ),
     )
 
 

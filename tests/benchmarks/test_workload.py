@@ -10,13 +10,13 @@ from benchmarks.workload import Words, fitting
 from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulation.arrivals import Arrival
-from pensieve.scripts.simulation.traces import Dialogue, MadeUp
+from pensieve.scripts.simulation.traces import Dialogue, SyntheticTokens
 
 TWO_TURNS = Dialogue(
     "d",
     None,
     (SessionTurn(0, 3, 100), SessionTurn(103, 2, 50, think_s=4.0)),
-    ((MadeUp(3),), (MadeUp(2),)),
+    ((SyntheticTokens(3),), (SyntheticTokens(2),)),
 )
 
 
@@ -43,10 +43,10 @@ def test_histories_are_as_long_as_the_trace_says_and_go_on_where_a_turn_does():
 
 def test_made_up_words_are_shared_only_where_the_trace_says():
     pieces = (
-        MadeUp(8, "system 8"),
-        MadeUp(4, "text", per_pass=True),
+        SyntheticTokens(8, "system 8"),
+        SyntheticTokens(4, "text", per_pass=True),
         array("i", [1, 2]),
-        MadeUp(8),
+        SyntheticTokens(8),
     )
     one, other = (Dialogue(name, None, (SessionTurn(0, 22, 1),), (pieces,)) for name in "ab")
     words = Words(1000, "salt")
@@ -80,6 +80,6 @@ def test_made_up_words_are_shared_only_where_the_trace_says():
 
 
 def test_ids_are_drawn_evenly():
-    dialogue = Dialogue("d", None, (SessionTurn(0, 20_000, 1),), ((MadeUp(20_000),),))
+    dialogue = Dialogue("d", None, (SessionTurn(0, 20_000, 1),), ((SyntheticTokens(20_000),),))
     ids = Words(10, f"{Random(1).random()}").input(Arrival(0.0, dialogue), 0)
     assert fmean(ids) == pytest.approx(4.5, rel=0.03)

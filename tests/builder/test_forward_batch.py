@@ -8,13 +8,13 @@ import torch
 from torch.utils import _pytree
 
 import pensieve.builder.model  # noqa: F401 - registers ForwardBatch for export
-from pensieve.builder.forward_batch import INPUTS, PACKED, SIZES, ForwardBatch, Input
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.forward_batch import INPUTS, PACKED, SIZES, ForwardBatch, InputShape
+from pensieve.builder.parity import SeatSpan, batch_of
 
 
 def batch() -> ForwardBatch:
     """Two pieces; the KV of the first token is not written."""
-    pieces = [Piece(1, 2, 5, write_from=3), Piece(0, 0, 1)]
+    pieces = [SeatSpan(1, 2, 5, write_from=3), SeatSpan(0, 0, 1)]
     table = torch.tensor([[7, 8], [5, 6]])
     return batch_of(pieces, torch.arange(4), table, torch.tensor([2, 3]), chunk_tokens=4)
 
@@ -35,7 +35,7 @@ def test_every_field_is_an_input_and_has_the_shape_that_it_declares():
     sizes = dict(zip(SIZES, (4, 2, 2, 2, 2), strict=True))
     shapes = {name: one.shape(sizes) for name, one in INPUTS.items()}
     assert shapes == {name: tuple(getattr(ours, name).shape) for name in INPUTS}
-    assert Input(("tokens", 5)).shape({"tokens": 3, "rows": 1}) == (3, 5)
+    assert InputShape(("tokens", 5)).shape({"tokens": 3, "rows": 1}) == (3, 5)
 
 
 def test_compiled_code_takes_the_tensors_in_the_order_of_the_export():

@@ -11,7 +11,7 @@ from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.forward_batch import INPUTS
 from pensieve.builder.forward_batch import TOKENS as TOKENS_OF_A_BATCH
 from pensieve.builder.model import Decoder
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import (
     TENSOR_PARALLEL,
@@ -34,7 +34,7 @@ STEPS = (  # of each seat the positions [start, end) that are computed; in all T
 def inputs(step, table, device):
     """A batch, padded to TOKENS tokens with a segment of each seat, and how many tokens are not
     padding."""
-    pieces = [Piece(seat, start, end) for seat, (start, end) in enumerate(step)]
+    pieces = [SeatSpan(seat, start, end) for seat, (start, end) in enumerate(step)]
     ids = torch.cat(
         [(torch.arange(start, end) * 37 + seat) % 150 for seat, (start, end) in enumerate(step)]
     )

@@ -40,7 +40,7 @@ CACHE = (
     "--disk-kv-bytes",
     "40MB",
 )
-SAVED = 'pensieve:kv_disk_records_total{direction="save"}'
+SAVED = 'pensieve:kv_disk_records_total{direction="spill"}'
 ON_DISK = 'pensieve:kv_slots{state="idle",tier="disk"}'
 
 

@@ -10,7 +10,7 @@ import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.kv_forms.forms import FP8, record_bytes
 from pensieve.plugins.kv_forms.fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
@@ -128,7 +128,7 @@ def greedy(
     tokens = list(history)
     for _ in range(count):
         new = torch.tensor(tokens[context:])
-        piece = Piece(0, context, len(tokens))
+        piece = SeatSpan(0, context, len(tokens))
         batch = batch_of([piece], new, table, torch.tensor([len(new) - 1]), CHUNK)
         logits = engine.forward(batch, handle)
         context = len(tokens)

@@ -128,7 +128,7 @@ class Loop:
 
     @property
     def resting(self) -> bool:
-        work = self.scheduler.has_work(time.monotonic()) or self.scheduler.disk.saving
+        work = self.scheduler.has_work(time.monotonic()) or self.scheduler.disk.unfinished
         return (
             self.service._inbox.empty()
             and not work

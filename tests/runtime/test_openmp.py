@@ -15,8 +15,8 @@ import torch
 from pensieve.runtime.openmp import (
     CALM_LOOKS,
     OF_THE_USER,
+    ProcessorUsage,
     SharedProcessors,
-    Usage,
     idle_teams,
     read_usage,
 )
@@ -33,8 +33,8 @@ class Machine:
         self.shared = SharedProcessors(self.start_team, self.usage)
         self.shared.look(self.now)
 
-    def usage(self) -> Usage:
-        return Usage(self.threads, self.processors, self.total, self.own)
+    def usage(self) -> ProcessorUsage:
+        return ProcessorUsage(self.threads, self.processors, self.total, self.own)
 
     def start_team(self, threads: int) -> threading.Event:
         self.teams.append((threads, threading.Event()))

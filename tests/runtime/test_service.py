@@ -53,7 +53,7 @@ class Scheduler(SimpleNamespace):
         self.expire = lambda now: []
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
-        self.disk = SimpleNamespace(saving=False, **disk)
+        self.disk = SimpleNamespace(unfinished=False, **disk)
 
     def submit(self, request: Request, now: float) -> None:
         self.calls.append(("add", request.id))
@@ -111,7 +111,7 @@ def service(scheduler: Scheduler, compiling: list[Future[str]]) -> Service:
         begin_grammar=begin_grammar,
         keep_grammar=lambda request, compiled: scheduler.calls.append((compiled, request)),
         copied_bytes=KVCounters(),
-        disk_counters=DiskCounters(saved=3),
+        disk_counters=DiskCounters(spilled=3),
         transfer_seconds=TransferSeconds,
         wait=lambda: None,
         done=lambda: False,
@@ -134,7 +134,7 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
     message = service._outbox.get(timeout=0)
-    assert message.applied.rows == (end,) and message.disk == DiskCounters(saved=3)
+    assert message.applied.rows == (end,) and message.disk == DiskCounters(spilled=3)
 
 
 def test_a_client_whose_reply_is_stuck_is_told_at_once(
@@ -151,19 +151,19 @@ def test_a_client_whose_reply_is_stuck_is_told_at_once(
 
 def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
     assert not service._drained()
-    scheduler.disk.saving = True
+    scheduler.disk.unfinished = True
     service._take(Drain(60.0))
     assert not service._drained(), "no request is open, but KV is not on disk yet"
-    scheduler.disk.saving = False
+    scheduler.disk.unfinished = False
     assert service._drained()
 
 
 def test_saving_ends_with_the_grace_time(
     service: Service, scheduler: Scheduler, caplog: Any
 ) -> None:
-    scheduler.disk.saving = True
+    scheduler.disk.unfinished = True
     service._take(Drain(0.0))
-    assert service._drained() and "before all KV was saved" in caplog.text
+    assert service._drained() and "before all KV was spilled" in caplog.text
 
 
 def test_a_deletion_erases_active_and_inactive_conversations(

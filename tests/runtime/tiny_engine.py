@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pensieve.builder.checkpoints.config import DecoderConfig, Rotary
 from pensieve.builder.model import Decoder
-from pensieve.builder.parity import Piece, batch_of
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.attention.fp8_pool import pool_width
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
@@ -119,7 +119,7 @@ class Reference:
         )
         handle = register_pool(pool)
         table = torch.arange(len(pool)).view(1, -1)
-        batch = batch_of([Piece(0, 0, count)], tokens[0], table, torch.arange(count), chunk)
+        batch = batch_of([SeatSpan(0, 0, count)], tokens[0], table, torch.arange(count), chunk)
         logits = self._engine.forward(batch, handle)
         release_pool(handle)
         return SimpleNamespace(logits=logits.unsqueeze(0))

@@ -132,7 +132,7 @@ class Harness:
         for turn in queues.waiting:
             if turn.request.id == request_id:
                 return "suspended" if len(turn.tokens) > len(turn.request.prompt) else "waiting"
-        for row in queues.loading:
+        for row in queues.swapping_in:
             if row.turn.request.id == request_id:
                 return "loading"
         if all(row.turn.request.id != request_id for row in queues.rows):
@@ -150,7 +150,7 @@ class Harness:
         """Suspended requests in the batch again whose dropped history is not computed yet, and
         those loading theirs."""
         queues = self.scheduler._queues
-        rows = [row for row in (*queues.rows, *queues.loading) if row.spans]
+        rows = [row for row in (*queues.rows, *queues.swapping_in) if row.spans]
         return [row.turn.request.id for row in rows if self.reply(row.turn.request.id)]
 
     def reply(self, request_id):
@@ -332,7 +332,7 @@ class Harness:
         assert plan.tokens <= self.config.max_num_batched_tokens
         self._check_target(plan)
         self._check_grammars(plan)
-        for row in (*self.scheduler._queues.rows, *self.scheduler._queues.loading):
+        for row in (*self.scheduler._queues.rows, *self.scheduler._queues.swapping_in):
             self._note_base(row.turn)
             most = self.config.chunks(self.config.max_model_len)
             assert len(row.chunks) <= most, f"{row.id} holds more than its window sees"

@@ -57,7 +57,7 @@ def test_no_context_costs_more_than_the_most_that_is_seen(row_attention):
 
 
 def test_a_chunk_loads_at_the_speed_of_the_link():
-    assert a_profile().load() == 0.25
+    assert a_profile().swap_in() == 0.25
 
 
 @pytest.mark.parametrize("attention", [(), ((64, 1.0), (32, 2.0)), ((64, 1.0), (64, 2.0))])
@@ -159,8 +159,8 @@ def test_unmeasured_rows_cost_their_share_of_a_chunk():
 
 
 def test_a_chunk_is_saved_at_its_own_speed():
-    assert a_profile().save() == a_profile().load()
-    assert a_profile(**MEASURED).save() == 0.5 and a_profile(**MEASURED).load() == 0.25
+    assert a_profile().swap_out() == a_profile().swap_in()
+    assert a_profile(**MEASURED).swap_out() == 0.5 and a_profile(**MEASURED).swap_in() == 0.25
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_an_end_that_is_kept_back_counts_as_saving():
         harness.launch()
         scheduler = harness.scheduler
         if not scheduler.open_requests() and scheduler._write_behind.withholds:
-            assert scheduler.disk.saving
+            assert scheduler.disk.unfinished
         harness.apply()
         if not harness.open:
             return
@@ -156,9 +156,9 @@ def test_keys_of_a_log_that_outgrew_its_context_are_looked_for_a_few_at_a_time()
     scheduler = Scheduler(config, profile())
     log = array("i", range(4000))
     scheduler.disk.erase(scheduler.disk.keys(log, b""))
-    assert scheduler.disk.saving
+    assert scheduler.disk.unfinished
     plans = 0
-    while scheduler.disk.saving:
+    while scheduler.disk.unfinished:
         scheduler.next_plan(0.0)
         plans += 1
     (windows,) = [config.windows]
@@ -189,7 +189,7 @@ def test_a_deletion_has_ended_when_its_records_are_erased():
     scheduler = harness.scheduler
     slots = set(harness.device.disk)
     harness.delete("a")
-    assert scheduler.disk.take_erased() == [] and scheduler.disk.saving
+    assert scheduler.disk.take_erased() == [] and scheduler.disk.unfinished
     scheduler.disk.erase([b"unknown"])
     assert scheduler.disk.take_erased() == [], "in their order"
     harness.submit(range(50, 66), 4, "b")
@@ -198,7 +198,7 @@ def test_a_deletion_has_ended_when_its_records_are_erased():
     harness.apply()
     assert scheduler.disk.take_erased() == [True, True]
     rest(harness)
-    assert not scheduler.disk.saving
+    assert not scheduler.disk.unfinished
 
 
 def test_a_slot_that_cannot_be_erased_is_used_no_more():

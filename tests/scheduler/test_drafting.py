@@ -60,7 +60,7 @@ class KeyedDriver(Driver):
             assert len(turn.keys) * size <= len(turn.tokens) and turn.keys == keyed
             for index in range(turn.context_start // size, len(turn.keys)):
                 chunk = store.find(turn.keys[index])
-                if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
+                if chunk is not None and chunk.gpu >= 0 and not chunk.awaits_swap_in:
                     held = self.device.pools["gpu"][chunk.gpu]
                     tokens = [held[offset][0] for offset in range(size)]
                     assert tokens == turn.tokens[index * size : (index + 1) * size].tolist()

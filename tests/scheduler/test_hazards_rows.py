@@ -154,10 +154,10 @@ def test_an_abort_with_a_swap_in_in_flight(reached):
         _, request, swap_in = loading_early(harness)
     row = next(
         row
-        for row in (*harness.scheduler._queues.rows, *harness.scheduler._queues.loading)
+        for row in (*harness.scheduler._queues.rows, *harness.scheduler._queues.swapping_in)
         if row.turn.request.id == request
     )
-    unissued = [chunk.gpu for chunk in row.loads]
+    unissued = [chunk.gpu for chunk in row.swap_ins]
     assert bool(unissued) == (reached != "gated")
     harness.abort(request)
     harness.check()
@@ -335,8 +335,8 @@ def test_a_chunk_that_is_still_loading_is_waited_for():
     loading = harness.submit([*harness.logs["a"], 7], 2, "a")
     second = harness.submit([*range(21), 60], 2)
     harness.launch()
-    (row,) = harness.scheduler._queues.loading
-    assert row.turn.request.id == loading and row.loads[0].gpu != NO_SLOT
+    (row,) = harness.scheduler._queues.swapping_in
+    assert row.turn.request.id == loading and row.swap_ins[0].gpu != NO_SLOT
     assert harness.state(second) == "waiting"
     harness.drain()
     assert harness.counts["waits for keys"]

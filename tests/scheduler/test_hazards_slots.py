@@ -172,8 +172,8 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
     request = harness.submit(range(20), 4, "a")
     turn = harness.scheduler._turns[request]
     needs = harness.scheduler._lookup.look_up(turn, conversation, 0)
-    assert needs.chunks.index(needs.tail) == 2 and len(needs.loads) == 5
-    assert needs.loads[-1] is needs.tail
+    assert needs.chunks.index(needs.tail) == 2 and len(needs.swap_ins) == 5
+    assert needs.swap_ins[-1] is needs.tail
     harness.drain()
 
 
@@ -210,7 +210,7 @@ def test_no_work_waits_for_work_issued_later():
         (copies.evictions, 0, 0),
         (copies.gated, 1, 0),  # into the slot that the eviction empties
         (copies.early, 2, 1),
-        (copies.saves, 3, 3),
+        (copies.swap_outs_ahead, 3, 3),
     ):
         batch.add([source], [target])
     issued = {Lane.COMPUTE: 2, Lane.IN: 4, Lane.OUT: 4}

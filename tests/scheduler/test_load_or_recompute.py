@@ -181,7 +181,7 @@ def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, ro
     copies = [batch for plan in plans for batch in plan.copies if batch.lane is Lane.IN]
     before = sum(len(batch.sources) for batch in copies if not batch.gated) * cost.chunk_bytes
     step = cost.step(len(joined.token_ids), history, len(joined.generate), 64)
-    buffer = cost.link_bytes_per_s * (history / SIZE * cost.load() - step)
+    buffer = cost.link_bytes_per_s * (history / SIZE * cost.swap_in() - step)
     assert max(0.0, buffer) <= before < max(0.0, buffer) + 2 * cost.link_bytes_per_s * step
     assert sum(len(batch.sources) for batch in copies) == history / SIZE
     # It caused no wait: rows that generate ran in every step meanwhile.
@@ -211,7 +211,7 @@ def test_a_read_buffer_for_the_queue_would_gain_next_to_nothing():
         simulate(config, replace(H200, link_bytes_per_s=link), returning, warm_up=sessions)
         for link in (H200.link_bytes_per_s, INSTANTLY)
     )
-    copy = 8192 / SIZE * H200.load()
+    copy = 8192 / SIZE * H200.swap_in()
     # it does queue
     assert as_it_is.usage.host > 0.9 * sessions * 8192 and as_it_is.ttft_p50 > 10 * copy
     assert as_it_is.seconds < 1.02 * without_time.seconds

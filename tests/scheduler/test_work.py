@@ -133,11 +133,11 @@ def test_the_end_of_the_process_waits_for_deletions_and_not_for_claims():
     harness = large()
     little(harness)
     harness.fork("a", "b")
-    assert harness.scheduler.has_work(harness.now) and not harness.scheduler.disk.saving
+    assert harness.scheduler.has_work(harness.now) and not harness.scheduler.disk.unfinished
     harness.delete("b")
-    assert harness.scheduler.disk.saving
+    assert harness.scheduler.disk.unfinished
     rest(harness)
-    assert not harness.scheduler.disk.saving
+    assert not harness.scheduler.disk.unfinished
 
 
 def test_every_kind_of_work_gets_its_share_of_each_step():

@@ -159,7 +159,7 @@ def test_costs_by_larger_chunks_are_the_same_costs():
     large = scaled(small, 128)
     assert source == "NVIDIA H200, 2026-11-20"
     assert large.recompute(4096) == pytest.approx(4 * small.recompute(4096))
-    assert large.load() == pytest.approx(4 * small.load())
+    assert large.swap_in() == pytest.approx(4 * small.swap_in())
     assert large.step(512, 1024, 8, 2048) == pytest.approx(small.step(512, 1024, 8, 2048))
 
 

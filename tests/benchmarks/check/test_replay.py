@@ -51,7 +51,7 @@ def test_a_slower_machine_takes_longer_for_steps_and_not_for_copies():
     )
     slow = slowed(cost, 3.0)
     assert slow.step(4, 4, 2, 4) == pytest.approx(3 + cost.step(4, 4, 2, 4))
-    assert slow.load() == cost.load() and slow.recompute(4) == cost.recompute(4)
+    assert slow.swap_in() == cost.swap_in() and slow.recompute(4) == cost.recompute(4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pensieve.builder.inductor.compile import Compilable, export
 from pensieve.builder.inductor.package import Package, laid_out
 from pensieve.builder.manifest import PACKAGE, WEIGHTS, Manifest
 from pensieve.builder.model import Decoder
-from pensieve.builder.parity import Piece, batch_of, check_parity, random_batches, registered
+from pensieve.builder.parity import SeatSpan, batch_of, check_parity, random_batches, registered
 from pensieve.builder.random_weights import random_weights
 from pensieve.builder.weights import load_weights
 from pensieve.runtime.engine import open_engine
@@ -86,7 +86,7 @@ def test_a_step_that_samples_nothing(compiled):
     runner = ScatteredRunner(engine.forward, engine.kv_shape(4, 8), prompts(5), engine.dtype)
     table = runner.block_table
     none = torch.zeros(0)
-    batch = batch_of([Piece(0, 0, 5)], torch.arange(5), table, none, 8)
+    batch = batch_of([SeatSpan(0, 0, 5)], torch.arange(5), table, none, 8)
     logits = engine.forward(batch, runner.handle)
     assert logits.shape == (0, 160) and not runner.pool[table[0, 0], :, :, :, :5].isnan().any()
 

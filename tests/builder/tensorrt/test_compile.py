@@ -64,7 +64,7 @@ def library(monkeypatch):
 
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(tensorrt_package, "_Kernels", Kernels)
+    monkeypatch.setattr(tensorrt_package, "_PoolKernels", Kernels)
     monkeypatch.setattr(tensorrt_package, "ALIGNMENT", 1)  # torch aligns to 64 bytes on the CPU
     for module in (compile_tensorrt, tensorrt_package, installed):
         monkeypatch.setattr(module, "load_library", lambda: twin)

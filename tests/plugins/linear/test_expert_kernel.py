@@ -12,7 +12,7 @@ from ..kernel_cases import CUDA, DEVICE, error, needs_kernels
 
 pytest.importorskip("triton")
 from pensieve.plugins.linear import expert_kernel
-from pensieve.plugins.linear.expert_kernel import Tile, Tiles, most_blocks, tiles_for
+from pensieve.plugins.linear.expert_kernel import ExpertTile, Tiles, most_blocks, tiles_for
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 2, 40, 24
 KINDS = {
@@ -22,9 +22,9 @@ KINDS = {
     "clamped, biases": (True, 1.3),
 }
 TILES = {
-    "one row": Tiles(1, Tile(16, 32), Tile(64, 16)),
-    "16 rows": Tiles(16, Tile(16, 16), Tile(32, 16)),
-    "64 rows": Tiles(64, Tile(32, 32), Tile(16, 64)),
+    "one row": Tiles(1, ExpertTile(16, 32), ExpertTile(64, 16)),
+    "16 rows": Tiles(16, ExpertTile(16, 16), ExpertTile(32, 16)),
+    "64 rows": Tiles(64, ExpertTile(32, 32), ExpertTile(16, 64)),
 }
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 HALF = torch.bfloat16 if CUDA else torch.float16

@@ -193,24 +193,24 @@ def test_each_statement_waits_for_its_own_answer(
 ) -> None:
     """A transaction of many slow ones is not one that hangs."""
     database = open_database(postgres)
-    assert isinstance(database, Postgres) and database.asked is None
+    assert isinstance(database, Postgres) and database.sent_at is None
     clock = itertools.count()
     times = []
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     execute = psycopg.Connection.execute
 
     def noted(connection: Any, sql: Any, values: Any = None) -> Any:
-        times.append(database.asked)
+        times.append(database.sent_at)
         return execute(connection, sql, values)
 
     monkeypatch.setattr(psycopg.Connection, "execute", noted)
     with pytest.raises(ZeroDivisionError), database.transaction():
         for _ in range(3):
             database.execute("SELECT 1")
-            assert database.asked is None
+            assert database.sent_at is None
         raise ZeroDivisionError
     assert len(times) == 5 and None not in times, "with the beginning and the end"
-    assert times == sorted(set(times)) and database.asked is None
+    assert times == sorted(set(times)) and database.sent_at is None
     database.close()
 
 

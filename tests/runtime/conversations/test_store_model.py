@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.conversations import store as module
-from pensieve.runtime.conversations.schema import Conversation, Name, Opening
+from pensieve.runtime.conversations.schema import Name, Opening, StoredConversation
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import StoredTurn, Transcript
 from pensieve.scheduler.types import ErrorKind, RequestError
@@ -26,14 +26,14 @@ STATED = [field.name for field in fields(ModelConversation) if field.name not in
 
 def stated(value: Any) -> Any:
     """The parts of an answer that the store and the model have in common."""
-    if isinstance(value, (Conversation, ModelConversation)):
+    if isinstance(value, (StoredConversation, ModelConversation)):
         return [getattr(value, name) for name in STATED]
     if isinstance(value, StoredTurn):
         return value.transcript()
     if isinstance(value, tuple) and type(value) is tuple:
         return [stated(part) for part in value]
     if isinstance(value, list):
-        return [part.id if isinstance(part, Conversation) else part for part in value]
+        return [part.id if isinstance(part, StoredConversation) else part for part in value]
     return value
 
 

@@ -120,18 +120,18 @@ def test_records_come_back_as_they_were(tier):
     assert tier.load([3, 11, 4], into=[7, 8, 9]) == DiskReport(promoted=(3, 4, 11))
     assert (tier.host[[7, 8, 9]] == tier.content[[3, 11, 4]]).all()
     counters = tier.store.counters
-    assert (counters.saved, counters.loaded, counters.saving, counters.loading) == (
+    assert (counters.spilled, counters.promoted, counters.spilling, counters.promoting) == (
         SLOTS,
         SLOTS + 3,
         0,
         0,
     )
     assert (
-        counters.saved_bytes == SLOTS * record_bytes(tier.host.shape[1])
-        and counters.loading_seconds > 0
+        counters.spilled_bytes == SLOTS * record_bytes(tier.host.shape[1])
+        and counters.promoting_seconds > 0
     )
-    assert 0 < counters.saving_queued < counters.saving_seconds
-    assert 0 < counters.loading_queued < counters.loading_seconds
+    assert 0 < counters.spilling_queued < counters.spilling_seconds
+    assert 0 < counters.promoting_queued < counters.promoting_seconds
 
 
 def test_adjacent_records_go_in_one_call_and_none_across_segments(tmp_path):
@@ -358,7 +358,7 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
         tier.save(range(4))
         began = time.perf_counter()
         tier.begin(promotions=[Promotion(n, n, key(n)) for n in range(4)])
-        assert tier.store.take() == DiskReport() and tier.store.counters.loading == 4
+        assert tier.store.take() == DiskReport() and tier.store.counters.promoting == 4
         tier.store.wait(0.002)
         assert time.perf_counter() - began < 30
         tier.begin(spills=[Spill(9, 9, key(9), 0)])

@@ -127,7 +127,7 @@ def test_costs_grow_with_context_tokens_and_rows(profile):
     assert steps == sorted(steps)
     rows = [cost.step(0, rows=4, rows_context=context) for context in range(0, 300, 16)]
     assert rows == sorted(rows)
-    assert all(map(math.isfinite, (*chunks, *steps, *rows, cost.load(), cost.save())))
+    assert all(map(math.isfinite, (*chunks, *steps, *rows, cost.swap_in(), cost.swap_out())))
 
 
 def test_the_simulator_runs_with_measured_costs(profile):
@@ -432,7 +432,7 @@ def test_the_command_on_a_gpu(tmp_path, capsys):
     assert line["hardware"] == torch.cuda.get_device_name()
     engine = open_engine(directory, "cuda")
     cost = load_profile(directory, engine, 64)
-    assert cost is not None and 0 < cost.recompute(512) < 1 and cost.load() < 1e-3
+    assert cost is not None and 0 < cost.recompute(512) < 1 and cost.swap_in() < 1e-3
 
 
 def test_an_estimate_and_a_measurement_answer_the_same_questions(profile, engine):

@@ -64,8 +64,8 @@ def test_the_disk_tier() -> None:
     values = samples(metrics)
     both = {
         name: (
-            values[f'pensieve:kv_disk_{name}{{direction="save"}}'],
-            values[f'pensieve:kv_disk_{name}{{direction="load"}}'],
+            values[f'pensieve:kv_disk_{name}{{direction="spill"}}'],
+            values[f'pensieve:kv_disk_{name}{{direction="promote"}}'],
         )
         for name in (
             "records_total",
@@ -100,8 +100,8 @@ def test_what_the_loop_says_is_passed_on() -> None:
         eviction_values={-30: 1, -11: 2, 129: 4},
         eviction_value_sum=0.5,
         choices={
-            "load": {"chunks": 5, "load": 0.25, "recompute": 2.0},
-            "recompute": {"chunks": 1, "load": 0.05, "recompute": 0.01},
+            "swap_in": {"chunks": 5, "swap_in": 0.25, "recompute": 2.0},
+            "recompute": {"chunks": 1, "swap_in": 0.05, "recompute": 0.01},
         },
         regret_tokens=64,
     )
@@ -135,9 +135,9 @@ def test_what_the_loop_says_is_passed_on() -> None:
         'pensieve:kv_eviction_value_bucket{le="+Inf"}': 7,  # a pinned chunk's has no bucket
         "pensieve:kv_eviction_value_sum": 0.5,
         "pensieve:kv_regret_tokens_total": 64,
-        'pensieve:kv_choice_chunks_total{choice="load"}': 5,
-        'pensieve:kv_choice_predicted_seconds_total{choice="load",way="recompute"}': 2.0,
-        'pensieve:kv_choice_predicted_seconds_total{choice="recompute",way="load"}': 0.05,
+        'pensieve:kv_choice_chunks_total{choice="swap_in"}': 5,
+        'pensieve:kv_choice_predicted_seconds_total{choice="swap_in",way="recompute"}': 2.0,
+        'pensieve:kv_choice_predicted_seconds_total{choice="recompute",way="swap_in"}': 0.05,
         "pensieve:steps_total": 9,
         'pensieve:step_seconds_total{part="plan"}': 0.5,
         'pensieve:iteration_tokens_total_bucket{le="2.0"}': 1,

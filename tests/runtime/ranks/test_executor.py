@@ -29,7 +29,7 @@ from pensieve.runtime.executor import Executor
 from pensieve.runtime.ranks import executor as ranks_executor
 from pensieve.runtime.ranks.executor import (
     RankedExecutor,
-    Report,
+    RankReport,
     Reports,
     agreed_records,
     follow,
@@ -120,7 +120,9 @@ def result(step, completed=(0, 0, 0), **disk):
 def report(
     step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), erase_failed=(), bad_copies=()
 ):
-    return Report(step, Tickets(*completed), spilled, promoted, failed, erase_failed, bad_copies)
+    return RankReport(
+        step, Tickets(*completed), spilled, promoted, failed, erase_failed, bad_copies
+    )
 
 
 def test_the_slowest_rank_says_what_is_complete():
@@ -175,7 +177,7 @@ def test_only_rank_0_knows_which_rows_are_stuck():
     rows = {row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, "stuck"))}
     reports.take(1, report(1))
     assert reports.merged(replace(result(1), rows=rows)).rows == rows
-    assert "rows" not in Report._fields
+    assert "rows" not in RankReport._fields
 
 
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():

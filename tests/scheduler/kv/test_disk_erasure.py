@@ -108,7 +108,7 @@ class DiskDriver:
         while self.launch() or self.plans or self.work:
             self.apply()
             self.check()
-        assert not self.deletions and not self.scheduler.disk.saving
+        assert not self.deletions and not self.scheduler.disk.unfinished
 
     # -- chunks
 

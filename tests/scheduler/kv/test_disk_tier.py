@@ -54,9 +54,9 @@ def records(harness):
 def test_an_ended_turn_is_on_disk_soon_but_for_its_tail():
     harness = Harness(**DISK)
     harness.turn(range(18), 2, "a")
-    assert harness.scheduler.disk.saving
+    assert harness.scheduler.disk.unfinished
     settle(harness)
-    assert not harness.scheduler.disk.saving
+    assert not harness.scheduler.disk.unfinished
     assert records(harness) == set(harness.scheduler.conversations.get("a").keys)
     ends = sorted(end for _, end, _ in harness.device.disk.values())
     assert ends == [4, 8, 12, 16]
@@ -85,7 +85,7 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
     assert (
         any(chunk.host != NO_SLOT for chunk in chunks_of(harness)) and not harness.counts["spilled"]
     )
-    assert harness.scheduler.disk.saving, "and plans go on asking for results"
+    assert harness.scheduler.disk.unfinished, "and plans go on asking for results"
     del harness.completes
     settle(harness)
     assert harness.counts["spilled"] == 4

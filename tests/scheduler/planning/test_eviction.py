@@ -79,7 +79,7 @@ def test_a_copy_out_never_displaces_the_copy_of_an_idle_chunk_of_lower_value(act
     evictor.swap_out_ahead(available=4, most=9)
     assert (copied.host == NO_SLOT, saved.host != NO_SLOT) == (displaced, displaced)
     assert saved.refused_by_host is not displaced
-    assert len(copies.saves) == displaced
+    assert len(copies.swap_outs_ahead) == displaced
     check(store)
 
 
@@ -89,7 +89,7 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
         chunks = [idle(store, end=SIZE * (1 + index), now=1.0) for index in range(4)]
         copies, evictor = an_evictor(store, now=10.0)
         evictor.swap_out_ahead(available, most)
-        assert len(copies.saves) == expected
+        assert len(copies.swap_outs_ahead) == expected
         assert [chunk.host != NO_SLOT for chunk in chunks] == [
             index < expected for index in range(4)
         ], "leading first"
@@ -239,7 +239,7 @@ def test_nothing_gives_way_to_what_is_worth_the_same():
     kept, refused_by_host = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
     copies, evictor = an_evictor(store, now=10.0)
     evictor.swap_out_ahead(available=2, most=1)
-    assert kept.resident and refused_by_host.refused_by_host and not len(copies.saves)
+    assert kept.resident and refused_by_host.refused_by_host and not len(copies.swap_outs_ahead)
     check(store)
 
 

@@ -58,7 +58,7 @@ def test_holes_anywhere(places):
         left[1] < right[0] for left, right in zip(spans(needs), spans(needs)[1:], strict=False)
     )
     assert [span.samples for span in needs.spans] == [False] * (len(needs.spans) - 1) + [True]
-    assert [needs.chunks[index] in needs.loads for index in range(5)] == [
+    assert [needs.chunks[index] in needs.swap_ins for index in range(5)] == [
         place == "h" for place in places
     ]
     usage = needs.usage
@@ -177,11 +177,11 @@ def test_a_chunk_is_computed_where_that_is_quicker_than_loading():
     harness.turn(range(41), 1, "a")
     spread(harness, "h" * 10)
     needs = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
-    ends = [chunk.end for chunk in needs.loads]
+    ends = [chunk.end for chunk in needs.swap_ins]
     assert ends == list(range(ends[0], 41, SIZE)) and 4 < ends[0] < 40
     assert spans(needs)[0] == (0, ends[0] - SIZE) and needs.usage.recomputed == ends[0] - SIZE
     harness.run()
-    assert len(harness.scheduler._store.find(needs.loads[0].key).key) == 32
+    assert len(harness.scheduler._store.find(needs.swap_ins[0].key).key) == 32
     harness.drain()
 
 
@@ -191,7 +191,7 @@ def test_what_was_chosen_is_counted_with_both_predictions():
     harness.turn(range(41), 1, "a")
     spread(harness, "h" * 10)
     request = harness.submit([*harness.logs["a"], 1], 3, "a")
-    loads = [chunk.end for chunk in find(harness, request).loads]
+    loads = [chunk.end for chunk in find(harness, request).swap_ins]
     passed_over = range(SIZE, loads[0], SIZE)
     find(harness, request)
     harness.run()
@@ -199,10 +199,10 @@ def test_what_was_chosen_is_counted_with_both_predictions():
     assert harness.scheduler.stats().choices == {
         choice: {
             "chunks": len(ends),
-            "load": pytest.approx(len(ends) * cost.load()),
+            "swap_in": pytest.approx(len(ends) * cost.swap_in()),
             "recompute": pytest.approx(sum(map(cost.recompute, ends))),
         }
-        for choice, ends in {"load": loads, "recompute": passed_over}.items()
+        for choice, ends in {"swap_in": loads, "recompute": passed_over}.items()
     }
     assert passed_over and loads
     harness.drain()

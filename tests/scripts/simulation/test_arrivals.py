@@ -6,11 +6,17 @@ import pytest
 
 from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scripts.simulation.arrivals import Arrival, join, lifetime, plan_arrivals
-from pensieve.scripts.simulation.traces import CHATS, Dialogue, MadeUp, made_up, synthetic
+from pensieve.scripts.simulation.traces import (
+    CHATS,
+    Dialogue,
+    SyntheticTokens,
+    synthetic,
+    synthetic_dialogue,
+)
 
 PER_TOKEN = 0.01
 CHATTERS = [
-    made_up(session)
+    synthetic_dialogue(session)
     for session in synthetic(
         CHATS["sharegpt"], conversations=1000, sessions_per_s=1.0, think_s=5.0, seed=3
     )
@@ -20,7 +26,7 @@ TWO_TURNS = Dialogue(
     "d",
     None,
     (SessionTurn(0, 3, 100), SessionTurn(103, 2, 50, think_s=4.0)),
-    ((MadeUp(3),), (MadeUp(2),)),
+    ((SyntheticTokens(3),), (SyntheticTokens(2),)),
 )
 
 

@@ -10,7 +10,7 @@ from pensieve.scheduler.types import Applied, FinishReason, RequestId, RowResult
 from pensieve.scripts.simulate import main, parser
 from pensieve.scripts.simulation.arrivals import Arrival
 from pensieve.scripts.simulation.load import Tally, joined, load_run, measured
-from pensieve.scripts.simulation.traces import made_up
+from pensieve.scripts.simulation.traces import synthetic_dialogue
 
 SMALL = [
     "--preset",
@@ -93,7 +93,7 @@ def test_the_window_counts_what_happens_in_it():
 
 
 def test_a_conversation_in_the_middle_sends_its_history_first():
-    dialogue = made_up(
+    dialogue = synthetic_dialogue(
         Session(
             "a", 0.0, (SessionTurn(0, 8, 6), SessionTurn(14, 5, 4, 2.0), SessionTurn(19, 1, 1, 3.0))
         )
@@ -104,7 +104,7 @@ def test_a_conversation_in_the_middle_sends_its_history_first():
 
 def test_a_chunk_costs_what_was_measured():
     cost = measured(32)
-    assert cost.recompute(1024) == pytest.approx(1.24e-3) and cost.load() == pytest.approx(
+    assert cost.recompute(1024) == pytest.approx(1.24e-3) and cost.swap_in() == pytest.approx(
         0.135e-3, rel=0.01
     )
     assert cost.step(0, rows=1, rows_context=1024) == pytest.approx(6.78e-3)
