@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from ..builder.choices import KV_CACHE_DTYPES
+from ..runtime.launch.settings import in_flags
 from ..scheduler.declaration import flag
 from ..scheduler.types import SettingError
 
@@ -26,7 +27,8 @@ def exit_status(
     try:
         return work() or 0
     except wrong as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        words = in_flags(error) if isinstance(error, SettingError) else error
+        print(f"{prog}: {words}", file=sys.stderr)
         return 2
 
 
