@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from .context_window import KEEP, OVERFLOW_MODES, ContextWindow
-from .declaration import SERVERS, check_declared, flag, setting
+from .declaration import SERVERS, check_declared, setting
 from .types import SettingError
 
 EVICTION_POLICIES = ("retention", "lru", "lru-conversation")
@@ -127,12 +127,12 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         check_declared(self, compared=True)
         if self.target_ms_per_token is not None and self.batching != "unified":
-            message = "needs --batching unified: `separate` computes no prompt beside generation"
-            raise SettingError("--target-ms-per-token", message)
+            message = "needs `batching` unified: `separate` computes no prompt beside generation"
+            raise SettingError("target_ms_per_token", message)
         tokens = self.max_num_batched_tokens
         if tokens < self.max_num_seqs:
-            message = f"must be at least --max-num-seqs ({self.max_num_seqs}), not {tokens}"
-            raise SettingError("--max-num-batched-tokens", message)
+            message = f"must be at least `max_num_seqs` ({self.max_num_seqs}), not {tokens}"
+            raise SettingError("max_num_batched_tokens", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class SchedulerConfig(SchedulerSettings):
         need(
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
             "disk_kv_bytes",
-            "needs --host-kv-bytes above 0: all KV to and from the disk passes through host memory",
+            "needs `host_kv_bytes` above 0: all KV to and from the disk passes through host memory",
         )
         quota = self.owner_kv_chunks
         need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")
@@ -180,7 +180,7 @@ class SchedulerConfig(SchedulerSettings):
             self.max_model_len <= largest,
             "max_model_len",
             f"a context of {self.max_model_len} tokens needs {needed} GPU chunks with the reserve; "
-            f"--gpu-kv-chunks is {self.gpu_kv_chunks}, enough for {largest} tokens",
+            f"`gpu_kv_chunks` is {self.gpu_kv_chunks}, enough for {largest} tokens",
         )
 
     def chunks(self, tokens: int) -> int:
@@ -217,4 +217,4 @@ class SchedulerConfig(SchedulerSettings):
 
 def need(ok: bool, name: str, message: str) -> None:
     if not ok:
-        raise SettingError(flag(name), message)
+        raise SettingError(name, message)

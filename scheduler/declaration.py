@@ -96,4 +96,4 @@ def check_declared(settings: Any, *, compared: bool = False) -> None:
         if declared is None or value is None:
             continue
         if fault := declared.fault(value, compared=compared):
-            raise SettingError(flag(one.name), fault)
+            raise SettingError(one.name, fault)

@@ -29,14 +29,19 @@ class Tokens(Protocol):
 
 
 class SettingError(ValueError):
-    """A setting cannot work; the message names it and gives values that would."""
+    """A setting cannot work; the message gives values that would.
+
+    `setting` is its name. The message writes other settings' names in backquotes. A command line
+    writes flags for both (`runtime/launch/settings.py`).
+    """
 
     def __init__(self, setting: str, message: str):
         super().__init__(setting, message)  # as `pickle` passes them on
         self.setting = setting
+        self.message = message
 
     def __str__(self) -> str:
-        return ": ".join(self.args)
+        return f"{self.setting}: {self.message}"
 
 
 class ErrorKind(StrEnum):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.choices import KV_CACHE_DTYPES
-from ..runtime.launch.settings import HISTORY_URL
+from ..runtime.launch.settings import HISTORY_URL, in_flags
 from ..scheduler.declaration import flag
 from ..scheduler.types import SettingError
 
@@ -28,7 +28,8 @@ def exit_status(
     try:
         return work() or 0
     except wrong as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        words = in_flags(error) if isinstance(error, SettingError) else error
+        print(f"{prog}: {words}", file=sys.stderr)
         return 2
 
 

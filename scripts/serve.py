@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..runtime.launch.attached import telling_model
 from ..runtime.launch.command_line import ending_at_once
 from ..runtime.launch.options import early_options, parse_options
+from ..runtime.launch.settings import in_flags
 from ..runtime.observe.logs import configure_logging
 from ..scheduler.types import SettingError
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return run(settings, words)
     except SettingError as error:
-        print(f"pensieve serve: {error}", file=sys.stderr)
+        print(f"pensieve serve: {in_flags(error)}", file=sys.stderr)
         return 2
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import early_options, parse_options, parser
+from ..runtime.launch.settings import in_flags
 from ..scheduler.types import SettingError
 
 ONE_VALUE = {
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SettingError("--output", "must name the repository")
         directory = write_model(args.output, args.name, options)
     except SettingError as error:
-        print(f"pensieve triton-repository: {error}", file=sys.stderr)
+        print(f"pensieve triton-repository: {in_flags(error)}", file=sys.stderr)
         return 2
     print(f"{directory} is ready: tritonserver --model-repository {args.output.resolve()}")
     return 0

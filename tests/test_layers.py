@@ -4,6 +4,7 @@ no circle."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -133,3 +134,20 @@ def test_an_error_has_a_kind_and_no_status_of_http() -> None:
         and isinstance(call.args[0], ast.Constant)
     ]
     assert numbers == []
+
+
+def test_the_scheduler_and_the_ranks_name_no_flag() -> None:
+    """Docstrings may, in examples of commands."""
+    flags = []
+    for folder in ("scheduler", "runtime/ranks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+            flags += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+                for node in nodes
+                if isinstance(node, ast.Constant)
+                and node not in docstrings
+                and re.search(r"--[a-z]", str(node.value))
+            ]
+    assert flags == []

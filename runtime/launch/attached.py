@@ -9,6 +9,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 from ...scheduler.types import SettingError
+from .settings import in_flags
 
 log = logging.getLogger("pensieve")
 
@@ -23,7 +24,7 @@ def telling_model(socket_path: Path | None) -> Iterator[None]:
         if socket_path is not None and error.setting != "--attach":
             try:
                 with connect(socket_path) as connection:
-                    connection.send(str(error))
+                    connection.send(in_flags(error))
             except SettingError as untold:
                 log.error("%s", untold)
         raise

@@ -17,6 +17,7 @@ from ..device.protocol import Device
 from ..engine import Engine, open_engine
 from ..ranks.launch import die_with_mpirun, open_ranks
 from ..system import MEETING_SECONDS, dump_stacks_on_signal, give_up_after
+from .settings import in_flags
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
@@ -50,7 +51,7 @@ def open_rank(
     ranks.together(lambda: take_share(device, ranks))
     own_device = ranks.together(make_device)
     engine = ranks.together(lambda: open_engine(directory, device, ranks.rank, kv_cache_dtype))
-    ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
+    ranks.check_equal("engine", "engine", engine.manifest.fingerprint)
     register_group(TENSOR_PARALLEL, ranks.open_group(device, engine.dtype))
     return own_device, engine
 
@@ -64,7 +65,7 @@ def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
         with give_up_after(MEETING_SECONDS):
             ranks = open_ranks()
     except SettingError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {in_flags(error)}", file=sys.stderr)
         return 2
     try:
         if ranks.size != count and ranks.rank == 0:
@@ -76,7 +77,7 @@ def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
         ranks.close()
     except SettingError as error:
         where = f" (rank {ranks.rank})" if ranks.rank else ""
-        ranks.fail(error, status=2, message=f"{name}: {error}{where}\n")
+        ranks.fail(error, status=2, message=f"{name}: {in_flags(error)}{where}\n")
     except BaseException as error:
         log.exception("rank %d failed", ranks.rank)
         ranks.fail(error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...builder.choices import DEVICES, DTYPES, KV_CACHE_DTYPES
-from ...scheduler.config import BATCH, CACHE, SchedulerSettings
+from ...scheduler.config import BATCH, CACHE, SchedulerConfig, SchedulerSettings
 from ...scheduler.declaration import SERVERS, Declaration, User, check_declared, flag, setting
 from ...scheduler.types import SettingError
 from ..http.settings import HTTP, MIB, HTTPOptions
@@ -257,3 +258,17 @@ DECLARED: dict[str, Declaration] = {
     for one in fields(ServeSettings)  # by name
 }
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ServeSettings)}
+
+
+SETTINGS = frozenset(one.name for part in (ServeSettings, SchedulerConfig) for one in fields(part))
+
+
+def in_flags(error: SettingError) -> str:
+    """The error in words of the command line: settings have the names of their flags."""
+    name = error.setting
+    message = re.sub(
+        r"`(\w+)`",
+        lambda found: flag(found[1]) if found[1] in SETTINGS else found[0],
+        error.message,
+    )
+    return f"{flag(name) if name in SETTINGS else name}: {message}"

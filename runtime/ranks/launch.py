@@ -74,7 +74,7 @@ def open_ranks() -> Ranks:
         from .mpi import Ranks
     except (ImportError, RuntimeError) as error:  # mpi4py, or the MPI library below it, is missing
         raise SettingError(
-            "--engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}"
+            "engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}"
         ) from error
     return Ranks()
 
@@ -91,7 +91,7 @@ def find_mpirun() -> str:
     if program is None or find_spec("mpi4py") is None:
         missing = "mpirun" if program is None else "mpi4py"
         raise SettingError(
-            "--engine",
+            "engine",
             f"it has several ranks, which mpirun starts, and there is no {missing}: {_ADVICE}",
         )
     return program

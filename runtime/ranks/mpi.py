@@ -62,7 +62,7 @@ class Ranks:
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise SettingError(
-                "--engine", "this MPI was built without MPI_THREAD_MULTIPLE, which ranks need"
+                "engine", "this MPI was built without MPI_THREAD_MULTIPLE, which ranks need"
             )
         # of this thread and of threads that it starts
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK)
@@ -234,7 +234,7 @@ class Ranks:
         what = describe(error)
         if isinstance(error, SettingError):
             setting = error.setting
-            what = str(error).removeprefix(f"{error.setting}: ")
+            what = error.message
         content = pickle.dumps((setting, what.encode(errors="backslashreplace").decode()))
         sending = self._messages.Issend([content, MPI.BYTE], 0, FAILURE)
         began = time.monotonic()
