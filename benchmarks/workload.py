@@ -57,7 +57,7 @@ class Words:
             if isinstance(piece, array):
                 tokens += piece
             else:
-                tokens += self._made_up(piece, arrival, f"{turn} {place}")
+                tokens += self._synthetic(piece, arrival, f"{turn} {place}")
         return tokens
 
     def history(self, arrival: Arrival) -> list[int]:
@@ -68,10 +68,10 @@ class Words:
             lengths = arrival.dialogue.turns[turn]
             log = log[: lengths.history_tokens] + self.input(arrival, turn)
             reply = lengths.output_tokens if turn < arrival.turn else arrival.done
-            log += self._made_up(SyntheticTokens(reply), arrival, f"{turn} reply")
+            log += self._synthetic(SyntheticTokens(reply), arrival, f"{turn} reply")
         return log
 
-    def _made_up(self, piece: SyntheticTokens, arrival: Arrival, place: str) -> list[int]:
+    def _synthetic(self, piece: SyntheticTokens, arrival: Arrival, place: str) -> list[int]:
         if piece.key is None:
             seed = f"{self.name(arrival)} {place}"
         else:

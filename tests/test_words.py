@@ -13,14 +13,6 @@ from pensieve.runtime.observe.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ("builder", "plugins", "runtime", "scheduler", "scripts", "benchmarks", "deploy")
-NOT_YET = (
-    "runtime/frontend",
-    "runtime/http",
-    "runtime/triton",
-    "runtime/offline",
-    "benchmarks",
-    "tests",
-)
 VAGUE = {"asked", "made", "found", "known", "said"}
 FILES_ONLY = {"save", "saves", "saved", "saving", "unsaved", "load", "loads", "loaded", "loading"}
 # methods of argparse and asyncio, and a status of HTTP
@@ -31,7 +23,9 @@ OPTION = {"save", "SAVE_MODES"}  # `--save`, which keeps its name
 def test_no_name_is_vague() -> None:
     names = (name for file in files(*PROGRAM, "tests") for name in defined(file))
     vague = [name for name in names if words(name) & VAGUE]
-    assert [name for name in vague if last(name) not in NAMES_OF_OTHERS] == []
+    # tests' names are sentences
+    kept = [name for name in vague if not last(name).startswith("test_")]
+    assert [name for name in kept if last(name) not in NAMES_OF_OTHERS] == []
 
 
 def test_the_scheduler_neither_saves_nor_loads() -> None:
@@ -72,9 +66,7 @@ def test_the_rules_see_every_kind_of_name(tmp_path: Path) -> None:
 
 def files(*folders: str) -> Iterator[Path]:
     for top in folders:
-        for file in sorted((ROOT / top).rglob("*.py")):
-            if not any(file.is_relative_to(ROOT / folder) for folder in NOT_YET):
-                yield file
+        yield from sorted((ROOT / top).rglob("*.py"))
 
 
 def defined(file: Path) -> Iterator[str]:

@@ -613,7 +613,7 @@ class HistoryStore:
             return conversation, line.last.turn if line is not None else None
 
     def get(self, name: Name, now: float) -> StoredConversation:
-        """Raises RequestError (404) if it is unknown, expired, or another owner's."""
+        """Raises RequestError (NOT_FOUND) if it is unknown, expired, or another owner's."""
         conversation = self._find(name, now)
         if conversation is None:
             raise RequestError(

@@ -690,7 +690,7 @@ class TurnManager:
         return await self.run(self._store.get, name, self.now())
 
     async def load(self, name: Name) -> tuple[StoredConversation, Transcript]:
-        """The conversation with all of its history. RequestError (404)."""
+        """The conversation with all of its history. RequestError (NOT_FOUND)."""
         conversation, past = await self._continued(name)
         return conversation, past.transcript() if past is not None else Transcript(
             (), array("i"), "", 0

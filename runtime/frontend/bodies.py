@@ -447,7 +447,7 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Kind:
-    """Returns the body as this kind of request. Raises RequestError (400) that names the field.
+    """Returns the body as this kind of request. Raises RequestError (INVALID) that names the field.
 
     `ignored` gets the names of unknown fields; None: they are refused. A body of the largest
     allowed size takes seconds, so do not call this in the thread of an event loop.

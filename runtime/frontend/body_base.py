@@ -42,7 +42,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
-        known = cls._names()
+        field_names = cls._names()
         for name, value in data.items():
             if (value is None and not cls.KEEPS_NULL) or name in cls.IGNORED:
                 continue
@@ -52,7 +52,7 @@ class Body(BaseModel):
                         ErrorKind.INVALID, f"{name} is not supported by this endpoint", name
                     )
                 continue
-            if name not in known:
+            if name not in field_names:
                 if (
                     name == "extra_body"
                     and isinstance(value, dict)

@@ -57,8 +57,8 @@ class OutputStream:
         """Returns the outputs since the last call, at least one, in order of arrival. Only allowed
         while a request is unfinished.
 
-        Raises RequestError if a request was refused (429 queue full, ...) or the engine has ended
-        (500, 503), and ClientGone after `hang_up`.
+        Raises RequestError if a request was refused (TOO_MANY: queue full, ...) or the engine has
+        ended (INTERNAL, UNAVAILABLE), and ClientGone after `hang_up`.
         """
         while not self._outputs:
             if self._error is not None:
@@ -162,7 +162,7 @@ class EngineClient:
         """Sends the requests of one HTTP call, which arrived at time `arrived` (time.perf_counter's
         seconds).
 
-        Raises RequestError (500, 503) if the engine has ended.
+        Raises RequestError (INTERNAL, UNAVAILABLE) if the engine has ended.
         """
         if self._fault is not None:
             raise self._fault

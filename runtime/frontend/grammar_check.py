@@ -40,7 +40,7 @@ CHECKERS = 2  # processes
 # of one processor, to compile a grammar: it is compiled twice, and others wait meanwhile
 MOST_SECONDS = 1.0
 MOST_BYTES = 2 * 2**30  # of memory, besides the tokenizer's
-MOST_KNOWN = 64  # grammars whose result is remembered
+MOST_REMEMBERED = 64  # grammars whose result is remembered
 NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
 MOST_REMARKS = 16
 UNSATISFIABLE = "is a JSON schema that nothing satisfies"
@@ -79,15 +79,15 @@ class GrammarChecker:
         about = list(map(str, (MOST_SECONDS, MOST_BYTES, tokenizer, vocab_size, *stop_ids)))
         self._threads = ThreadPoolExecutor(CHECKERS, "grammars")
         self._free = deque(self._threads.map(CheckProcess, [about] * CHECKERS))
-        self._verdict = functools.lru_cache(MOST_KNOWN)(self._ask)
+        self._verdict = functools.lru_cache(MOST_REMEMBERED)(self._ask)
         self._lock = threading.Lock()  # for the two below: each owner's checks that have not begun
         # of owners without a process, in the order of their turns
         self._waiting: dict[str, deque[Check]] = {}
         self._served: dict[str, deque[Check]] = {}  # of owners with a process
 
     def begin_check(self, grammar: str, param: str, owner: str) -> Future[tuple[str, ...]]:
-        """Begins a check. The future has the remarks of the verdict. It raises RequestError: 400
-        with the reason if the grammar cannot be followed, 503 if the check failed.
+        """Begins a check. The future has the remarks of the verdict. It raises RequestError:
+        INVALID with the reason if the grammar cannot be followed, UNAVAILABLE if the check failed.
 
         It may be cancelled until it has begun.
         """
@@ -166,7 +166,7 @@ class CheckProcess:
         self._start()
 
     def verdict(self, grammar: str) -> Verdict:
-        """Returns `judge`'s result. Raises RequestError (503) if there is none."""
+        """Returns `judge`'s result. Raises RequestError (UNAVAILABLE) if there is none."""
         with contextlib.suppress(EOFError, OSError):
             return self._exchange(grammar)
         self._process.wait()  # it was killed

@@ -72,9 +72,11 @@ class LogprobsWriter:
         # for example of a conversation: the model may have used other tokens for this text
         for token in tokens:
             offsets.append(length)
-            said = detokenizer.push(token)
+            text_piece = detokenizer.push(token)
             written = self._tokenizer.written(token)
-            length += len(written) if written and text.startswith(written, length) else len(said)
+            length += (
+                len(written) if written and text.startswith(written, length) else len(text_piece)
+            )
         return offsets
 
     def prompt(

@@ -72,7 +72,7 @@ class Reply:
         self.request = request
         self.tokens: list[int] = []
         self.texts: list[str] = []
-        self.said: list[str] = []
+        self.content: list[str] = []
         self.calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -114,7 +114,7 @@ class Reply:
     def message(self) -> dict[str, Any]:
         """The message in the form in which the chat template reads it when the client sends it
         back."""
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.said)}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.content)}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         return message
@@ -122,7 +122,7 @@ class Reply:
     def add(self, result: RowResult) -> Piece:
         """Takes a result. Returns the piece to send, without text after a stop string.
 
-        Raises RequestError (503) if the engine aborted the request.
+        Raises RequestError (UNAVAILABLE) if the engine aborted the request.
         """
         if result.finish is FinishReason.ABORT:
             raise RequestError(
@@ -140,10 +140,10 @@ class Reply:
             result = result._replace(tokens=result.tokens[:count], logprobs=result.logprobs[:count])
         self.tokens += result.tokens
         self.texts.append(text)
-        said, calls = (
+        content, calls = (
             (text, ()) if self._tools is None else self._take_calls(self._tools, text, result)
         )
-        self.said.append(said)
+        self.content.append(content)
         self.calls += calls
         self.logprobs += result.logprobs
         self.prompt_logprobs += result.prompt_logprobs
@@ -151,13 +151,13 @@ class Reply:
             self.finish = FinishReason.STOP if self._stopped else result.finish
         if self.request.confirm and not stopped and (self._stopped or result.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
-        return Piece(said, result, tuple(self.offsets[start:]), calls, self.stop_reason)
+        return Piece(content, result, tuple(self.offsets[start:]), calls, self.stop_reason)
 
     def _take_calls(
         self, tools: ToolCallParser, text: str, result: RowResult
     ) -> tuple[str, list[ToolCall]]:
-        said, calls = tools.push(text)
-        return (said if result.finish is None else said + tools.end()), calls
+        content, calls = tools.push(text)
+        return (content if result.finish is None else content + tools.end()), calls
 
     @property
     def _stopped(self) -> bool:
@@ -377,12 +377,12 @@ class ChatWriter(CompletionWriter):
         return self._style.logprobs.chat(piece.result.tokens, piece.result.logprobs)
 
     def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
-        said = "".join(reply.said)
+        content = "".join(reply.content)
         writer = self._style.logprobs
         logprobs = None
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": None if reply.calls and not said else said,
+            "content": None if reply.calls and not content else content,
             "refusal": None,
             "annotations": [],
         }

@@ -394,8 +394,8 @@ class RequestBuilder:
 
 
 def check_model(name: str | None, ready: Ready) -> None:
-    """Raises RequestError (404, as OpenAI) if no model of that name is served here. None is any
-    model."""
+    """Raises RequestError (NOT_FOUND, as OpenAI) if no model of that name is served here. None is
+    any model."""
     if name not in (None, ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
         raise RequestError(ErrorKind.NOT_FOUND, message, "model", "model_not_found")

@@ -116,7 +116,7 @@ def reply_form(
     tool_choice: str | NamedTool = "none",
     parallel_tool_calls: bool = False,
 ) -> ReplyForm | None:
-    """Returns the form that the reply must have, None for any. Raises RequestError (400) if two
+    """Returns the form that the reply must have, None for any. Raises RequestError (INVALID) if two
     fields set it.
 
     constraints     `structured_outputs` and the fields in `GUIDED`, as far as they are set

@@ -56,7 +56,7 @@ class ToolCallParser:
         """Takes more of the text. Returns the text that may be sent, and the calls that are now
         complete."""
         self._held += text
-        said: list[str] = []
+        content: list[str] = []
         calls: list[ToolCall] = []
         while (cut := self._held.find(CLOSE if self._inside else OPEN, self._searched)) >= 0:
             if self._inside:
@@ -66,17 +66,17 @@ class ToolCallParser:
                     self._searched = cut + len(CLOSE)
                     continue
                 if call is None:
-                    said.append(self._held[: cut + len(CLOSE)])
+                    content.append(self._held[: cut + len(CLOSE)])
                 elif call.index < self._most:
                     calls.append(call)
                 self._held = self._held[cut + len(CLOSE) :]
                 self._searched = 0
             else:
-                said.append(self._say(cut))
+                content.append(self._say(cut))
             self._inside = not self._inside
         if not self._inside:
-            said.append(self._say(len(self._held) - _begun(self._held)))
-        return "".join(said), calls
+            content.append(self._say(len(self._held) - _begun(self._held)))
+        return "".join(content), calls
 
     def end(self) -> str:
         """Ends the text. Returns the held text, unless it is white space after a call."""
@@ -87,9 +87,9 @@ class ToolCallParser:
     def _say(self, end: int) -> str:
         """Removes and returns the held text up to `end`, without the white space before `end`,
         which is dropped if a call follows."""
-        said = self._held[:end].rstrip()
-        self._held = self._held[len(said) :]
-        return said
+        content = self._held[:end].rstrip()
+        self._held = self._held[len(content) :]
+        return content
 
     def _parse(self, source: str) -> ToolCall | None:
         try:

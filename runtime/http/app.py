@@ -203,9 +203,9 @@ def _no_route(request: HTTPRequest, error: HTTPException) -> str:
         return error.detail
     served = [str(getattr(route, "path", "")) for route in request.app.routes]
     meant = [
-        known
-        for known in served
-        if known.startswith("/v1/") and path.endswith(known.removeprefix("/v1"))
+        route
+        for route in served
+        if route.startswith("/v1/") and path.endswith(route.removeprefix("/v1"))
     ]
     hint = f"; did you mean {max(meant, key=len)}?" if meant else ""
     return f"there is no {path[:MOST_OF_PATH]} here{hint}"

@@ -111,25 +111,25 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
     def sized(
         conversation: StoredConversation, transcript: Transcript | None = None
     ) -> dict[str, Any]:
-        found = client.kv_map.find(
+        residency = client.kv_map.find(
             kv_name(Name(conversation.owner, conversation.id), conversation.thread)
         )
         return described(conversation, transcript) | {
-            "kv_chunks": None if found is None else by_tier(found)
+            "kv_chunks": None if residency is None else by_tier(residency)
         }
 
     @router.get("")
     async def page(request: Request) -> dict[str, Any]:
-        asked = Page(request)
-        found, more = await histories.page(
-            owner_of(request), asked.limit, asked.after, asked.ascending
+        page = Page(request)
+        conversations, more = await histories.page(
+            owner_of(request), page.limit, page.after, page.ascending
         )
         await client.refresh_all()
-        ids = [conversation.id for conversation in found]
+        ids = [conversation.id for conversation in conversations]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return {
             "object": "list",
-            "data": [sized(conversation) for conversation in found],
+            "data": [sized(conversation) for conversation in conversations],
             **ends,
             "has_more": more,
         }

@@ -29,8 +29,8 @@ class MessageWriter(CompletionWriter):
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         (reply,) = replies
-        said = "".join(reply.said)
-        texts = [_text_block(said)] if said else []
+        content = "".join(reply.content)
+        texts = [_text_block(content)] if content else []
         return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
 
     def opening(self, replies: Sequence[Reply]) -> str:

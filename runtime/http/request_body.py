@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 async def read_body(kind: type[Kind], request: Request) -> Kind:
-    """Returns the body as this kind of request. Raises RequestError (400) as `parse`. Unknown
+    """Returns the body as this kind of request. Raises RequestError (INVALID) as `parse`. Unknown
     fields are ignored only if `IgnoredFields` is active."""
     return await asyncio.to_thread(parse, kind, await request.body(), request.scope.get(IGNORED))
 

@@ -268,7 +268,7 @@ def in_flags(error: SettingError) -> str:
     name = error.setting
     message = re.sub(
         r"`(\w+)`",
-        lambda found: flag(found[1]) if found[1] in SETTINGS else found[0],
+        lambda match: flag(match[1]) if match[1] in SETTINGS else match[0],
         error.message,
     )
     return f"{flag(name) if name in SETTINGS else name}: {message}"

@@ -41,13 +41,13 @@ def read_settings(
             raise TypeError(f"LLM takes no option {name!r}{_hint(name, value)}")
         if value is not None:
             words.append(_flag(own, value) if isinstance(value, bool) else f"{_flag(own)}={value}")
-    made = parser()
+    parsing = parser()
 
     def refuse(message: str) -> NoReturn:
         raise SettingError("LLM", message)
 
-    made.error = refuse  # type: ignore[method-assign]
-    args = made.parse_args(words)
+    parsing.error = refuse  # type: ignore[method-assign]
+    args = parsing.parse_args(words)
     if state_dir is not None:
         args.state_dir = Path(state_dir)
     elif args.disk_kv_bytes is not None or args.disk_kv_chunks:
@@ -68,15 +68,15 @@ def _name(flag: str) -> str:
 def _hint(name: str, value: Any) -> str:
     """The end of the message about an option that `LLM` does not have: the suggestion of `serve`,
     or close names."""
-    known = OPTIONS | ARGUMENTS
+    names = OPTIONS | ARGUMENTS
     if name in DECLARED and not DECLARED[name].help:
         return ": only benchmarks set it; leave it out"
     elsewhere = ELSEWHERE.get(_flag(name, value), "")
-    if elsewhere and all(_name(flag) in known for flag in re.findall(r"--[\w-]+", elsewhere)):
+    if elsewhere and all(_name(flag) in names for flag in re.findall(r"--[\w-]+", elsewhere)):
         return ": " + re.sub(
-            r"--([\w-]+)(=\w+)?", lambda found: _python(*found.groups()), elsewhere
+            r"--([\w-]+)(=\w+)?", lambda match: _python(*match.groups()), elsewhere
         )
-    near = difflib.get_close_matches(name, sorted(known), 3)
+    near = difflib.get_close_matches(name, sorted(names), 3)
     return (
         f"; did you mean {' or '.join(near)}?"
         if near

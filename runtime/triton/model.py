@@ -272,7 +272,7 @@ class TritonFrontend:
             stream.close()
 
     def _cancel(self, name: str) -> None:
-        """Ends the requests of this id. Raises RequestError (400) if there is no id."""
+        """Ends the requests of this id. Raises RequestError (INVALID) if there is no id."""
         if not name:
             raise RequestError(
                 ErrorKind.INVALID, "stop needs a request id: that of the request to stop", "stop"
@@ -330,7 +330,7 @@ class TritonRequest:
 
     @property
     def asks_to_stop(self) -> bool:
-        """True if the request asks to stop others. Raises RequestError (400)."""
+        """True if the request asks to stop others. Raises RequestError (INVALID)."""
         return "stop" in self.inputs and read_value("stop", self.inputs["stop"])
 
     @property

@@ -94,7 +94,7 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonBody:
     """`sequence`: Triton's sequence id, "" for none; it names the conversation unless
     `conversation_id` does.
 
-    Raises RequestError (400) for requests that HTTP would refuse too.
+    Raises RequestError (INVALID) for requests that HTTP would refuse too.
     """
     if "text_input" in tensors and "input_ids" in tensors:
         raise RequestError(
@@ -124,7 +124,7 @@ def read_value(name: str, tensor: np.ndarray) -> Any:
     """Returns the one value of an input (Triton ensures that there is one), or the list of all
     values if there may be several.
 
-    Raises RequestError (400) for bytes that are not text.
+    Raises RequestError (INVALID) for bytes that are not text.
     """
     kind = INPUTS[name]
     values = tensor.ravel().tolist()

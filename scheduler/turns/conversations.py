@@ -163,8 +163,8 @@ class Conversations:
         )
 
     def tokens(self, conversation_id: str) -> array[int]:
-        """Returns the log: every token of the last committed branch. Raises RequestError (404) for
-        an unknown id."""
+        """Returns the log: every token of the last committed branch. Raises RequestError
+        (NOT_FOUND) for an unknown id."""
         return self._get(conversation_id).tokens
 
     def _get(self, conversation_id: str) -> Conversation:

@@ -23,8 +23,8 @@ SCHEMA = {"type": "object", "properties": {"sunny": {"type": "boolean"}}}
 
 
 def generate(kind: type[Any], **fields: Any) -> Generate:
-    made: Generate = parse(kind, json.dumps(fields).encode()).generate()
-    return made
+    record: Generate = parse(kind, json.dumps(fields).encode()).generate()
+    return record
 
 
 def chat(**fields: Any) -> Generate:

@@ -21,7 +21,7 @@ from pensieve.runtime.text.tokenizer import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 LOOP = "{% for m in messages %}"
-KNOWN = "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
+USUAL = "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
 REFUSE = "{{ raise_exception('refused') }}"
 TOOLS = [
     {
@@ -68,7 +68,7 @@ PLAIN = LOOP + "[{{ m.role }}|{{ m.content }}]{% endfor %}"
             "[system|a][user|b]",
         ),
         (
-            LOOP + KNOWN + REFUSE + "{% endif %}[{{ m.role }}|{{ m.content }}]{% endfor %}",
+            LOOP + USUAL + REFUSE + "{% endif %}[{{ m.role }}|{{ m.content }}]{% endfor %}",
             [message("developer", "a"), message("user", "b")],
             "[system|a][user|b]",
         ),
