@@ -22,7 +22,7 @@ FLOOD = 40  # requests at once; a server that takes them all has no full queue t
 def test_a_bad_temperature_is_refused(server: Server) -> None:
     """BadRequestError that names the parameter."""
     error = server.refuses(openai.BadRequestError, lambda: server.chat(temperature=-1))
-    assert error.subject == "temperature" and "temperature" in error.message
+    assert error.param == "temperature" and "temperature" in error.message
 
 
 def test_an_unknown_field_is_no_error(server: Server) -> None:
@@ -127,14 +127,14 @@ def test_wrong_types_are_refused(server: Server) -> None:
     ]
     for options in wrong:
         error = server.refuses(openai.BadRequestError, partial(server.chat, **options))
-        assert error.subject in options, f"{options}: param is {error.subject!r}"
+        assert error.param in options, f"{options}: param is {error.param!r}"
 
 
 def test_an_unknown_role_is_refused(server: Server) -> None:
     """BadRequestError about the messages."""
     messages = [{"role": "wizard", "content": "hi"}]
     error = server.refuses(openai.BadRequestError, lambda: server.chat(messages=messages))
-    assert "role" in f"{error.subject} {error.message}"
+    assert "role" in f"{error.param} {error.message}"
 
 
 def test_a_prompt_beyond_the_context_is_told_both_numbers(server: Server) -> None:

@@ -247,7 +247,7 @@ class Pipes:
 
     def __init__(self):
         self.plans: SimpleQueue[bytes] = SimpleQueue()
-        self.reports: SimpleQueue[tuple] = SimpleQueue()
+        self.waiting: SimpleQueue[tuple] = SimpleQueue()
         self.failure = None
         self.stopped = False
 
@@ -268,13 +268,13 @@ class Pipes:
             return None
 
     def report(self, report):
-        self.reports.put((1, report))
+        self.waiting.put((1, report))
 
     def reports(self):
         if self.failure:
             raise RankFailed(self.failure)
-        while not self.reports.empty():
-            yield self.reports.get()
+        while not self.waiting.empty():
+            yield self.waiting.get()
 
 
 CONFIG = SchedulerConfig(
