@@ -281,10 +281,11 @@ def _compile_here(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
 
 def _not_enforced(warning: str) -> list[str]:
     """The names of what a warning of llguidance is about."""
+    warning = re.sub(r" \(\d+ times\)$", "", warning)
     if warning.startswith("Unknown format: "):
         return ["format." + warning.removeprefix("Unknown format: ")]
     if warning.startswith("Unimplemented keys: "):
-        return list(json.loads(warning.removeprefix("Unimplemented keys: ")))
+        return re.findall(r'"(.*?)"', warning)
     return ["oneOf"] if warning.startswith("oneOf") else ["minProperties"]
 
 
@@ -295,6 +296,8 @@ def _schema_fault(message: str) -> str:
         return UNSATISFIABLE + (f": see its required property {required[1]!r}" if required else "")
     if re.match("Resource|Pointer|Anchor|Reference|Definition", message):
         return "has a $ref that leads nowhere: it must point into the schema, as #/$defs/name"
+    if message.startswith("circular references"):
+        return "has a circular $ref with other keywords beside it: leave the $ref alone there"
     if "regex parse error" in message:
         return "has a pattern that cannot be enforced: take out look-around and back references"
     return "has a JSON schema that cannot be enforced: look for keywords with unusual values"

@@ -86,6 +86,10 @@ def test_what_does_not_compile_is_refused_by_name(checker: GrammarChecker, gramm
         ({"type": "frob"}, "has a JSON schema that cannot be enforced"),
         ({"$ref": "https://example.com/a.json"}, "has a $ref that leads nowhere"),
         ({"$ref": "#/$defs/none"}, "has a $ref that leads nowhere"),
+        (
+            {"$defs": {"a": {"minLength": 1, "$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+            "has a circular $ref with other keywords",
+        ),
         ({"type": "string", "pattern": "^(?!a)"}, "has a pattern that cannot be enforced"),
         ({"type": "string", "pattern": "("}, "has a pattern that cannot be enforced"),
         ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "that nothing satisfies"),
@@ -112,6 +116,8 @@ def test_a_schema_is_refused_in_words_to_act_on(
         ({"type": "object", "if": {}, "then": {}, "not": {}}, ("if", "not", "then")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
         ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ()),
+        ({"prefixItems": [{"uniqueItems": True}] * 3}, ("uniqueItems",)),
+        ({"prefixItems": [{"type": "string", "format": "a b"}] * 3}, ("format.a b",)),
     ],
 )
 def test_what_of_a_schema_is_not_enforced_is_named(
