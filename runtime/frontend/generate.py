@@ -30,7 +30,8 @@ class Generate:
 
     n                  replies to each prompt
     limit, limit_field the body's limit of a reply's tokens, None for none, and its field
-    default_limit      the limit if the body has none, None for the context's; lowered to the room
+    default_limit      the limit if the body has none, None for the context's
+                       (limits are lowered to the room in the context)
                        in the context
     truncates          the context may outgrow the model's length
     stops, stop_token_ids, include_stop, ignore_eos, min_tokens

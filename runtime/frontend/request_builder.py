@@ -304,23 +304,17 @@ class RequestBuilder:
         )
 
     def _max_tokens(self, generate: Generate, prompt: int, truncate: bool) -> int:
-        """Returns the tokens to generate after a prompt of `prompt` tokens."""
+        """Returns the tokens to generate after a prompt of `prompt` tokens: at most what the
+        context has room for."""
         context = self._ready.max_model_len
         name = generate.limit_field
         limit = generate.limit
         default = context if generate.default_limit is None else generate.default_limit
         if limit is not None and limit < 1:
             raise RequestError(ErrorKind.INVALID, f"{name} must be at least 1, not {limit}", name)
-        # checked first, because Python refuses to print very large numbers
-        if limit is not None and limit > context:
-            raise RequestError(
-                ErrorKind.INVALID,
-                f"{name} is {limit}; the model's context holds {context}",
-                name,
-                TOO_LONG,
-            )
+        wanted = default if limit is None else limit
         if truncate:
-            return min(default, context) if limit is None else limit
+            return min(wanted, context)
         if prompt >= context:
             raise RequestError(
                 ErrorKind.INVALID,
@@ -329,17 +323,7 @@ class RequestBuilder:
                 "prompt",
                 TOO_LONG,
             )
-        if limit is None:
-            return min(default, context - prompt)
-        if prompt + limit > context:
-            raise RequestError(
-                ErrorKind.INVALID,
-                f"the prompt has {prompt} tokens and {name} is {limit}, together {prompt + limit}; "
-                f"the model's context holds {context}",
-                name,
-                TOO_LONG,
-            )
-        return limit
+        return min(wanted, context - prompt)
 
     async def _open_grammars(self) -> None:
         async with self._opening:

@@ -41,7 +41,14 @@ from ..text.tokenizer import Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .event_sender import EventSender
-from .limits import BodyLimit, ClientErrors, ClientLimit, SecurityHeaders, caller_of
+from .limits import (
+    BodyLimit,
+    ClientErrors,
+    ClientLimit,
+    HeadAsGet,
+    SecurityHeaders,
+    caller_of,
+)
 from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
@@ -272,6 +279,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
         )
+    app.add_middleware(HeadAsGet)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ClientErrors, counts=client.metrics.client_errors)
     calls = RequestBuilder(ready, tokenizer, histories, client.new_id)

@@ -127,6 +127,25 @@ class BodyLimit:
         )
 
 
+class HeadAsGet:
+    """Answers HEAD wherever there is GET: with its headers, without its body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
 class SecurityHeaders:
     """Adds SECURITY_HEADERS to answers that do not have their own. They forbid a browser to load or
     embed anything."""

@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend.errors import error_object, error_response
+from pensieve.runtime.messages import Submit
 from pensieve.scheduler.types import ErrorKind, RequestError
 
-from .fake_loop import FakeLoop
+from .fake_loop import FakeLoop, ready
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -55,22 +56,52 @@ def test_one_model_is_described_as_in_the_list(ask: Callable[..., Any]) -> None:
 
 
 def test_the_limit_of_a_response_is_blamed_by_its_own_name(ask: Callable[..., Any]) -> None:
-    for wrong in (0, 100, 999):
-        body = {"input": "x" * 200, "max_output_tokens": wrong}
-        error = ask(lambda http, body=body: http.post("/v1/responses", json=body)).json()["error"]
-        assert error["param"] == "max_output_tokens" and "max_output_tokens" in error["message"]
+    body = {"input": "x" * 200, "max_output_tokens": 0}
+    error = ask(lambda http: http.post("/v1/responses", json=body)).json()["error"]
+    assert error["param"] == "max_output_tokens" and "max_output_tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": [5] * 200, "max_tokens": 32000}),
+        (CHAT, {"messages": HI, "max_tokens": 10**4300 - 1}),
+        (CHAT, {"messages": HI, "max_completion_tokens": 32000}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 32000}),
+        ("/v1/messages", {"model": "fake", "messages": HI, "max_tokens": 32000}),
+    ],
+)
+def test_a_limit_above_the_room_is_lowered_to_it(
+    ask: Callable[..., Any], path: str, body: dict[str, Any]
+) -> None:
+    loop = FakeLoop()
+    answer = ask(lambda http: http.post(path, json=body), loop)
+    assert answer.is_success
+    (submitted,) = loop.messages(Submit)
+    assert len(submitted.request.prompt) + submitted.request.max_tokens == ready().max_model_len
+
+
+@pytest.mark.parametrize("path", ["/ui/state", "/health", "/v1/models", "/version", "/metrics", "/none"])
+def test_head_is_get_without_the_body(ask: Callable[..., Any], path: str) -> None:
+    async def both(http: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        return await http.head(path), await http.get(path)
+
+    head, get = ask(both)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_claude_code_s_first_request_is_answered(ask: Callable[..., Any]) -> None:
+    assert ask(lambda http: http.head("/")).status_code == 307
 
 
 def test_what_does_not_fit_the_context_has_a_code(ask: Callable[..., Any]) -> None:
     async def both(http: httpx.AsyncClient) -> list[httpx.Response]:
-        bodies = ({"prompt": [5] * 300}, {"prompt": [5] * 200, "max_tokens": 100})
+        bodies = ({"prompt": [5] * 300}, {"prompt": [5] * 256, "max_tokens": 1})
         return [await http.post(COMPLETION, json=body) for body in bodies]
 
     answers = [error_of(response) for response in ask(both)]
-    assert answers == [
-        (400, "context_length_exceeded", "prompt"),
-        (400, "context_length_exceeded", "max_tokens"),
-    ]
+    assert answers == [(400, "context_length_exceeded", "prompt")] * 2
 
 
 def test_a_code_survives_the_way_between_processes() -> None:

@@ -66,15 +66,13 @@ def test_a_streams_usage_says_it_too(serve: Any) -> None:
     run(work())
 
 
-@pytest.mark.parametrize(("limit", "status"), [(None, 200), (2000, 200), (2001, 400)])
-def test_a_reply_is_never_longer_than_a_context(serve: Any, limit: int | None, status: int) -> None:
+@pytest.mark.parametrize("limit", [None, 2000, 2001])
+def test_a_reply_is_never_longer_than_a_context(serve: Any, limit: int | None) -> None:
     async def work() -> None:
         async with serve() as server:
             messages = [{"role": "user", "content": "hello"}]
-            await server.post(CHAT, status, messages=messages, max_tokens=limit, conversation="a")
-            assert [request.max_tokens for request in server.requests] == (
-                [] if status == 400 else [2000]
-            )
+            await server.post(CHAT, messages=messages, max_tokens=limit, conversation="a")
+            assert [request.max_tokens for request in server.requests] == [2000]
 
     run(work())
 
