@@ -81,7 +81,9 @@ def test_a_limit_above_the_room_is_lowered_to_it(
     assert len(submitted.request.prompt) + submitted.request.max_tokens == ready().max_model_len
 
 
-@pytest.mark.parametrize("path", ["/ui/state", "/health", "/v1/models", "/version", "/metrics", "/none"])
+@pytest.mark.parametrize(
+    "path", ["/ui/state", "/health", "/v1/models", "/version", "/metrics", "/none"]
+)
 def test_head_is_get_without_the_body(ask: Callable[..., Any], path: str) -> None:
     async def both(http: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
         return await http.head(path), await http.get(path)
