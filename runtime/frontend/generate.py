@@ -18,7 +18,7 @@ class Generate:
 
     prompt             of a completion: text, token ids, or several of either; None: of a chat
     messages, tools, template_variables
-                       of a chat, as its template reads them
+                       of a chat, as the client sent them
     prompt_field       the body's field that contains the prompt or the messages, for errors
 
     conversation_id    the conversation that the turn is stored in
@@ -32,7 +32,6 @@ class Generate:
     limit, limit_field the body's limit of a reply's tokens, None for none, and its field
     default_limit      the limit if the body has none, None for the context's
                        (limits are lowered to the room in the context)
-                       in the context
     truncates          the context may outgrow the model's length
     stops, stop_token_ids, include_stop, ignore_eos, min_tokens
                        the end of a reply
