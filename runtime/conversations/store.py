@@ -28,7 +28,15 @@ from ...scheduler.types import INSUFFICIENT_QUOTA, ErrorKind, RequestError, Sett
 from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
 from .schema import REMOVED, Gone, Name, Opening, StoredConversation
-from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, keys_behind, title_of
+from .transcript import (
+    OTHERS,
+    StoredTurn,
+    Transcript,
+    common_messages,
+    dialogue_keys,
+    keys_behind,
+    title_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -1228,7 +1236,7 @@ def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
     """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how
     many they are; of a dialogue without messages, the latest one whose log is a beginning of this
     one. Numbers in messages are equal if their values are: 1 and 1.0."""
-    equal = common_prefix(line.whole.messages, whole.messages)
+    equal = common_messages(line.whole.messages, whole.messages)
     count = len(line.whole.messages)
     common = sys.maxsize if whole.messages else common_prefix(line.whole.tokens, whole.tokens)
     for turn in reversed(line.turns.values()):

@@ -21,7 +21,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from ...scheduler.turns.conversations import common_prefix
@@ -202,13 +201,7 @@ def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> St
     these."""
     lineage = list(turn.lineage()) if turn is not None else []
     stored = [message for past in reversed(lineage) for message in past.messages]
-    equal = sum(
-        1
-        for _ in takewhile(
-            lambda pair: comparable(pair[0]) == comparable(pair[1]),
-            zip(stored, messages, strict=False),
-        )
-    )
+    equal = common_messages(tuple(stored), tuple(messages))
     count = len(stored)
     for past in lineage:
         if 0 < count <= equal:
@@ -308,3 +301,13 @@ def comparable(message: Message) -> Message:
     send a text as a list of parts."""
     kept = {name: value for name, value in message.items() if name not in THOUGHTS}
     return {**kept, "content": text_of(message["content"])}
+
+
+def common_messages(stored: tuple[Message, ...], sent: tuple[Message, ...]) -> int:
+    """How many messages at the beginning are the same, some perhaps in another form."""
+    equal = common_prefix(stored, sent)
+    for old, new in zip(stored[equal:], sent[equal:], strict=False):
+        if comparable(old) != comparable(new):
+            break
+        equal += 1
+    return equal

@@ -12,6 +12,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -20,6 +21,7 @@ from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
 from .body_base import Body, NonEmpty
 
+DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
 
 
@@ -71,6 +73,8 @@ class MessageFunctionCall(Body):
             parsed = json.loads(arguments or "{}")
             # raises for half a surrogate pair, which cannot be tokenized
             json.dumps(parsed, ensure_ascii=False).encode()
+            if _is_deep(parsed):
+                parsed = None
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
@@ -79,6 +83,19 @@ class MessageFunctionCall(Body):
                 "the arguments of a tool call must be a JSON object, written as a string",
             )
         return arguments
+
+
+def _is_deep(value: Any) -> bool:
+    """True if the value is nested more deeply than DEEPEST: others would recurse too far."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    return bool(level)
 
 
 class MessageToolCall(Body):
@@ -121,6 +138,10 @@ class Function(FunctionName):
         return parameters
 
 
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 class Tool(Body):
     """A tool. Chat templates read it as the client sent it: its keys in their order, unknown ones
     too."""
@@ -141,7 +162,14 @@ class Tool(Body):
         """Nothing: the template gets the field."""
 
     def for_template(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True) if self._sent is None else self._sent
+        """Null is an absent field, as everywhere."""
+        if self._sent is None:
+            return self.model_dump(exclude_unset=True)
+        function = self._sent["function"]
+        return {
+            name: _without_nulls(function) if name == "function" else value
+            for name, value in _without_nulls(self._sent).items()
+        }
 
 
 class NamedTool(Body):
@@ -169,6 +197,15 @@ class Message(Body):
     @classmethod
     def _text_only(cls, content: Any) -> Any:
         return text_only(content, "text")
+
+    @field_validator(*THOUGHTS, mode="before")
+    @classmethod
+    def _thoughts_are_text(cls, thoughts: Any, info: ValidationInfo) -> Any:
+        """Other servers' fields of these names may hold other things."""
+        if thoughts is None or isinstance(thoughts, str):
+            return thoughts
+        cls._ignore(info.field_name or "", info.context)
+        return None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:

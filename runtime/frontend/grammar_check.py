@@ -40,10 +40,11 @@ CHECKERS = 2  # processes
 # of one processor, to compile a grammar: it is compiled twice, and others wait meanwhile
 MOST_SECONDS = 1.0
 MOST_BYTES = 2 * 2**30  # of memory, besides the tokenizer's
-MOST_REMEMBERED = 64  # grammars whose result is remembered
+MOST_REMEMBERED = 256  # grammars whose result is remembered
 NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
 MOST_REMARKS = 16
 UNSATISFIABLE = "is a JSON schema that nothing satisfies"
+TOO_COMPLEX = "is too complex"
 
 
 class Verdict(NamedTuple):
@@ -254,7 +255,7 @@ def judge(
         return None  # no memory for a thread or a process
     if status != 0:
         return Verdict(
-            f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
+            f"{TOO_COMPLEX}: it takes more than {seconds:g} s, or too much memory, to compile"
         )
     fault, remarks = json.loads(answer)
     return Verdict(fault, tuple(remarks))
@@ -274,8 +275,9 @@ def _compile_here(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
             remarks = dict.fromkeys(name for text in messages for name in _not_enforced(text))
             return Verdict("", tuple(remarks)[:MOST_REMARKS])
         messages = [matcher.get_error()]
-    has_schema = "%json" in grammar or re.search(r'"json_schema": *\{', grammar) is not None
-    fault = _schema_fault(messages[0]) if has_schema else f"cannot be followed: {messages[0]}"
+    # of `json_grammar` and `ToolsForm`: clients' own grammars may contain schemas too
+    of_schema = grammar.startswith("start: calls") or re.search(r'"json_schema": *\{', grammar)
+    fault = _schema_fault(messages[0]) if of_schema else f"cannot be followed: {messages[0]}"
     return Verdict(fault[:1000])
 
 

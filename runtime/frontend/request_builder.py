@@ -15,13 +15,13 @@ from functools import partial
 from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
-from ..step.grammar import json_grammar
 from ..text.tokenizer import Tokenizer
+from .bodies import MOST_TOOLS
 from .calls import Caller, GenerationCall
 from .generate import Generate
-from .grammar_check import UNSATISFIABLE, GrammarChecker, open_checker
+from .grammar_check import TOO_COMPLEX, UNSATISFIABLE, GrammarChecker, open_checker
 from .reply import CompletionWriter
-from .structured_output import ReplyForm, ToolsForm
+from .structured_output import ToolsForm
 
 MOST_REQUESTS = 16384  # of one call: more than any queue holds, and few enough to create at once
 MOST_BIASES = 1024  # each is added to the logits in every step
@@ -74,9 +74,16 @@ class RequestBuilder:
         try:
             remarks = await self._check_grammar(form.grammar, form.param, caller.share)
         except RequestError as error:
-            if error.kind is not ErrorKind.INVALID or form.tools is None:
+            tools = form.tools
+            if error.kind is not ErrorKind.INVALID or tools is None:
                 raise
-            form, remarks = await self._with_followable_tools(form, form.tools, caller.share)
+            names = await self._unfollowable(tools, caller.share)
+            if not names:
+                raise
+            tools = tools.with_any_arguments(names)
+            form = replace(form, grammar=tools.grammar, tools=tools)
+            remarks = await self._check_grammar(form.grammar, form.param, caller.share)
+            remarks = (*(f"tools.{name}.parameters" for name in names), *remarks)
         return replace(generate, form=replace(form, remarks=remarks))
 
     async def _check_grammar(self, grammar: str, param: str, owner: str) -> tuple[str, ...]:
@@ -85,24 +92,23 @@ class RequestBuilder:
         remarks = await asyncio.wrap_future(self._grammars.begin_check(grammar, param, owner))
         return tuple(f"{param}.{remark}" for remark in remarks)
 
-    async def _with_followable_tools(
-        self, form: ReplyForm, tools: ToolsForm, owner: str
-    ) -> tuple[ReplyForm, tuple[str, ...]]:
-        """Lets functions have any arguments if their schemas cannot be followed: one of them does
-        not refuse the others. Raises RequestError for a schema that nothing satisfies."""
+    async def _unfollowable(self, tools: ToolsForm, owner: str) -> list[str]:
+        """Returns the names of functions whose schemas cannot be followed: they may have any
+        arguments, and do not refuse the others. Raises RequestError for a schema that nothing
+        satisfies, or that takes too long: each may take as long as the whole grammar."""
+        if len(tools.functions) > MOST_TOOLS:
+            return []
         names = []
         for function in tools.functions:
-            schema = function.get("parameters") or {}
+            alone = ToolsForm((function,), several=False)
             try:
-                await self._check_grammar(json_grammar(schema), "tools", owner)
+                await self._check_grammar(alone.grammar, "tools", owner)
             except RequestError as error:
-                if error.kind is not ErrorKind.INVALID or UNSATISFIABLE in error.message:
+                decided = UNSATISFIABLE in error.message or TOO_COMPLEX in error.message
+                if error.kind is not ErrorKind.INVALID or decided:
                     raise
                 names.append(function["name"])
-        tools = tools.with_any_arguments(names)
-        remarks = await self._check_grammar(tools.grammar, form.param, owner)
-        unchecked = tuple(f"tools.{name}.parameters" for name in names)
-        return replace(form, grammar=tools.grammar, tools=tools), (*unchecked, *remarks)
+        return names
 
     async def call(
         self, generate: Generate, writer: CompletionWriter, arrived: float, caller: Caller
@@ -323,7 +329,16 @@ class RequestBuilder:
                 "prompt",
                 TOO_LONG,
             )
-        return min(wanted, context - prompt)
+        room = context - prompt
+        if room < generate.min_tokens <= wanted:
+            raise RequestError(
+                ErrorKind.INVALID,
+                f"the prompt has {prompt} tokens and min_tokens is {generate.min_tokens}; "
+                f"the model's context holds {context}",
+                "min_tokens",
+                TOO_LONG,
+            )
+        return min(wanted, room)
 
     async def _open_grammars(self) -> None:
         async with self._opening:

@@ -146,7 +146,9 @@ def reply_form(
         )
         ((form, wanted),) = forms.items()
         return ReplyForm(name, _grammar(form, wanted, name))
-    return ReplyForm("response_format", json_grammar(schema)) if schema is not None else None
+    if schema is None:
+        return None
+    return ReplyForm("response_format", _schema_grammar(schema, "response_format"))
 
 
 def _with_tools(
@@ -186,13 +188,24 @@ def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:
     return schema
 
 
+def _schema_grammar(schema: dict[str, Any], param: str) -> str:
+    try:
+        return json_grammar(schema)
+    except ValueError as error:
+        raise RequestError(
+            ErrorKind.INVALID,
+            f"{param} has a schema that is not JSON: look for NaN and halves of surrogate pairs",
+            param,
+        ) from error
+
+
 def _grammar(form: str, value: Any, param: str) -> str:
     """`form`: the name of a field of `structured_outputs`."""
     match form:
         case "json_object":
             return json_grammar(ANY_OBJECT)
         case "json":
-            return json_grammar(_object(value, param))
+            return _schema_grammar(_object(value, param), param)
         case "regex":
             return regex_grammar(value)
         case "choice":

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import Kind, parse
-from ..frontend.body_base import header_name
+from ..frontend.body_base import MOST_NAMED, header_name
 
 IGNORED = "pensieve.ignored"
 HEADER = b"x-pensieve-ignored-fields"
@@ -26,10 +27,14 @@ async def read_body(kind: type[Kind], request: Request) -> Kind:
 
 
 def say_ignored(request: Request, names: Iterable[str]) -> None:
-    """Names more of the request that has no effect, as `tools.uniqueItems`."""
+    """Names more of the request that has no effect, as `tools.uniqueItems`. Raises RequestError
+    (INVALID) if fields are not ignored."""
+    plain = list(dict.fromkeys(header_name(name) for name in names))[:MOST_NAMED]
     ignored = request.scope.get(IGNORED)
     if ignored is not None:
-        ignored += dict.fromkeys(header_name(name) for name in names)
+        ignored += plain[: max(MOST_NAMED - len(ignored), 0)]
+    elif plain:
+        raise RequestError(ErrorKind.INVALID, f"this cannot be enforced: {', '.join(plain)}")
 
 
 class IgnoredFields:

@@ -61,7 +61,7 @@ class TraceFile:
 
     def launched(self, plan: StepPlan) -> None:
         """Adds the plan. Called before the device can have done any of it."""
-        rows = {"generating_rows": len(plan.generate), "stored_tokens": len(plan.token_ids)}
+        rows = {"generating_rows": len(plan.generate), "given_tokens": len(plan.token_ids)}
         moved = {
             f"swapped_{way}": _chunks(plan, lane)
             for way, lane in (("in", Lane.IN), ("out", Lane.OUT))

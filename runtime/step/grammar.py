@@ -41,7 +41,8 @@ its options may overlap: the reply is JSON of a wider schema. `grammar_check` na
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """A grammar of the JSON that this schema validates."""
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+    # as text: the library refuses Python's integers above 64 bits
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_STYLE)
 
 
 def regex_grammar(pattern: str) -> str:

@@ -7,6 +7,7 @@ loaded: a message whose text is not in the prompt was not understood.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ BETWEEN = "\n\n"  # two messages that become one
 
 ONE, TWO, THREE, FOUR, FIVE = "wordone", "wordtwo", "wordthree", "wordfour", "wordfive"
 CALL_ID = "call00001"  # nine letters or digits: Mistral's templates refuse other ids
+LONG_ID = "call_0123456789abcdef01234567"
 TOOLS = [
     {
         "type": "function",
@@ -55,6 +57,7 @@ class TemplateForm:
     calls            tool calls and their results; otherwise they are written as text
     text_arguments   a call's arguments are JSON text instead of an object
     named_results    a result needs the name of its tool
+    short_ids        ids of calls have nine letters or digits
     text_with_calls  text beside tool calls; otherwise a message of its own in front of them
     user_after_result
                      the user's message behind a tool's result; otherwise the result's end
@@ -73,6 +76,7 @@ class TemplateForm:
     calls: bool = True
     text_arguments: bool = False
     named_results: bool = False
+    short_ids: bool = False
     text_with_calls: bool = True
     user_after_result: bool = True
     thoughts: str | None = None
@@ -108,12 +112,19 @@ class TemplateForm:
             if calls := message.get("tool_calls"):
                 names |= {call["id"]: call["function"]["name"] for call in calls}
                 if self.text_arguments:
-                    message = {**message, "tool_calls": [_with_text_arguments(c) for c in calls]}
+                    calls = [_with_text_arguments(call) for call in calls]
+                if self.short_ids:
+                    calls = [{**call, "id": short_id(call["id"])} for call in calls]
+                message = {**message, "tool_calls": calls}
                 if text_of(message["content"]).strip() and not self.text_with_calls:
                     formed.append({"role": message["role"], "content": message["content"]})
                     message = {**message, "content": ""}
-            elif message["role"] == "tool" and self.named_results and "name" not in message:
-                message = {**message, "name": names.get(message.get("tool_call_id", ""), "")}
+            elif message["role"] == "tool":
+                call_id = message.get("tool_call_id", "")
+                if self.named_results and "name" not in message:
+                    message = {**message, "name": names.get(call_id, "")}
+                if self.short_ids:
+                    message = {**message, "tool_call_id": short_id(call_id)}
             formed.append(message)
         return formed
 
@@ -171,6 +182,13 @@ def text_of(content: str | list[dict[str, str]]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content)
+
+
+def short_id(call_id: str) -> str:
+    """The id, or nine digits that stand for it."""
+    if len(call_id) == len(CALL_ID) and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[: len(CALL_ID)]
 
 
 def _part(text: str) -> dict[str, str]:
@@ -270,6 +288,8 @@ class _Probe:
         else:
             self.form = replace(self.form, calls=False, text_arguments=False, named_results=False)
             return
+        long_ids = self._shows(_tool_dialogue("", LONG_ID), ONE, TWO, THREE)
+        self.form = replace(self.form, short_ids=not long_ids)
         self.form = replace(
             self.form,
             text_with_calls=self._shows(_tool_dialogue(FOUR), ONE, TWO, THREE, FOUR),
@@ -277,6 +297,10 @@ class _Probe:
                 [*_tool_dialogue(""), _message("user", FOUR)], ONE, TWO, THREE, FOUR
             ),
         )
+        # split from its calls, a text may be refused where the dialogue goes on: rather left out
+        goes_on = [*_tool_dialogue(FOUR), _message("assistant", "x"), _message("user", FIVE)]
+        if not self.form.text_with_calls and not self._shows(goes_on, ONE, TWO, THREE, FOUR, FIVE):
+            self.form = replace(self.form, text_with_calls=True)
         results = _tool_dialogue("")
         if self._reads_parts(results, "tool"):
             self.form = replace(self.form, part_roles=self.form.part_roles | {"tool"})
@@ -346,12 +370,12 @@ def _in_parts(messages: Sequence[Message], role: str, *more: str) -> list[Messag
     ]
 
 
-def _tool_dialogue(text: str) -> list[Message]:
+def _tool_dialogue(text: str, call_id: str = CALL_ID) -> list[Message]:
     """ONE of the user, a call with TWO beside `text`, and its result THREE."""
     function = {"name": "look", "arguments": {"at": TWO}}
-    call = {"id": CALL_ID, "type": "function", "function": function}
+    call = {"id": call_id, "type": "function", "function": function}
     return [
         _message("user", ONE),
         _message("assistant", text, tool_calls=[call]),
-        _message("tool", THREE, tool_call_id=CALL_ID),
+        _message("tool", THREE, tool_call_id=call_id),
     ]

@@ -105,6 +105,7 @@ class ChatTemplate:
             ArithmeticError,
             AttributeError,
             LookupError,
+            RecursionError,
             TypeError,
             ValueError,
         ) as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pensieve.runtime.frontend.chat_messages import Message
 from pensieve.runtime.frontend.logprobs import LogprobsWriter
 from pensieve.runtime.frontend.reply import ChatWriter, Reply, Style
 from pensieve.runtime.frontend.tool_calls import ToolCallParser
+from pensieve.runtime.http.settings import DEFAULTS
 from pensieve.runtime.messages import Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import FinishReason, Request, RequestId, RowResult, TokenLogprobs
@@ -453,6 +455,29 @@ def test_a_tool_whose_schema_cannot_be_followed_does_not_refuse_the_others(
     )
     grammar = submitted(loop)[0].sampling.grammar
     assert grammar is not None and "example.com" not in grammar and "uniqueItems" in grammar
+
+
+def test_many_tools_whose_schemas_cannot_be_followed_are_named_in_part(ask: Ask) -> None:
+    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)"}}}
+    tools = [function_of(pattern, f"a_tool_with_a_long_name_{at}") for at in range(20)]
+    response = ask(chat("x", tools=tools, tool_choice="required"))
+    assert response.is_success
+    assert len(response.headers["x-pensieve-ignored-fields"].split(", ")) == 16
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "-Infinity"])
+def test_a_schema_that_is_not_json_is_refused(ask: Ask, value: str) -> None:
+    error = ask(chat("x", guided_json=f'{{"const": {value}}}')).json()["error"]
+    assert error["param"] == "guided_json" and "not JSON" in error["message"]
+
+
+def test_strict_fields_refuse_what_cannot_be_enforced(ask: Ask) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    settings = replace(DEFAULTS, strict_fields=True)
+    response = ask(chat("x", response_format=response_format), settings=settings)
+    assert response.status_code == 400
+    assert "response_format.uniqueItems" in response.json()["error"]["message"]
 
 
 def test_a_tool_that_nothing_satisfies_is_refused(ask: Ask) -> None:

@@ -185,5 +185,5 @@ function note(content) {
 
 function text(content) {
   if (typeof content === "string") return content;
-  return (content ?? []).map((part) => part.text ?? `(${part.type})`).join("");
+  return (content ?? []).map((part) => part.text ?? `(${part.type})`).join("\n");
 }

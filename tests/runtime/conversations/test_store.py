@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStor
     assert {size for size, _ in sizes} == {24}  # 6 new tokens each
     conversation = store.get(A, 0.0)
     assert (conversation.created, conversation.active) == (2.0, 10.0)
+
+
+def test_messages_that_come_back_in_another_form_are_the_same(store: HistoryStore) -> None:
+    """In parts, or with the thoughts that another turn left out."""
+    store.commit(A, transcript("0", "1"), now=1.0)
+    for count in (4, 6):
+        whole = transcript(*map(str, range(count)))
+        sent = [
+            {**message, "content": [{"type": "text", "text": message["content"]}], "thinking": "t"}
+            for message in whole.messages
+        ]
+        store.commit(A, replace(whole, messages=tuple(sent)), now=float(count))
+    assert rows(store) == 3
 
 
 def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(

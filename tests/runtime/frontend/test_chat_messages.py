@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from pensieve.runtime.frontend.chat_messages import Message, Tool
 from pensieve.runtime.http.messages import AssistantMessage
@@ -10,11 +11,13 @@ from pensieve.runtime.http.messages import AssistantMessage
 
 def test_a_tool_reaches_the_template_as_it_was_sent() -> None:
     function = {"return": {"type": "string"}, "parameters": {"type": "object"}, "name": "look"}
-    sent = {"function": function, "strict": None, "type": "function"}
+    sent = {"function": function, "extra": 1, "type": "function"}
     tool = Tool.model_validate(sent).for_template()
     assert tool == sent
     assert list(tool) == list(sent)
     assert list(tool["function"]) == list(function)
+    nulls = {"function": {**function, "strict": None}, "extra": 1, "type": "function", "x": None}
+    assert Tool.model_validate(nulls).for_template() == sent
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
@@ -22,6 +25,21 @@ def test_thoughts_reach_the_template(name: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     sent = {"role": "assistant", "content": parts, name: "c"}
     assert Message.model_validate(sent).for_template() == sent
+
+
+def test_thoughts_that_are_no_text_are_ignored() -> None:
+    ignored: list[str] = []
+    sent = {"role": "assistant", "content": "a", "reasoning": {"effort": "high"}}
+    message = Message.model_validate(sent, context=ignored)
+    assert message.for_template() == {"role": "assistant", "content": "a"}
+    assert ignored == ["reasoning"]
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    deep = '{"a":' * 300 + "1" + "}" * 300
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": deep}}
+    with pytest.raises(ValidationError, match="must be a JSON object"):
+        Message.model_validate({"role": "assistant", "tool_calls": [call]})
 
 
 def test_thinking_blocks_are_thoughts() -> None:

@@ -111,6 +111,7 @@ def test_a_schema_is_refused_in_words_to_act_on(
     ("schema", "remarks"),
     [
         ({"type": "string", "format": "date-time"}, ()),
+        ({"type": "integer", "maximum": 2**64}, ()),
         ({"type": "string", "format": "path"}, ("format.path",)),
         ({"type": "array", "uniqueItems": True}, ("uniqueItems",)),
         ({"type": "object", "if": {}, "then": {}, "not": {}}, ("if", "not", "then")),

@@ -88,7 +88,7 @@ def test_two_steps_of_the_loop(tmp_path: Path, host: Timepiece) -> None:
         ("send", 2, 27),
     ]
     first, second, copied = (event for event in slices(tmp_path / "trace.json") if event[0])
-    shape = {"generating_rows": 0, "stored_tokens": 5, "swapped_in": 2, "swapped_out": 0}
+    shape = {"generating_rows": 0, "given_tokens": 5, "swapped_in": 2, "swapped_out": 0}
     assert first == (1, "step 1", 6, 12, {"step": 1, **shape})
     assert (
         second[1] == "step 2"

@@ -465,6 +465,7 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
         "{% for m in messages %}{{ m.role + m.tool_calls }}{% endfor %}",  # text and a list
         "{% for m in messages %}{% for k, v in m.role | items %}{{ k }}{% endfor %}{% endfor %}",
         "{% for m in messages %}{{ m.role | int // 0 }}{% endfor %}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     ],
 )
 def test_messages_that_a_template_stumbles_over_are_their_sender_s_fault(source: str) -> None:
