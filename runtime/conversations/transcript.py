@@ -201,7 +201,7 @@ def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> St
     these."""
     lineage = list(turn.lineage()) if turn is not None else []
     stored = [message for past in reversed(lineage) for message in past.messages]
-    equal = common_messages(tuple(stored), tuple(messages))
+    equal = common_messages(stored, messages)
     count = len(stored)
     for past in lineage:
         if 0 < count <= equal:
@@ -303,11 +303,11 @@ def comparable(message: Message) -> Message:
     return {**kept, "content": text_of(message["content"])}
 
 
-def common_messages(stored: tuple[Message, ...], sent: tuple[Message, ...]) -> int:
+def common_messages(stored: Sequence[Message], sent: Sequence[Message]) -> int:
     """How many messages at the beginning are the same, some perhaps in another form."""
-    equal = common_prefix(stored, sent)
-    for old, new in zip(stored[equal:], sent[equal:], strict=False):
-        if comparable(old) != comparable(new):
+    equal = 0
+    for old, new in zip(stored, sent, strict=False):
+        if old != new and comparable(old) != comparable(new):
             break
         equal += 1
     return equal
