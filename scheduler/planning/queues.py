@@ -35,7 +35,7 @@ class RequestQueues:
         self._leaving: list[RunningTurn] = []
 
     def joined(self) -> Iterator[RunningTurn]:
-        """Rows that hold chunks: in seats, and those that are swapped in."""
+        """The rows that hold chunks: rows in seats, and rows whose KV is being swapped in."""
         yield from self.rows
         yield from self.swapping_in
 
