@@ -32,13 +32,14 @@ _encode_text = json.JSONEncoder().encode
 class Piece(NamedTuple):
     """One result's addition to a reply. `result`: without the tokens after a stop string. `offsets`
     (into the text of the reply) are those of its tokens, if log probabilities were requested.
-    `stop`: as `Reply.stop_reason`."""
+    `stop`: as `Reply.stop_reason`. `thought`: comes before `text`, and is not in it."""
 
     text: str
     result: RowResult
     offsets: tuple[int, ...] = ()
     calls: Sequence[ToolCall] = ()
     stop: str | int | None = None
+    thought: str = ""
 
 
 class Reply:
@@ -73,6 +74,8 @@ class Reply:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.content: list[str] = []
+        self.thoughts: list[str] = []
+        self.reasoning_tokens = 0  # of the thoughts
         self.calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
