@@ -16,7 +16,15 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
 from .body_base import Body, ConversationId, NonEmpty
-from .chat_messages import MOST_MESSAGES, Message, NamedTool, TemplateVariables, Tool, with_effort
+from .chat_messages import (
+    MOST_MESSAGES,
+    Message,
+    NamedTool,
+    TemplateVariables,
+    Thinking,
+    Tool,
+    with_thinking,
+)
 from .generate import Generate
 from .logprobs import LogprobsWriter
 from .reply import ChatWriter, CompletionWriter, Style
@@ -289,6 +297,7 @@ class ChoicesBody(GenerationBody):
             self.return_sources,
             logprobs,
             isinstance(self, CompletionBody) and self.echo,
+            not isinstance(self, ChatBody) or self.include_reasoning,
         )
         return self.WRITER(style)
 
@@ -339,9 +348,10 @@ class CompletionBody(ChoicesBody):
 class ChatBody(ChoicesBody):
     """POST /v1/chat/completions."""
 
+    IGNORED = GenerationBody.IGNORED - {"include_reasoning"}
     WRITER: ClassVar = ChatWriter
     NEUTRAL: ClassVar = {
-        **GenerationBody.NEUTRAL,
+        **{k: v for k, v in GenerationBody.NEUTRAL.items() if k != "thinking_token_budget"},
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "audio": (),
@@ -365,6 +375,10 @@ class ChatBody(ChoicesBody):
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     reasoning_effort: NonEmpty | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _tools_and_logprobs(self) -> ChatBody:
@@ -394,6 +408,20 @@ class ChatBody(ChoicesBody):
     def reply_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None: as it likes."""
+        if self.enable_thinking is None and self.thinking is not None:
+            return self.thinking.wanted
+        return self.enable_thinking
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The most tokens of a thought, None for any number."""
+        if self.thinking_token_budget is not None:
+            return self.thinking_token_budget if self.thinking_token_budget >= 0 else None
+        return self.thinking.budget_tokens if self.thinking is not None else None
+
     def generate(self) -> Generate:
         """See `GenerationBody`."""
         wishes = super().generate()
@@ -404,7 +432,10 @@ class ChatBody(ChoicesBody):
         return replace(
             wishes,
             **dialogue(self.messages, self.tools, self.tool_choice, self.parallel_tool_calls),
-            template_variables=with_effort(self.chat_template_kwargs, self.reasoning_effort),
+            template_variables=with_thinking(
+                self.chat_template_kwargs, self.thinks, self.reasoning_effort
+            ),
+            thought_budget=self.thought_budget,
             form=reply_form(
                 self.response_format,
                 self.constraints(),

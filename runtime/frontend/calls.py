@@ -21,7 +21,8 @@ from .engine_client import ClientGone, OutputStream
 from .errors import STATUS
 from .generate import Generate
 from .reply import CompletionWriter, Reply, usage
-from .tool_calls import ToolCallParser
+from .reply_forms import ReplyForms, Tail
+from .reply_reader import Reader
 
 OWNER_DIGITS = 8  # digits of a key's digest, enough to tell owners apart
 
@@ -68,6 +69,7 @@ class GenerationCall:
     `turn`: the turn that its first reply is committed to. The code that answers the call commits
     and closes it. `session`: the client's name for a series of calls; nothing is stored under it.
     `keep`: sent to the loop then, for the turn's KV.
+    `forms`: divide a chat's replies into thoughts, content and calls. `tail`: of the prompt.
     """
 
     generate: Generate
@@ -78,6 +80,8 @@ class GenerationCall:
     turn: OpenTurn | None = None
     session: str | None = None
     keep: Keep | None = None
+    forms: ReplyForms | None = None
+    tail: Tail = ""
 
     def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
         """Returns an empty reply to each request, in their order. Replies confirm their lengths to
@@ -93,12 +97,19 @@ class GenerationCall:
                 else None,
                 continues_prompt=not wishes.chat,
                 include_stop=wishes.include_stop,
-                tools=ToolCallParser(wishes.most_tool_calls) if wishes.most_tool_calls else None,
+                reader=self._reader(),
+                kept=self.forms.kept if self.forms is not None else {},
                 echoed=echoed,
                 stop_token_ids=wishes.stop_token_ids,
             )
             for request, echoed in zip(self.requests, self.echoes, strict=True)
         ]
+
+    def _reader(self) -> Reader | None:
+        if self.forms is None:
+            return None
+        wishes = self.generate
+        return self.forms.reader(wishes.tools, wishes.most_tool_calls, self.tail)
 
     async def commit(self, replies: Sequence[Reply]) -> None:
         """Makes the first reply's turn durable, if there is a turn. Called before any end is

@@ -37,9 +37,15 @@ def _settable(variables: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_settable)]
 
 
-def with_effort(variables: dict[str, Any], effort: str | None) -> dict[str, Any]:
-    """Returns the variables of a chat template, with `reasoning_effort` if the client sets one."""
-    return variables if effort is None else {**variables, "reasoning_effort": effort}
+def with_thinking(
+    variables: dict[str, Any], thinking: bool | None, effort: str | None
+) -> dict[str, Any]:
+    """Returns the variables of a chat template, with those that switch thoughts on and off and set
+    their effort, as far as the client sets them."""
+    if thinking is None and effort == "none":
+        thinking = False
+    switched = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+    return variables | switched | ({} if effort is None else {"reasoning_effort": effort})
 
 
 def text_only(content: Any, *kinds: str) -> Any:
@@ -53,6 +59,21 @@ def text_only(content: Any, *kinds: str) -> Any:
                 f"this server reads text only; it has no use for a part of type {kind[:64]!r}",
             )
     return content
+
+
+class Thinking(Body):
+    """`budget_tokens`: the most tokens of a thought. Thoughts are sent whatever `display` says:
+    only the client keeps them."""
+
+    IGNORED = frozenset({"display", "clear_thinking"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def wanted(self) -> bool | None:
+        """Whether the model is to think; None: as it likes."""
+        return None if self.type == "adaptive" else self.type == "enabled"
 
 
 class TextPart(Body):

@@ -37,6 +37,7 @@ class Generate:
                        the end of a reply
     form               the form that a reply must have, None for any
     most_tool_calls    the most tool calls that a reply may contain
+    thought_budget     the most tokens of a thought, None for any number
     logprobs, prompt_logprobs
                        number of likeliest tokens reported with each token of the reply, of the
                        prompt
@@ -75,6 +76,7 @@ class Generate:
     min_tokens: int = 0
     form: ReplyForm | None = None
     most_tool_calls: int = 0
+    thought_budget: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False

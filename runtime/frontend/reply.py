@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from ..text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from .engine_client import OutputStream
 from .errors import error_object
 from .logprobs import LogprobsWriter
-from .tool_calls import ToolCall, ToolCallParser
+from .reply_reader import Reader, Said, ToolCall
 
 _encode_text = json.JSONEncoder().encode
+NO_TOKENS: Mapping[int, str] = {}
 
 
 class Piece(NamedTuple):
@@ -55,7 +56,8 @@ class Reply:
         *,
         continues_prompt: bool,
         include_stop: bool = False,
-        tools: ToolCallParser | None = None,
+        reader: Reader | None = None,
+        kept: Mapping[int, str] = NO_TOKENS,
         echoed: str = "",
         stop_token_ids: Collection[int] = (),
     ):
@@ -63,9 +65,9 @@ class Reply:
 
         `continues_prompt`: the text is decoded as the prompt's continuation (a leading space
         stays), not on its own. `include_stop`: the text of a stop token stays, unless it is a
-        special token. `tools`: removes tool calls from the text. `echoed`: precedes the reply's
-        text; offsets count from its beginning. `stop_token_ids`: the client's ids that end the
-        reply.
+        special token. `reader`: divides the text into thoughts, content and calls. `kept`: special
+        tokens with a text for the reader. `echoed`: precedes the reply's text; offsets count from
+        its beginning. `stop_token_ids`: the client's ids that end the reply.
         """
         context: Sequence[int] = ()
         if tokenizer is not None and continues_prompt:
@@ -91,7 +93,8 @@ class Reply:
         self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
         self._matcher = matcher
         self._include_stop = include_stop
-        self._tools = tools
+        self._reader = reader
+        self._kept = kept
         self._stop_token_ids = stop_token_ids
         self._length = len(echoed)
 
@@ -118,6 +121,8 @@ class Reply:
         """The message in the form in which the chat template reads it when the client sends it
         back."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.content)}
+        if thought := "".join(self.thoughts):
+            message["reasoning_content"] = thought
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         return message
@@ -138,29 +143,32 @@ class Reply:
         self.truncated = max(self.truncated, result.truncated)
         stopped = self._stopped
         start = len(self.tokens)
-        count, text = (0, "") if stopped else self._read(result)
+        said = Said()
+        count, text = (0, "") if stopped else self._read(result, said)
         if count < len(result.tokens):
             result = result._replace(tokens=result.tokens[:count], logprobs=result.logprobs[:count])
         self.tokens += result.tokens
         self.texts.append(text)
-        content, calls = (
-            (text, ()) if self._tools is None else self._take_calls(self._tools, text, result)
-        )
-        self.content.append(content)
-        self.calls += calls
-        self.logprobs += result.logprobs
-        self.prompt_logprobs += result.prompt_logprobs
         if result.finish is not None:
             self.finish = FinishReason.STOP if self._stopped else result.finish
+        self._end_said(said, result)
+        self.thoughts.append(said.thought)
+        self.content.append(said.content)
+        self.calls += said.calls
+        self.logprobs += result.logprobs
+        self.prompt_logprobs += result.prompt_logprobs
         if self.request.confirm and not stopped and (self._stopped or result.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
-        return Piece(content, result, tuple(self.offsets[start:]), calls, self.stop_reason)
+        offsets = tuple(self.offsets[start:])
+        return Piece(said.content, result, offsets, said.calls, self.stop_reason, said.thought)
 
-    def _take_calls(
-        self, tools: ToolCallParser, text: str, result: RowResult
-    ) -> tuple[str, list[ToolCall]]:
-        content, calls = tools.push(text)
-        return (content if result.finish is None else content + tools.end()), calls
+    def _end_said(self, said: Said, result: RowResult) -> None:
+        """Ends the reader's text with the reply."""
+        reader = self._reader
+        if reader is None or result.finish is None:
+            return
+        cut = self.finish is FinishReason.LENGTH or (self._stopped and reader.in_call)
+        said.add(reader.end(cut))
 
     @property
     def _stopped(self) -> bool:
@@ -168,30 +176,53 @@ class Reply:
         waited for."""
         return self.stop_string is not None
 
-    def _read(self, result: RowResult) -> tuple[int, str]:
+    def _read(self, result: RowResult, said: Said) -> tuple[int, str]:
         """Returns how many of the tokens belong to the reply (all, or those up to the one that
-        completes a stop string), and the text to send with them."""
+        completes a stop string), and their text. `said` gets the same, divided."""
         detokenizer = self._detokenizer
         if detokenizer is None:
             self.offsets += [0] * len(result.logprobs)
             return len(result.tokens), ""
         pieces = []
         for count, token in enumerate(result.tokens, 1):
-            piece = (
-                ""
-                if self._is_stop_token(token, len(self.tokens) + count)
-                else detokenizer.push(token)
-            )
+            if self._is_stop_token(token, len(self.tokens) + count):
+                piece = ""
+            elif token in self._kept:
+                pieces.append(self._say_kept(detokenizer, token, said))
+                piece = ""
+            else:
+                piece = detokenizer.push(token)
             if result.logprobs:
                 self.offsets.append(self._length)
                 self._length += len(piece)
-            pieces.append(piece if self._matcher is None else self._matcher.push(piece))
+            text = piece if self._matcher is None else self._matcher.push(piece)
+            pieces.append(text)
+            self._divide(text, said)
             if self._stopped:
                 return count, "".join(pieces)
         if result.finish is not None:
             rest = detokenizer.flush()
-            pieces.append(rest if self._matcher is None else self._matcher.end(rest))
+            text = rest if self._matcher is None else self._matcher.end(rest)
+            pieces.append(text)
+            self._divide(text, said)
         return len(result.tokens), "".join(pieces)
+
+    def _say_kept(self, detokenizer: Detokenizer, token: int, said: Said) -> str:
+        """Returns the text that this special token ends. Only the reader sees the token."""
+        text = detokenizer.flush()
+        if self._matcher is not None:
+            text = self._matcher.release() + text
+        self._divide(text, said, counts=False)
+        self._divide(self._kept[token], said, counts=False)
+        return text
+
+    def _divide(self, text: str, said: Said, counts: bool = True) -> None:
+        """`counts`: the text is one more token."""
+        if self._reader is None:
+            said.content += text
+            return
+        said.add(self._reader.push(text))
+        self.reasoning_tokens += counts and self._reader.thinking
 
     def _is_stop_token(self, token: int, count: int) -> bool:
         """True if this is the `count`th token and ends the reply: it belongs to the reply's ids,
@@ -209,7 +240,7 @@ class Style:
     """The form of one HTTP call's answer. `token_ids`: includes the ids of prompts and replies.
 
     `sources`: usage includes the sources of the prompt's tokens. `echo`: the prompt's text precedes
-    the reply's.
+    the reply's. `thoughts`: the answer includes them.
     """
 
     model: str
@@ -218,6 +249,7 @@ class Style:
     sources: bool = False
     logprobs: LogprobsWriter | None = None
     echo: bool = False
+    thoughts: bool = True
 
 
 class CompletionWriter:
@@ -266,7 +298,12 @@ class CompletionWriter:
         token_ids = self._style.token_ids
         result = piece.result
         if not (
-            piece.text or finish or result.logprobs or piece.calls or (token_ids and result.tokens)
+            piece.text
+            or piece.thought
+            or finish
+            or result.logprobs
+            or piece.calls
+            or (token_ids and result.tokens)
         ):
             return ""
         ids = f',"token_ids":{list(result.tokens)}' if token_ids else ""
@@ -370,10 +407,21 @@ class ChatWriter(CompletionWriter):
         )
 
     def _content(self, piece: Piece) -> str:
-        if piece.calls:
-            calls = [{"index": call.index, **call.as_object()} for call in piece.calls]
-            return f'"delta":{json.dumps({"content": piece.text or None, "tool_calls": calls})}'
+        if piece.calls or piece.thought:
+            delta = self._thought(piece.thought)
+            if piece.text or piece.calls:
+                delta["content"] = piece.text or None
+            if piece.calls:
+                calls = [{"index": call.index, **call.as_object()} for call in piece.calls]
+                delta["tool_calls"] = calls
+            return f'"delta":{json.dumps(delta)}'
         return f'"delta":{{"content":{_encode_text(piece.text)}}}' if piece.text else '"delta":{}'
+
+    def _thought(self, text: str) -> dict[str, Any]:
+        """A thought under the names of vLLM's older and newer versions."""
+        if not text or not self._style.thoughts:
+            return {}
+        return {"reasoning_content": text, "reasoning": text}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         assert self._style.logprobs is not None
@@ -388,6 +436,7 @@ class ChatWriter(CompletionWriter):
             "content": None if reply.calls and not content else content,
             "refusal": None,
             "annotations": [],
+            **self._thought("".join(reply.thoughts)),
         }
         if reply.calls:
             message["tool_calls"] = [call.as_object() for call in reply.calls]
@@ -413,6 +462,7 @@ def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
     replies did not see.
     """
     generated = sum(len(reply.tokens) for reply in replies)
+    reasoning = sum(reply.reasoning_tokens for reply in replies)
     # the choices of a prompt share it
     replies = [reply for reply in replies if reply.request.choice == 0]
     prompt = sum(len(reply.request.prompt) for reply in replies)
@@ -430,4 +480,5 @@ def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
             ),
             **({"truncated_tokens": truncated} if truncated else {}),
         },
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }

@@ -21,6 +21,7 @@ from .calls import Caller, GenerationCall
 from .generate import Generate
 from .grammar_check import TOO_COMPLEX, UNSATISFIABLE, GrammarChecker, open_checker
 from .reply import CompletionWriter
+from .reply_forms import TAIL_TOKENS, ReplyForms, Tail
 from .structured_output import ToolsForm
 
 MOST_REQUESTS = 16384  # of one call: more than any queue holds, and few enough to create at once
@@ -44,7 +45,10 @@ class RequestBuilder:
         tokenizer: Tokenizer | None,
         histories: TurnManager,
         new_id: Callable[[], RequestId],
+        forms: ReplyForms | None = None,
     ):
+        """`forms`: divide the replies of chats; None: they stay whole."""
+        self._forms = forms
         self._ready = ready
         self._tokenizer = tokenizer
         self._histories = histories
@@ -64,6 +68,9 @@ class RequestBuilder:
         form = generate.form
         if form is None:
             return generate
+        forms = self._forms or ReplyForms()
+        if form.tools is not None:
+            form = replace(form, grammar=form.tools.grammar(forms))
         await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
         if self._grammars is None:
             raise RequestError(
@@ -81,7 +88,7 @@ class RequestBuilder:
             if not names:
                 raise
             tools = tools.with_any_arguments(names)
-            form = replace(form, grammar=tools.grammar, tools=tools)
+            form = replace(form, grammar=tools.grammar(forms), tools=tools)
             remarks = await self._check_grammar(form.grammar, form.param, caller.share)
             remarks = (*(f"tools.{name}.parameters" for name in names), *remarks)
         return replace(generate, form=replace(form, remarks=remarks))
@@ -102,7 +109,9 @@ class RequestBuilder:
         for function in tools.functions:
             alone = ToolsForm((function,), several=False)
             try:
-                await self._check_grammar(alone.grammar, "tools", owner)
+                await self._check_grammar(
+                    alone.grammar(self._forms or ReplyForms()), "tools", owner
+                )
             except RequestError as error:
                 decided = UNSATISFIABLE in error.message or TOO_COMPLEX in error.message
                 if error.kind is not ErrorKind.INVALID or decided:
@@ -263,7 +272,14 @@ class RequestBuilder:
                 f"{len(stop_ids)}"
             )
             raise RequestError(ErrorKind.INVALID, message, "stop_token_ids")
+        forms = self._forms if generate.chat else None
+        tail = self._tail(prompts[0]) if forms is not None else ""
         sampling = self._sampling(generate)
+        if forms is not None:
+            is_calls = generate.form is not None and generate.form.tools is not None
+            budget = generate.thought_budget
+            grammar = forms.framed(sampling.grammar, is_calls, tail, budget)
+            sampling = replace(sampling, grammar=grammar)
         truncate = generate.truncates and self._ready.overflow
         salt = kv_salt(generate.cache_salt, caller.owner)
         session = generate.session or caller.session
@@ -307,7 +323,14 @@ class RequestBuilder:
             turn=turn,
             session=session,
             keep=keep,
+            forms=forms,
+            tail=tail,
         )
+
+    def _tail(self, prompt: array[int]) -> Tail:
+        """The text at the prompt's end, which tells whether the reply begins in a thought."""
+        tokenizer = self._need_tokenizer("messages")
+        return tokenizer.decode_all(prompt[-TAIL_TOKENS:].tolist())
 
     def _max_tokens(self, generate: Generate, prompt: int, truncate: bool) -> int:
         """Returns the tokens to generate after a prompt of `prompt` tokens: at most what the

@@ -21,7 +21,7 @@ from ..step.grammar import (
 )
 from .body_base import Body, NonEmpty
 from .chat_messages import NamedTool, Tool
-from .tool_calls import tool_calls_rules
+from .reply_forms import ReplyForms
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -78,20 +78,30 @@ class ToolsForm:
     several: bool
     reply: dict[str, Any] | None = None
 
-    @property
-    def grammar(self) -> str:
-        rules = tool_calls_rules(self.functions, self.several)
+    def grammar(self, forms: ReplyForms) -> str:
+        """The grammar in the form of the model's replies."""
+        rules = forms.calls_rules(self.functions, self.several)
         if self.reply is None:
             return lark_grammar(f"start: calls\n{rules}")
-        return lark_grammar(f"start: calls | reply\nreply: {lark_json(self.reply)}\n{rules}")
+        head = forms.message_head
+        return lark_grammar(f"start: calls | reply\nreply: {head} {lark_json(self.reply)}\n{rules}")
 
     def with_any_arguments(self, names: Collection[str]) -> ToolsForm:
         """The same with any arguments for these functions."""
         functions = tuple(
-            {**function, "parameters": ANY_OBJECT} if function["name"] in names else function
+            {**function, "parameters": _with_any_values(function)}
+            if function["name"] in names
+            else function
             for function in self.functions
         )
         return replace(self, functions=functions)
+
+
+def _with_any_values(function: dict[str, Any]) -> dict[str, Any]:
+    """A schema of the same arguments without their schemas."""
+    properties = (function.get("parameters") or {}).get("properties")
+    names = properties if isinstance(properties, dict) else ()
+    return {**ANY_OBJECT, "properties": {name: {} for name in names}}
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,7 @@ class ReplyForm:
     """A grammar.
 
     param    the field of the body to name if it does not compile
+    grammar  of the reply's content; "" for `tools`, whose grammar depends on the model
     tools    what the grammar is made of if it has tool calls
     remarks  what of the request it does not enforce (`GrammarChecker`)
     """
@@ -166,10 +177,10 @@ def _with_tools(
         form = ToolsForm(tuple(functions), parallel_tool_calls)
     elif schema is not None:
         form = ToolsForm(tuple(functions), parallel_tool_calls, schema)
-        return ReplyForm("response_format", form.grammar, form)
+        return ReplyForm("response_format", "", form)
     else:
         return None
-    return ReplyForm("tools", form.grammar, form)
+    return ReplyForm("tools", "", form)
 
 
 def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.generate import Generate
 from ..frontend.reply import Reply
+from ..frontend.reply_forms import reply_forms
 from ..frontend.request_builder import RequestBuilder, check_model
 from ..messages import Ready
 from ..observe.vllm_metrics import VllmMetrics
@@ -282,7 +283,8 @@ def create_app(
     app.add_middleware(HeadAsGet)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ClientErrors, counts=client.metrics.client_errors)
-    calls = RequestBuilder(ready, tokenizer, histories, client.new_id)
+    forms = reply_forms(tokenizer, settings.reasoning_parser, settings.tool_call_parser)
+    calls = RequestBuilder(ready, tokenizer, histories, client.new_id, forms)
     created = int(time.time())
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 

@@ -9,12 +9,12 @@ from typing import Any
 from ...scheduler.types import FinishReason, RequestError
 from ..frontend.errors import anthropic_error_object
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style
-from ..frontend.tool_calls import ToolCall
+from ..frontend.reply_reader import ToolCall
 
 
 class MessageWriter(CompletionWriter):
-    """message objects, whole or as the documented events: blocks of text and of tool calls, in the
-    order of the reply."""
+    """message objects, whole or as the documented events: blocks of thoughts, of text and of tool
+    calls, in the order of the reply."""
 
     ID = "msg_"
 
@@ -25,12 +25,15 @@ class MessageWriter(CompletionWriter):
         self._reply: Reply | None = None
         self._begun = False
         self._blocks = 0  # blocks that have ended
+        self._in_thought = False
         self._in_text = False
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         (reply,) = replies
         content = "".join(reply.content)
         texts = [_text_block(content)] if content else []
+        if thought := "".join(reply.thoughts):
+            texts = [_thought_block(thought), *texts]
         return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
 
     def opening(self, replies: Sequence[Reply]) -> str:
@@ -44,14 +47,21 @@ class MessageWriter(CompletionWriter):
         if not self._begun:
             self._begun = True
             events += (_event("message_start", message=self._started()), _event("ping"))
+        if piece.thought:
+            if not self._in_thought:
+                events.append(self._stop_block())
+                self._in_thought = True
+                events.append(self._start(_thought_block("")))
+            events.append(self._delta({"type": "thinking_delta", "thinking": piece.thought}))
         if piece.text:
             if not self._in_text:
+                events.append(self._stop_block())
                 self._in_text = True
                 events.append(self._start(_text_block("")))
             events.append(self._delta({"type": "text_delta", "text": piece.text}))
         for call in piece.calls:
             events += (
-                self._stop_text(),
+                self._stop_block(),
                 self._start({**_call_block(call), "input": {}}),
                 self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
                 self._stop(),
@@ -61,7 +71,7 @@ class MessageWriter(CompletionWriter):
     def closing(self, replies: Sequence[Reply]) -> str:
         (reply,) = replies
         last = _event("message_delta", delta=self._end(reply), usage=_usage(reply))
-        return self._stop_text() + last + _event("message_stop")
+        return self._stop_block() + last + _event("message_stop")
 
     def failure(self, error: RequestError) -> str:
         return _event("error", **anthropic_error_object(error))
@@ -80,11 +90,15 @@ class MessageWriter(CompletionWriter):
         self._blocks += 1
         return _event("content_block_stop", index=self._blocks - 1)
 
-    def _stop_text(self) -> str:
-        if not self._in_text:
+    def _stop_block(self) -> str:
+        """Ends the block of text or thought that is open."""
+        if not (self._in_text or self._in_thought):
             return ""
-        self._in_text = False
-        return self._stop()
+        signature = ""
+        if self._in_thought:
+            signature = self._delta({"type": "signature_delta", "signature": ""})
+        self._in_text = self._in_thought = False
+        return signature + self._stop()
 
     def _message(
         self, reply: Reply, content: list[dict[str, Any]], **end: str | None
@@ -105,6 +119,10 @@ class MessageWriter(CompletionWriter):
 
 def _text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def _thought_block(thought: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thought, "signature": ""}
 
 
 def _call_block(call: ToolCall) -> dict[str, Any]:

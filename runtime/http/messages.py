@@ -25,6 +25,8 @@ from ..frontend.chat_messages import (
     MessageFunctionCall,
     MessageToolCall,
     NamedTool,
+    Thinking,
+    with_thinking,
 )
 from ..frontend.chat_messages import Tool as ChatTool
 from ..frontend.generate import Generate
@@ -37,6 +39,9 @@ BILLING = "x-anthropic-billing-header:"
 """The beginning of the first line of Claude Code's system prompt. The line identifies the client's
 account and is not for the model. It differs in each request, so with it two prompts would never
 share a prefix."""
+
+EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts that only Anthropic's models know, and the nearest that templates know."""
 
 MOST_STOPS = 16
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
@@ -271,8 +276,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    IGNORED = frozenset({"effort"})
-
+    effort: NonEmpty | None = None
     format: OutputFormat | None = None
 
 
@@ -287,7 +291,6 @@ class PromptBody(Body):
             "inference_geo",
             "service_tier",
             "speed",
-            "thinking",
             "user_profile_id",
             "workspace_id",
         }
@@ -309,6 +312,7 @@ class PromptBody(Body):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> PromptBody:
@@ -336,7 +340,14 @@ class PromptBody(Body):
         texts = [text for block in self.system if (text := _without_billing(block.text))]
         first = [Message(role="system", content="\n".join(texts))] if texts else []
         messages = [message for given in self.messages for message in given.messages()]
-        return Generate(**dialogue([*first, *messages], *self._tools()))
+        thinking = self.thinking
+        effort = self.output_config.effort if self.output_config is not None else None
+        wanted = thinking.wanted if thinking is not None else None
+        return Generate(
+            **dialogue([*first, *messages], *self._tools()),
+            template_variables=with_thinking({}, wanted, EFFORTS.get(effort or "", effort)),
+            thought_budget=thinking.budget_tokens if thinking is not None else None,
+        )
 
     def _tools(self) -> tuple[list[ChatTool], str | NamedTool, bool]:
         """The tools, the choice among them, and whether a reply may call several."""

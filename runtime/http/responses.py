@@ -22,7 +22,7 @@ from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody
 from ..frontend.body_base import Body, NonEmpty
-from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, text_only, with_effort
+from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, text_only, with_thinking
 from ..frontend.generate import Generate
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.structured_output import GUIDED
@@ -141,7 +141,7 @@ class ResponseBody(GenerationBody):
         return replace(
             super().generate(),
             messages=tuple(self.messages()),
-            template_variables=with_effort(self.chat_template_kwargs, effort),
+            template_variables=with_thinking(self.chat_template_kwargs, None, effort),
             prompt_field="input",
             response=True,
             previous=self.previous_response_id,

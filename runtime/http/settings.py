@@ -18,6 +18,12 @@ _both = partial(setting, group=HTTP, users=SERVERS)
 class HTTPOptions:
     """What users set and the HTTP process takes as it is."""
 
+    reasoning_parser: str = _http(
+        "auto", "the form of a model's thoughts: vLLM's name of it, or none", unit="NAME"
+    )
+    tool_call_parser: str = _http(
+        "auto", "the form of a model's tool calls: vLLM's name of it", unit="NAME"
+    )
     strict_fields: bool = _http(
         False,
         "refuse unknown fields of requests",

@@ -26,6 +26,7 @@ from ..disk.directory import locked
 from ..disk.store import DiskSettings
 from ..engine import Engine, open_engine
 from ..executor import GROUP_LAYERS, Executor
+from ..frontend.reply_forms import check_parsers
 from ..measure.profile import load_profile
 from ..messages import Ready
 from ..observe.chrome_trace import TraceFile
@@ -103,6 +104,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         loaded = Tokenizer.load(
             tokenizer, None if template is None else read_chat_template(template)
         )
+        check_parsers(settings.reasoning_parser, settings.tool_call_parser)
         if not loaded.has_template:
             log.warning(NO_TEMPLATE, directory)
     elif settings.chat_template is not None:

@@ -67,6 +67,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise SettingError(setting, f"the chat template does not parse: {error}") from error
+        self.source = source
         self._special_tokens = special_tokens
         self.form = template_form(lambda messages, tools: self._render(messages, tools=tools))
 
@@ -147,9 +148,9 @@ class Tokenizer:
         self._template = template
         self._tools_template = tools_template
         self.token_bytes = TokenBytes(tokenizer)
-        self.special = frozenset(
-            at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: at for at, token in added.items()}
+        self.special = frozenset(at for at, token in added.items() if token.special)
 
     @classmethod
     def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
@@ -220,6 +221,18 @@ class Tokenizer:
                 ErrorKind.INVALID, f"this model has no chat template; {cure}", "messages"
             )
         return template.render(messages, add_generation_prompt, tools, variables)
+
+    @property
+    def template_source(self) -> str:
+        """The source of the chat template for requests with tools; "" if there is none."""
+        template = self._template_for_tools
+        return "" if template is None else template.source
+
+    @property
+    def shows_calls(self) -> bool:
+        """True if the chat template writes the tool calls of earlier replies."""
+        template = self._template_for_tools
+        return template is not None and template.form.calls
 
     @property
     def has_template(self) -> bool:
@@ -480,6 +493,12 @@ class StopMatcher:
         the part before a stop string."""
         text = self._scan(rest) if self.tokens > self._min_tokens else rest
         return text if self.matched else text + self._say(self._held)
+
+    def release(self) -> str:
+        """Returns all held text: what follows is a special token, which no stop string contains."""
+        for stop in self._stops:
+            stop.matched = 0
+        return self._say(self._held)
 
     def _scan(self, piece: str) -> str:
         if not piece:

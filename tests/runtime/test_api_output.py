@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from pensieve.runtime.frontend.call_forms import HERMES
 from pensieve.runtime.frontend.chat_messages import Message
 from pensieve.runtime.frontend.logprobs import LogprobsWriter
 from pensieve.runtime.frontend.reply import ChatWriter, Reply, Style
-from pensieve.runtime.frontend.tool_calls import ToolCallParser
+from pensieve.runtime.frontend.reply_reader import ReplyReader
 from pensieve.runtime.http.settings import DEFAULTS
 from pensieve.runtime.messages import Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
@@ -549,8 +550,8 @@ def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directo
     for text in ("Fine.", CALL, f"Let me see.\n{CALL}\n{CALL}"):
         request = Request(RequestId(1), array("i", [5]), 200)
         tokenizer = Tokenizer.load(tokenizer_directory)
-        tools = ToolCallParser(9)
-        reply = Reply(request, None, tokenizer, continues_prompt=False, tools=tools)  # type: ignore[arg-type]
+        reader = ReplyReader(None, HERMES, {}, 9)
+        reply = Reply(request, None, tokenizer, continues_prompt=False, reader=reader)  # type: ignore[arg-type]
         reply.add(RowResult(request.id, tuple(byte_tokens(text)), FinishReason.LENGTH))
         answer = ChatWriter(Style("fake", False, False)).whole([reply])
         sent_back = json.dumps(answer["choices"][0]["message"])

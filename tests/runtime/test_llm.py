@@ -171,7 +171,7 @@ def test_a_chat_shows_the_model_its_tools(cache, tmp_path, monkeypatch):
         {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     ]
     # calls stay in the text, as in vLLM
-    monkeypatch.delattr("pensieve.runtime.frontend.calls.ToolCallParser")
+    monkeypatch.delattr("pensieve.runtime.frontend.reply_forms.ReplyReader")
     with LLM("demo", chat_template=str(template), **SIZES) as llm:
         plain, told = llm.generate(
             [QUESTION[0]["content"], "weather " + QUESTION[0]["content"]], GREEDY

