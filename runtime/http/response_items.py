@@ -54,7 +54,7 @@ def leave_out(name: str, ignored: list[str] | None) -> None:
 class Part(Body):
     """A text in a message or in a tool's output."""
 
-    IGNORED = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    IGNORED = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text"]
     text: str
