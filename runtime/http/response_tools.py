@@ -160,7 +160,7 @@ class AllowedTools(Body):
     tools: list[ToolReference]
 
 
-def _known_choice(choice: Any) -> Any:
+def _supported_choice(choice: Any) -> Any:
     """Raises RequestError for the choice of a tool that this server does not run."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(kind, str) and kind not in (*OWN_TOOLS, "allowed_tools"):
@@ -172,7 +172,7 @@ def _known_choice(choice: Any) -> Any:
 
 
 Choice = Literal["none", "auto", "required"] | AllowedTools | ToolReference
-ToolChoice = Annotated[Choice, BeforeValidator(_known_choice, json_schema_input_type=Choice)]
+ToolChoice = Annotated[Choice, BeforeValidator(_supported_choice, json_schema_input_type=Choice)]
 
 
 class ChosenTools(NamedTuple):

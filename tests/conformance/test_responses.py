@@ -79,8 +79,8 @@ def test_reasoning_of_earlier_replies_is_accepted(server: Server) -> None:
         "content": [{"type": "reasoning_text", "text": "The user asks for tea."}],
         "encrypted_content": "Z",
     }
-    said = {"role": "assistant", "content": "Tea is hot."}
-    items: list[Any] = [*user("Tea?"), thoughts, said, *user("Go on.")]
+    answer = {"role": "assistant", "content": "Tea is hot."}
+    items: list[Any] = [*user("Tea?"), thoughts, answer, *user("Go on.")]
     include = ["reasoning.encrypted_content"]
     assert server.respond(items, store=False, include=include).usage.output_tokens
     unknown = {"type": "no_such_item"}
