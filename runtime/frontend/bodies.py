@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -504,6 +505,9 @@ def _request_error(error: ValidationError) -> RequestError:
     if not place:
         return RequestError(ErrorKind.INVALID, f"the body is not a JSON object: {faults[0]['msg']}")
     messages = list(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][0] == place[0]))
-    # a longer place would name one member of the union
-    where = ".".join(place) if len(messages) == 1 else place[0]
+    if len(messages) > 1:  # of a union, a longer place would name one of its members
+        places = [fault["loc"] for fault in faults if fault["loc"][0] == place[0]]
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*places, strict=False))
+        place = [str(parts[0]) for parts in common]
+    where = ".".join(place)
     return RequestError(ErrorKind.INVALID, f"{where}: {'; '.join(messages)}", place[0])

@@ -179,6 +179,14 @@ class Tool(Body):
         return tool
 
     @classmethod
+    def checked(cls, function: dict[str, Any]) -> Tool:
+        """The tool of a function that another API has checked. Its name may be longer."""
+        fields = {name: function[name] for name in Function.model_fields if name in function}
+        tool = cls.model_construct(type="function", function=Function.model_construct(**fields))
+        tool._sent = {"type": "function", "function": function}
+        return tool
+
+    @classmethod
     def _ignore(cls, name: str, ignored: list[str] | None) -> None:
         """Nothing: the template gets the field."""
 

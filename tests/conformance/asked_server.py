@@ -70,7 +70,7 @@ class Server:
             model=self.model, prompt=prompt, **{"max_tokens": 8, **options}
         )
 
-    def respond(self, content: str = "Tell me about tea.", **options: Any) -> Any:
+    def respond(self, content: Any = "Tell me about tea.", **options: Any) -> Any:
         options = {"input": content, "max_output_tokens": 16, **options}
         return self.client.responses.create(model=self.model, **options)
 

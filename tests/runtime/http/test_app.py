@@ -519,7 +519,7 @@ def test_parts_that_are_no_text_are_named(ask: Callable[..., Any]) -> None:
     }
     for path, body, kind, param in (
         ("/v1/chat/completions", chat, "image_url", "messages.0.content"),
-        ("/v1/responses", response, "input_image", "input.0.content"),
+        ("/v1/responses", response, "input_image", "input.0.message.content"),
     ):
         error = ask(post(path, body)).json()["error"]
         assert (

@@ -138,7 +138,7 @@ def test_responses_join_a_conversation_and_take_message_items(serve: Any) -> Non
             assert server.requests[-1].prompt == server.requests[-2].prompt
             for wrong in (
                 dict(input=""),
-                dict(input="x", tools=[{"type": "web_search"}]),
+                dict(input="x", tool_choice={"type": "web_search"}),
                 dict(input="x", background=True),
                 dict(input="x", conversation="talk", previous_response_id=first["id"]),
             ):

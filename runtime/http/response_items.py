@@ -1,0 +1,304 @@
+"""The input items of OpenAI's Responses API.
+
+Items become messages as chat templates read them. The items of one reply (reasoning, a message,
+calls) become one message of the assistant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo
+
+from ...scheduler.types import ErrorKind, RequestError
+from ..frontend.body_base import MOST_NAMED, Body, NonEmpty, header_name
+from ..frontend.chat_messages import (
+    MOST_MESSAGES,
+    Message,
+    MessageFunctionCall,
+    MessageToolCall,
+    TextPart,
+    text_only,
+)
+
+LEFT_OUT = frozenset(
+    {
+        "code_interpreter_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""Items of tools that OpenAI's servers run. The model's own messages behind them tell the
+result."""
+
+CUSTOM_INPUT = "input"
+"""The argument of the function that stands for a custom tool."""
+
+
+def leave_out(name: str, ignored: list[str] | None) -> None:
+    """Adds the name of a part of the request that the model is not told of to those that the
+    answer's header names. Raises RequestError (INVALID) if fields are not ignored (None)."""
+    if ignored is None:
+        raise RequestError(ErrorKind.INVALID, f"{name} is not supported by this server")
+    plain = header_name(name)
+    if plain not in ignored and len(ignored) < MOST_NAMED:
+        ignored.append(plain)
+
+
+class Part(Body):
+    """A text in a message or in a tool's output."""
+
+    IGNORED = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """The text of a reply that refuses to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _parts(content: Any) -> Any:
+    """A text alone becomes one part. Raises RequestError for other parts than texts."""
+    if isinstance(content, str):
+        return [{"type": "input_text", "text": content}]
+    return text_only(content, "input_text", "output_text", "refusal")
+
+
+Parts = list[Annotated[Part | RefusalPart, Field(discriminator="type")]]
+Content = Annotated[Parts, BeforeValidator(_parts, json_schema_input_type=str | Parts)]
+
+
+def _for_chat(parts: Parts) -> str | list[TextPart]:
+    """Templates that read parts get several as they are."""
+    texts = [TextPart(type="text", text=part.text) for part in parts]
+    return texts if len(texts) > 1 else "".join(part.text for part in texts)
+
+
+class MessageItem(Body):
+    """A message, written by a client or sent back from a response."""
+
+    IGNORED = frozenset({"id", "phase", "status"})
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """Thoughts of an earlier reply: `content`, or where the client has only that, `summary`."""
+
+    IGNORED = frozenset({"encrypted_content", "id", "status"})
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] = Field(default_factory=list)
+    content: list[ReasoningText] = Field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        if self.content:
+            return "".join(part.text for part in self.content)
+        return "\n\n".join(part.text for part in self.summary)
+
+
+class FunctionCallItem(MessageFunctionCall):
+    """A call of an earlier reply."""
+
+    IGNORED = frozenset({"async", "caller", "id", "parsed_arguments", "status"})
+
+    type: Literal["function_call"]
+    call_id: NonEmpty
+
+    def call(self) -> MessageToolCall:
+        """The call in the form of chats."""
+        function = MessageFunctionCall(name=self.name, arguments=self.arguments)
+        return MessageToolCall(id=self.call_id, function=function)
+
+
+class CustomCallItem(Body):
+    """A call of a custom tool in an earlier reply."""
+
+    IGNORED = frozenset({"async", "caller", "id", "status"})
+
+    type: Literal["custom_tool_call"]
+    call_id: NonEmpty
+    name: NonEmpty
+    input: str
+
+    def call(self) -> MessageToolCall:
+        """See `FunctionCallItem`."""
+        return _call(self.call_id, self.name, {CUSTOM_INPUT: self.input})
+
+
+class ShellAction(Body):
+    type: Literal["exec"]
+    command: list[str]
+    env: dict[str, str] | None = None
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class ShellCallItem(Body):
+    """A command that a client ran for an earlier reply."""
+
+    IGNORED = frozenset({"status"})
+
+    type: Literal["local_shell_call"]
+    id: str | None = None
+    call_id: str | None = None
+    action: ShellAction
+
+    def call(self) -> MessageToolCall:
+        """See `FunctionCallItem`."""
+        arguments = self.action.model_dump(exclude={"type"}, exclude_none=True)
+        return _call(self.call_id or self.id or "", "local_shell", arguments)
+
+
+def _call(call_id: str, name: str, arguments: dict[str, Any]) -> MessageToolCall:
+    function = MessageFunctionCall(name=name, arguments=json.dumps(arguments))
+    return MessageToolCall(id=call_id, function=function)
+
+
+class CallOutputItem(Body):
+    """The result of a call."""
+
+    IGNORED = frozenset({"caller", "id", "name", "status"})
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: NonEmpty
+    output: Content
+
+    def message(self) -> Message:
+        """The result as a message of a tool."""
+        return Message(role="tool", tool_call_id=self.call_id, content=_for_chat(self.output))
+
+
+class ShellOutputItem(Body):
+    """The result of a command."""
+
+    IGNORED = frozenset({"status"})
+
+    type: Literal["local_shell_call_output"]
+    id: NonEmpty
+    output: str
+
+    def message(self) -> Message:
+        """See `CallOutputItem`."""
+        return Message(role="tool", tool_call_id=self.id, content=self.output)
+
+
+CallItem = FunctionCallItem | CustomCallItem | ShellCallItem
+Item = MessageItem | ReasoningItem | CallItem | CallOutputItem | ShellOutputItem
+KINDS = frozenset(
+    {
+        "message",
+        "reasoning",
+        "function_call",
+        "custom_tool_call",
+        "local_shell_call",
+        "function_call_output",
+        "custom_tool_call_output",
+        "local_shell_call_output",
+    }
+)
+
+
+def _items(given: Any, info: ValidationInfo) -> Any:
+    """A text becomes the user's message, and items without a type are messages. Raises
+    RequestError that names an item of a type that is not known."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if given else []
+    if not isinstance(given, list):
+        return given
+    items = []
+    for at, item in enumerate(given):
+        if isinstance(item, dict):
+            kind = item.get("type") or "message"
+            if isinstance(kind, str) and kind in LEFT_OUT:
+                leave_out(f"input.{kind}", info.context)
+                continue
+            _check_kind(kind, at)
+            item = {**item, "type": kind}
+        items.append(item)
+    return items
+
+
+def _check_kind(kind: Any, at: int) -> None:
+    if kind == "item_reference":
+        raise RequestError(
+            ErrorKind.INVALID,
+            f"item {at} of the input is an item_reference, but this server keeps no items: send "
+            "the item itself, or continue a response with previous_response_id",
+            str(at),
+        )
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise RequestError(
+            ErrorKind.INVALID,
+            f"item {at} of the input is of type {str(kind)[:64]!r}, which is not supported by "
+            "this server",
+            str(at),
+        )
+
+
+Items = Annotated[
+    list[Annotated[Item, Field(discriminator="type")]], Field(max_length=MOST_MESSAGES)
+]
+Input = Annotated[Items, BeforeValidator(_items, json_schema_input_type=str | Items)]
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """The messages of a dialogue. Items of replies in a row are one message, except that each of
+    two message items in a row is one."""
+    messages: list[Message] = []
+    reply: list[Item] = []
+    for item in items:
+        message = _of_others(item)
+        second = isinstance(item, MessageItem) and reply and isinstance(reply[-1], MessageItem)
+        if reply and (second or message is not None):
+            messages.append(_reply(reply))
+            reply = []
+        if message is not None:
+            messages.append(message)
+        else:
+            reply.append(item)
+    return [*messages, _reply(reply)] if reply else messages
+
+
+def _of_others(item: Item) -> Message | None:
+    """The message of an item that is not the assistant's."""
+    if isinstance(item, CallOutputItem | ShellOutputItem):
+        return item.message()
+    if isinstance(item, MessageItem) and item.role != "assistant":
+        return Message(role=item.role, content=_for_chat(item.content))
+    return None
+
+
+def _reply(items: Sequence[Item]) -> Message:
+    """The assistant's message. Its texts are joined to the original text."""
+    texts = [part.text for item in items if isinstance(item, MessageItem) for part in item.content]
+    thoughts = [item.text for item in items if isinstance(item, ReasoningItem)]
+    return Message(
+        role="assistant",
+        content="".join(texts),
+        reasoning_content="".join(thoughts) or None,
+        tool_calls=[item.call() for item in items if isinstance(item, CallItem)],
+    )

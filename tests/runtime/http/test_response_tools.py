@@ -1,0 +1,387 @@
+"""OpenAI's Responses API with tools, thoughts and formats, over a simulated loop."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from pensieve.runtime.frontend.bodies import parse
+from pensieve.runtime.frontend.reply import Piece, Style
+from pensieve.runtime.frontend.reply_reader import ToolCall
+from pensieve.runtime.http.response_writer import About, ResponseWriter
+from pensieve.runtime.http.responses import ResponseBody
+from pensieve.scheduler.types import FinishReason, RequestId, RowResult, Usage
+
+from ..served import Served, run, serve
+from .test_messages import CALL, read, says
+
+__all__ = ["serve"]  # a fixture
+
+RESPONSES = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather in a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+PATCH = {"type": "custom", "name": "patch", "description": "Changes files."}
+PATCH_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** a\\n"}}\n</tool_call>'
+USER = {"role": "user", "content": "x"}
+FUNCTION_CALL = {
+    "type": "function_call",
+    "call_id": "c1",
+    "name": "weather",
+    "arguments": '{"city": "Oslo"}',
+}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+
+
+async def respond(server: Served, status: int = 200, **body: Any) -> Any:
+    return await server.post(RESPONSES, status, **{"input": "x", **body})
+
+
+def parsed_body(**body: Any) -> ResponseBody:
+    return parse(ResponseBody, json.dumps({"input": "x", **body}).encode())
+
+
+def test_a_function_is_called(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(answers=says(f"Let me see.\n{CALL}\n{CALL}")) as server:
+            answer = await respond(server, tools=[WEATHER])
+            message, *calls = answer["output"]
+            assert message["content"][0]["text"] == "Let me see." and len(calls) == 2
+            assert answer["status"] == "completed" and answer["tools"] == [WEATHER]
+            for call in calls:
+                assert call["id"].startswith("fc_") and call["call_id"].startswith("call_")
+                assert (call["type"], call["name"]) == ("function_call", "weather")
+                assert json.loads(call["arguments"]) == {"city": "Oslo"}
+            one = await respond(server, tools=[WEATHER], parallel_tool_calls=False)
+            assert len(one["output"]) == 2 and not one["parallel_tool_calls"]
+            none = await respond(server, tools=[WEATHER], tool_choice="none")
+            assert CALL in none["output"][0]["content"][0]["text"]
+        async with serve(answers=says(CALL)) as server:
+            assert [
+                item["type"] for item in (await respond(server, tools=[WEATHER]))["output"]
+            ] == ["function_call"]
+
+    run(work())
+
+
+def test_the_official_client_streams_calls(serve: Any) -> None:
+    """Its helper puts the events together to the response that ends the stream."""
+
+    async def work() -> None:
+        async with serve(answers=says(f"See.{CALL}{PATCH_CALL}So.")) as server:
+            client = openai.AsyncOpenAI(
+                base_url="http://test/v1", api_key="none", http_client=server.http
+            )
+            tools: Any = [WEATHER, PATCH]
+            async with client.responses.stream(model="fake", input="x", tools=tools) as stream:
+                events = [event async for event in stream]
+                final = await stream.get_final_response()
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            message = [
+                "response.output_item.added",
+                "response.content_part.added",
+                "response.output_text.delta",
+                "response.output_text.done",
+                "response.content_part.done",
+                "response.output_item.done",
+            ]
+            kinds = [event.type for event in events]
+            assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+            repeated = [kind for at, kind in enumerate(kinds) if kind not in kinds[at - 1 : at]]
+            assert repeated[2:-1] == [
+                *message,
+                "response.output_item.added",
+                "response.function_call_arguments.delta",
+                "response.function_call_arguments.done",
+                "response.output_item.done",
+                "response.output_item.added",
+                "response.custom_tool_call_input.delta",
+                "response.custom_tool_call_input.done",
+                "response.output_item.done",
+                *message,
+            ]
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            last = events[-1]
+            assert last.type == "response.completed"
+            assert [item.id for item in done] == [item.id for item in final.output]
+            assert [item.type for item in done] == [item.type for item in last.response.output]
+            _, call, custom, _ = final.output
+            assert call.type == "function_call" and json.loads(call.arguments)
+            assert custom.type == "custom_tool_call" and custom.input == "*** a\n"
+            assert custom.id.startswith("ctc_")
+            # sent back, the items equal the reply: no part is tokenized again
+            log = server.requests[0].prompt.tolist()
+            outputs: Any = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+                {"type": "custom_tool_call_output", "call_id": custom.call_id, "output": "ok"},
+            ]
+            again: Any = [USER, *(item.to_dict() for item in final.output), *outputs]
+            await client.responses.create(model="fake", input=again, tools=tools)
+            assert server.requests[-1].prompt.tolist()[: len(log)] == log
+            text = await read(server)
+            assert text.startswith("<|turn|>user\nx<|done|>\n<|turn|>assistant\nSee.So.<tool_call>")
+            assert text.endswith(
+                "<|turn|>tool\nsunny<|done|>\n<|turn|>tool\nok<|done|>\n<|turn|>assistant\n"
+            )
+            await client.responses.create(
+                model="fake", input=outputs, tools=tools, previous_response_id=final.id
+            )
+            assert server.requests[-1].prompt == server.requests[-2].prompt
+
+    run(work())
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["line", "conversation"])
+def test_a_stored_call_is_answered(serve: Any, joins: bool) -> None:
+    async def work() -> None:
+        async with serve(answers=says(CALL)) as server:
+            body: dict[str, Any] = {"tools": [WEATHER]}
+            if joins:
+                await server.post("/v1/conversations", id="talk")
+                body["conversation"] = "talk"
+            first = await respond(server, **body)
+            (call,) = first["output"]
+            if not joins:
+                body["previous_response_id"] = first["id"]
+            await respond(server, input=[{**OUTPUT, "call_id": call["call_id"]}], **body)
+            assert await read(server) == (
+                f"<|turn|>user\nx<|done|>\n<|turn|>assistant\n{CALL}<|done|>\n"
+                "<|turn|>tool\nsunny<|done|>\n<|turn|>assistant\n"
+            )
+
+    run(work())
+
+
+def test_what_agents_send_is_understood(serve: Any) -> None:
+    """Each item reaches the prompt, one message for the items of a reply."""
+    shell = {"type": "exec", "command": ["ls"], "env": {}}
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
+        USER,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "Z"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "phase": "commentary",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": [{"a": 1}]}],
+        },
+        {**FUNCTION_CALL, "id": "fc_1", "status": "completed", "namespace": None},
+        {"type": "local_shell_call", "call_id": "c2", "status": "completed", "action": shell},
+        {**OUTPUT, "output": [{"type": "input_text", "text": "sunny"}]},
+        {"type": "local_shell_call_output", "id": "c2", "output": "a.py"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        USER,
+    ]
+    body = {
+        "input": items,
+        "model": "fake",
+        "instructions": "Be brief.",
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "prompt_cache_key": "k",
+        "client_metadata": {"a": "b"},
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "tools": [WEATHER, {"type": "web_search"}, {**PATCH, "format": LARK}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+    }
+
+    async def work() -> None:
+        async with serve() as server:
+            answer = await server.http.post(RESPONSES, json=body)
+            assert answer.status_code == 200, answer.text
+            ignored = answer.headers["x-pensieve-ignored-fields"].split(", ")
+            assert set(ignored) == {
+                "input.web_search_call",
+                "tools.web_search",
+                "tools.patch.format",
+            }
+            shell_call = '{"name": "local_shell", "arguments": {"command": ["ls"], "env": {}}}'
+            assert (
+                await read(server)
+                == "".join(
+                    f"<|turn|>{role}\n{text}<|done|>\n"
+                    for role, text in (
+                        ("system", "Be brief."),
+                        ("developer", "d"),
+                        ("user", "x"),
+                        ("assistant", f"I look.{CALL}<tool_call>\n{shell_call}\n</tool_call>"),
+                        ("tool", "sunny"),
+                        ("tool", "a.py"),
+                        ("assistant", "No."),
+                        ("user", "x"),
+                    )
+                )
+                + "<|turn|>assistant\n"
+            )
+            assert [tool["name"] for tool in answer.json()["tools"]] == ["weather", "patch"]
+            assert answer.json()["reasoning"]["effort"] == "medium"
+
+    run(work())
+
+
+NAMED = {"type": "function", "name": "weather"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "words", "others"),
+    [
+        ("required", ["weather", "patch"], []),
+        (NAMED, ["weather"], ["patch"]),
+        ({"type": "custom", "name": "patch"}, ["patch", "[a-z]+"], ["weather"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [NAMED]}, ["weather"], ["patch"]),
+    ],
+)
+def test_a_call_is_forced(choice: Any, words: list[str], others: list[str]) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+    tools = [WEATHER, {**PATCH, "format": form}]
+    body = parsed_body(tools=tools, tool_choice=choice)
+    wishes = body.generate()
+    assert wishes.form is not None and wishes.form.param == "tools"
+    assert all(word in wishes.form.grammar for word in words)
+    assert not any(word in wishes.form.grammar for word in others)
+    assert len(wishes.tools) == 2  # another choice changes no prompt
+
+
+def test_a_model_that_may_choose_sees_the_allowed_tools() -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED, {"type": "web_search"}]}
+    wishes = parsed_body(tools=[WEATHER, PATCH], tool_choice=choice).generate()
+    assert [tool["function"]["name"] for tool in wishes.tools] == ["weather"]
+    assert wishes.form is None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"type": "json_object"}, {"type": "json_schema", "name": "a", "schema": {"type": "object"}}],
+)
+def test_a_format_is_followed(form: dict[str, Any]) -> None:
+    body = parsed_body(text={"format": form, "verbosity": "low"})
+    wanted = body.generate().form
+    assert wanted is not None and wanted.param == "text.format"
+    with_tools = parsed_body(text={"format": form}, tools=[WEATHER]).generate().form
+    assert with_tools is not None and "weather" in with_tools.grammar
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input": [USER, {"type": "item_reference", "id": "a"}]}, "item 1|item_reference"),
+        ({"input": [USER, {"type": "computer_call"}]}, "item 1|computer_call"),
+        ({"input": [USER, {"type": ["x"]}]}, "item 1"),
+        ({"input": [USER, 5]}, "input.1"),
+        ({"input": [{**FUNCTION_CALL, "call_id": 5, "name": None}]}, "input.0.function_call"),
+        ({"input": [{**FUNCTION_CALL, "arguments": "{"}]}, "JSON object"),
+        ({"input": [{**OUTPUT, "output": [IMAGE]}]}, "'input_image'"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.message.role"),
+        ({"input": [{"type": "web_search_call"}]}, "empty"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": [WEATHER, {**PATCH, "name": "weather"}]}, "a name of its own"),
+        ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "syntax"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "'other'"),
+        ({"tool_choice": {"type": "file_search"}}, "file_search"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "requires tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(serve: Any, body: Any, words: str) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            error = (await respond(server, 400, **body))["error"]
+            assert all(word in error["message"] for word in words.split("|")), error
+            assert error["param"].split(".")[0] in body
+
+    run(work())
+
+
+def test_strict_fields_refuse_tools_that_are_left_out(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(strict=True) as server:
+            refused = await respond(server, 400, tools=[{"type": "web_search"}])
+            assert "tools.web_search" in refused["error"]["message"]
+
+    run(work())
+
+
+def reply_of(thoughts: str, text: str, *calls: ToolCall, finish: FinishReason) -> Any:
+    """A reply as the writer reads it."""
+    request = SimpleNamespace(prompt=[1, 2], choice=0)
+    return SimpleNamespace(
+        request=request,
+        tokens=[5, 6, 7],
+        thoughts=[thoughts],
+        content=[text],
+        calls=calls,
+        reasoning_tokens=2,
+        sources=Usage(),
+        truncated=0,
+        finish=finish,
+    )
+
+
+def writer(stream: bool) -> ResponseWriter:
+    return ResponseWriter(Style("fake", False, False), About({}, frozenset(), True, stream))
+
+
+def parsed(events: str) -> list[dict[str, Any]]:
+    return [json.loads(event.split("data: ")[1]) for event in events.split("\n\n") if event]
+
+
+@pytest.mark.parametrize("text", ["It is.", ""])
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+def test_thoughts_are_an_item_of_their_own(text: str, finish: FinishReason) -> None:
+    """Whole and streamed are equal, but for the ids."""
+    reply = reply_of("Let me think.", text, finish=finish)
+    whole = writer(stream=False).whole([reply])
+    status = "completed" if finish is FinishReason.STOP else "incomplete"
+    assert whole["status"] == status and whole["output"][-1]["status"] == status
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    reasoning, *message = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me think."}]
+    assert reasoning["summary"] == [] and reasoning["id"].startswith("rs_")
+    assert [item["content"][0]["text"] for item in message] == [text] * bool(text)
+    streamed = writer(stream=True)
+    result = RowResult(RequestId(1))
+    events = streamed.opening([reply])
+    events += streamed.piece(0, Piece("", result, thought="Let me "), None)
+    events += streamed.piece(0, Piece(text[:2], result, thought="think."), None)
+    events += streamed.piece(0, Piece(text[2:], result), "stop")
+    stored = json.loads(streamed.stored([reply]) or "")
+    all_events = parsed(events + streamed.closing([reply]))
+    last = all_events[-1]
+    assert last["type"] == f"response.{status}" and last["response"] == stored
+    done = [event["item"] for event in all_events if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"]
+    assert [{**item, "id": ""} for item in done] == [{**item, "id": ""} for item in whole["output"]]
+    assert [event["type"] for event in all_events[2:8]] == [
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+    ]
+
+
+def test_an_empty_reply_is_an_empty_message() -> None:
+    reply = reply_of("", "", finish=FinishReason.STOP)
+    (item,) = writer(stream=False).whole([reply])["output"]
+    assert item["content"][0]["text"] == ""
+    streamed = writer(stream=True)
+    events = streamed.opening([reply]) + streamed.piece(
+        0, Piece("", RowResult(RequestId(1))), "stop"
+    )
+    last = parsed(events + streamed.closing([reply]))[-1]
+    assert last["response"]["output"][0]["content"] == item["content"]
