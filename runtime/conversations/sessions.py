@@ -60,7 +60,7 @@ class Sessions:
         self._count = 0
         self._open: Counter[str] = Counter()  # requests in flight, by the name of their KV
         self._ended: set[str] = set()  # those whose session was ended meanwhile
-        self._said: OrderedDict[SessionKey, None] = OrderedDict()
+        self._logged: OrderedDict[SessionKey, None] = OrderedDict()
 
     def open(self, key: SessionKey, kv_name: str, held: ExitStack) -> None:
         """A request of the session begins. It ends when `held` is closed."""
@@ -101,12 +101,12 @@ class Sessions:
 
     def say_once(self, key: SessionKey, message: str) -> None:
         """Logs the message if it was not logged for this session before."""
-        if key not in self._said:
+        if key not in self._logged:
             log.info(message, key[1])
-        self._said[key] = None
-        self._said.move_to_end(key)
-        if len(self._said) > MOST_DIALOGUES:
-            self._said.popitem(last=False)
+        self._logged[key] = None
+        self._logged.move_to_end(key)
+        if len(self._logged) > MOST_DIALOGUES:
+            self._logged.popitem(last=False)
 
 
 def _whole(kv_name: str) -> Forget:

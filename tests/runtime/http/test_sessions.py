@@ -134,11 +134,11 @@ OPEN = "/v1/chat/completions"
 
 
 def turns(system: str, *contents: str) -> list[dict[str, str]]:
-    said = [
+    dialogue = [
         {"role": ("user", "assistant")[at % 2], "content": content}
         for at, content in enumerate(contents)
     ]
-    return [{"role": "system", "content": system}, *said]
+    return [{"role": "system", "content": system}, *dialogue]
 
 
 @pytest.mark.parametrize(
