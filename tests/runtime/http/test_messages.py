@@ -497,6 +497,19 @@ def test_the_count_of_remaining_tokens_is_no_part_of_the_prompt(
     assert [line.split(":")[0] for line in told] == ["session 'run 1'", "session 'run 2'"]
 
 
+def test_an_option_keeps_the_count_of_remaining_tokens(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keep_tokens_left=True) as server:
+            counting = {"model": "fake", "messages": body("x")["messages"], "system": left(7)}
+            counted = await server.post(f"{MESSAGES}/count_tokens", **counting)
+            await send(server, "x", system=left(7))
+            await send(server, "x")
+            kept, without = (len(request.prompt) for request in server.requests)
+            assert counted["input_tokens"] == kept > without
+
+    run(work())
+
+
 def test_nothing_but_the_count_of_remaining_tokens_is_refused(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
