@@ -321,7 +321,8 @@ class RequestBuilder:
         """Compares the prompt with the last one of a dialogue that the client names."""
         name = generate.conversation_id or session
         if turn.conversation is not None and name:
-            prompt = Prompt(turn.prompt, turn.messages, generate.tools)
+            messages = (*generate.instructions, *turn.messages)
+            prompt = Prompt(turn.prompt, messages, generate.tools)
             self._histories.prompts.see((owner, name), turn.conversation, prompt)
 
     def _max_tokens(self, generate: Generate, prompt: int, truncate: bool) -> int:
