@@ -27,6 +27,7 @@ from ...scheduler.types import ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
 from .schema import Gone, Kind, Name, Opening, StoredConversation
+from .sessions import PromptWatch, Sessions
 from .store import HistoryStore, Swept
 from .transcript import (
     OTHERS,
@@ -48,7 +49,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Work = Callable[[], Awaitable[None]]
-Erase = Callable[[Forget], Awaitable[bool]]
+Erase = Callable[[Forget], asyncio.Future[bool]]
 # after the first time that the database did not answer; then the reply ends with 503
 COMMIT_PATIENCE_S = 10.0
 COMMIT_RETRY_S = 0.5
@@ -203,6 +204,8 @@ class TurnManager:
         self._store = store
         self._tell = tell
         self._erase = forget
+        self.sessions = Sessions(forget)
+        self.prompts = PromptWatch()
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
         self.kind = store.kind
         self._faults: dict[str, str] = {}  # of background work, by its name

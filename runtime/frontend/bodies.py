@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
-from .body_base import Body, ConversationId, NonEmpty
+from .body_base import Affinity, Body, ConversationId, NonEmpty
 from .chat_messages import (
     MOST_MESSAGES,
     Message,
@@ -70,7 +70,6 @@ class GenerationBody(Body):
             # OpenAI's fields
             "metadata",
             "prediction",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
@@ -137,6 +136,7 @@ class GenerationBody(Body):
     conversation: ConversationId | ConversationName | None = None
     conversation_params: ConversationParams | None = None
     session_id: ConversationId | None = None
+    prompt_cache_key: Affinity | None = None
     history: Literal["client", "server"] = "client"
     cache_salt: NonEmpty | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -226,6 +226,7 @@ class GenerationBody(Body):
             logit_bias=self.logit_bias,
             seed=self.seed,
             session=self.session,
+            affinity=self.prompt_cache_key,
             cache_salt=self.cache_salt,
             priority=self.priority,
             expect_next_s=self.expect_next_s,

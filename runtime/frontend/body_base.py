@@ -15,6 +15,8 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 ConversationId = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 """Limited because ids appear in paths, where a character takes up to 12 bytes of the request's
 limited head."""
+Affinity = Annotated[str, StringConstraints(max_length=1000)]
+"""A name of requests with a common beginning; an empty one is none."""
 
 MOST_NAMED = 16  # the most ignored fields that are named
 LONGEST_NAME = 64

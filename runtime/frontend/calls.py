@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ...scheduler.types import Request, RequestError
@@ -50,15 +50,23 @@ class Caller:
     share   owner of the requests for the engine: the key's owner, or without keys the client's
             address
     claim   as `Claim`
-    session the client's name for a series of its calls, or None. Their KV is kept as that of a
-    conversation, but
-            nothing is stored.
+    session, affinity
+            header's names for a series of its calls, or None: an explicit one, and one that others
+            have precedence over. Their KV is kept as that of a conversation, but nothing is stored.
     """
 
     owner: str = ""
     share: str = ""
     claim: Claim = claim_any
     session: str | None = None
+    affinity: str | None = None
+
+    def session_of(self, generate: Generate) -> str | None:
+        """The name of the session that the call belongs to: an explicit one before an affinity, the
+        body's before a header's. With a marker alone a session without a name is kept."""
+        names = (generate.session, self.session, generate.affinity, self.affinity)
+        named = next((name for name in names if name), None)
+        return "" if named is None and generate.keep_s is not None else named
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class GenerationCall:
     `generate`: the body's wishes. `echoes`: text before each one's reply.
     `turn`: the turn that its first reply is committed to. The code that answers the call commits
     and closes it. `session`: the client's name for a series of calls; nothing is stored under it.
-    `keep`: sent to the loop then, for the turn's KV.
+    `keep`: sent to the loop then, for the turn's KV. `held`: closed with the call.
     `forms`: divide a chat's replies into thoughts, content and calls. `tail`: of the prompt.
     """
 
@@ -82,6 +90,7 @@ class GenerationCall:
     keep: Keep | None = None
     forms: ReplyForms | None = None
     tail: Tail = ""
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
         """Returns an empty reply to each request, in their order. Replies confirm their lengths to
@@ -122,7 +131,9 @@ class GenerationCall:
             await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
 
     def close(self, replies: Iterable[Reply]) -> None:
-        """Closes the turn, if there is one. `replies`: as far as they have come."""
+        """Closes the turn, if there is one, and ends the request of its session. `replies`: as far
+        as they have come."""
+        self.held.close()
         if self.turn is None:
             return
         if (first := next(iter(replies), None)) is None:

@@ -45,7 +45,9 @@ class Generate:
     stream             the replies are delivered while they grow
 
     session            the name that groups requests whose KV belongs together
-    several_dialogues  dialogues of one session are told apart by their beginnings
+    affinity           the same, if neither `session` nor a header names one
+    several_dialogues  dialogues of `session` are told apart by their beginnings; those of a session
+                       that is named elsewhere always are
     keep_s             seconds from the reply's end for which the session's KV is evicted last
 
     The other fields are those of `Request` and `Sampling` before their checks.
@@ -93,6 +95,7 @@ class Generate:
     seed: int | None = None
 
     session: str | None = None
+    affinity: str | None = None
     several_dialogues: bool = False
     keep_s: float | None = None
     cache_salt: str | None = None

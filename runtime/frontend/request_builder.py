@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
+from ..conversations.sessions import Prompt
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
 from ..text.tokenizer import Tokenizer
@@ -143,8 +144,9 @@ class RequestBuilder:
                 ids = [await self._encoded(prompt) for prompt in given]
             else:
                 ids = [turn.prompt]
-                if generate.several_dialogues and caller.session is not None:
-                    turn.in_session(caller.session)
+                session = caller.session_of(generate)
+                if session is not None and (generate.several_dialogues or not generate.session):
+                    turn.in_session(session)
             if generate.chat:
                 echoes = [""]
             else:
@@ -282,7 +284,7 @@ class RequestBuilder:
             sampling = replace(sampling, grammar=grammar)
         truncate = generate.truncates and self._ready.overflow
         salt = kv_salt(generate.cache_salt, caller.owner)
-        session = generate.session or caller.session
+        session = caller.session_of(generate)
         marked = turn.conversation if turn is not None else None
         if marked is None and session is not None and len(prompts) == 1:
             marked = session_name(caller.owner, session)
@@ -314,6 +316,11 @@ class RequestBuilder:
         keep = None
         if generate.keep_s is not None and marked is not None:
             keep = Keep(marked, None, generate.keep_s)
+        held = contextlib.ExitStack()
+        if marked is not None and session and not (turn is not None and turn.destinations):
+            self._histories.sessions.open((caller.owner, session), marked, held)
+        if turn is not None and generate.chat:
+            self._watch(turn, generate, caller.owner, session)
         return GenerationCall(
             generate=generate,
             requests=tuple(requests),
@@ -325,12 +332,21 @@ class RequestBuilder:
             keep=keep,
             forms=forms,
             tail=tail,
+            held=held,
         )
 
     def _tail(self, prompt: array[int]) -> Tail:
         """The text at the prompt's end, which tells whether the reply begins in a thought."""
         tokenizer = self._need_tokenizer("messages")
         return tokenizer.decode_all(prompt[-TAIL_TOKENS:].tolist())
+
+    def _watch(self, turn: OpenTurn, generate: Generate, owner: str, session: str | None) -> None:
+        """Compares the prompt with the last one of a dialogue that the client names."""
+        name = generate.conversation_id or session
+        if turn.conversation is not None and name:
+            messages = (*generate.instructions, *turn.messages)
+            prompt = Prompt(turn.prompt, messages, generate.tools)
+            self._histories.prompts.see((owner, name), turn.conversation, prompt)
 
     def _max_tokens(self, generate: Generate, prompt: int, truncate: bool) -> int:
         """Returns the tokens to generate after a prompt of `prompt` tokens: at most what the

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -55,6 +54,7 @@ from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .request_body import IgnoredFields, read_body, say_ignored
 from .responses import ResponseBody, add_responses
+from .sessions import add_sessions
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
 
@@ -77,6 +77,10 @@ cannot fill the server's memory."""
 UNREAD = (
     f"the client has not read {MOST_UNREAD_BYTES // 1024**2} MiB of the answer, so the reply ends "
     "here"
+)
+TOKENS_LEFT_OUT = (
+    "session %r: the count of remaining tokens is left out of its system texts, because it changes "
+    "in each prompt (said once); --keep-tokens-left keeps it"
 )
 MOST_OF_PATH = 200  # characters of a path that an error repeats
 REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
@@ -319,9 +323,13 @@ def create_app(
         arrived = time.perf_counter()
         body = await read_body(kind, request)
         caller = caller_of(request)
-        if isinstance(body, MessageBody):
-            caller = replace(caller, session=body.session(request.headers))
         check_model(body.model, ready)
+        if isinstance(body, MessageBody) and not settings.keep_tokens_left:
+            given = body
+            body = given.without_tokens_left()
+            if body is not given:
+                session = caller.session_of(body.generate()) or ""
+                histories.sessions.say_once((caller.owner, session), TOKENS_LEFT_OUT)
         check = calls.check_form(body.generate(), caller)
         generate = await _unless_gone(request.receive, check)
         if generate.form is not None:
@@ -351,10 +359,13 @@ def create_app(
         body = await read_body(PromptBody, request)
         caller = caller_of(request)
         check_model(body.model, ready)
+        if not settings.keep_tokens_left:
+            body = body.without_tokens_left()
         return {"input_tokens": await calls.prompt_tokens(body.generate(), caller)}
 
     add_conversations(app, histories, client)
     add_responses(app, histories)
+    add_sessions(app, histories.sessions)
     add_tokenize(app, ready, tokenizer)
     add_ui(app, client, about)
 

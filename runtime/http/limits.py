@@ -4,6 +4,7 @@ headers, and a count of refusals."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,7 +15,8 @@ from ..frontend.errors import error_response
 from .auth import OWNER, owner_of
 
 CLAIM = "pensieve.claim"
-SESSION = "x-session-id"
+SESSIONS = ("session-id", "x-session-id", "x-claude-code-session-id", "x-dynamo-session-id")
+AFFINITY = "x-session-affinity"
 LONGEST_SESSION = 1000  # the same as for a conversation's id
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -25,15 +27,27 @@ SECURITY_HEADERS = (
 
 def caller_of(request: Request) -> Caller:
     """Raises RequestError (400) if the name of its session is too long."""
-    session = request.headers.get(SESSION) or None
-    if session is not None and len(session) > LONGEST_SESSION:
-        raise RequestError(
-            ErrorKind.INVALID,
-            f"{SESSION} may have {LONGEST_SESSION} characters, not {len(session)}",
-        )
     return Caller(
-        owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any), session
+        owner_of(request),
+        client_of(request.scope),
+        request.scope.get(CLAIM, claim_any),
+        _named(request, SESSIONS),
+        _named(request, (AFFINITY,)),
     )
+
+
+def _named(request: Request, headers: Sequence[str]) -> str | None:
+    """The value of the first of these headers that has one. Its bytes are UTF-8, as in a path."""
+    for header in headers:
+        if value := request.headers.get(header):
+            name = value.encode("latin-1").decode("utf-8", "backslashreplace")
+            if len(name) > LONGEST_SESSION:
+                raise RequestError(
+                    ErrorKind.INVALID,
+                    f"{header} may have {LONGEST_SESSION} characters, not {len(name)}",
+                )
+            return name
+    return None
 
 
 def client_of(scope: Scope) -> str:

@@ -7,16 +7,17 @@ tool calls and messages of tools, as chat templates read them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import dialogue
-from ..frontend.body_base import Body, NonEmpty
+from ..frontend.body_base import Affinity, Body, ConversationId, NonEmpty
 from ..frontend.chat_messages import (
     MOST_MESSAGES,
     Function,
@@ -44,7 +45,9 @@ EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that only Anthropic's models know, and the nearest that templates know."""
 
 MOST_STOPS = 16
-SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
+TOKENS_LEFT = re.compile("<total_tokens>[0-9]+ tokens left</total_tokens>")
+"""Claude Code's count of its remaining tokens, another in each request."""
+
 KEEP_S = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -131,6 +134,18 @@ def _lines(blocks: Iterable[TextBlock]) -> str:
 
 def _without_billing(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(BILLING) else text
+
+
+def _without_tokens_left(blocks: Iterable[TextBlock]) -> list[TextBlock]:
+    """A block that has nothing else vanishes."""
+    kept = []
+    for block in blocks:
+        text = TOKENS_LEFT.sub("", block.text)
+        if text == block.text:
+            kept.append(block)
+        elif text.strip():
+            kept.append(block.model_copy(update={"text": text}))
+    return kept
 
 
 class ToolResultBlock(Body):
@@ -280,6 +295,15 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+def _check_last(messages: Sequence[Body]) -> None:
+    if not messages or isinstance(messages[-1], AssistantMessage):
+        raise RequestError(
+            ErrorKind.INVALID,
+            "the last message must not be the assistant's: replies begin anew",
+            "messages",
+        )
+
+
 class PromptBody(Body):
     """POST /v1/messages/count_tokens: the model's input."""
 
@@ -327,13 +351,26 @@ class PromptBody(Body):
             )
         if self.tool_choice.type == "any" and not names:
             raise RequestError(ErrorKind.INVALID, "tool_choice requires tools", "tool_choice")
-        if isinstance(self.messages[-1], AssistantMessage):
-            raise RequestError(
-                ErrorKind.INVALID,
-                "the last message must not be the assistant's: replies begin anew",
-                "messages",
-            )
+        _check_last(self.messages)
         return self
+
+    def without_tokens_left(self) -> Self:
+        """Returns the body without TOKENS_LEFT in system texts: this body if there is none."""
+        system = _without_tokens_left(self.system)
+        messages: list[UserMessage | AssistantMessage | SystemMessage] = []
+        for message in self.messages:
+            if not isinstance(message, SystemMessage):
+                messages.append(message)
+                continue
+            content = _without_tokens_left(message.content)
+            if content == message.content:
+                messages.append(message)
+            elif content:
+                messages.append(message.model_copy(update={"content": content}))
+        if system == self.system and messages == self.messages:
+            return self
+        _check_last(messages)
+        return self.model_copy(update={"system": system, "messages": messages})
 
     def generate(self) -> Generate:
         """Returns the body's wishes for the engine."""
@@ -362,12 +399,15 @@ class MessageBody(PromptBody):
     """POST /v1/messages."""
 
     NEUTRAL: ClassVar = {**PromptBody.NEUTRAL, "container": ()}
+    OWN = frozenset({"session_id"})
 
     max_tokens: int
     metadata: Metadata | None = None
     stop_sequences: Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] = Field(
         default_factory=list
     )
+    session_id: ConversationId | None = None
+    prompt_cache_key: Affinity | None = None
     stream: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -383,18 +423,11 @@ class MessageBody(PromptBody):
         ]
         return max((KEEP_S[mark.ttl] for mark in marks if mark is not None), default=None)
 
-    def session(self, headers: Mapping[str, str]) -> str | None:
-        """The name of the session that the call belongs to: from a header, or in Claude Code's form
-        in `metadata.user_id`. With a marker alone a session without a name is kept."""
-        named = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
-        user = self.metadata.user_id if self.metadata is not None else None
-        if named is None and user is not None:
-            named = _session_in(user)
-        return "" if named is None and self.keep_s is not None else named
-
     def generate(self) -> Generate:
         """Returns the body's wishes for the engine. It is already checked: limits that only OpenAI
         has do not apply."""
+        user = self.metadata.user_id if self.metadata is not None else None
+        in_user = _session_in(user) if user is not None else None
         wanted = self.output_config.format if self.output_config is not None else None
         response_format = None
         if wanted is not None:
@@ -410,6 +443,8 @@ class MessageBody(PromptBody):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            session=self.session_id,
+            affinity=in_user or self.prompt_cache_key,
             several_dialogues=True,
             keep_s=self.keep_s,
         )

@@ -29,6 +29,11 @@ class HTTPOptions:
         "refuse unknown fields of requests",
         "ignore them and name them in a header",
     )
+    keep_tokens_left: bool = _http(
+        False,
+        "give Claude Code's count of its remaining tokens to the model",
+        "leave it out: it changes in each prompt",
+    )
     history_ttl: float | None = _both(
         None,
         "stored conversations are deleted so long after their last turn",

@@ -83,10 +83,14 @@ class Server:
             return error
         raise AssertionError(f"no {kind.__name__} but {answer!r:.200}")
 
-    def raw(self, path: str, body: bytes | None = None) -> tuple[int, str]:
-        """Status and body of a GET, or of a POST of `body`, below the server's root."""
+    def raw(
+        self, path: str, body: bytes | None = None, method: str | None = None
+    ) -> tuple[int, str]:
+        """Status and body of a GET, or of a POST of `body`, or of `method`, below the server's
+        root."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self.url.removesuffix("/v1") + path, body, headers)
+        url = self.url.removesuffix("/v1") + path
+        request = urllib.request.Request(url, body, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=30) as response:
                 return response.status, response.read().decode()

@@ -83,6 +83,18 @@ def test_a_session_stores_nothing(server: Server) -> None:
     assert server.raw(f"/v1/conversations/{name}")[0] == 404
 
 
+def test_a_session_ends_once(server: Server) -> None:
+    """Extension: its end is answered; after it there is no such session."""
+    name = f"session-{uuid.uuid4().hex}"
+    path = f"/v1/sessions/{name}"
+    assert server.chat(extra_headers={"session-id": name}).choices
+    status, _ = server.raw(path, method="DELETE")
+    if status == 404:
+        server.skip("the server has no end of a session")
+    assert status == 200
+    assert server.raw(path, method="DELETE")[0] == 404
+
+
 def test_a_served_server_is_healthy(server: Server) -> None:
     """Start scripts wait for /health."""
     assert server.raw("/health")[0] == 200

@@ -49,11 +49,16 @@ class Served:
         path: str | Path,
         keys: tuple[str, ...],
         strict: bool = False,
+        keep_tokens_left: bool = False,
         **loop: Any,
     ):
         self.loop = FakeLoop(**dict(answers=spell) | loop)
         client = EngineClient(self.loop.client_end)
-        settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)), strict_fields=strict)
+        settings = HTTPSettings(
+            api_keys=tuple(map(key_digest, keys)),
+            strict_fields=strict,
+            keep_tokens_left=keep_tokens_left,
+        )
         tokenizer = Tokenizer.load(directory)
         self.store = HistoryStore(path)
         self.histories = TurnManager(self.store, client.tell, client.forget, tokenizer)

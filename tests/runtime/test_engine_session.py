@@ -154,6 +154,29 @@ def test_changes_and_deletions_of_conversations():
     assert answers == [("a", True), (None, True)] and "a" not in conversations
 
 
+def test_the_end_of_a_session_keeps_what_another_one_uses():
+    """The end of a session tells the loop no tokens: the loop has the log."""
+    session = make_session()
+    answers = []
+    for number, tokens in ((1, range(24)), (2, (*range(8), *range(40, 56)))):
+        name = f"session::{number}"
+        session.add(Request(RequestId(number), array("i", tokens), 3, conversation=name))
+        play(session)
+    store = session.scheduler._store
+    first, second = (session.scheduler.conversations.get(f"session::{n}") for n in (1, 2))
+    shared = [chunk for chunk in first.chunks if chunk in second.chunks]
+    own = [chunk for chunk in first.chunks if chunk not in second.chunks]
+    assert shared and own
+    for name in ("session::1", "session::unknown"):
+        session.forget(Forget(name, array("i"), 0, b""), answers.append)
+    while len(answers) < 2:
+        session.step()
+    assert answers == [True, True]
+    assert all(store.has(chunk) for chunk in second.chunks)
+    assert not any(store.has(chunk) or chunk.resident for chunk in own)
+    session.scheduler.check()
+
+
 def test_only_the_session_surrounds_the_loop():
     makers = [
         path

@@ -324,8 +324,8 @@ def test_a_session_marks_kv_and_stores_nothing(serve: Any) -> None:
             for body in in_body:
                 await server.chat("hello", **body)
             headers = {"x-session-id": "s"}
-            for path, body in ((CHAT, {"messages": HI}), (COMPLETION, {"prompt": "x"})):
-                assert (await server.http.post(path, json=body, headers=headers)).is_success
+            sent = {"prompt": "x"}
+            assert (await server.http.post(COMPLETION, json=sent, headers=headers)).is_success
             await server.post("/v1/responses", input="x", store=False, session_id="s")
             assert {request.conversation for request in server.requests} == {"session::s"}
             assert not any(request.truncate for request in server.requests)

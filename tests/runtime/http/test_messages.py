@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -458,6 +459,62 @@ def test_the_dialogues_of_a_session_are_told_apart(
             await server.http.post(MESSAGES, json=body("x", system="s"), headers=other)
             assert server.requests[-1].conversation not in names
             assert not (await server.ask("GET", "/v1/conversations", key="one"))["data"]
+
+    run(work())
+
+
+def left(tokens: int) -> str:
+    return f"<total_tokens>{tokens} tokens left</total_tokens>"
+
+
+def test_the_count_of_remaining_tokens_is_no_part_of_the_prompt(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In system texts only, and only this element; said once a session."""
+
+    async def work() -> None:
+        async with serve() as server:
+            for session, count in (("run 1", 1000), ("run 1", 900), ("run 2", 800)):
+                system = {"role": "system", "content": left(count)}
+                sent = body("x", system=f"s\n{left(count)}")
+                sent["messages"] = [*sent["messages"], system]
+                headers = {"x-session-id": session}
+                assert (await server.http.post(MESSAGES, json=sent, headers=headers)).is_success
+            first, *others = (request.prompt for request in server.requests)
+            assert others == [first, first]
+            counting = {"model": "fake", "messages": sent["messages"], "system": sent["system"]}
+            counted = await server.post(f"{MESSAGES}/count_tokens", **counting)
+            assert counted["input_tokens"] == len(first)
+            for kept in (left(7), f"{left(7)[:-1]} >"):
+                await send(server, kept)
+                assert len(server.requests[-1].prompt) > len(first)
+            await send(server, "x", system="<total_tokens>many tokens left</total_tokens>")
+            assert len(server.requests[-1].prompt) > len(first)
+
+    with caplog.at_level(logging.INFO):
+        run(work())
+    told = [line.message for line in caplog.records if "remaining tokens" in line.message]
+    assert [line.split(":")[0] for line in told] == ["session 'run 1'", "session 'run 2'"]
+
+
+def test_an_option_keeps_the_count_of_remaining_tokens(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keep_tokens_left=True) as server:
+            counting = {"model": "fake", "messages": body("x")["messages"], "system": left(7)}
+            counted = await server.post(f"{MESSAGES}/count_tokens", **counting)
+            await send(server, "x", system=left(7))
+            await send(server, "x")
+            kept, without = (len(request.prompt) for request in server.requests)
+            assert counted["input_tokens"] == kept > without
+
+    run(work())
+
+
+def test_nothing_but_the_count_of_remaining_tokens_is_refused(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            sent = body("x") | {"messages": [{"role": "system", "content": left(5)}]}
+            await server.post(MESSAGES, 400, **sent)
 
     run(work())
 

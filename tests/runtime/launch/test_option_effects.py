@@ -200,6 +200,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Refused("--chat-template FILES/chat.jinja", "has no tokenizer", "--engine FILES/dumb"),
     ),
     "strict_fields": (Effect("--strict-fields", "http.strict_fields"),),
+    "keep_tokens_left": (Effect("--keep-tokens-left", "http.keep_tokens_left"),),
     "api_key": (Effect(KEY, "http.api_keys"),),
     "api_key_file": (Effect("--api-key-file FILES/keys", "http.api_keys"),),
     "history_url": (
