@@ -358,9 +358,9 @@ class MessageBody(PromptBody):
         default_factory=list
     )
     stream: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
 
     @property
     def keep_s(self) -> float | None:
