@@ -37,7 +37,7 @@ from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
 from .launch.settings import HISTORY_FILE
-from .messages import Forget, Fork, Keep
+from .messages import SAMPLING_DEFAULTS, Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
 from .offline.prompts import (
@@ -145,9 +145,9 @@ class LLM:
             self._running = False  # from the making of a call's prompts to their end
             self._histories = self._wait(self._open_histories(history))
             opened.callback(lambda: self._wait(self._histories.close()))
-            self._builder = RequestBuilder(
-                self._ready, self._tokenizer, self._histories, self._new_id
-            )
+            # each SamplingParams is whole: it has no defaults of the checkpoint, and no limit
+            ready = replace(self._ready, sampling=SAMPLING_DEFAULTS)
+            self._builder = RequestBuilder(ready, self._tokenizer, self._histories, self._new_id)
             opened.callback(self._session.spill, CLOSING_SECONDS)
             self._closing = opened.pop_all()
 
@@ -170,6 +170,14 @@ class LLM:
             self._ready.tokenizer
         )
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters of calls without any: those that the checkpoint's
+        generation_config.json gives, else the API's."""
+        given = self._ready.sampling._asdict()
+        if given["max_tokens"] is None:
+            del given["max_tokens"]
+        return SamplingParams(**given)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -181,7 +189,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns the replies to one prompt or several (text or token ids each), in their order.
 
-        sampling_params one for all prompts, or a list with one for each
+        sampling_params one for all prompts, or a list with one for each; None: the default ones
         conversation    the prompt is a turn of this conversation; one prompt only
         history         "server": the prompt contains only new text and continues the stored
                         conversation
@@ -275,7 +283,7 @@ class LLM:
         history: str,
     ) -> list[_Job]:
         self._check_open()
-        each = read_params(params, len(prompts))
+        each = read_params(params, len(prompts), self.get_default_sampling_params())
         if conversation is not None and len(prompts) != 1:
             raise RequestError(ErrorKind.INVALID, "a conversation takes one prompt at a time", name)
         if self._running:

@@ -107,6 +107,21 @@ class StepMessage(NamedTuple):
     loop: LoopStats | None = None
 
 
+class SamplingDefaults(NamedTuple):
+    """The sampling of requests that do not set these fields. `max_tokens`: no reply is longer;
+    None: the context alone limits replies."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+
+SAMPLING_DEFAULTS = SamplingDefaults()  # the APIs' own
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer
@@ -126,6 +141,7 @@ class Ready:
     gpu_kv_chunks: int
     aliases: tuple[str, ...] = ()
     overflow: bool = True
+    sampling: SamplingDefaults = SAMPLING_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ class Generate:
     echo               the prompt's text precedes a reply's
     stream             the replies are delivered while they grow
 
+    temperature, top_p, top_k, min_p, repetition_penalty
+                       None: the server's defaults (`Ready.sampling`)
+
     session            the name that groups requests whose KV belongs together
     affinity           the same, if neither `session` nor a header names one
     several_dialogues  dialogues of `session` are told apart by their beginnings; those of a session
@@ -84,11 +87,11 @@ class Generate:
     echo: bool = False
     stream: bool = False
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[str, float] = field(default_factory=dict)

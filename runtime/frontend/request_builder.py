@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
 from ..conversations.sessions import Prompt
@@ -33,6 +34,8 @@ TOOLS_IGNORED = (
     "once): it calls one only "
     "where tool_choice is required or names a function; --chat-template takes another template"
 )
+
+Number = TypeVar("Number", int, float)
 
 log = logging.getLogger(__name__)
 
@@ -358,6 +361,8 @@ class RequestBuilder:
         if limit is not None and limit < 1:
             raise RequestError(ErrorKind.INVALID, f"{name} must be at least 1, not {limit}", name)
         wanted = default if limit is None else limit
+        if (most := self._ready.sampling.max_tokens) is not None:
+            wanted = min(wanted, most)
         if truncate:
             return min(wanted, context)
         if prompt >= context:
@@ -406,23 +411,22 @@ class RequestBuilder:
     def _sampling(self, generate: Generate) -> Sampling:
         """A top_k of -1, or of the vocabulary's size and above, switches top-k off. A seed may be
         any signed number of 64 bits."""
-        top_k = (
-            0
-            if generate.top_k == -1 or generate.top_k >= self._ready.vocab_size
-            else generate.top_k
-        )
+        defaults = self._ready.sampling
+        top_k = _first(generate.top_k, defaults.top_k)
+        if top_k == -1 or top_k >= self._ready.vocab_size:
+            top_k = 0
         seed = generate.seed or 0
         if not -(2**63) <= seed < 2**63:
             raise RequestError(
                 ErrorKind.INVALID, f"seed must be between -2**63 and 2**63 - 1, not {seed}", "seed"
             )
         return Sampling(
-            temperature=generate.temperature,
+            temperature=_first(generate.temperature, defaults.temperature),
             top_k=top_k,
-            top_p=generate.top_p,
+            top_p=_first(generate.top_p, defaults.top_p),
             seed=seed % 2**63,
-            min_p=generate.min_p,
-            repetition_penalty=generate.repetition_penalty,
+            min_p=_first(generate.min_p, defaults.min_p),
+            repetition_penalty=_first(generate.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=generate.presence_penalty,
             frequency_penalty=generate.frequency_penalty,
             logit_bias=self._logit_bias(generate),
@@ -437,6 +441,10 @@ def check_model(name: str | None, ready: Ready) -> None:
     if name not in (None, ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
         raise RequestError(ErrorKind.NOT_FOUND, message, "model", "model_not_found")
+
+
+def _first(given: Number | None, default: Number) -> Number:
+    return default if given is None else given
 
 
 def _random_seed() -> int:

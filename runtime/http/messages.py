@@ -409,9 +409,9 @@ class MessageBody(PromptBody):
     session_id: ConversationId | None = None
     prompt_cache_key: Affinity | None = None
     stream: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
 
     @property
     def keep_s(self) -> float | None:

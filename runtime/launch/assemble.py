@@ -32,6 +32,7 @@ from ..messages import Ready
 from ..observe.chrome_trace import TraceFile
 from ..step.grammar import Grammars, open_grammars
 from ..text.tokenizer import Tokenizer
+from .generation_config import sampling_defaults
 from .http_options import read_chat_template
 from .ranks import open_rank
 from .settings import ServeSettings
@@ -113,6 +114,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         )
     else:
         log.warning(NO_TOKENIZER, directory)
+    sampling = sampling_defaults(settings.generation_config, directory)
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     disk = disk_settings(settings, config, ranks)
     executor = make_executor(settings, prepared, disk, ranks, grammars)
@@ -129,6 +131,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         tokenizer=tokenizer,
         chunk_tokens=config.chunk_tokens,
         gpu_kv_chunks=config.gpu_kv_chunks,
+        sampling=sampling,
     )
     if disk is not None:
         log.info(

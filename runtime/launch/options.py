@@ -64,9 +64,6 @@ ELSEWHERE = {
     "--seed": "requests take a seed (offline: SamplingParams(seed=0))",
     "--trust-remote-code": "code of a checkpoint is never run",
     "--tokenizer": "the tokenizer is that of the checkpoint's directory",
-    "--generation-config": (
-        "generation_config.json gives only end-of-sequence ids; requests have their own sampling"
-    ),
     "--enable-lora": "LoRA adapters are not supported; merge them into the checkpoint",
     "--lora-modules": "LoRA adapters are not supported; merge them into the checkpoint",
     "--load-format": "a checkpoint's weights are safetensors",

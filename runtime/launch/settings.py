@@ -188,6 +188,13 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         unit="FILE",
         users=User.SERVER | User.OFFLINE,
     )
+    generation_config: str = _http(
+        "auto",
+        "the folder whose generation_config.json gives the sampling of requests that set none; "
+        "auto: the engine's own; vllm: none",
+        unit="FOLDER",
+        users=User.SERVER | User.TRITON | User.OFFLINE,
+    )
     api_key: tuple[str, ...] = _http(
         (),
         "clients need one of these keys",

@@ -34,13 +34,13 @@ def read_dialogues(dialogues: Any, more: dict[str, Any]) -> list[OfflinePrompt]:
     return [OfflinePrompt(None, {"messages": messages} | more) for messages in each]
 
 
-def read_params(params: Any, count: int) -> list[SamplingParams]:
-    """Returns the parameters of each of `count` prompts. TypeError for other types, RequestError
-    for another number."""
+def read_params(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
+    """Returns the parameters of each of `count` prompts; None: `default`. TypeError for other
+    types, RequestError for another number."""
     each = (
         list(params)
         if isinstance(params, Sequence)
-        else [SamplingParams() if params is None else params] * count
+        else [default if params is None else params] * count
     )
     for given in each:
         if isinstance(given, Mapping):

@@ -425,3 +425,13 @@ def test_models_that_are_not_here_say_how_they_get_here(cache):
         LLM("demo", tensor_parallel_size=2)
     with pytest.raises(SettingError, match="--dtype"):
         LLM("demo", dtype="int4")
+
+
+def test_the_checkpoints_sampling_holds_for_calls_without_parameters(cache, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 3}')
+    with LLM("demo", generation_config=tmp_path, **SIZES) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+        (short,) = llm.generate("hello")
+        assert len(short.outputs[0].token_ids) == 3
+        (own,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        assert len(own.outputs[0].token_ids) == 5

@@ -199,6 +199,10 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Effect("--chat-template FILES/chat.jinja", "http.chat_template"),
         Refused("--chat-template FILES/chat.jinja", "has no tokenizer", "--engine FILES/dumb"),
     ),
+    "generation_config": (
+        Effect("--generation-config FILES/sampling", "ready.sampling"),
+        Refused("--generation-config FILES/none", "cannot read"),
+    ),
     "strict_fields": (Effect("--strict-fields", "http.strict_fields"),),
     "keep_tokens_left": (Effect("--keep-tokens-left", "http.keep_tokens_left"),),
     "api_key": (Effect(KEY, "http.api_keys"),),
@@ -254,6 +258,8 @@ def engine(tmp_path_factory):
 def files(tmp_path, engine):
     """The files that the cases name."""
     (tmp_path / "queue.toml").write_text("max-queue = 9")
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling" / "generation_config.json").write_text('{"top_k": 20}')
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("one")
     (tmp_path / "histories").write_text("postgresql://me:secret@histories/one\n")
@@ -423,7 +429,8 @@ def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(
         assert len(warnings) == bool(parts) and all(part in warnings[0] for part in parts), words
 
 
-TOLD_TO_TRITON = {field.name for field in fields(TritonSettings)}
+# its model gets `Ready` too
+TOLD_TO_TRITON = {"sampling", *(field.name for field in fields(TritonSettings))}
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "attach"])
