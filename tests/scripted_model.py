@@ -4,12 +4,12 @@ Only the forward pass is replaced. The KV of a token is the token itself, one nu
 pass reads its whole prompt from the KV pool, so a reply is right only if the KV that was reused
 is. Scheduler, chunk store, CPU device and HTTP process are the real ones.
 
-    with scripted_server(directory, {"Part one": ["<tool_call>...</tool_call>", "Done."]}) as server:
+    with scripted_server(directory, {"Part one": tool_call("read", path="a.txt")}) as server:
 
-A script has markers, and the replies to the last marker of the prompt in order: the first reply
-follows the marker, the second one the first result of a tool, and so on. Without a marker, and
-after the last reply, the model says OTHERWISE. Run as a program, this file is the server's
-launcher: `python tests/scripted_model.py SCRIPT serve [options]`.
+A script has markers, each with a reply. The last marker among the messages since the model's last
+reply decides; without one there, the model says OTHERWISE. So a tool's result with a marker in it
+shows that it came back. Run as a program, this file is the server's launcher:
+`python tests/scripted_model.py SCRIPT serve [options]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
@@ -72,7 +72,7 @@ def tool_call(name, **arguments):
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def scripted_server(directory: Path, script: Mapping[str, Sequence[str]], *options):
+def scripted_server(directory: Path, script: Mapping[str, str], *options):
     """A server that is not started yet; the model's name is `scripted`."""
     from .end_to_end.server import Server
 
@@ -98,7 +98,7 @@ def scripted_server(directory: Path, script: Mapping[str, Sequence[str]], *optio
 class Script:
     """Chooses the next token from all tokens before it."""
 
-    def __init__(self, replies: Mapping[str, Sequence[str]]):
+    def __init__(self, replies: Mapping[str, str]):
         self._replies = replies
         self._tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER))
         self._begin = self._tokenizer.token_to_id(BEGIN)
@@ -121,11 +121,10 @@ class Script:
 
     def say(self, prompt: str) -> str:
         """The reply to a rendered prompt."""
-        marker = max(self._replies, key=prompt.rfind)
-        at = prompt.rfind(marker)
-        number = prompt.count(f"{BEGIN}assistant\n", at) - 1
-        replies = self._replies[marker]
-        return replies[number] if at >= 0 and number < len(replies) else OTHERWISE
+        *before, _ = prompt.split(f"{BEGIN}assistant\n")
+        new = before[-1] if len(before) == 1 else before[-1].partition(END)[2]
+        marker = max(self._replies, key=new.rfind)
+        return self._replies[marker] if marker in new else OTHERWISE
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
