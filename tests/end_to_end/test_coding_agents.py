@@ -17,6 +17,8 @@ import pytest
 
 from tests.scripted_model import scripted_server, tool_call
 
+pytestmark = pytest.mark.slow
+
 CLIENTS = Path(sys.prefix) / "clients"
 AGENTS = CLIENTS / "openai-agents" / "bin" / "python"
 SECONDS = 120  # of one run of a client
