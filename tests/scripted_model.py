@@ -111,8 +111,8 @@ class Script:
         the reply so far."""
         start = int((tokens == self._begin).nonzero()[-1]) + self._head
         reply = self._reply(tokens[:start].numpy().tobytes())
-        said = len(tokens) - start
-        return reply[said] if said < len(reply) else self._end
+        place = len(tokens) - start
+        return reply[place] if place < len(reply) else self._end
 
     def _reply_to(self, prompt: bytes) -> list[int]:
         ids = torch.frombuffer(bytearray(prompt), dtype=torch.int32).tolist()

@@ -82,26 +82,30 @@ def check(log):
     their prompts. Of a server that has ended: its log is complete."""
     refused = [line for line in log if "refused status=4" in line]
     assert not refused
-    found = re.findall(r"prompt_tokens=(\d+) cached_tokens=(\d+)", "\n".join(log))
-    assert len(found) == 5
-    assert all(int(cached) / int(prompt) >= SHARE for prompt, cached in found[1:]), found
+    counts = re.findall(r"prompt_tokens=(\d+) cached_tokens=(\d+)", "\n".join(log))
+    assert len(counts) == 5
+    assert all(int(cached) / int(prompt) >= SHARE for prompt, cached in counts[1:]), counts
 
 
 CLAUDE = CLIENTS / "node_modules" / ".bin" / "claude"
+KNOWN = "claude-opus-5"
 
 
 @installed(CLAUDE)
-def test_claude_code(tmp_path, place):
+@pytest.mark.parametrize("model", ["scripted", KNOWN])
+def test_claude_code(tmp_path, place, model):
+    """To a model that it knows it sends another prompt, with the tokens left and a budget of
+    thoughts."""
     says = script(
         tool_call("Read", file_path=str(place.notes)),
         tool_call("Bash", command=COUNT, description="Counts the boats"),
     )
-    with scripted_server(tmp_path, says) as server:
+    with scripted_server(tmp_path, says, "--served-model-name", model) as server:
         environment = {
             "ANTHROPIC_BASE_URL": server.url,
             "ANTHROPIC_API_KEY": "none",
-            "ANTHROPIC_MODEL": "scripted",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "scripted",
+            "ANTHROPIC_MODEL": model,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         }
         for number, question in enumerate(QUESTIONS):
