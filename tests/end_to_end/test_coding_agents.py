@@ -88,14 +88,13 @@ def check(log):
 
 
 CLAUDE = CLIENTS / "node_modules" / ".bin" / "claude"
-KNOWN = "claude-opus-5"
+LISTED = "claude-opus-5"
 
 
 @installed(CLAUDE)
-@pytest.mark.parametrize("model", ["scripted", KNOWN])
+@pytest.mark.parametrize("model", ["scripted", LISTED])
 def test_claude_code(tmp_path, place, model):
-    """To a model that it knows it sends another prompt, with the tokens left and a budget of
-    thoughts."""
+    """A model of its own list gets other prompts: system messages say how many tokens are left."""
     says = script(
         tool_call("Read", file_path=str(place.notes)),
         tool_call("Bash", command=COUNT, description="Counts the boats"),
