@@ -7,13 +7,14 @@
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
 # make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
+# make clients installs coding agents for their tests (1.3 GB on the disk, under a minute; npm is needed)
 
 PYTHON ?= python3
 VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates clients
 
 setup: $(VENV)/.installed
 
@@ -51,6 +52,13 @@ ray: setup
 	$(VENV)/ray/bin/pip install --quiet --disable-pip-version-check --no-compile 'ray[serve]>=2.60,<3'
 	echo "import site; site.addsitedir('$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pensieve.pth
+
+clients: setup
+	@echo "== installing coding agents into $(VENV)/clients (1.3 GB)"
+	npm install --silent --no-audit --no-fund --no-save --prefix $(VENV)/clients \
+		@anthropic-ai/claude-code@2.1.332 opencode-ai@1.18.33 @openai/codex@0.171.0
+	test -x $(VENV)/clients/openai-agents/bin/python || $(VENV)/bin/python -m venv $(VENV)/clients/openai-agents
+	$(VENV)/clients/openai-agents/bin/pip install --quiet --disable-pip-version-check --no-compile openai-agents==0.24.0
 
 lint: setup
 	@echo "== lint and type check"

@@ -36,6 +36,7 @@ LONG_FILES = (
     "end_to_end/test_lower_tier.py",
     "end_to_end/test_identity.py",
     "end_to_end/test_disk_identity.py",
+    "end_to_end/test_coding_agents.py",
     "end_to_end/test_server.py",
     "end_to_end/test_operations.py",
     "benchmarks/test_tiers.py",
