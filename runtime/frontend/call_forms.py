@@ -193,15 +193,15 @@ _BETWEEN_VALUES = re.compile(r"[\s,;]*")
 def _objects(text: str) -> list[Any] | None:
     """The JSON values in a row, those of lists one by one; None if the text is something else."""
     decoder = json.JSONDecoder()
-    found: list[Any] = []
+    values: list[Any] = []
     at = 0
     try:
         while (at := _end(_BETWEEN_VALUES, text, at)) < len(text):
             value, at = decoder.raw_decode(text, at)
-            found += value if isinstance(value, list) else [value]
+            values += value if isinstance(value, list) else [value]
     except (ValueError, RecursionError):
         return None
-    return found
+    return values
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -271,7 +271,7 @@ def _begins_object(text: str, tools: Schemas) -> bool | None:
     if head := _BARE.match(text):
         return _names_tool(head[1], bool(head[2]), tools)
     compact = "".join(text.split())
-    return None if any(known.startswith(compact) for known in _BARE_HEADS) else False
+    return None if any(head.startswith(compact) for head in _BARE_HEADS) else False
 
 
 def _names_tool(name: str, complete: bool, tools: Schemas) -> bool | None:

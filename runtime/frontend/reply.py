@@ -24,7 +24,7 @@ from ..text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from .engine_client import OutputStream
 from .errors import error_object
 from .logprobs import LogprobsWriter
-from .reply_reader import Reader, Said, ToolCall
+from .reply_reader import Reader, ReplyParts, ToolCall
 
 _encode_text = json.JSONEncoder().encode
 NO_TOKENS: Mapping[int, str] = {}
@@ -143,32 +143,32 @@ class Reply:
         self.truncated = max(self.truncated, result.truncated)
         stopped = self._stopped
         start = len(self.tokens)
-        said = Said()
-        count, text = (0, "") if stopped else self._read(result, said)
+        parts = ReplyParts()
+        count, text = (0, "") if stopped else self._read(result, parts)
         if count < len(result.tokens):
             result = result._replace(tokens=result.tokens[:count], logprobs=result.logprobs[:count])
         self.tokens += result.tokens
         self.texts.append(text)
         if result.finish is not None:
             self.finish = FinishReason.STOP if self._stopped else result.finish
-        self._end_said(said, result)
-        self.thoughts.append(said.thought)
-        self.content.append(said.content)
-        self.calls += said.calls
+        self._end_parts(parts, result)
+        self.thoughts.append(parts.thought)
+        self.content.append(parts.content)
+        self.calls += parts.calls
         self.logprobs += result.logprobs
         self.prompt_logprobs += result.prompt_logprobs
         if self.request.confirm and not stopped and (self._stopped or result.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
         offsets = tuple(self.offsets[start:])
-        return Piece(said.content, result, offsets, said.calls, self.stop_reason, said.thought)
+        return Piece(parts.content, result, offsets, parts.calls, self.stop_reason, parts.thought)
 
-    def _end_said(self, said: Said, result: RowResult) -> None:
+    def _end_parts(self, parts: ReplyParts, result: RowResult) -> None:
         """Ends the reader's text with the reply."""
         reader = self._reader
         if reader is None or result.finish is None:
             return
         cut = self.finish is FinishReason.LENGTH or (self._stopped and reader.in_call)
-        said.add(reader.end(cut))
+        parts.add(reader.end(cut))
 
     @property
     def _stopped(self) -> bool:
@@ -176,9 +176,9 @@ class Reply:
         waited for."""
         return self.stop_string is not None
 
-    def _read(self, result: RowResult, said: Said) -> tuple[int, str]:
+    def _read(self, result: RowResult, parts: ReplyParts) -> tuple[int, str]:
         """Returns how many of the tokens belong to the reply (all, or those up to the one that
-        completes a stop string), and their text. `said` gets the same, divided."""
+        completes a stop string), and their text. `parts` gets the same, divided."""
         detokenizer = self._detokenizer
         if detokenizer is None:
             self.offsets += [0] * len(result.logprobs)
@@ -188,7 +188,7 @@ class Reply:
             if self._is_stop_token(token, len(self.tokens) + count):
                 piece = ""
             elif token in self._kept:
-                pieces.append(self._say_kept(detokenizer, token, said))
+                pieces.append(self._say_kept(detokenizer, token, parts))
                 piece = ""
             else:
                 piece = detokenizer.push(token)
@@ -197,31 +197,31 @@ class Reply:
                 self._length += len(piece)
             text = piece if self._matcher is None else self._matcher.push(piece)
             pieces.append(text)
-            self._divide(text, said)
+            self._divide(text, parts)
             if self._stopped:
                 return count, "".join(pieces)
         if result.finish is not None:
             rest = detokenizer.flush()
             text = rest if self._matcher is None else self._matcher.end(rest)
             pieces.append(text)
-            self._divide(text, said)
+            self._divide(text, parts)
         return len(result.tokens), "".join(pieces)
 
-    def _say_kept(self, detokenizer: Detokenizer, token: int, said: Said) -> str:
+    def _say_kept(self, detokenizer: Detokenizer, token: int, parts: ReplyParts) -> str:
         """Returns the text that this special token ends. Only the reader sees the token."""
         text = detokenizer.flush()
         if self._matcher is not None:
             text = self._matcher.release() + text
-        self._divide(text, said, counts=False)
-        self._divide(self._kept[token], said, counts=False)
+        self._divide(text, parts, counts=False)
+        self._divide(self._kept[token], parts, counts=False)
         return text
 
-    def _divide(self, text: str, said: Said, counts: bool = True) -> None:
+    def _divide(self, text: str, parts: ReplyParts, counts: bool = True) -> None:
         """`counts`: the text is one more token."""
         if self._reader is None:
-            said.content += text
+            parts.content += text
             return
-        said.add(self._reader.push(text))
+        parts.add(self._reader.push(text))
         self.reasoning_tokens += counts and self._reader.thinking
 
     def _is_stop_token(self, token: int, count: int) -> bool:

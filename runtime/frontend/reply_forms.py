@@ -228,8 +228,8 @@ def _calls_form(tokenizer: Tokenizer, name: str) -> CallForm:
             return form
     if name == AUTO:
         return HERMES
-    known = [form for form in forms if all(part in tokenizer.added for part in form.inner)]
-    return (known or forms)[0]
+    in_vocabulary = [form for form in forms if all(part in tokenizer.added for part in form.inner)]
+    return (in_vocabulary or forms)[0]
 
 
 def _written_call(tokenizer: Tokenizer) -> str:
@@ -266,7 +266,7 @@ def _reads_back(form: CallForm, written: str) -> bool:
 def _reads(form: CallForm, written: str) -> bool:
     tools = {PROBE_NAME: PROBE_SCHEMA}
     reader: Reader = HarmonyReader(1) if form is HARMONY else ReplyReader(None, form, tools, 1)
-    said = reader.push(written)
-    said.add(reader.end(cut=False))
-    calls = [(call.name, json.loads(call.arguments)) for call in said.calls]
+    parts = reader.push(written)
+    parts.add(reader.end(cut=False))
+    calls = [(call.name, json.loads(call.arguments)) for call in parts.calls]
     return calls == [(PROBE_NAME, PROBE_ARGUMENTS)]

@@ -33,14 +33,14 @@ class ToolCall(NamedTuple):
 
 
 @dataclass
-class Said:
+class ReplyParts:
     """What more of a reply says. Of these the thought comes first."""
 
     thought: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, more: Said) -> None:
+    def add(self, more: ReplyParts) -> None:
         self.thought += more.thought
         self.content += more.content
         self.calls += more.calls
@@ -57,10 +57,10 @@ class Reader(Protocol):
     def in_call(self) -> bool:
         """The text so far ends in a call."""
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> ReplyParts:
         """Takes more of the text. Returns what is now certain."""
 
-    def end(self, cut: bool) -> Said:
+    def end(self, cut: bool) -> ReplyParts:
         """Ends the text. `cut`: in the middle. Then a marker or a call that has only begun is left
         out, otherwise it is content."""
 
@@ -87,10 +87,10 @@ class _Calls:
         self._prefix = "c" if short_ids else "call_"
         self.count = 0
 
-    def add(self, said: Said, calls: list[WrittenCall]) -> None:
+    def add(self, parts: ReplyParts, calls: list[WrittenCall]) -> None:
         for call in calls:
             if self.count < self._most:
-                said.calls.append(
+                parts.calls.append(
                     ToolCall(
                         self.count,
                         self._prefix + secrets.token_hex(self._id_bytes),
@@ -130,48 +130,48 @@ class ReplyReader:
         self._blank = True  # no content has been returned
         self._begun = False  # characters of this thought have been returned
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> ReplyParts:
         """See `Reader`."""
         self._held += text
-        said = Said()
-        while self._step(said):
+        parts = ReplyParts()
+        while self._step(parts):
             pass
-        return said
+        return parts
 
-    def end(self, cut: bool) -> Said:
+    def end(self, cut: bool) -> ReplyParts:
         """See `Reader`."""
-        said = Said()
+        parts = ReplyParts()
         held = self._held
         self._held = ""
         if self.in_call:
-            self._end_call(said, held, cut)
+            self._end_call(parts, held, cut)
         elif self.thinking:
             assert self._thoughts is not None
             kept = len(held) - _begun(held, self._thoughts.close) if cut else len(held)
-            said.thought = held[:kept].rstrip()
+            parts.thought = held[:kept].rstrip()
         else:
             if cut:
                 undecided = self._undecided(held)
                 held = "" if undecided else held[: len(held) - self._held_marker(held)]
             passed = self._calls.count or self._thought_before
-            said.content = "" if passed and not held.strip() else held
-        return said
+            parts.content = "" if passed and not held.strip() else held
+        return parts
 
-    def _step(self, said: Said) -> bool:
+    def _step(self, parts: ReplyParts) -> bool:
         """Reads up to the next marker. Returns False if more text is needed."""
         if self.in_call:
-            return self._read_call(said)
+            return self._read_call(parts)
         if self.thinking:
-            return self._read_thought(said)
-        return self._read_content(said)
+            return self._read_thought(parts)
+        return self._read_content(parts)
 
-    def _read_thought(self, said: Said) -> bool:
+    def _read_thought(self, parts: ReplyParts) -> bool:
         assert self._thoughts is not None
         close = self._thoughts.close
         cut = self._held.find(close)
         end = cut if cut >= 0 else len(self._held) - _begun(self._held, close)
         thought = self._held[:end].rstrip()
-        said.thought += thought if self._begun else thought.lstrip()
+        parts.thought += thought if self._begun else thought.lstrip()
         self._begun = self._begun or bool(thought.strip())
         if cut < 0:
             self._held = self._held[len(thought) :]
@@ -180,18 +180,18 @@ class ReplyReader:
         self.thinking = False
         return True
 
-    def _read_content(self, said: Said) -> bool:
+    def _read_content(self, parts: ReplyParts) -> bool:
         if self._blank:
             self._held = self._held.lstrip() if self._thought_before else self._held
-            if self._opens_call(said):
+            if self._opens_call(parts):
                 return True
             if self._undecided(self._held):
                 return False
         place, marker = self._next_marker()
         if not marker:
-            self._say(said, len(self._held) - self._held_marker(self._held))
+            self._say(parts, len(self._held) - self._held_marker(self._held))
             return False
-        self._say(said, place)
+        self._say(parts, place)
         if self._thoughts is not None and marker == self._thoughts.open:
             self._held = self._held.lstrip()[len(marker) :]
             self.thinking = self._thought_before = True
@@ -202,7 +202,7 @@ class ReplyReader:
             self._held = self._held.replace(marker, "", 1)
         return True
 
-    def _opens_call(self, said: Said) -> bool:
+    def _opens_call(self, parts: ReplyParts) -> bool:
         """True if a call begins here without a marker."""
         form = self._form
         if form is None or form.open or self._calls.count or not self._held.strip():
@@ -235,12 +235,12 @@ class ReplyReader:
 
     def _next_marker(self) -> tuple[int, str]:
         places = [(self._held.find(marker), marker) for marker in self._markers()]
-        found = [
+        first_ones = [
             (place, marker)
             for place, marker in places
             if place >= 0 and (not self._opens_thought(marker) or not self._held[:place].strip())
         ]
-        return min(found, default=(0, ""))
+        return min(first_ones, default=(0, ""))
 
     def _opens_thought(self, marker: str) -> bool:
         return self._thoughts is not None and marker == self._thoughts.open
@@ -249,16 +249,16 @@ class ReplyReader:
         """How many characters at the end of the text may be the beginning of a marker."""
         return max((_begun(text, marker) for marker in self._markers()), default=0)
 
-    def _say(self, said: Said, end: int) -> None:
+    def _say(self, parts: ReplyParts, end: int) -> None:
         """Returns the held text up to `end`, without the white space before `end`, which is left
         out if a call or thought follows."""
         content = self._held[:end].rstrip()
         if content:
-            said.content += content
+            parts.content += content
             self._held = self._held[len(content) :]
             self._blank = False
 
-    def _read_call(self, said: Said) -> bool:
+    def _read_call(self, parts: ReplyParts) -> bool:
         form = self._form
         assert form is not None
         if not form.close:
@@ -274,15 +274,15 @@ class ReplyReader:
             self._searched = end
             return True
         if calls is None:
-            said.content += self._held[:end]
+            parts.content += self._held[:end]
             self._blank = False
         else:
-            self._calls.add(said, calls)
+            self._calls.add(parts, calls)
         self._held = self._held[end:]
         self.in_call = False
         return True
 
-    def _end_call(self, said: Said, held: str, cut: bool) -> None:
+    def _end_call(self, parts: ReplyParts, held: str, cut: bool) -> None:
         form = self._form
         assert form is not None
         written = held.lstrip().removeprefix(form.open)
@@ -291,9 +291,9 @@ class ReplyReader:
         readable = not (cut and form.needs_close)
         calls = form.read(written, self._tools) if readable else None
         if calls is not None:
-            self._calls.add(said, calls)
+            self._calls.add(parts, calls)
         elif not cut:
-            said.content = held
+            parts.content = held
 
 
 class HarmonyReader:
@@ -315,38 +315,38 @@ class HarmonyReader:
         self.in_call = False
         self._recipient = ""
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> ReplyParts:
         """See `Reader`."""
         self._held += text
-        said = Said()
-        while self._read_header(said) if self._in_header else self._read_message(said):
+        parts = ReplyParts()
+        while self._read_header(parts) if self._in_header else self._read_message(parts):
             pass
-        return said
+        return parts
 
-    def end(self, cut: bool) -> Said:
+    def end(self, cut: bool) -> ReplyParts:
         """See `Reader`."""
-        said = Said()
+        parts = ReplyParts()
         held = self._held
         self._held = ""
         if self._in_header:
-            said.content = "" if _may_be_header(held) and (cut or held.strip()) else held
-            return said
+            parts.content = "" if _may_be_header(held) and (cut or held.strip()) else held
+            return parts
         body = held[: len(held) - _begun_any(held)] if cut else held
         if self.in_call:
-            self._end_call(said, body or ("" if cut else "{}"), "" if cut else body)
+            self._end_call(parts, body or ("" if cut else "{}"), "" if cut else body)
         elif self.thinking:
-            said.thought = body
+            parts.thought = body
         else:
-            said.content = body
-        return said
+            parts.content = body
+        return parts
 
-    def _read_header(self, said: Said) -> bool:
+    def _read_header(self, parts: ReplyParts) -> bool:
         header, marker, rest = self._held.partition("<|message|>")
         if not marker:
             plain = self._first and not _may_be_header(header)
             if not plain and len(header) <= MOST_HEADER:
                 return False
-            said.content += self._held  # not in this form
+            parts.content += self._held  # not in this form
             header = ""
             rest = ""
         self._first = self._in_header = False
@@ -356,11 +356,11 @@ class HarmonyReader:
         self._recipient = recipient[1] if recipient is not None else ""
         self.thinking = not self.in_call and "analysis" in header
         if self.thinking and self._thought_before:
-            said.thought += "\n"
+            parts.thought += "\n"
         self._thought_before = self._thought_before or self.thinking
         return True
 
-    def _read_message(self, said: Said) -> bool:
+    def _read_message(self, parts: ReplyParts) -> bool:
         end = _MESSAGE_END.search(self._held, self._searched)
         if end is not None:
             body = self._held[: end.start()]
@@ -370,11 +370,11 @@ class HarmonyReader:
         else:
             body = self._held[: len(self._held) - _begun_any(self._held)]
         if self.in_call:
-            self._end_call(said, body or "{}", body)
+            self._end_call(parts, body or "{}", body)
         elif self.thinking:
-            said.thought += body
+            parts.thought += body
         else:
-            said.content += body
+            parts.content += body
         self._held = self._held[len(body) :]
         self._searched = 0
         if end is None:
@@ -383,7 +383,7 @@ class HarmonyReader:
         self.thinking = self.in_call = False
         return True
 
-    def _end_call(self, said: Said, body: str, content: str) -> None:
+    def _end_call(self, parts: ReplyParts, body: str, content: str) -> None:
         """`content`: if the body is no call."""
         try:
             arguments = json.loads(body)
@@ -391,9 +391,9 @@ class HarmonyReader:
         except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
-            self._calls.add(said, [WrittenCall(self._recipient, arguments)])
+            self._calls.add(parts, [WrittenCall(self._recipient, arguments)])
         else:
-            said.content += content
+            parts.content += content
 
 
 _MARKERS = ("<|start|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>")

@@ -20,7 +20,7 @@ from pensieve.runtime.frontend.reply_forms import (
     ReplyForms,
     reply_forms,
 )
-from pensieve.runtime.frontend.reply_reader import Reader, Said
+from pensieve.runtime.frontend.reply_reader import Reader, ReplyParts
 from pensieve.runtime.step.grammar import Grammars, json_grammar, lark_grammar
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
 from pensieve.scheduler.types import SettingError
@@ -195,17 +195,17 @@ def forms_of(call_form: CallForm) -> ReplyForms:
     return ReplyForms(HARMONY_THOUGHTS if call_form is HARMONY else THINK, call_form)
 
 
-def read(forms: ReplyForms, text: str, size: int, cut: bool = False, tail: str = "") -> Said:
+def read(forms: ReplyForms, text: str, size: int, cut: bool = False, tail: str = "") -> ReplyParts:
     reader: Reader = forms.reader(TOOLS, 9, tail)
-    said = Said()
+    parts = ReplyParts()
     for at in range(0, len(text), size):
-        said.add(reader.push(text[at : at + size]))
-    said.add(reader.end(cut))
-    return said
+        parts.add(reader.push(text[at : at + size]))
+    parts.add(reader.end(cut))
+    return parts
 
 
-def calls_in(said: Said) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+def calls_in(parts: ReplyParts) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in parts.calls]
 
 
 @pytest.mark.parametrize(("call_form", "text", "content", "calls"), CALLS, ids=IDS)
@@ -216,11 +216,11 @@ def test_a_reply_is_read_alike_in_any_pieces(
     if call_form is HARMONY and thought:
         pytest.skip("gpt-oss has thoughts of its own form")
     for size in (1, 3, 7, len(thought + text)):
-        said = read(forms_of(call_form), thought + text, size)
-        assert (said.content, calls_in(said)) == (content, calls), size
+        parts = read(forms_of(call_form), thought + text, size)
+        assert (parts.content, calls_in(parts)) == (content, calls), size
         if call_form is not HARMONY:
-            assert said.thought == ("What is asked?" if thought else "")
-    ids = [call.id for call in said.calls]
+            assert parts.thought == ("What is asked?" if thought else "")
+    ids = [call.id for call in parts.calls]
     assert len(set(ids)) == len(ids)
     assert all((len(own) == 9 and own.isalnum()) == call_form.short_ids for own in ids)
 
@@ -232,10 +232,10 @@ def test_a_reply_that_is_cut_shows_no_marker(
     whole = f"<think>Hm.</think>{text}" if call_form is not HARMONY else text
     for end in range(len(whole)):
         for size in (1, end or 1):
-            said = read(forms_of(call_form), whole[:end], size, cut=True)
-            assert content.startswith(said.content), (end, said)
-            assert calls_in(said) == calls[: len(said.calls)]
-            assert not set("<>[]{") & set(said.thought), (end, said)
+            parts = read(forms_of(call_form), whole[:end], size, cut=True)
+            assert content.startswith(parts.content), (end, parts)
+            assert calls_in(parts) == calls[: len(parts.calls)]
+            assert not set("<>[]{") & set(parts.thought), (end, parts)
 
 
 @pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
@@ -243,18 +243,18 @@ def test_text_without_calls_stays_as_it_is(call_form: CallForm) -> None:
     texts = [" Hello,\n\n  world \n", "a < b", "[1, 2]", '{"name": "Bob", "age": 3}', "{", "[", ""]
     for text in texts:
         for size in (1, 3, len(text) or 1):
-            said = read(ReplyForms(None, call_form), text, size)
-            assert (said.content, said.calls) == (text, []), size
+            parts = read(ReplyForms(None, call_form), text, size)
+            assert (parts.content, parts.calls) == (text, []), size
 
 
 @pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
 def test_a_broken_call_is_content_and_no_error(call_form: CallForm) -> None:
     for body in ("nonsense", '{"name": 3}', "[" * 100_000, "[weather(", "call:weather{city:"):
         text = f"{call_form.open}{body}{call_form.close}"
-        said = read(ReplyForms(None, call_form), text, len(text))
-        assert not said.calls
+        parts = read(ReplyForms(None, call_form), text, len(text))
+        assert not parts.calls
         if call_form is not HARMONY:
-            assert said.content == text
+            assert parts.content == text
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,11 @@ def test_thoughts_are_divided_from_the_content(name: str, text: str) -> None:
     _, _, inside = text.partition(own.open)
     for size in (1, 3, 7, len(text)):
         for given, tail in ((text, "assistant\n"), (inside, f"assistant\n{own.open}\n")):
-            said = read(forms, given, size, tail=tail)
-            assert (said.thought, said.content) == ("Hm.", "Yes."), (size, tail)
+            parts = read(forms, given, size, tail=tail)
+            assert (parts.thought, parts.content) == ("Hm.", "Yes."), (size, tail)
     for end in range(len(text)):
-        said = read(forms, text[:end], 1, cut=True)
-        assert "Hm.".startswith(said.thought) and "Yes.".startswith(said.content), (end, said)
+        parts = read(forms, text[:end], 1, cut=True)
+        assert "Hm.".startswith(parts.thought) and "Yes.".startswith(parts.content), (end, parts)
 
 
 def test_a_prompt_that_ends_behind_a_thought_switches_thoughts_off() -> None:
@@ -352,8 +352,8 @@ def test_a_forced_call_has_the_form_that_is_read(
     assert accepts(grammars, grammar, ids_of(text, tokenizer)), text
     for wrong in (text.replace("Oslo", "").replace("3", "x"), text.replace("weather", "other")):
         assert not accepts(grammars, grammar, ids_of(wrong, tokenizer)), wrong
-    said = read(forms, text, 1)
-    assert (said.content, calls_in(said)) == ("", [OSLO])
+    parts = read(forms, text, 1)
+    assert (parts.content, calls_in(parts)) == ("", [OSLO])
 
 
 @pytest.fixture
@@ -422,7 +422,7 @@ def test_public_templates_have_a_form(tmp_path: Path) -> None:
     """Each template that writes calls writes them in a form that is read, but for two of a model
     whose form is not in the table."""
     unread = []
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for wheel in WHEELS:
         with zipfile.ZipFile(wheel) as files:
             for name in files.namelist():
@@ -433,8 +433,8 @@ def test_public_templates_have_a_form(tmp_path: Path) -> None:
                     continue
                 forms = reply_forms(Tokenizer(byte_tokenizer(), template))
                 own = forms.calls.names[0]
-                found[own] = found.get(own, 0) + 1
+                counts[own] = counts.get(own, 0) + 1
                 if own == "hermes" and "<tool_call>" not in template.source:
                     unread.append(Path(name).stem)
     assert unread == ["muse_glimmer", "muse_glimmer_training"]
-    assert len(found) >= 10, found
+    assert len(counts) >= 10, counts

@@ -28,16 +28,16 @@ def parsed(
     text: str, cuts: random.Random | None = None, most: int = 100
 ) -> tuple[str, list[tuple[str, object]]]:
     reader = ReplyReader(None, HERMES, {}, most)
-    said = reader.push("")
+    parts = reader.push("")
     while text:
         size = cuts.randrange(1, 6) if cuts else len(text)
-        said.add(reader.push(text[:size]))
+        parts.add(reader.push(text[:size]))
         text = text[size:]
-    said.add(reader.end(cut=False))
-    calls = said.calls
+    parts.add(reader.end(cut=False))
+    calls = parts.calls
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
-    return said.content, [(call.name, json.loads(call.arguments)) for call in calls]
+    return parts.content, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 A, B = ("a", {"x": 1}), ("b", {})

@@ -74,6 +74,7 @@ def test_completion_of_text(ask: Callable[..., Any]) -> None:
         "completion_tokens": 7,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 6},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

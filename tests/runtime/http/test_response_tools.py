@@ -11,6 +11,7 @@ import pytest
 
 from pensieve.runtime.frontend.bodies import parse
 from pensieve.runtime.frontend.reply import Piece, Style
+from pensieve.runtime.frontend.reply_forms import ReplyForms
 from pensieve.runtime.frontend.reply_reader import ToolCall
 from pensieve.runtime.http.response_writer import About, ResponseWriter
 from pensieve.runtime.http.responses import ResponseBody
@@ -250,8 +251,10 @@ def test_a_call_is_forced(choice: Any, words: list[str], others: list[str]) -> N
     body = parsed_body(tools=tools, tool_choice=choice)
     wishes = body.generate()
     assert wishes.form is not None and wishes.form.param == "tools"
-    assert all(word in wishes.form.grammar for word in words)
-    assert not any(word in wishes.form.grammar for word in others)
+    assert wishes.form.tools is not None
+    grammar = wishes.form.tools.grammar(ReplyForms())
+    assert all(word in grammar for word in words)
+    assert not any(word in grammar for word in others)
     assert len(wishes.tools) == 2  # another choice changes no prompt
 
 
@@ -271,7 +274,8 @@ def test_a_format_is_followed(form: dict[str, Any]) -> None:
     wanted = body.generate().form
     assert wanted is not None and wanted.param == "text.format"
     with_tools = parsed_body(text={"format": form}, tools=[WEATHER]).generate().form
-    assert with_tools is not None and "weather" in with_tools.grammar
+    assert with_tools is not None and with_tools.tools is not None
+    assert "weather" in with_tools.tools.grammar(ReplyForms())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Thoughts of replies: apart from the content in the answers of all APIs, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.frontend.bodies import ChatBody
+from pensieve.runtime.http.settings import HTTPSettings
+
+from ..fake_loop import EOS, FakeLoop, byte_tokens
+
+THOUGHT, CONTENT = "The user greets.", "Hello!"
+REPLY = f"<think>\n{THOUGHT}\n</think>\n\n{CONTENT}"
+TOLD = [{"role": "user", "content": "hello"}]
+THINKS = HTTPSettings(reasoning_parser="deepseek_r1")
+Ask = Callable[..., Any]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = (line for line in text.splitlines() if line.startswith("data: {"))
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def answered(ask: Ask, path: str, settings: HTTPSettings = THINKS, **body: Any) -> httpx.Response:
+    loop = FakeLoop(lambda _: [*byte_tokens(REPLY), EOS])
+
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.post(path, json={"model": "fake", **body})
+
+    response: httpx.Response = ask(work, loop, settings=settings)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def test_a_chat_has_its_thought_beside_its_content(ask: Ask) -> None:
+    answer = answered(ask, "/v1/chat/completions", messages=TOLD).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"]) == (THOUGHT, THOUGHT)
+    assert message["content"] == CONTENT
+    thinking = len(REPLY) - len(CONTENT)
+    counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert len(THOUGHT) <= counted <= thinking
+
+
+def test_a_streamed_chat_has_the_same(ask: Ask) -> None:
+    response = answered(ask, "/v1/chat/completions", messages=TOLD, stream=True)
+    deltas = [event["choices"][0]["delta"] for event in events(response.text)]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
+    assert "".join(delta.get("content") or "" for delta in deltas) == CONTENT
+
+
+def test_a_message_has_a_block_of_thoughts(ask: Ask) -> None:
+    body = {"messages": TOLD, "max_tokens": 100}
+    blocks = answered(ask, "/v1/messages", **body).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == (THOUGHT, CONTENT)
+    streamed = events(answered(ask, "/v1/messages", stream=True, **body).text)
+    started = [event["content_block"]["type"] for event in streamed if "content_block" in event]
+    assert started == ["thinking", "text"]
+    deltas = [event["delta"] for event in streamed if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == THOUGHT
+    assert "".join(delta.get("text", "") for delta in deltas) == CONTENT
+
+
+def test_a_response_has_an_item_of_thoughts(ask: Ask) -> None:
+    output = answered(ask, "/v1/responses", input="hello").json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"]
+    assert output[0]["content"][0]["text"] == THOUGHT
+    assert output[1]["content"][0]["text"] == CONTENT
+
+
+def test_a_client_may_leave_thoughts_out(ask: Ask) -> None:
+    body = {"messages": TOLD, "include_reasoning": False}
+    message = answered(ask, "/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert message["content"] == CONTENT and "reasoning" not in message
+
+
+def test_without_a_form_the_text_stays_whole(ask: Ask) -> None:
+    answer = answered(ask, "/v1/chat/completions", HTTPSettings(), messages=TOLD).json()
+    assert answer["choices"][0]["message"]["content"] == REPLY
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "enabled"}}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        (
+            {"reasoning_effort": "none"},
+            {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"},
+        ),
+    ],
+)
+def test_thoughts_are_switched_by_the_template(fields: Any, variables: Any) -> None:
+    body = ChatBody.model_validate({"messages": TOLD, **fields})
+    assert body.generate().template_variables == variables
