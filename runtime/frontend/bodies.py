@@ -438,6 +438,9 @@ class ChatBody(ChoicesBody):
                 self.chat_template_kwargs, self.thinks, self.reasoning_effort
             ),
             thought_budget=self.thought_budget,
+            budget_field="thinking.budget_tokens"
+            if self.thinking_token_budget is None
+            else "thinking_token_budget",
             form=reply_form(
                 self.response_format,
                 self.constraints(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,6 +78,7 @@ class GenerationCall:
     and closes it. `session`: the client's name for a series of calls; nothing is stored under it.
     `keep`: sent to the loop then, for the turn's KV. `held`: closed with the call.
     `forms`: divide a chat's replies into thoughts, content and calls. `tail`: of the prompt.
+    `special_stops`: the stop strings that are tokens without a text, by their ids.
     """
 
     generate: Generate
@@ -90,26 +91,27 @@ class GenerationCall:
     keep: Keep | None = None
     forms: ReplyForms | None = None
     tail: Tail = ""
+    special_stops: Mapping[int, str] = field(default_factory=dict)
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
         """Returns an empty reply to each request, in their order. Replies confirm their lengths to
         `stream`."""
         wishes = self.generate
+        stops = [stop for stop in wishes.stops if stop not in self.special_stops.values()]
         return [
             Reply(
                 request,
                 stream,
                 tokenizer,
-                StopMatcher(wishes.stops, wishes.include_stop, request.min_tokens)
-                if wishes.stops
-                else None,
+                StopMatcher(stops, wishes.include_stop, request.min_tokens) if stops else None,
                 continues_prompt=not wishes.chat,
                 include_stop=wishes.include_stop,
                 reader=self._reader(),
                 kept=self.forms.kept if self.forms is not None else {},
                 echoed=echoed,
                 stop_token_ids=wishes.stop_token_ids,
+                special_stops=self.special_stops,
             )
             for request, echoed in zip(self.requests, self.echoes, strict=True)
         ]

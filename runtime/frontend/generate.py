@@ -37,7 +37,9 @@ class Generate:
                        the end of a reply
     form               the form that a reply must have, None for any
     most_tool_calls    the most tool calls that a reply may contain
-    thought_budget     the most tokens of a thought, None for any number
+    thought_budget, budget_field
+                       the most tokens of a thought, None for any number, and its field
+    remarks            fields that have no effect with this model
     logprobs, prompt_logprobs
                        number of likeliest tokens reported with each token of the reply, of the
                        prompt
@@ -82,6 +84,8 @@ class Generate:
     form: ReplyForm | None = None
     most_tool_calls: int = 0
     thought_budget: int | None = None
+    budget_field: str = "thinking.budget_tokens"
+    remarks: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False

@@ -60,6 +60,7 @@ class Reply:
         kept: Mapping[int, str] = NO_TOKENS,
         echoed: str = "",
         stop_token_ids: Collection[int] = (),
+        special_stops: Mapping[int, str] = NO_TOKENS,
     ):
         """`matcher` needs a tokenizer and a request with `confirm`.
 
@@ -67,7 +68,8 @@ class Reply:
         stays), not on its own. `include_stop`: the text of a stop token stays, unless it is a
         special token. `reader`: divides the text into thoughts, content and calls. `kept`: special
         tokens with a text for the reader. `echoed`: precedes the reply's text; offsets count from
-        its beginning. `stop_token_ids`: the client's ids that end the reply.
+        its beginning. `stop_token_ids`: the client's ids that end the reply. `special_stops`: the
+        client's stop strings that are special tokens, by their ids.
         """
         context: Sequence[int] = ()
         if tokenizer is not None and continues_prompt:
@@ -96,6 +98,7 @@ class Reply:
         self._reader = reader
         self._kept = kept
         self._stop_token_ids = stop_token_ids
+        self._special_stops = special_stops
         self._length = len(echoed)
 
     @property
@@ -106,7 +109,10 @@ class Reply:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the reply, or None."""
-        return None if self._matcher is None else self._matcher.match
+        if self._stopped:
+            return self._matcher.match if self._matcher is not None else None
+        last = self.tokens[-1] if self.tokens and self.finish is FinishReason.STOP else None
+        return None if last is None else self._special_stops.get(last)
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -174,7 +180,7 @@ class Reply:
     def _stopped(self) -> bool:
         """True if a stop string is complete. The engine may still be generating; its last output is
         waited for."""
-        return self.stop_string is not None
+        return self._matcher is not None and self._matcher.matched
 
     def _read(self, result: RowResult, parts: ReplyParts) -> tuple[int, str]:
         """Returns how many of the tokens belong to the reply (all, or those up to the one that

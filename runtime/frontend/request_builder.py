@@ -69,10 +69,12 @@ class RequestBuilder:
         call may be cancelled. `call` may not: expired conversations would not be deleted, and
         threads would go on after the request has stopped counting.
         """
+        forms = self._forms or ReplyForms()
+        if generate.thought_budget is not None:
+            generate = await self._with_budget(generate, forms)
         form = generate.form
         if form is None:
             return generate
-        forms = self._forms or ReplyForms()
         if form.tools is not None:
             form = replace(form, grammar=form.tools.grammar(forms))
         await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
@@ -96,6 +98,14 @@ class RequestBuilder:
             remarks = await self._check_grammar(form.grammar, form.param, caller.share)
             remarks = (*(f"tools.{name}.parameters" for name in names), *remarks)
         return replace(generate, form=replace(form, remarks=remarks))
+
+    async def _with_budget(self, generate: Generate, forms: ReplyForms) -> Generate:
+        """The same without a budget of thoughts that cannot be kept, and a remark on it."""
+        if forms.can_limit_thoughts:
+            await asyncio.shield(self._open_grammars())
+            if self._grammars is not None:
+                return generate
+        return replace(generate, thought_budget=None, remarks=(generate.budget_field,))
 
     async def _check_grammar(self, grammar: str, param: str, owner: str) -> tuple[str, ...]:
         """Returns the names of what is not enforced."""
@@ -268,7 +278,8 @@ class RequestBuilder:
         # checked for text too: a tokenizer may have more tokens than the model
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
-        stop_ids = frozenset(generate.stop_token_ids) | frozenset(
+        special_stops = self._special_stops(generate.stops)
+        stop_ids = frozenset((*generate.stop_token_ids, *special_stops)) | frozenset(
             () if generate.ignore_eos else self._ready.stop_ids
         )
         if generate.min_tokens and len(stop_ids) > MOST_BIASES:
@@ -308,7 +319,7 @@ class RequestBuilder:
                 stored_tokens=turn.stored_tokens
                 if turn is not None and turn.stored_salt == salt
                 else 0,
-                confirm=bool(generate.stops),
+                confirm=len(special_stops) < len(set(generate.stops)),
                 prompt_logprobs=generate.prompt_logprobs if choice == 0 else None,
                 choice=choice,
                 truncate=truncate,
@@ -335,8 +346,17 @@ class RequestBuilder:
             keep=keep,
             forms=forms,
             tail=tail,
+            special_stops=special_stops,
             held=held,
         )
+
+    def _special_stops(self, stops: Sequence[str]) -> dict[int, str]:
+        """The stop strings that are special tokens, by their ids: such a token has no text."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return {}
+        ids = {stop: tokenizer.added.get(stop) for stop in stops}
+        return {at: stop for stop, at in ids.items() if at is not None and at in tokenizer.special}
 
     def _tail(self, prompt: array[int]) -> Tail:
         """The text at the prompt's end, which tells whether the reply begins in a thought."""

@@ -332,8 +332,8 @@ def create_app(
                 histories.sessions.say_once((caller.owner, session), TOKENS_LEFT_OUT)
         check = calls.check_form(body.generate(), caller)
         generate = await _unless_gone(request.receive, check)
-        if generate.form is not None:
-            say_ignored(request, generate.form.remarks)
+        remarks = generate.form.remarks if generate.form is not None else ()
+        say_ignored(request, (*generate.remarks, *remarks))
         writer = body.writer(ready.model, tokenizer)
         call = await calls.call(generate, writer, arrived, caller)
         return Answer(call, client, tokenizer, tracing)

@@ -100,3 +100,12 @@ def test_without_a_form_the_text_stays_whole(ask: Ask) -> None:
 def test_thoughts_are_switched_by_the_template(fields: Any, variables: Any) -> None:
     body = ChatBody.model_validate({"messages": TOLD, **fields})
     assert body.generate().template_variables == variables
+
+
+def test_a_budget_that_cannot_be_kept_is_named(ask: Ask) -> None:
+    for fields, name in (
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+    ):
+        response = answered(ask, "/v1/chat/completions", messages=TOLD, **fields)
+        assert response.headers["x-pensieve-ignored-fields"] == name
