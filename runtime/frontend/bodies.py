@@ -35,6 +35,9 @@ MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's limit
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 
 
+Wait = Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)]  # seconds
+
+
 class StreamOptions(Body):
     IGNORED = frozenset({"include_obfuscation"})
     NEUTRAL: ClassVar = {"continuous_usage_stats": (False,)}
@@ -48,6 +51,11 @@ class ConversationName(Body):
 
 class ConversationParams(Body):
     conversation_id: ConversationId
+
+
+def named_session(session: str | None, params: ConversationParams | None) -> str | None:
+    """The session that a body names in one of two ways."""
+    return params.conversation_id if session is None and params is not None else session
 
 
 class GenerationBody(Body):
@@ -132,7 +140,7 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     return_sources: bool = False
     priority: int = 0
-    expect_next_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)] | None = None
+    expect_next_s: Wait | None = None
     conversation: ConversationId | ConversationName | None = None
     conversation_params: ConversationParams | None = None
     session_id: ConversationId | None = None
@@ -180,12 +188,7 @@ class GenerationBody(Body):
     def session(self) -> str | None:
         """The name that groups requests whose KV belongs together, or None. Nothing is stored under
         it."""
-        params = self.conversation_params
-        return (
-            params.conversation_id
-            if self.session_id is None and params is not None
-            else self.session_id
-        )
+        return named_session(self.session_id, self.conversation_params)
 
     @property
     def server_history(self) -> bool:
@@ -354,11 +357,9 @@ class ChatBody(ChoicesBody):
     WRITER: ClassVar = ChatWriter
     NEUTRAL: ClassVar = {
         **{k: v for k, v in GenerationBody.NEUTRAL.items() if k != "thinking_token_budget"},
-        "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
-        "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none", "auto"),
@@ -381,6 +382,8 @@ class ChatBody(ChoicesBody):
     thinking: Thinking | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     include_reasoning: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _tools_and_logprobs(self) -> ChatBody:
@@ -437,6 +440,9 @@ class ChatBody(ChoicesBody):
             template_variables=with_thinking(
                 self.chat_template_kwargs, self.thinks, self.reasoning_effort
             ),
+            add_generation_prompt=self.add_generation_prompt is not False
+            and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
             thought_budget=self.thought_budget,
             budget_field="thinking.budget_tokens"
             if self.thinking_token_budget is None
@@ -451,6 +457,20 @@ class ChatBody(ChoicesBody):
         )
 
     @model_validator(mode="after")
+    def _prompt_end(self) -> ChatBody:
+        if self.continue_final_message:
+            check_continued(self.messages, bool(self.add_generation_prompt))
+        named = self.continue_final_message or self.add_generation_prompt is False
+        if named and self.conversation_id is not None:
+            field = "add_generation_prompt"
+            if self.continue_final_message:
+                field = "continue_final_message"
+            raise RequestError(
+                ErrorKind.INVALID, f"{field} is not supported in a stored conversation", field
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
         if (
             None not in (self.max_tokens, self.max_completion_tokens)
@@ -460,6 +480,23 @@ class ChatBody(ChoicesBody):
                 ErrorKind.INVALID, "max_tokens and max_completion_tokens differ", "max_tokens"
             )
         return self
+
+
+def check_continued(messages: Sequence[Message], add_generation_prompt: bool) -> None:
+    """Raises RequestError (INVALID) if the last message cannot be continued."""
+    last = messages[-1] if messages else None
+    if add_generation_prompt:
+        raise RequestError(
+            ErrorKind.INVALID,
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+        )
+    if last is None or last.role != "assistant" or last.tool_calls or not last.content:
+        raise RequestError(
+            ErrorKind.INVALID,
+            "continue_final_message needs a last message of the assistant with text",
+            "messages",
+        )
 
 
 def dialogue(

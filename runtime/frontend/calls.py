@@ -105,7 +105,7 @@ class GenerationCall:
                 stream,
                 tokenizer,
                 StopMatcher(stops, wishes.include_stop, request.min_tokens) if stops else None,
-                continues_prompt=not wishes.chat,
+                continues_prompt=not wishes.chat or wishes.continue_final_message,
                 include_stop=wishes.include_stop,
                 reader=self._reader(),
                 kept=self.forms.kept if self.forms is not None else {},

@@ -19,6 +19,9 @@ class Generate:
     prompt             of a completion: text, token ids, or several of either; None: of a chat
     messages, tools, template_variables
                        of a chat, as the client sent them
+    add_generation_prompt, continue_final_message
+                       where the prompt of a chat ends: in front of the next message, behind the
+                       last one, or inside it
     prompt_field       the body's field that contains the prompt or the messages, for errors
 
     conversation_id    the conversation that the turn is stored in
@@ -62,6 +65,8 @@ class Generate:
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     prompt_field: str = "prompt"
 
     conversation_id: str | None = None

@@ -177,7 +177,12 @@ class RequestBuilder:
         if generate.tools:
             self._say_if_tools_are_ignored()
             render = partial(render, tools=list(generate.tools))
-        render = partial(render, variables=generate.template_variables)
+        render = partial(
+            render,
+            variables=generate.template_variables,
+            add_generation_prompt=generate.add_generation_prompt,
+            continue_final_message=generate.continue_final_message,
+        )
         if generate.response:
             return await self._histories.open_response(
                 caller.owner,

@@ -10,6 +10,7 @@ from ...scheduler.types import FinishReason, RequestError
 from ..frontend.errors import anthropic_error_object
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style
 from ..frontend.reply_reader import ToolCall
+from ..observe.metrics import SOURCES
 
 
 class MessageWriter(CompletionWriter):
@@ -70,7 +71,7 @@ class MessageWriter(CompletionWriter):
 
     def closing(self, replies: Sequence[Reply]) -> str:
         (reply,) = replies
-        last = _event("message_delta", delta=self._end(reply), usage=_usage(reply))
+        last = _event("message_delta", delta=self._end(reply), usage=self._usage(reply))
         return self._stop_block() + last + _event("message_stop")
 
     def failure(self, error: RequestError) -> str:
@@ -104,7 +105,20 @@ class MessageWriter(CompletionWriter):
         self, reply: Reply, content: list[dict[str, Any]], **end: str | None
     ) -> dict[str, Any]:
         about = {"id": self.id, "type": "message", "role": "assistant", "model": self._style.model}
-        return {**about, "content": content, **end, "usage": _usage(reply)}
+        return {**about, "content": content, **end, "usage": self._usage(reply)}
+
+    def _usage(self, reply: Reply) -> dict[str, int]:
+        """Each token of the prompt counts once. Caching has no charge, so no token counts as
+        created."""
+        counts = {
+            "input_tokens": len(reply.request.prompt) - reply.sources.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": reply.sources.cached,
+            "output_tokens": len(reply.tokens),
+        }
+        if self._style.sources:
+            counts |= {name: getattr(reply.sources, name) for name in SOURCES}
+        return counts
 
     def _end(self, reply: Reply) -> dict[str, str | None]:
         """The reply's stop reason."""
@@ -131,18 +145,6 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
         "id": call.id,
         "name": call.name,
         "input": json.loads(call.arguments),
-    }
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    """Each token of the prompt counts once. Caching has no charge, so no token counts as
-    created."""
-    cached = reply.sources.cached
-    return {
-        "input_tokens": len(reply.request.prompt) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": len(reply.tokens),
     }
 
 

@@ -16,7 +16,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
-from ..frontend.bodies import dialogue
+from ..frontend.bodies import (
+    ConversationParams,
+    GenerationBody,
+    Wait,
+    check_continued,
+    dialogue,
+    named_session,
+)
 from ..frontend.body_base import Affinity, Body, ConversationId, NonEmpty
 from ..frontend.chat_messages import (
     MOST_MESSAGES,
@@ -296,12 +303,11 @@ class OutputConfig(Body):
 
 
 def _check_last(messages: Sequence[Body]) -> None:
-    if not messages or isinstance(messages[-1], AssistantMessage):
-        raise RequestError(
-            ErrorKind.INVALID,
-            "the last message must not be the assistant's: replies begin anew",
-            "messages",
-        )
+    """Raises RequestError (INVALID) if no reply can follow the messages, or go on from the last."""
+    if not messages:
+        raise RequestError(ErrorKind.INVALID, "no message has a text", "messages")
+    if isinstance(messages[-1], AssistantMessage):
+        check_continued(messages[-1].messages(), add_generation_prompt=False)
 
 
 class PromptBody(Body):
@@ -377,12 +383,15 @@ class PromptBody(Body):
         texts = [text for block in self.system if (text := _without_billing(block.text))]
         first = [Message(role="system", content="\n".join(texts))] if texts else []
         messages = [message for given in self.messages for message in given.messages()]
+        continued = isinstance(self.messages[-1], AssistantMessage)
         thinking = self.thinking
         effort = self.output_config.effort if self.output_config is not None else None
         wanted = thinking.wanted if thinking is not None else None
         return Generate(
             **dialogue([*first, *messages], *self._tools()),
             template_variables=with_thinking({}, wanted, EFFORTS.get(effort or "", effort)),
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
             thought_budget=thinking.budget_tokens if thinking is not None else None,
         )
 
@@ -399,7 +408,7 @@ class MessageBody(PromptBody):
     """POST /v1/messages."""
 
     NEUTRAL: ClassVar = {**PromptBody.NEUTRAL, "container": ()}
-    OWN = frozenset({"session_id"})
+    OWN = GenerationBody.OWN
 
     max_tokens: int
     metadata: Metadata | None = None
@@ -408,6 +417,11 @@ class MessageBody(PromptBody):
     )
     session_id: ConversationId | None = None
     prompt_cache_key: Affinity | None = None
+    conversation_params: ConversationParams | None = None
+    cache_salt: NonEmpty | None = None
+    priority: int = 0
+    expect_next_s: Wait | None = None
+    return_sources: bool = False
     stream: bool = False
     temperature: float | None = None
     top_k: int | None = None
@@ -443,7 +457,10 @@ class MessageBody(PromptBody):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            session=self.session_id,
+            session=named_session(self.session_id, self.conversation_params),
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            expect_next_s=self.expect_next_s,
             affinity=in_user or self.prompt_cache_key,
             several_dialogues=True,
             keep_s=self.keep_s,
@@ -451,7 +468,8 @@ class MessageBody(PromptBody):
 
     def writer(self, model: str, tokenizer: Tokenizer | None) -> MessageWriter:
         """Returns the writer of the answer of `model`."""
-        return MessageWriter(Style(model, False, False), self.max_tokens)
+        style = Style(model, False, False, self.return_sources)
+        return MessageWriter(style, self.max_tokens)
 
 
 def _session_in(user_id: str) -> str | None:

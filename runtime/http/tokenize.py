@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
+from ..frontend.bodies import check_continued
 from ..frontend.body_base import Body
 from ..frontend.chat_messages import MOST_MESSAGES, Message, TemplateVariables, Tool
 from ..frontend.request_builder import check_model
@@ -21,13 +22,14 @@ class TokenizeBody(Body):
     """Either a plain prompt or a dialogue, by default with the beginning of the next message."""
 
     IGNORED = frozenset({"media_io_kwargs", "mm_processor_kwargs"})
-    NEUTRAL: ClassVar = {"chat_template": (), "continue_final_message": (False,)}
+    NEUTRAL: ClassVar = {"chat_template": ()}
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     tools: list[Tool] = Field(default_factory=list)
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False
@@ -36,6 +38,8 @@ class TokenizeBody(Body):
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError(ErrorKind.INVALID, "give either prompt or messages", "prompt")
+        if self.continue_final_message:
+            check_continued(self.messages or [], bool(self.add_generation_prompt))
         return self
 
 
@@ -87,7 +91,11 @@ def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
         messages = [message.for_template() for message in body.messages]
         tools = [tool.for_template() for tool in body.tools] or None
         text = tokenizer.render_chat(
-            messages, body.add_generation_prompt, tools, body.chat_template_kwargs
+            messages,
+            body.add_generation_prompt is not False and not body.continue_final_message,
+            tools,
+            body.chat_template_kwargs,
+            body.continue_final_message,
         )
         special = body.add_special_tokens is True
     return (tokenizer.encode(text) if special else tokenizer.encode_rendered(text)).tolist()

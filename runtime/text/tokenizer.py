@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...scheduler.types import ErrorKind, RequestError, SettingError
-from .template_form import template_form
+from .template_form import template_form, text_of
 from .token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"  # the decoded text of an incomplete or invalid UTF-8 sequence
@@ -77,11 +77,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """Renders the dialogue, and the prompt for the assistant's next message. Messages get the
-        form that the template takes (`TemplateForm.messages`). Raises RequestError if the template
-        refuses, or fails on messages that it did not expect."""
-        return self._render(self.form.messages(messages), add_generation_prompt, tools, variables)
+        form that the template takes (`TemplateForm.messages`). With `continue_final_message` the
+        text ends inside the last message. Raises RequestError if the template refuses, or fails on
+        messages that it did not expect."""
+        text = self._render(self.form.messages(messages), add_generation_prompt, tools, variables)
+        return _up_to_end(text, messages[-1]) if continue_final_message else text
 
     def _render(
         self,
@@ -115,6 +118,20 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}",
                 "messages",
             ) from error
+
+
+def _up_to_end(text: str, message: Mapping[str, Any]) -> str:
+    """The rendered text up to the end of its last message. Raises RequestError (INVALID) if it is
+    not in the text as it was sent."""
+    content = text_of(message.get("content") or "")
+    for ending in (content, content.strip()):
+        if ending and (begin := text.rfind(ending)) >= 0:
+            return text[: begin + len(ending)]
+    raise RequestError(
+        ErrorKind.INVALID,
+        "the last message cannot be continued: the model's chat template does not show its text",
+        "messages",
+    )
 
 
 def _to_json(
@@ -211,6 +228,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The dialogue as the model reads it, by default up to the beginning of its next message.
         `tools` in OpenAI's form; `variables` are the template's own."""
@@ -220,7 +238,9 @@ class Tokenizer:
             raise RequestError(
                 ErrorKind.INVALID, f"this model has no chat template; {cure}", "messages"
             )
-        return template.render(messages, add_generation_prompt, tools, variables)
+        return template.render(
+            messages, add_generation_prompt, tools, variables, continue_final_message
+        )
 
     @property
     def template_source(self) -> str:

@@ -314,7 +314,7 @@ def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
             {
                 "messages": [
                     {"role": "user", "content": "x"},
-                    {"role": "assistant", "content": "The"},
+                    {"role": "assistant", "content": [{**USE, "id": "a"}]},
                 ]
             },
             "last message",

@@ -1,0 +1,104 @@
+"""Own fields and unknown fields are treated alike on every endpoint. The table names what differs,
+and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.messages import Submit
+from pensieve.scheduler.types import Request
+
+from ..fake_loop import EOS, FakeLoop, byte_tokens
+
+TOLD = [{"role": "user", "content": "hello"}]
+GENERATE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": TOLD},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": TOLD, "max_tokens": 9},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/messages/count_tokens": {"messages": TOLD},
+    "/tokenize": {"messages": TOLD},
+    "/detokenize": {"tokens": [5]},
+}
+Effect = Callable[[Request, Any], bool]
+OWN: dict[str, tuple[Any, Any, Effect]] = {
+    "cache_salt": ("a", 5, lambda request, answer: request.salt == b"given:a"),
+    "priority": (7, "7", lambda request, answer: request.priority == 7),
+    "expect_next_s": (2.5, -1, lambda request, answer: request.expect_next_s == 2.5),
+    "session_id": ("a", "", lambda request, answer: request.conversation is not None),
+    "conversation_params": (
+        {"conversation_id": "a"},
+        "a",
+        lambda request, answer: request.conversation is not None,
+    ),
+    "return_sources": (True, "yes", lambda request, answer: "'recomputed': 0" in str(answer)),
+    "conversation": ("a", 5, lambda request, answer: request.conversation is not None),
+    "return_token_ids": (True, 5, lambda request, answer: "'token_ids': [" in str(answer)),
+}
+REFUSED = {
+    ("/v1/messages", "conversation"): "Anthropic's clients send the whole history",
+    ("/v1/responses", "conversation"): "it must exist, as in OpenAI's API",
+    ("/v1/responses", "return_token_ids"): "a response's items have no place for them",
+}
+UNKNOWN_HERE = {("/v1/messages", "return_token_ids"): "a message's blocks have no place for them"}
+Ask = Callable[..., Any]
+
+
+def posted(
+    ask: Ask, path: str, settings: HTTPSettings, **fields: Any
+) -> tuple[httpx.Response, list[Request]]:
+    loop = FakeLoop(lambda _: [*byte_tokens("abc"), EOS])
+    minimal = {**GENERATE, **OTHERS}[path]
+
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.post(path, json={"model": "fake", **minimal, **fields})
+
+    response = ask(work, loop, settings=settings)
+    return response, [message.request for message in loop.messages(Submit)]
+
+
+LENIENT, STRICT = HTTPSettings(), HTTPSettings(strict_fields=True)
+HEADER = "x-pensieve-ignored-fields"
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_field_has_its_effect_or_is_refused_by_name(ask: Ask, path: str, name: str) -> None:
+    value, wrong, effect = OWN[name]
+    for settings in (LENIENT, STRICT):
+        response, requests = posted(ask, path, settings, **{name: value})
+        if (path, name) in UNKNOWN_HERE:
+            named = response.headers.get(HEADER) == name or name in response.text
+            assert named, (response.status_code, response.text)
+            continue
+        if (path, name) in REFUSED:
+            assert response.status_code in (400, 404) and name in response.text
+            continue
+        assert response.status_code == 200, response.text
+        assert effect(requests[0], response.json()) and HEADER not in response.headers
+        refused, _ = posted(ask, path, settings, **{name: wrong})
+        assert refused.status_code == 400 and name in refused.text
+        absent, _ = posted(ask, path, settings, **{name: None})
+        assert absent.status_code == 200 and HEADER not in absent.headers
+
+
+@pytest.mark.parametrize("path", [*GENERATE, *OTHERS])
+def test_an_unknown_field_is_named(ask: Ask, path: str) -> None:
+    response, _ = posted(ask, path, LENIENT, wholly_unknown=1)
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == "wholly_unknown"
+    refused, _ = posted(ask, path, STRICT, wholly_unknown=1)
+    assert refused.status_code == 400 and "wholly_unknown" in refused.text
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_misspelt_own_field_is_refused(ask: Ask, path: str) -> None:
+    response, _ = posted(ask, path, LENIENT, cache_slat="a")
+    assert response.status_code == 400 and "did you mean cache_salt?" in response.text
