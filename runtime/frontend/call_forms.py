@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,7 +148,8 @@ def schema_of(function: Function) -> dict[str, Any]:
 def _properties(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
     """Name and schema of each argument, and whether it is required."""
     schema = schema_of(function)
-    required = schema.get("required", ())
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return []
@@ -163,14 +164,44 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") == "string"
 
 
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a value may have, as far as the schema names them."""
+    own = schema.get("type")
+    names = own if isinstance(own, list) else [own]
+    types = {name for name in names if isinstance(name, str)}
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        for option in options if isinstance(options, list) else ():
+            types |= _types(option) if isinstance(option, dict) else set()
+    return types
+
+
+def _type_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    names = {float: "number", str: "string", list: "array", dict: "object"}
+    return {names.get(type(value), "null")}
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str] | None:
+    """The only texts that a schema of text allows, None for any."""
+    texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    usable = isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+    return texts if usable else None
+
+
 def _argument(text: str, schema: Mapping[str, Any]) -> Any:
     """A value that is written without quotes: text where the schema says so, else JSON."""
-    if _takes_text(schema):
+    types = _types(schema)
+    if types == {"string"}:
         return text
     try:
-        return _finite(json.loads(text))
+        value = _finite(json.loads(text))
     except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text, text)
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    return text if "string" in types and not types & _type_of(value) else value
 
 
 def _finite(value: Any) -> Any:
@@ -287,9 +318,7 @@ def _read_bare_objects(text: str, tools: Schemas) -> list[WrittenCall] | None:
 
 # -- a name, then JSON
 
-_MISTRAL = re.compile(
-    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*\Z", re.DOTALL
-)
+_NAME = re.compile(r"[\w.-]+")
 _DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"  # full-width bars, and the space sign of sentencepiece
 _CALLS_BEGIN = _DEEPSEEK.format("calls\u2581begin")
 _CALLS_END = _DEEPSEEK.format("calls\u2581end")
@@ -299,13 +328,15 @@ _SEP = _DEEPSEEK.format("sep")
 
 
 def _read_mistral(text: str, tools: Schemas) -> list[WrittenCall] | None:
+    """`name[CALL_ID]id[ARGS]{...}`, of which the markers may be left out."""
     calls = []
     for part in text.split("[TOOL_CALLS]"):
-        written = _MISTRAL.match(part)
-        arguments = _object(written[2]) if written else None
-        if written is None or arguments is None:
+        head, brace, rest = part.partition("{")
+        name = head.partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
+        arguments = _object(brace + rest) if _NAME.fullmatch(name) else None
+        if arguments is None:
             return None
-        calls.append(_call(written[1], arguments))
+        calls.append(_call(name, arguments))
     return [call for call in calls if call is not None] if None not in calls else None
 
 
@@ -380,7 +411,10 @@ def _value(node: ast.expr) -> Any:
         return dict(zip(map(str, keys), map(_value, node.values), strict=True))
     if isinstance(node, (ast.List, ast.Tuple)):
         return list(map(_value, node.elts))
-    return ast.literal_eval(node)
+    value = ast.literal_eval(node)
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise ValueError(f"{value!r} is not a value of JSON")
+    return value
 
 
 _PYTHON = re.compile(r"\s*\[\s*([\w.-]*)(\(?)")
@@ -410,24 +444,32 @@ def _writes_python(function: Function, rules: CallRules) -> str:
 
 # -- XML
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_GLM = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
 
 
 def _read_xml(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    written = _FUNCTION.match(text)
-    return None if written is None else _with_texts(written[1], _PARAMETER, written[2], tools)
+    text = text.strip()
+    if not text.startswith("<function=") or not text.endswith("</function>"):
+        return None
+    name, _, inside = text.removeprefix("<function=").partition(">")
+    before, *written = _PARAMETER.split(inside.removesuffix("</function>"))
+    if before.strip() or "\n" in name:
+        return None
+    pairs = zip(written[::2], written[1::2], strict=True)
+    return _with_texts(name, pairs, "</parameter>", tools)
 
 
 def _with_texts(
-    name: str, argument: re.Pattern[str], text: str, tools: Schemas
+    name: str, pairs: Iterable[tuple[str, str]], close: str, tools: Schemas
 ) -> list[WrittenCall] | None:
-    """A call whose arguments are written as `argument` finds them."""
-    arguments = {
-        key: _argument(value, _argument_schema(tools, name, key))
-        for key, value in argument.findall(text)
-    }
+    """A call with these arguments, each with the text behind its name up to the last `close`."""
+    arguments = {}
+    for key, text in pairs:
+        value, closed, rest = text.rpartition(close)
+        if not closed or rest.strip():
+            return None
+        value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = _argument(value, _argument_schema(tools, name, key))
     return [WrittenCall(name, arguments)]
 
 
@@ -448,11 +490,11 @@ def _texts(function: Function, rules: CallRules, around: Callable[[str], tuple[s
     terms = []
     for name, schema, required in _properties(function):
         before, after = around(name)
-        if _takes_text(schema) and "enum" not in schema and "const" not in schema:
+        texts = _choices(schema)
+        if _takes_text(schema) and texts is None:
             value = rules.until(after)
-        elif _takes_text(schema):
-            texts = schema.get("enum", [schema.get("const")])
-            value = f"({' | '.join(json.dumps(str(text)) for text in texts)}) {_literal(after)}"
+        elif _takes_text(schema) and texts is not None:
+            value = f"({' | '.join(json.dumps(text) for text in texts)}) {_literal(after)}"
         else:
             value = f"{lark_json(schema)} {_literal(after)}"
         terms.append((rules.add(f"{_literal(before)} {value}"), required))
@@ -460,10 +502,18 @@ def _texts(function: Function, rules: CallRules, around: Callable[[str], tuple[s
 
 
 def _read_glm(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    name = text.partition("<arg_key>")[0].strip()
-    if name not in tools and "<arg_key>" not in text:
+    head, *written = text.split("<arg_key>")
+    name = head.strip()
+    if name not in tools and not written:
         return None
-    return _with_texts(name, _GLM, text, tools)
+    pairs = []
+    for argument in written:
+        key, closed, rest = argument.partition("</arg_key>")
+        between, opened, value = rest.partition("<arg_value>")
+        if not closed or not opened or between.strip():
+            return None
+        pairs.append((key, value))
+    return _with_texts(name, pairs, "</arg_value>", tools)
 
 
 def _goes_on_glm(text: str) -> bool:
@@ -512,10 +562,8 @@ def _writes_gemma(quote: str) -> Callable[[Function, CallRules], str]:
             simple = schema.get("type") in ("integer", "number", "boolean", "null")
             term = lark_json(schema) if simple else value
             if _takes_text(schema):
-                texts = schema.get("enum", ())
-                marked = [
-                    f"{rules.mark(quote)} {json.dumps(str(t))} {rules.mark(quote)}" for t in texts
-                ]
+                texts = _choices(schema) or ()
+                marked = [f"{rules.mark(quote)} {json.dumps(t)} {rules.mark(quote)}" for t in texts]
                 term = f"({' | '.join(marked) or text})"
             terms.append((rules.add(f"{_literal(name + ':')} {term}"), required))
         head = _literal(f"call:{function['name']}{{")

@@ -210,7 +210,7 @@ class Reply:
             rest = detokenizer.flush()
             text = rest if self._matcher is None else self._matcher.end(rest)
             pieces.append(text)
-            self._divide(text, parts)
+            self._divide(text, parts, counts=False)
         return len(result.tokens), "".join(pieces)
 
     def _say_kept(self, detokenizer: Detokenizer, token: int, parts: ReplyParts) -> str:
@@ -305,7 +305,7 @@ class CompletionWriter:
         result = piece.result
         if not (
             piece.text
-            or piece.thought
+            or (piece.thought and self._style.thoughts)
             or finish
             or result.logprobs
             or piece.calls
@@ -413,7 +413,7 @@ class ChatWriter(CompletionWriter):
         )
 
     def _content(self, piece: Piece) -> str:
-        if piece.calls or piece.thought:
+        if piece.calls or (piece.thought and self._style.thoughts):
             delta = self._thought(piece.thought)
             if piece.text or piece.calls:
                 delta["content"] = piece.text or None

@@ -18,6 +18,7 @@ from .reply_reader import HarmonyReader, Reader, ReplyReader, ThoughtForm
 
 AUTO = "auto"
 NONE = "none"
+MOST_BUDGET = 2**31
 TAIL_TOKENS = 16  # at the end of a prompt: they contain the beginning of a thought
 
 THINK = ThoughtForm(
@@ -85,7 +86,8 @@ class ReplyForms:
         if self.calls is HARMONY:
             return HarmonyReader(most_calls)
         thinking = self.thinks(tail) is True
-        return ReplyReader(self.thoughts, calls, schemas_of(tools), most_calls, thinking)
+        silent = {*self.kept.values(), *self.calls.silent}
+        return ReplyReader(self.thoughts, calls, schemas_of(tools), most_calls, thinking, silent)
 
     def thinks(self, tail: Tail) -> bool | None:
         """Whether the reply to a prompt with this end begins in a thought; None: the model may
@@ -114,7 +116,11 @@ class ReplyForms:
         calls   the grammar has tool calls, which have their own markers
         budget  the most tokens of the thought: then its end is forced
         """
-        limit = f"[max_tokens={budget}]" if budget is not None and self.can_limit_thoughts else ""
+        limit = (
+            f"[max_tokens={min(budget, MOST_BUDGET)}]"
+            if budget is not None and self.can_limit_thoughts
+            else ""
+        )
         head = "" if calls or grammar is None else self.message_head
         thinks = self.thinks(tail)
         if not head and (thinks is False or (grammar is None and not limit)):

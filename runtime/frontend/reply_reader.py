@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -116,8 +117,11 @@ class ReplyReader:
         tools: Schemas,
         most: int = 0,
         thinking: bool = False,
+        silent: Collection[str] = (),
     ):
-        """`most`: further calls are dropped. `thinking`: the prompt ends inside a thought."""
+        """`most`: further calls are dropped. `thinking`: the prompt ends inside a thought.
+        `silent`: more markers that have no text."""
+        self._silent = (*silent, *(calls.silent if calls is not None else ()))
         self._thoughts = thoughts
         self._form = calls
         self._tools = tools
@@ -213,8 +217,7 @@ class ReplyReader:
         return self.in_call
 
     def _drop_silent(self) -> None:
-        assert self._form is not None
-        for marker in self._form.silent:
+        for marker in self._silent:
             self._held = self._held.replace(marker, "")
 
     def _undecided(self, held: str) -> bool:
@@ -230,8 +233,8 @@ class ReplyReader:
         if self._thoughts is not None and self._blank and not self._thought_before:
             markers.append(self._thoughts.open)
         if self._form is not None:
-            markers += filter(None, (self._form.open, *self._form.silent))
-        return markers
+            markers += filter(None, (self._form.open,))
+        return [*markers, *self._silent]
 
     def _next_marker(self) -> tuple[int, str]:
         places = [(self._held.find(marker), marker) for marker in self._markers()]
@@ -329,7 +332,8 @@ class HarmonyReader:
         held = self._held
         self._held = ""
         if self._in_header:
-            parts.content = "" if _may_be_header(held) and (cut or held.strip()) else held
+            is_header = "<|" in held or held.lstrip().startswith("to=")
+            parts.content = "" if is_header or (cut and _may_be_header(held)) else held
             return parts
         body = held[: len(held) - _begun_any(held)] if cut else held
         if self.in_call:

@@ -55,6 +55,7 @@ MOST_STOPS = 16
 TOKENS_LEFT = re.compile("<total_tokens>[0-9]+ tokens left</total_tokens>")
 """Claude Code's count of its remaining tokens, another in each request."""
 
+LONGEST_SESSION = 1000  # characters of a name
 KEEP_S = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -473,10 +474,18 @@ class MessageBody(PromptBody):
 
 
 def _session_in(user_id: str) -> str | None:
-    """From `{"session_id": NAME, ...}`, or in older versions `..._session_NAME`."""
+    """From `{"session_id": NAME, ...}`, or in older versions `..._session_NAME`. A name that cannot
+    be a session's is none."""
     try:
         fields = json.loads(user_id)
     except (ValueError, RecursionError):
-        return user_id.partition("_session_")[2] or None
+        fields = {"session_id": user_id.partition("_session_")[2]}
     name = fields.get("session_id") if isinstance(fields, dict) else None
-    return name if isinstance(name, str) else None
+    if not isinstance(name, str) or len(name) > LONGEST_SESSION or name != _sendable(name):
+        return None
+    return name or None
+
+
+def _sendable(text: str) -> str:
+    """Halves of surrogate pairs, which an escape of JSON can make, become question marks."""
+    return text.encode(errors="replace").decode()

@@ -5,6 +5,7 @@ A custom tool takes free text. The model sees a function with one argument for i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -44,6 +45,12 @@ class FunctionTool(Function):
     def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[FunctionTool]) -> FunctionTool:
         tool = handler(data)
         tool._sent = {name: value for name, value in data.items() if value is not None}
+        try:
+            json.dumps(tool._sent, allow_nan=False)
+        except ValueError as error:
+            raise RequestError(
+                ErrorKind.INVALID, "a tool must not have a number that JSON does not have"
+            ) from error
         return tool
 
     def for_chat(self) -> ChatTool:

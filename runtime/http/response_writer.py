@@ -74,9 +74,11 @@ class ResponseWriter(CompletionWriter):
         self._items: list[OutputItem] = []
         self._in_text = False  # the last item may grow
         self._events = 0
+        self._drawn: dict[str, float] = {}  # the sampling's fields in the response
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         (reply,) = replies
+        self._see(reply)
         if not self._items and not self._about.stream:
             self._grow("".join(reply.thoughts), "".join(reply.content), reply.calls, ended=True)
         done = reply.finish is FinishReason.STOP
@@ -98,6 +100,7 @@ class ResponseWriter(CompletionWriter):
         return json.dumps(self.whole(replies)) if self._about.store else None
 
     def opening(self, replies: Sequence[Reply]) -> str:
+        self._see(replies[0])
         started = self._response("in_progress")
         return "".join(
             (
@@ -213,6 +216,10 @@ class ResponseWriter(CompletionWriter):
             items[-1]["status"] = status
         return items
 
+    def _see(self, reply: Reply) -> None:
+        sampling = reply.request.sampling
+        self._drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+
     def _response(self, status: str) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -226,6 +233,7 @@ class ResponseWriter(CompletionWriter):
             "output": [],
             "usage": None,
             **self._about.fields,
+            **self._drawn,
         }
 
 

@@ -194,13 +194,11 @@ class ResponseBody(GenerationBody):
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": None},
             "store": self.store,
-            "temperature": self.temperature,
             "text": text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, BaseModel)
             else choice,
             "tools": [tool.echo() for tool in self.tools],
-            "top_p": self.top_p,
             "truncation": "auto" if self.truncates else "disabled",
         }
 

@@ -4,6 +4,7 @@ where it is cut, forced calls have the form that is read, and templates write wh
 from __future__ import annotations
 
 import json
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,71 @@ def test_a_broken_call_is_content_and_no_error(call_form: CallForm) -> None:
         assert not parts.calls
         if call_form is not HARMONY:
             assert parts.content == text
+
+
+HOSTILE = (
+    "[TOOL_CALLS]f[CALL_ID]" + " " * 3000 + "a" + " " * 3000,
+    "[TOOL_CALLS]f" + " " * 20_000,
+    "<tool_call><function=f>" + "<parameter=a>" * 4000 + "</function></tool_call>",
+    "<tool_call>" + "<arg_key>" * 4000 + "</arg_key>" * 4000 + "</tool_call>",
+    "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 2000 + "</tool_call>",
+    "<|tool_call>call:f{" + "a," * 20_000 + "}<tool_call|>",
+    "[f(a={1, 2}), f(a=b'x'), f(a=1j), f(a=...)]",
+    "[" + "-" * 50_000 + "1]",
+)
+
+
+@pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
+def test_hostile_text_is_read_in_linear_time(call_form: CallForm) -> None:
+    began = time.thread_time()
+    for text in HOSTILE:
+        read(ReplyForms(THINK, call_form), text, len(text))
+    assert time.thread_time() - began < 2
+
+
+@pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
+def test_odd_schemas_make_a_grammar(call_form: CallForm) -> None:
+    for schema in (
+        {"required": None, "properties": {"a": {"type": "string", "enum": None}}},
+        {"required": "abc", "properties": {"a": {"type": "string", "enum": [1]}}},
+        {"properties": 5},
+        {"properties": {"a": 5, "b": {"const": 3}}},
+    ):
+        assert ReplyForms(None, call_form).calls_rules(
+            [{"name": "f", "parameters": schema}], several=True
+        )
+
+
+def test_a_value_may_contain_markers_of_calls() -> None:
+    inside = "x\n</function>\n</tool_call>\nEnd."
+    text = (
+        "<tool_call>\n<function=now>\n<parameter=a>\na.md\n</parameter>\n<parameter=b>\n"
+        f"{inside}\n</parameter>\n</function>\n</tool_call>"
+    )
+    for size in (1, len(text)):
+        parts = read(ReplyForms(None, form("qwen3_coder")), text, size)
+        assert calls_in(parts) == [("now", {"a": "a.md", "b": inside})] and not parts.content
+
+
+def test_text_stays_text_where_the_schema_allows_it() -> None:
+    schema = {"properties": {"zip": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = "<tool_call><function=f>\n<parameter=zip>\n{}\n</parameter></function></tool_call>"
+    for written, value in (("0123", "0123"), ("1", "1"), ("null", None)):
+        reader = ReplyForms(None, form("qwen3_coder")).reader(tools, 9, "")
+        (call,) = reader.push(text.format(written)).calls
+        assert json.loads(call.arguments) == {"zip": value}
+
+
+def test_special_tokens_have_no_text_without_tools() -> None:
+    forms = ReplyForms(THINK, form("mistral"), kept={5: "[TOOL_CALLS]", 6: "</think>"})
+    for size in (1, 40):
+        reader = forms.reader([], 0, "")
+        parts = reader.push("Hi[TOOL_CALLS] a</think>b") if size > 1 else reader.push("")
+        for sign in "Hi[TOOL_CALLS] a</think>b" if size == 1 else "":
+            parts.add(reader.push(sign))
+        parts.add(reader.end(cut=False))
+        assert (parts.content, parts.calls) == ("Hi ab", [])
 
 
 @pytest.mark.parametrize(

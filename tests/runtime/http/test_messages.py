@@ -558,3 +558,13 @@ def test_a_marker_keeps_the_kv_of_the_dialogue(
             assert len(server.loop.messages(Keep)) == 2
 
     run(work())
+
+
+def test_a_session_that_cannot_be_named_is_none(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for user in ('{"session_id": "\\ud800"}', "_session_" + "n" * 5000):
+                await send(server, "hello", metadata={"user_id": user})
+                assert server.requests[-1].conversation is None
+
+    run(work())

@@ -15,7 +15,7 @@ from pensieve.runtime.frontend.reply_forms import ReplyForms
 from pensieve.runtime.frontend.reply_reader import ToolCall
 from pensieve.runtime.http.response_writer import About, ResponseWriter
 from pensieve.runtime.http.responses import ResponseBody
-from pensieve.scheduler.types import FinishReason, RequestId, RowResult, Usage
+from pensieve.scheduler.types import FinishReason, Sampling, RequestId, RowResult, Usage
 
 from ..served import Served, run, serve
 from .test_messages import CALL, read, says
@@ -321,7 +321,7 @@ def test_strict_fields_refuse_tools_that_are_left_out(serve: Any) -> None:
 
 def reply_of(thoughts: str, text: str, *calls: ToolCall, finish: FinishReason) -> Any:
     """A reply as the writer reads it."""
-    request = SimpleNamespace(prompt=[1, 2], choice=0)
+    request = SimpleNamespace(prompt=[1, 2], choice=0, sampling=Sampling(temperature=0.5))
     return SimpleNamespace(
         request=request,
         tokens=[5, 6, 7],
