@@ -20,6 +20,7 @@ from .transcript import Message, common_messages
 log = logging.getLogger(__name__)
 
 MOST_DIALOGUES = 100_000  # names of KV, of all sessions together
+CHARACTERS_PER_ID = 4  # as much memory
 MOST_TOKENS = 4_000_000  # of the prompts that later ones are compared with
 PROMPTS_PER_SESSION = 8  # an agent and its helpers
 
@@ -34,17 +35,36 @@ class Prompt(NamedTuple):
     messages: tuple[Message, ...]
     tools: tuple[Message, ...]
 
+    @property
+    def weight(self) -> int:
+        """Its memory in token ids, about: a template may leave out much of what it gets."""
+        texts = sum(len(str(part)) for part in (*self.messages, *self.tools))
+        return len(self.ids) + texts // CHARACTERS_PER_ID
+
 
 @dataclass
 class Watched:
-    """`prompts`: by the loop's name of their KV, the latest last; none once a change was logged."""
+    """`prompts`, and their weights: by the loop's name of their KV, the latest last; none once a
+    change was logged."""
 
     prompts: OrderedDict[str, Prompt] = field(default_factory=OrderedDict)
+    weights: dict[str, int] = field(default_factory=dict)
     changed: bool = False
 
     @property
     def tokens(self) -> int:
-        return sum(len(prompt.ids) for prompt in self.prompts.values())
+        return sum(self.weights.values())
+
+    def add(self, kv_name: str, prompt: Prompt) -> None:
+        self.prompts[kv_name] = prompt
+        self.weights[kv_name] = prompt.weight
+        if len(self.prompts) > PROMPTS_PER_SESSION:
+            name, _ = self.prompts.popitem(last=False)
+            del self.weights[name]
+
+    def pop(self, kv_name: str) -> Prompt | None:
+        self.weights.pop(kv_name, None)
+        return self.prompts.pop(kv_name, None)
 
 
 class Sessions:
@@ -130,20 +150,24 @@ class PromptWatch:
         if watched.changed:
             return
         self._tokens -= watched.tokens
-        before = watched.prompts.pop(kv_name, None) or _same_dialogue(watched, prompt)
+        before = watched.pop(kv_name) or _same_dialogue(watched, prompt)
         change = _change(before, prompt) if before is not None else None
         if change is None:
-            watched.prompts[kv_name] = prompt
-            if len(watched.prompts) > PROMPTS_PER_SESSION:
-                watched.prompts.popitem(last=False)
+            watched.add(kv_name, prompt)
         else:
             log.warning("the prompt of session %r changed %s (said once)", key[1], change)
             watched.changed = True
             watched.prompts.clear()
+            watched.weights.clear()
         self._tokens += watched.tokens
         while self._tokens > self._most_tokens or len(self._sessions) > MOST_DIALOGUES:
             _, gone = self._sessions.popitem(last=False)
             self._tokens -= gone.tokens
+
+    def forget(self, key: SessionKey) -> None:
+        """The session or conversation is deleted."""
+        gone = self._sessions.pop(key, None)
+        self._tokens -= gone.tokens if gone is not None else 0
 
 
 def _same_dialogue(watched: Watched, prompt: Prompt) -> Prompt | None:

@@ -728,6 +728,7 @@ class TurnManager:
         RequestError: NOT_FOUND, and INTERNAL if it is deleted, but the disk refused to erase some
         of its KV.
         """
+        self.prompts.forget((name.owner, name.id))
         while await self.run(self._store.delete_branches, name, self.now()):
             pass
         if not await self._forget(await self.run(self._store.delete, name, self.now())):

@@ -365,7 +365,7 @@ def create_app(
 
     add_conversations(app, histories, client)
     add_responses(app, histories)
-    add_sessions(app, histories.sessions)
+    add_sessions(app, histories)
     add_tokenize(app, ready, tokenizer)
     add_ui(app, client, about)
 

@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    Tag,
     ValidationInfo,
     model_validator,
 )
@@ -178,7 +181,20 @@ def _supported_choice(choice: Any) -> Any:
     return choice
 
 
-Choice = Literal["none", "auto", "required"] | AllowedTools | ToolReference
+def _kind_of_choice(choice: Any) -> str:
+    if isinstance(choice, BaseModel):
+        return "allowed" if isinstance(choice, AllowedTools) else "tool"
+    if not isinstance(choice, dict):
+        return "word"
+    return "allowed" if choice.get("type") == "allowed_tools" else "tool"
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[ToolReference, Tag("tool")],
+    Discriminator(_kind_of_choice),
+]
 ToolChoice = Annotated[Choice, BeforeValidator(_supported_choice, json_schema_input_type=Choice)]
 
 

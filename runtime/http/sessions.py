@@ -6,14 +6,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from ..conversations.sessions import Sessions
+from ..conversations.turns import TurnManager
 from .auth import owner_of
 
 
-def add_sessions(app: FastAPI, sessions: Sessions) -> None:
+def add_sessions(app: FastAPI, histories: TurnManager) -> None:
     """Adds the endpoint. An id may contain slashes (`conversations.AnyId`)."""
 
     @app.delete("/v1/sessions/{id:any}")
     async def end(id: str, request: Request) -> dict[str, Any]:
-        await sessions.end((owner_of(request), id))
+        key = (owner_of(request), id)
+        histories.prompts.forget(key)
+        await histories.sessions.end(key)
         return {"id": id, "object": "session.deleted", "deleted": True}

@@ -15,7 +15,14 @@ from pensieve.runtime.frontend.reply_forms import ReplyForms
 from pensieve.runtime.frontend.reply_reader import ToolCall
 from pensieve.runtime.http.response_writer import About, ResponseWriter
 from pensieve.runtime.http.responses import ResponseBody
-from pensieve.scheduler.types import FinishReason, Sampling, RequestId, RowResult, Usage
+from pensieve.scheduler.types import (
+    FinishReason,
+    RequestError,
+    RequestId,
+    RowResult,
+    Sampling,
+    Usage,
+)
 
 from ..served import Served, run, serve
 from .test_messages import CALL, read, says
@@ -389,3 +396,17 @@ def test_an_empty_reply_is_an_empty_message() -> None:
     )
     last = parsed(events + streamed.closing([reply]))[-1]
     assert last["response"]["output"][0]["content"] == item["content"]
+
+
+def test_a_choice_leaves_no_field_ignored() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}
+    for choice in (NAMED, allowed, "required"):
+        ignored: list[str] = []
+        text = json.dumps({"input": "hello", "tools": [WEATHER], "tool_choice": choice})
+        parse(ResponseBody, text.encode(), ignored)
+        assert ignored == []
+    with pytest.raises(RequestError, match="mode"):
+        parsed_body(tools=[WEATHER], tool_choice={**allowed, "mode": "x"})
+    infinite = json.dumps({"input": "hello", "tools": [{**WEATHER, "x": float("inf")}]})
+    with pytest.raises(RequestError, match="number"):
+        parse(ResponseBody, infinite.replace("Infinity", "1e999").encode())
