@@ -52,7 +52,8 @@ THOUGHT_FORMS = (
 Tail = str
 """The text at a prompt's end, special tokens included."""
 
-PROBE_NAME, PROBE_ARGUMENTS = "look", {"at": "wordtwo", "count": 3}
+PROBE_NAME = "look"
+PROBE_ARGUMENTS = {"at": "wordtwo", "count": 3}
 PROBE_SCHEMA = {
     "type": "object",
     "properties": {"at": {"type": "string"}, "count": {"type": "integer"}},
@@ -183,7 +184,8 @@ def reply_forms(
     calls = _calls_form(tokenizer, tool_call_parser)
     thoughts = _thought_form(tokenizer, reasoning_parser)
     if HARMONY_THOUGHTS is thoughts or calls is HARMONY:
-        thoughts, calls = HARMONY_THOUGHTS, HARMONY
+        thoughts = HARMONY_THOUGHTS
+        calls = HARMONY
     around = (thoughts.open, thoughts.close, "<|channel>") if thoughts is not None else ()
     markers = (*around, *calls.markers)
     tokens = {marker: tokenizer.added[marker] for marker in markers if marker in tokenizer.added}
