@@ -324,13 +324,17 @@ def create_app(
         body = await read_body(kind, request)
         caller = caller_of(request)
         check_model(body.model, ready)
+        left_out = False
         if isinstance(body, MessageBody) and not settings.keep_tokens_left:
             given = body
             body = given.without_tokens_left()
-            if body is not given:
-                session = caller.session_of(body.generate()) or ""
-                histories.sessions.say_once((caller.owner, session), TOKENS_LEFT_OUT)
-        check = calls.check_form(body.generate(), caller)
+            left_out = body is not given
+        # a thread: a body of the largest size takes a second
+        generate = await asyncio.to_thread(body.generate)
+        if left_out:
+            session = caller.session_of(generate) or ""
+            histories.sessions.say_once((caller.owner, session), TOKENS_LEFT_OUT)
+        check = calls.check_form(generate, caller)
         generate = await _unless_gone(request.receive, check)
         remarks = generate.form.remarks if generate.form is not None else ()
         say_ignored(request, (*generate.remarks, *remarks))
