@@ -20,7 +20,7 @@ from .transcript import Message, common_messages
 log = logging.getLogger(__name__)
 
 MOST_DIALOGUES = 100_000  # names of KV, of all sessions together
-CHARACTERS_PER_ID = 4  # as much memory
+CHARACTERS_PER_ID = 4  # a token id takes the memory of four characters
 MOST_TOKENS = 4_000_000  # of the prompts that later ones are compared with
 PROMPTS_PER_SESSION = 8  # an agent and its helpers
 
@@ -68,8 +68,8 @@ class Watched:
 
 
 class Sessions:
-    """The sessions since the start of this server. Beyond MOST_DIALOGUES those that were idle
-    longest are not known any more; their KV expires as that of others.
+    """The sessions since the start of this server. With more than MOST_DIALOGUES dialogues the
+    server forgets the names of the sessions that were idle longest; their KV expires as usual.
 
     `forget` sends the message to the loop; its result is as `EngineClient.forget`'s.
     """

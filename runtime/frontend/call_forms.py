@@ -56,7 +56,7 @@ class CallRules:
         return self.add(f"/(?s:.*){pattern}/", "[lazy]")
 
     def sequence(self, terms: Sequence[tuple[str, bool]], between: str) -> str:
-        """The terms in their order, those that are not required (False) may be left out."""
+        """A term for these terms in their order. True: the term is required."""
         first = begun = '""'
         for at in range(len(terms) - 1, -1, -1):
             term, required = terms[at]

@@ -40,8 +40,8 @@ TemplateVariables = Annotated[dict[str, Any], AfterValidator(_settable)]
 def with_thinking(
     variables: dict[str, Any], thinking: bool | None, effort: str | None
 ) -> dict[str, Any]:
-    """Returns the variables of a chat template, with those that switch thoughts on and off and set
-    their effort, as far as the client sets them."""
+    """Returns the variables of a chat template. The client's `thinking` and `effort`, unless they
+    are None, are added under the names that templates read."""
     if thinking is None and effort == "none":
         thinking = False
     switched = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
@@ -62,8 +62,8 @@ def text_only(content: Any, *kinds: str) -> Any:
 
 
 class Thinking(Body):
-    """`budget_tokens`: the most tokens of a thought. Thoughts are sent whatever `display` says:
-    only the client keeps them."""
+    """Whether and how long the model thinks. `budget_tokens`: the most tokens of a thought.
+    `display` has no effect: the server sends every thought, because only the client keeps it."""
 
     IGNORED = frozenset({"display", "clear_thinking"})
 

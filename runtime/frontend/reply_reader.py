@@ -35,7 +35,7 @@ class ToolCall(NamedTuple):
 
 @dataclass
 class ReplyParts:
-    """What more of a reply says. Of these the thought comes first."""
+    """A part of a reply, divided. The thought comes first, then the content, then the calls."""
 
     thought: str = ""
     content: str = ""

@@ -42,8 +42,8 @@ CUSTOM_INPUT = "input"
 
 
 def leave_out(name: str, ignored: list[str] | None) -> None:
-    """Adds the name of a part of the request that the model is not told of to those that the
-    answer's header names. Raises RequestError (INVALID) if fields are not ignored (None)."""
+    """Records that the model does not see this part of the request: the answer's header names it.
+    Raises RequestError (INVALID) if fields are not ignored (None)."""
     if ignored is None:
         raise RequestError(ErrorKind.INVALID, f"{name} is not supported by this server")
     plain = header_name(name)

@@ -201,9 +201,9 @@ ToolChoice = Annotated[Choice, BeforeValidator(_supported_choice, json_schema_in
 class ChosenTools(NamedTuple):
     """Tools in the form of chats.
 
-    shown     those in the prompt
-    callable  those that a forced call may name
-    choice    of a chat
+    shown     tools in the prompt
+    callable  tools that a forced call may name
+    choice    the `tool_choice` of a chat
     """
 
     shown: list[ChatTool]

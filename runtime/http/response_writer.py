@@ -209,8 +209,8 @@ class ResponseWriter(CompletionWriter):
         return {**self._place(), "content_index": 0}
 
     def _output(self, status: str) -> list[dict[str, Any]]:
-        """The items of a reply with this status. Only its last one can be incomplete, and calls
-        never are: those that the reply does not finish are text."""
+        """The items of a reply with this status. Only the last item can be incomplete. A call is
+        always complete, because the reader gives whole calls only."""
         items = [item.as_object("completed") for item in self._items]
         if self._items and self._items[-1].call is None:
             items[-1]["status"] = status

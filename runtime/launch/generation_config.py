@@ -19,7 +19,7 @@ log = logging.getLogger("pensieve")
 
 
 def sampling_defaults(source: str, engine: Path) -> SamplingDefaults:
-    """Returns the defaults of requests, and logs those that the file gives.
+    """Returns the sampling defaults of requests. The log names the values that the file gives.
 
     source   "auto": the engine's file, if it has one; "vllm": no file; else a folder with a file
 
