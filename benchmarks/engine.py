@@ -45,7 +45,7 @@ from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.choices import WEIGHTS
 from pensieve.builder.forward_batch import ForwardBatch
 from pensieve.builder.parity import SeatSpan, batch_of
-from pensieve.plugins.attention import reference as attention_reference
+from pensieve.plugins.attention import cpu as cpu_attention
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.scheduler.config import SchedulerConfig
@@ -91,7 +91,7 @@ class AttentionTime:
         self.seconds = 0.0
         self.clock = clock
         for name in ("write_kv", "multi_token_attention"):
-            setattr(attention_reference, name, self._timed(getattr(attention_reference, name)))
+            setattr(cpu_attention, name, self._timed(getattr(cpu_attention, name)))
 
     def _timed(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:

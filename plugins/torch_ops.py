@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .attention import reference as attention_reference
+from .attention import cpu as cpu_attention
+from .attention.cpu import StepPlans
 from .linear import norm_reference
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class KVPool:
     `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in
     is complete (or will be complete before later work on the same stream). `work` is a GPU's list
     of one step's attention: the code that uploads a step's segments builds it, once, on the stream
-    of the step and before its launch. `events` are the handles of the CUDA events behind the gates,
+    of the step and before its launch. `plans` are a CPU's, cleared before each step; without them
+    each layer makes its own. `events` are the handles of the CUDA events behind the gates,
     by layer, for engines that run without Python.
     """
 
@@ -43,6 +45,7 @@ class KVPool:
     gate: Callable[[int], None] = _no_gate
     work: WorkList | None = None
     events: Mapping[int, int] = field(default_factory=dict)
+    plans: StepPlans | None = None
 
 
 _pools: dict[int, KVPool] = {}
@@ -59,6 +62,7 @@ def register_pool(
     gate: Callable[[int], None] = _no_gate,
     work: WorkList | None = None,
     events: Mapping[int, int] | None = None,
+    plans: StepPlans | None = None,
 ) -> int:
     """Registers a pool for the operations. The caller still owns the tensor and releases the
     handle.
@@ -73,7 +77,7 @@ def register_pool(
     if tensor.is_cuda and work is None:
         raise ValueError("a KV pool on a GPU needs a work list")
     handle = next(_handles)
-    _pools[handle] = KVPool(tensor, gate, work, events or {})
+    _pools[handle] = KVPool(tensor, gate, work, events or {}, plans)
     return handle
 
 
@@ -100,7 +104,7 @@ def _write_kv(
 ) -> Tensor:
     kv = _pools[pool]
     kv.gate(layer)
-    return attention_reference.write_kv(q, k, v, rotary, slots, kv.tensor, layer)
+    return cpu_attention.write_kv(q, k, v, rotary, slots, kv.tensor, layer, kv.plans or StepPlans())
 
 
 @torch.library.impl("pensieve::multi_token_attention", "cpu")
@@ -114,9 +118,17 @@ def _multi_token_attention(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    kv = _pools[pool].tensor
-    return attention_reference.multi_token_attention(
-        q, segments, block_table, kv, layer, scale, window, sinks
+    kv = _pools[pool]
+    return cpu_attention.multi_token_attention(
+        q,
+        segments,
+        block_table,
+        kv.tensor,
+        layer,
+        scale,
+        window,
+        sinks,
+        kv.plans or StepPlans(),
     )
 
 

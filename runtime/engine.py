@@ -108,7 +108,10 @@ def open_engine(
 
 def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor]) -> Forward:
     if manifest.backend == "reference":
-        return Decoder.from_weights(manifest.decoder, weights, manifest.tensor_parallel)
+        decoder = Decoder.from_weights(manifest.decoder, weights, manifest.tensor_parallel)
+        if manifest.device == "cpu":
+            decoder.pack()
+        return decoder
     path = directory / manifest.package
     try:
         if manifest.backend == "tensorrt":

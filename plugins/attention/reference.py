@@ -6,14 +6,15 @@ contiguous record. A token's place in it is `slot * chunk_tokens + offset`; its 
 index in its own request's row, and row `seat` of the block table gives the slot of every
 `chunk_tokens` coordinates. A pool in eight bits is laid out as `fp8_pool` says.
 
-`multi_token_attention` is used on the CPU. Its tests compare it with a twin that takes one token at
-a time in float64; faster implementations are compared with it.
+Tests compare `multi_token_attention` with a twin that takes one token at a time in float64. Faster
+implementations, of GPUs and of the CPU (`cpu`), are compared with it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,22 +92,23 @@ def multi_token_attention(
     Returns o [T, heads, head_dim]; tokens of no segment get zeros.
     """
     o = q.new_zeros(q.shape)
-    if window:  # no query of the segment sees the keys before
-        _, q_len, kv_start, kv_len, _ = segments.unbind(1)
-        segments = segments.clone()
-        segments[:, 2] = kv_start.maximum(kv_len - q_len - window + 1)
-    for group in _groups_of_like_size(segments, pool.shape[3:]):
+    for group in groups_of_like_size(segments, pool.shape[3:], window):
         _attend_group(q, group, block_table, pool, layer, scale, window, sinks, o)
     return o
 
 
-def _groups_of_like_size(segments: Tensor, record: Sequence[int]) -> list[Tensor]:
+def groups_of_like_size(segments: Tensor, record: Sequence[int], window: int) -> list[Tensor]:
     """Divides the segments into groups that are padded to their largest member; padding at most
     doubles either length.
 
     record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a
     single segment may fill more).
+    Returns the segments of each group; their kv_start leaves out keys before all windows.
     """
+    if window:
+        _, q_len, kv_start, kv_len, _ = segments.unbind(1)
+        segments = segments.clone()
+        segments[:, 2] = kv_start.maximum(kv_len - q_len - window + 1)
     _, chunk_tokens, _ = record
     most_chunks = GATHERED // math.prod(record)
     sizes = []
@@ -127,6 +129,48 @@ def _groups_of_like_size(segments: Tensor, record: Sequence[int]) -> list[Tensor
     return [segments[torch.tensor(members)] for members in groups]
 
 
+class Padded(NamedTuple):
+    """S segments, padded to M queries over N keys each. Padding repeats a segment's last query and
+    its last chunk.
+
+    queries  [S, M], rows of q
+    real     [S, M], whether a query is no padding
+    slots    [S, N / chunk_tokens]
+    valid    [S, N], whether a key is of the segment
+    seen     [S, M, N], whether the query sees the key
+    """
+
+    queries: Tensor
+    real: Tensor
+    slots: Tensor
+    valid: Tensor
+    seen: Tensor
+
+
+def padded(segments: Tensor, block_table: Tensor, chunk_tokens: int, window: int) -> Padded:
+    """segments, block_table and window: as `multi_token_attention` takes them."""
+    q_start, q_len, kv_start, kv_len, seat = segments.long().unsqueeze(-1).unbind(1)  # each [S, 1]
+    steps = torch.arange(int(q_len.max()))
+    query = steps.minimum(q_len - 1)
+    own = kv_len - q_len + query
+    first = kv_start // chunk_tokens
+    last = (kv_len - 1) // chunk_tokens
+    chunk = first + torch.arange(int((last - first).max()) + 1)  # [S, chunks]
+    # [S, N]
+    coordinates = (chunk.unsqueeze(-1) * chunk_tokens + torch.arange(chunk_tokens)).flatten(1)
+    valid = (coordinates >= kv_start) & (coordinates < kv_len)
+    seen = valid.unsqueeze(1) & (coordinates.unsqueeze(1) <= own.unsqueeze(2))
+    if window:
+        seen &= coordinates.unsqueeze(1) > own.unsqueeze(2) - window
+    return Padded(
+        queries=q_start + query,
+        real=steps < q_len,
+        slots=block_table[seat, chunk.minimum(last)],
+        valid=valid,
+        seen=seen,
+    )
+
+
 def _attend_group(
     q: Tensor,
     segments: Tensor,
@@ -138,33 +182,14 @@ def _attend_group(
     sinks: Tensor | None,
     o: Tensor,
 ) -> None:
-    """Writes into o the attention of some segments, padded to M queries over N keys each."""
+    """Writes into o the attention of some segments."""
     heads, head_dim = q.shape[1:]
     kv_heads, chunk_tokens = pool.shape[3:5]
-    q_start, q_len, kv_start, kv_len, seat = segments.long().unsqueeze(-1).unbind(1)  # each [S, 1]
-
-    # Padding repeats the segment's last query and its last chunk, masked.
-    steps = torch.arange(int(q_len.max()))
-    real = steps < q_len  # [S, M]
-    query = steps.minimum(q_len - 1)
-    rows = q_start + query
-    own = kv_len - q_len + query
-    first = kv_start // chunk_tokens
-    last = (kv_len - 1) // chunk_tokens
-    chunk = first + torch.arange(int((last - first).max()) + 1)  # [S, chunks]
-    slots = block_table[seat, chunk.minimum(last)]
-    # [S, N]
-    coordinates = (chunk.unsqueeze(-1) * chunk_tokens + torch.arange(chunk_tokens)).flatten(1)
-    valid = (coordinates >= kv_start) & (coordinates < kv_len)
-    seen = valid.unsqueeze(1) & (coordinates.unsqueeze(1) <= own.unsqueeze(2))  # [S, M, N]
-    if window:
-        seen &= coordinates.unsqueeze(1) > own.unsqueeze(2) - window
+    rows, real, slots, valid, seen = padded(segments, block_table, chunk_tokens, window)
 
     # Query heads that share a key head are treated as further queries: [S, kv_heads, M * share, D].
     share = heads // kv_heads
-    count = len(segments)
-    queries = rows.shape[1]
-    keys = coordinates.shape[1]
+    count, queries, keys = seen.shape
     head = torch.arange(kv_heads).view(-1, 1)
     k, v = (
         _read(pool, layer, i, slots.unsqueeze(1), head).view(count, kv_heads, keys, head_dim)
@@ -181,13 +206,10 @@ def _attend_group(
         .flatten(2, 3)
         .float()
     )
-    mask = seen.repeat_interleave(share, dim=1).unsqueeze(1)
-    # one more key of zeros, whose score is the sink's logit, with a value of zeros
+    seen = seen.repeat_interleave(share, dim=1).unsqueeze(1)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
     if sinks is not None:
-        of_row = sinks.float().view(kv_heads, 1, share).expand(-1, queries, -1).flatten(1)
-        scores = torch.zeros(mask.shape).masked_fill(~mask, -math.inf).expand(-1, kv_heads, -1, -1)
-        mask = torch.cat((scores, of_row.expand(count, -1, -1).unsqueeze(3)), dim=3)
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        k, v, mask = with_sinks(k, v, mask, sinks)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     out = (
         out.view(count, kv_heads, queries, share, head_dim)
@@ -195,6 +217,20 @@ def _attend_group(
         .reshape(count, queries, heads, head_dim)
     )
     o[rows[real]] = out[real].to(o.dtype)
+
+
+def with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds one key of zeros, whose score is the sink's logit, with a value of zeros.
+
+    k, v [S, kv_heads, N, head_dim]; mask [S, 1, M * share, N], added to the scores; sinks [heads].
+    """
+    count, kv_heads = k.shape[:2]
+    share = len(sinks) // kv_heads
+    queries = mask.shape[2] // share
+    of_row = sinks.float().view(kv_heads, 1, share).expand(-1, queries, -1).flatten(1)
+    of_sink = of_row.expand(count, -1, -1).unsqueeze(3)
+    mask = torch.cat((mask.expand(-1, kv_heads, -1, -1), of_sink), dim=3)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), mask
 
 
 def _read(pool: Tensor, layer: int, i: int, slot: Tensor, head: Tensor) -> Tensor:

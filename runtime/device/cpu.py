@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...builder.forward_batch import PACKED, ForwardBatch
+from ...plugins.attention.cpu import StepPlans
 from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
@@ -242,7 +243,8 @@ class CpuDevice:
     ) -> None:
         end_team()  # of the thread that loaded the engine
         self._engine = engine
-        self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
+        self._plans = StepPlans()
+        self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate, plans=self._plans)
         self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
         self._last_samples = torch.zeros(seats, dtype=torch.int32)
         self._sampler = make_sampler(engine.vocab_size)
@@ -274,6 +276,7 @@ class CpuDevice:
             token_ids[: inputs.generated] = self._last_samples[seats]
             batch = ForwardBatch(**packed, block_table=self._block_table)
             assert self._handle is not None
+            self._plans.clear()
             self._logits = self._engine.forward(batch, self._handle)
             if self._report is not None:
                 self._report(Work(Lane.COMPUTE, started, time.perf_counter(), len(token_ids)))

@@ -10,7 +10,7 @@ import torch
 from benchmarks import engine as bench_engine
 from benchmarks.engine import CHUNK, RequestPart, batch_for, batch_of_parts, chat_steps, slots_of
 from pensieve.builder.build import build_random_engine
-from pensieve.plugins.attention import reference as attention_reference
+from pensieve.plugins.attention import cpu as cpu_attention
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import GEMMA3_SHAPE, QWEN3_MOE_SHAPE, tiny_checkpoint
@@ -81,7 +81,7 @@ def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsy
 
     tiny_checkpoint("llama", tmp_path)
     for name in ("write_kv", "multi_token_attention"):  # put back at the end: their time is taken
-        monkeypatch.setattr(attention_reference, name, getattr(attention_reference, name))
+        monkeypatch.setattr(cpu_attention, name, getattr(cpu_attention, name))
     monkeypatch.setattr(bench_engine, "build_engine", build_reference)
     monkeypatch.setattr(bench_engine, "BATCHES", {"3 rows": [RequestPart(1, 40)] * 3})
     monkeypatch.setattr(bench_engine, "chat_steps", lambda: chat_steps(users=2, turns=1)[:20])

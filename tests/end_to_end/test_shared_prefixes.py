@@ -34,9 +34,9 @@ class StackingDevice(SharingDevice):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options):
         super().__init__(**options)
-        monkeypatch.setattr(torch_ops.attention_reference, "multi_token_attention", self._attend)
+        monkeypatch.setattr(torch_ops.cpu_attention, "multi_token_attention", self._attend)
 
-    def _attend(self, q, segments, block_table, pool, layer, scale, window, sinks):
+    def _attend(self, q, segments, block_table, pool, layer, scale, window, sinks, plans):
         if layer == 0:
             inputs = self._inputs
             tokens = len(q)

@@ -26,21 +26,21 @@ def pool():
     release_pool(handle)
 
 
-def test_the_operations_are_the_reference(inputs, pool):
+def test_the_operations_agree_with_the_reference(inputs, pool):
     tensor, handle = pool
     expected = tensor.clone()
     q = ops.write_kv(*inputs, handle, 1)
-    assert torch.equal(q, attention_reference.write_kv(*inputs, expected, 1))
-    assert torch.equal(tensor, expected)
+    torch.testing.assert_close(q, attention_reference.write_kv(*inputs, expected, 1))
+    torch.testing.assert_close(tensor, expected)
     segments = torch.tensor([[0, 6, 0, 6, 0]], dtype=torch.int32)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     o = ops.multi_token_attention(q, segments, table, handle, 1, 0.5)
-    assert torch.equal(
+    torch.testing.assert_close(
         o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5)
     )
     sinks = torch.randn(HEADS)
     o = ops.multi_token_attention(q, segments, table, handle, 1, 0.5, 3, sinks)
-    assert torch.equal(
+    torch.testing.assert_close(
         o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5, 3, sinks)
     )
 
