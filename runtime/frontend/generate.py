@@ -38,6 +38,7 @@ class Generate:
     truncates          the context may outgrow the model's length
     stops, stop_token_ids, include_stop, ignore_eos, min_tokens
                        the end of a reply
+    bad_words          words that a reply must not contain
     form               the form that a reply must have, None for any
     most_tool_calls    the most tool calls that a reply may contain
     thought_budget, budget_field
@@ -86,6 +87,7 @@ class Generate:
     include_stop: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
     form: ReplyForm | None = None
     most_tool_calls: int = 0
     thought_budget: int | None = None

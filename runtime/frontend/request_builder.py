@@ -147,6 +147,7 @@ class RequestBuilder:
             raise RequestError(ErrorKind.INVALID, message, "prompt")
         caller.claim(n_replies, "prompt" if len(prompts) > 1 else "n")
         given = [self._checked(prompt) for prompt in prompts]
+        bad_words = await self._bad_words(generate.bad_words)
         turn: OpenTurn | None
         if generate.chat:
             turn = await self._open_chat(generate, caller, writer.id)
@@ -164,7 +165,7 @@ class RequestBuilder:
                 echoes = [""]
             else:
                 echoes = [self._echo(generate, *pair) for pair in zip(given, ids, strict=True)]
-            return self._call(generate, ids, echoes, writer, arrived, caller, turn)
+            return self._call(generate, bad_words, ids, echoes, writer, arrived, caller, turn)
 
     async def prompt_tokens(self, generate: Generate, caller: Caller) -> int:
         """Returns how many tokens the prompt of this chat has. Raises as `call`."""
@@ -269,6 +270,7 @@ class RequestBuilder:
     def _call(
         self,
         generate: Generate,
+        bad_words: tuple[tuple[int, ...], ...],
         prompts: Sequence[array[int]],
         echoes: Sequence[str],
         writer: CompletionWriter,
@@ -295,7 +297,7 @@ class RequestBuilder:
             raise RequestError(ErrorKind.INVALID, message, "stop_token_ids")
         forms = self._forms if generate.chat else None
         tail = self._tail(prompts[0]) if forms is not None else ""
-        sampling = self._sampling(generate)
+        sampling = replace(self._sampling(generate), bad_words=bad_words)
         if forms is not None:
             is_calls = generate.form is not None and generate.form.tools is not None
             budget = generate.thought_budget
@@ -416,6 +418,22 @@ class RequestBuilder:
                 about = ready.tokenizer, ready.vocab_size, ready.stop_ids
                 self._grammars = await asyncio.to_thread(open_checker, *about)
                 self._opened = True
+
+    async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word, without a space in front and with one: at the beginning of a
+        text and within it. A word with a token that the model does not have is never drawn."""
+        if not words:
+            return ()
+        encode = self._need_tokenizer("bad_words").encode_words
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        encoded = await asyncio.to_thread(encode, texts)
+        for text, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise RequestError(
+                    ErrorKind.INVALID, f"bad_words: {text!r} has no tokens", "bad_words"
+                )
+        can_be_drawn = (tuple(ids) for ids in encoded if max(ids) < self._ready.vocab_size)
+        return tuple(dict.fromkeys(can_be_drawn))
 
     def _logit_bias(self, generate: Generate) -> tuple[tuple[int, float], ...]:
         try:

@@ -273,6 +273,11 @@ class Tokenizer:
         added."""
         return self._ids(text, add_special_tokens=False)
 
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word, as a part of a text."""
+        encoded = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
+        return [one.ids for one in encoded]
+
     def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
         """Encodes a batch of one, as `encode_behind` does: only for a batch does the library
         release the interpreter lock. Without that, the longest possible body would stop every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,37 @@ def test_a_reply_follows_its_grammar(llm):
     assert output.outputs[0].text in ("yes", "no")
 
 
+@pytest.mark.parametrize("speculate", ["off", "lookup"])
+def test_a_reply_has_none_of_the_bad_words(cache, speculate):
+    """Equal to a loop that forbids by hand, token by token, what would complete a word."""
+    prompt = "one two three four five six seven eight " * 4
+    with LLM("demo", speculate=speculate, **SIZES) as llm:
+        encode = llm._tokenizer.encode_rendered
+        (plain,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=40))
+        text = plain.outputs[0].text
+        words = ["four", "ze", "q"]
+        assert text.startswith("ze. ") and text.count(" four") > 10
+        sequences = [[*encode(space + word)] for word in words for space in ("", " ")]
+        assert {len(sequence) for sequence in sequences} > {1, 2}
+        begun = plain.prompt_token_ids
+        tokens = []
+        for _ in range(40):
+            never = {
+                sequence[-1]: -100
+                for sequence in sequences
+                if tokens[len(tokens) - len(sequence) + 1 :] == sequence[:-1]
+            }
+            params = SamplingParams(temperature=0, max_tokens=1, logit_bias=never)
+            (step,) = llm.generate([[*begun, *tokens]], params)
+            tokens += step.outputs[0].token_ids
+        params = SamplingParams(temperature=0, max_tokens=40, bad_words=words, ignore_eos=True)
+        whole = llm.generate(prompt, params)[0].outputs[0]
+        *_, last = llm.stream(prompt, replace(params, n=2))
+    assert whole.token_ids == tokens != plain.outputs[0].token_ids
+    assert [reply.token_ids for reply in last.outputs] == [tokens] * 2
+    assert not [word for word in words if word in whole.text]
+
+
 def test_a_stream_grows_to_what_generate_gives(llm):
     seen = list(llm.stream("hello", GREEDY))
     assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
@@ -256,6 +288,7 @@ def test_wrong_arguments_are_named(cache, llm):
         dict(temperature=-1),
         dict(n=0),
         dict(stop=""),
+        dict(bad_words=["a", "  "]),
         dict(top_k=1.5),
         dict(logprobs=21),
         dict(max_tokens=0),
