@@ -8,6 +8,7 @@ from typing import Any
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.transcript import Message
+from ..text.tokenizer import ChatTemplate
 from .structured_output import ReplyForm
 
 
@@ -19,6 +20,7 @@ class Generate:
     prompt             of a completion: text, token ids, or several of either; None: of a chat
     messages, tools, template_variables
                        of a chat, as the client sent them
+    template           of a chat, None: the model's own
     add_generation_prompt, continue_final_message
                        where the prompt of a chat ends: in front of the next message, behind the
                        last one, or inside it
@@ -64,6 +66,7 @@ class Generate:
 
     prompt: str | list[Any] | None = None
     messages: tuple[Message, ...] = ()
+    template: ChatTemplate | None = None
     tools: tuple[dict[str, Any], ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True

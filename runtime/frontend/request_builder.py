@@ -50,9 +50,13 @@ class RequestBuilder:
         histories: TurnManager,
         new_id: Callable[[], RequestId],
         forms: ReplyForms | None = None,
+        divides: bool = True,
     ):
-        """`forms`: divide the replies of chats; None: they stay whole."""
+        """forms    of the replies of chats: a grammar begins behind the thought
+        divides  replies of chats are divided by `forms`; False: they stay whole
+        """
         self._forms = forms
+        self._divides = divides
         self._ready = ready
         self._tokenizer = tokenizer
         self._histories = histories
@@ -175,8 +179,11 @@ class RequestBuilder:
 
     async def _open_chat(self, generate: Generate, caller: Caller, answer_id: str) -> OpenTurn:
         render = self._need_tokenizer(generate.prompt_field).render_chat
+        if generate.template is not None:
+            render = generate.template.render
         if generate.tools:
-            self._say_if_tools_are_ignored()
+            if generate.template is None:
+                self._say_if_tools_are_ignored()
             render = partial(render, tools=list(generate.tools))
         render = partial(
             render,
@@ -351,7 +358,7 @@ class RequestBuilder:
             turn=turn,
             session=session,
             keep=keep,
-            forms=forms,
+            forms=forms if self._divides else None,
             tail=tail,
             special_stops=special_stops,
             held=held,
@@ -390,6 +397,8 @@ class RequestBuilder:
         wanted = default if limit is None else limit
         if (most := self._ready.sampling.max_tokens) is not None:
             wanted = min(wanted, most)
+        if generate.min_tokens > wanted:
+            raise self._above_limit(generate, wanted)
         if truncate:
             return min(wanted, context)
         if prompt >= context:
@@ -401,7 +410,7 @@ class RequestBuilder:
                 TOO_LONG,
             )
         room = context - prompt
-        if room < generate.min_tokens <= wanted:
+        if room < generate.min_tokens:
             raise RequestError(
                 ErrorKind.INVALID,
                 f"the prompt has {prompt} tokens and min_tokens is {generate.min_tokens}; "
@@ -410,6 +419,20 @@ class RequestBuilder:
                 TOO_LONG,
             )
         return min(wanted, room)
+
+    def _above_limit(self, generate: Generate, most: int) -> RequestError:
+        """The error of a min_tokens above `most`, with what limits the reply."""
+        if most == (generate.default_limit if generate.limit is None else generate.limit):
+            reason = f"{generate.limit_field} is {most}"
+        elif most == self._ready.sampling.max_tokens:
+            reason = (
+                f"a reply of this server has at most {most} tokens (max_new_tokens in its "
+                "generation_config.json)"
+            )
+        else:
+            reason = f"the model's context holds {most}"
+        message = f"min_tokens is {generate.min_tokens}, and {reason}"
+        return RequestError(ErrorKind.INVALID, message, "min_tokens")
 
     async def _open_grammars(self) -> None:
         async with self._opening:

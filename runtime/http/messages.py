@@ -457,7 +457,7 @@ class MessageBody(PromptBody):
             stops=tuple(self.stop_sequences),
             bad_words=tuple(self.bad_words),
             stream=self.stream,
-            form=reply_form(response_format, {}, *self._tools()),
+            form=reply_form(response_format, {}, *self._tools(), "output_config.format"),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

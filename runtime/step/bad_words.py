@@ -51,12 +51,12 @@ class BadWords:
                 self._rows[join.row] = _Row(join)
         if not self._rows:
             return {}
-        found = {
+        by_sample = {
             at: self._rows[row].forbidden
             for at, row in enumerate(plan.samples)
             if row in self._rows
         }
-        return {at: tokens for at, tokens in found.items() if tokens}
+        return {at: tokens for at, tokens in by_sample.items() if tokens}
 
     def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> None:
         """Takes the tokens of a step."""

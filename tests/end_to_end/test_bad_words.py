@@ -81,7 +81,7 @@ def words_of(reply, seed):
 def cases(model):
     """(prompt, sampling, the twin's reply)."""
     engine, reference = model
-    made = []
+    triples = []
     with Player(engine) as player:
         for at, tokens in enumerate(prompts() * 2):
             (plain,) = player.play(player.request(tokens, 60))
@@ -92,8 +92,8 @@ def cases(model):
             wanted = twin(reference, tokens, 60, words, bias)
             assert forbidden_in(plain.tokens, words) and wanted != plain.tokens
             assert not forbidden_in(wanted, words)
-            made.append((tokens, Sampling(bad_words=words, logit_bias=bias), wanted))
-    return made
+            triples.append((tokens, Sampling(bad_words=words, logit_bias=bias), wanted))
+    return triples
 
 
 @pytest.mark.parametrize(
