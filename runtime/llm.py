@@ -327,11 +327,8 @@ class LLM:
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 fields = prompt.fields | {"conversation": conversation, "history": history}
-                jobs.append(
-                    _Job(
-                        len(jobs), prompt.text, self._wait(self._call(kind, own, fields, template))
-                    )
-                )
+                call = self._wait(self._call(kind, own, fields, template))
+                jobs.append(_Job(len(jobs), prompt.text, call))
         except BaseException:
             _close_turns(jobs)
             raise
