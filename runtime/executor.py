@@ -30,6 +30,7 @@ from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
 from .disk.store import DiskReport, DiskSettings, DiskStore
+from .step.bad_words import BadWords
 from .step.inputs import StepPacker
 from .step.sampler import Scores
 from .step.sampling_inputs import Mask, SamplingInputs
@@ -102,6 +103,7 @@ class Executor:
         is_exact = None if host_form is None else host_form.is_exact
         check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
+        self._bad_words = BadWords()
         self._constraints = None
         if grammars is not None:
             # imported here because it needs llguidance
@@ -143,7 +145,8 @@ class Executor:
         if len(self._launched) == MAX_IN_FLIGHT:
             raise InvariantError(f"step {plan.step} launched with {MAX_IN_FLIGHT} steps in flight")
         self._seated.update((join.seat, join.row) for join in plan.joins)
-        inputs = self._inputs.pack(plan, self._grammar_mask(plan))
+        forbidden = self._bad_words.forbidden(plan)
+        inputs = self._inputs.pack(plan, self._grammar_mask(plan), forbidden)
         self._device.upload(inputs)
         tickets = self._transfers.issue(plan)
         if plan.tokens:
@@ -188,6 +191,7 @@ class Executor:
         erase_failed = launched.erased.result() if launched.erased is not None else ()
         tokens = tuple(launched.tokens.tolist())
         stuck = () if self._constraints is None else self._constraints.advance(plan.samples, tokens)
+        self._bad_words.advance(plan.samples, tokens)
         completed = self._transfers.completed()
         disk = self._disk_report(plan)
         rows = {} if launched.scores is None else _with_logprobs(launched, tokens, launched.scores)

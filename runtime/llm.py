@@ -33,6 +33,7 @@ from .engine_session import EngineSession
 from .frontend.bodies import ChatBody, CompletionBody
 from .frontend.calls import Caller, GenerationCall
 from .frontend.reply import Reply
+from .frontend.reply_forms import reply_forms
 from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
@@ -48,10 +49,11 @@ from .offline.prompts import (
     read_dialogues,
     read_params,
     read_prompts,
+    read_template,
 )
 from .offline.settings import model_engine, read_settings
 from .system import hold_streams
-from .text.tokenizer import Tokenizer
+from .text.tokenizer import ChatTemplate, Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -147,7 +149,11 @@ class LLM:
             opened.callback(lambda: self._wait(self._histories.close()))
             # each SamplingParams is whole: it has no defaults of the checkpoint, and no limit
             ready = replace(self._ready, sampling=SAMPLING_DEFAULTS)
-            self._builder = RequestBuilder(ready, self._tokenizer, self._histories, self._new_id)
+            forms = reply_forms(self._tokenizer, args.reasoning_parser)
+            # replies stay whole, as in vLLM
+            self._builder = RequestBuilder(
+                ready, self._tokenizer, self._histories, self._new_id, forms, divides=False
+            )
             opened.callback(self._session.spill, CLOSING_SECONDS)
             self._closing = opened.pop_all()
 
@@ -208,6 +214,9 @@ class LLM:
         *,
         conversation: str | None = None,
         history: str = "client",
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
@@ -215,12 +224,22 @@ class LLM:
         """Generates like `generate`, for one dialogue or several, each a list of {"role": ...,
         "content": ...}.
 
-        chat_template_kwargs variables for the chat template, as {"enable_thinking": False}
-        tools                functions in OpenAI's form, for the chat template; a reply's calls of
-                             them stay in its text
+        chat_template           the text of a template, or the path of its file; None: the model's
+        add_generation_prompt   the prompt ends with the beginning of the reply's message; None:
+                                unless `continue_final_message`
+        continue_final_message  the reply goes on from the text of the last message
+        chat_template_kwargs    variables for the chat template, as {"enable_thinking": False}
+        tools                   functions in OpenAI's form, for the chat template
+
+        A reply's thoughts and its calls of tools stay in its text.
         """
-        more = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
-        jobs = self._chats(messages, sampling_params, conversation, history, more)
+        more = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+        }
+        jobs = self._chats(messages, sampling_params, conversation, history, chat_template, more)
         return self._all(jobs, use_tqdm)
 
     def stream(
@@ -245,12 +264,20 @@ class LLM:
         *,
         conversation: str | None = None,
         history: str = "client",
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Streams like `stream`, for dialogues."""
-        more = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
-        jobs = self._chats(messages, sampling_params, conversation, history, more)
+        """Streams like `stream`, for dialogues; the other arguments are those of `chat`."""
+        more = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+        }
+        jobs = self._chats(messages, sampling_params, conversation, history, chat_template, more)
         return self._run(jobs, grown=True)
 
     # -- from prompts to jobs
@@ -268,10 +295,14 @@ class LLM:
         params: Params | None,
         conversation: str | None,
         history: str,
+        chat_template: str | Path | None,
         more: dict[str, Any],
     ) -> list[_Job]:
         dialogues = read_dialogues(messages, more)
-        return self._make(ChatBody, "messages", dialogues, params, conversation, history)
+        template = None
+        if chat_template is not None and self._tokenizer is not None:
+            template = read_template(chat_template, self._tokenizer)
+        return self._make(ChatBody, "messages", dialogues, params, conversation, history, template)
 
     def _make(
         self,
@@ -281,6 +312,7 @@ class LLM:
         params: Params | None,
         conversation: str | None,
         history: str,
+        template: ChatTemplate | None = None,
     ) -> list[_Job]:
         self._check_open()
         each = read_params(params, len(prompts), self.get_default_sampling_params())
@@ -295,20 +327,29 @@ class LLM:
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 fields = prompt.fields | {"conversation": conversation, "history": history}
-                jobs.append(_Job(len(jobs), prompt.text, self._wait(self._call(kind, own, fields))))
+                call = self._wait(self._call(kind, own, fields, template))
+                jobs.append(_Job(len(jobs), prompt.text, call))
         except BaseException:
             _close_turns(jobs)
             raise
         return jobs
 
     async def _call(
-        self, kind: type[Any], params: SamplingParams, fields: dict[str, Any]
+        self,
+        kind: type[Any],
+        params: SamplingParams,
+        fields: dict[str, Any],
+        template: ChatTemplate | None,
     ) -> GenerationCall:
         arrived = time.perf_counter()
         caller = Caller()
         body = body_of(kind, params, **fields, max_tokens=None)
-        # tool calls stay in the text
-        generate = replace(body.generate(), default_limit=params.max_tokens, most_tool_calls=0)
+        generate = replace(
+            body.generate(),
+            default_limit=params.max_tokens,
+            most_tool_calls=0,  # they stay in the text
+            template=template,
+        )
         generate = await self._builder.check_form(generate, caller)
         if generate.form is not None and generate.form.remarks:
             log.warning("not enforced: %s", ", ".join(generate.form.remarks))

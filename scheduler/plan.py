@@ -42,8 +42,8 @@ class Join(NamedTuple):
     """A request takes a seat, and its sampler state starts.
 
     `prompt` and `reply` are the tokens so far; they are filled if the next token depends on them
-    (penalties). `prompt_logprobs` as in `Request`. `stop_ids`: none of them is drawn for a position
-    before `may_end`.
+    (penalties; bad words need `reply` only). `prompt_logprobs` as in `Request`. `stop_ids`: none of
+    them is drawn for a position before `may_end`.
     """
 
     seat: int

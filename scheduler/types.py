@@ -149,7 +149,10 @@ class Sampling:
     logprobs                None, or the number of likeliest tokens whose log probabilities are
                             reported, besides the drawn token's
     grammar                 the grammar that the reply must follow, in the form of
+    grammar                 the grammar that the reply must follow, in the form of
                             `runtime/step/grammar.py`
+    bad_words               sequences of tokens: the last one is not drawn behind the others, unless
+                            the grammar allows nothing else
     """
 
     temperature: float = 0.0
@@ -163,6 +166,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     grammar: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -217,6 +221,16 @@ class Sampling:
             0.0,
             0.0,
         )
+
+    @property
+    def has_long_words(self) -> bool:
+        """Whether some of `bad_words` have several tokens."""
+        return any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the tokens before a draw decide which tokens it may give."""
+        return self.grammar is not None or self.has_long_words
 
 
 GREEDY = Sampling()

@@ -53,7 +53,7 @@ def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SettingError(setting, f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingError(setting, f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise SettingError(setting, f"{path} must hold a JSON object")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
@@ -32,10 +32,33 @@ from .reply import ChatWriter, CompletionWriter, Style
 from .structured_output import GUIDED, ResponseFormat, StructuredOutputs, reply_form
 
 MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's limit
+MOST_BAD_WORDS = 512  # those of one token are added to the logits in every step
+LONGEST_BAD_WORD = 200  # characters
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 Wait = Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)]  # seconds
+
+
+def _check_bad_words(words: list[str]) -> list[str]:
+    if len(words) > MOST_BAD_WORDS:
+        raise RequestError(
+            ErrorKind.INVALID, f"bad_words: at most {MOST_BAD_WORDS} are allowed, not {len(words)}"
+        )
+    for word in words:
+        if not word.strip():
+            raise RequestError(
+                ErrorKind.INVALID, "bad_words: a word must have more than white space"
+            )
+        if len(word) > LONGEST_BAD_WORD:
+            raise RequestError(
+                ErrorKind.INVALID,
+                f"bad_words: a word may have {LONGEST_BAD_WORD} characters, not {len(word)}",
+            )
+    return words
+
+
+BadWords = Annotated[list[str], AfterValidator(_check_bad_words)]
 
 
 class StreamOptions(Body):
@@ -100,7 +123,6 @@ class GenerationBody(Body):
     )
     NEUTRAL: ClassVar = {
         "allowed_token_ids": (),
-        "bad_words": ([],),
         "ec_transfer_params": ({},),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": ({},),
@@ -133,6 +155,7 @@ class GenerationBody(Body):
     seed: int | None = None
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
+    bad_words: BadWords = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     stream: bool = False
@@ -215,6 +238,7 @@ class GenerationBody(Body):
             truncates=self.truncates,
             stops=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
+            bad_words=tuple(self.bad_words),
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.transcript import Message
+from ..text.tokenizer import ChatTemplate
 from .structured_output import ReplyForm
 
 
@@ -19,6 +20,7 @@ class Generate:
     prompt             of a completion: text, token ids, or several of either; None: of a chat
     messages, tools, template_variables
                        of a chat, as the client sent them
+    template           of a chat, None: the model's own
     add_generation_prompt, continue_final_message
                        where the prompt of a chat ends: in front of the next message, behind the
                        last one, or inside it
@@ -38,6 +40,7 @@ class Generate:
     truncates          the context may outgrow the model's length
     stops, stop_token_ids, include_stop, ignore_eos, min_tokens
                        the end of a reply
+    bad_words          words that a reply must not contain
     form               the form that a reply must have, None for any
     most_tool_calls    the most tool calls that a reply may contain
     thought_budget, budget_field
@@ -63,6 +66,7 @@ class Generate:
 
     prompt: str | list[Any] | None = None
     messages: tuple[Message, ...] = ()
+    template: ChatTemplate | None = None
     tools: tuple[dict[str, Any], ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -86,6 +90,7 @@ class Generate:
     include_stop: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
     form: ReplyForm | None = None
     most_tool_calls: int = 0
     thought_budget: int | None = None

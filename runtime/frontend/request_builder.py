@@ -50,9 +50,13 @@ class RequestBuilder:
         histories: TurnManager,
         new_id: Callable[[], RequestId],
         forms: ReplyForms | None = None,
+        divides: bool = True,
     ):
-        """`forms`: divide the replies of chats; None: they stay whole."""
+        """forms    of the replies of chats: a grammar begins behind the thought
+        divides  replies of chats are divided by `forms`; False: they stay whole
+        """
         self._forms = forms
+        self._divides = divides
         self._ready = ready
         self._tokenizer = tokenizer
         self._histories = histories
@@ -147,6 +151,7 @@ class RequestBuilder:
             raise RequestError(ErrorKind.INVALID, message, "prompt")
         caller.claim(n_replies, "prompt" if len(prompts) > 1 else "n")
         given = [self._checked(prompt) for prompt in prompts]
+        bad_words = await self._bad_words(generate.bad_words)
         turn: OpenTurn | None
         if generate.chat:
             turn = await self._open_chat(generate, caller, writer.id)
@@ -164,7 +169,7 @@ class RequestBuilder:
                 echoes = [""]
             else:
                 echoes = [self._echo(generate, *pair) for pair in zip(given, ids, strict=True)]
-            return self._call(generate, ids, echoes, writer, arrived, caller, turn)
+            return self._call(generate, bad_words, ids, echoes, writer, arrived, caller, turn)
 
     async def prompt_tokens(self, generate: Generate, caller: Caller) -> int:
         """Returns how many tokens the prompt of this chat has. Raises as `call`."""
@@ -174,8 +179,11 @@ class RequestBuilder:
 
     async def _open_chat(self, generate: Generate, caller: Caller, answer_id: str) -> OpenTurn:
         render = self._need_tokenizer(generate.prompt_field).render_chat
+        if generate.template is not None:
+            render = generate.template.render
         if generate.tools:
-            self._say_if_tools_are_ignored()
+            if generate.template is None:
+                self._say_if_tools_are_ignored()
             render = partial(render, tools=list(generate.tools))
         render = partial(
             render,
@@ -269,6 +277,7 @@ class RequestBuilder:
     def _call(
         self,
         generate: Generate,
+        bad_words: tuple[tuple[int, ...], ...],
         prompts: Sequence[array[int]],
         echoes: Sequence[str],
         writer: CompletionWriter,
@@ -295,7 +304,7 @@ class RequestBuilder:
             raise RequestError(ErrorKind.INVALID, message, "stop_token_ids")
         forms = self._forms if generate.chat else None
         tail = self._tail(prompts[0]) if forms is not None else ""
-        sampling = self._sampling(generate)
+        sampling = replace(self._sampling(generate), bad_words=bad_words)
         if forms is not None:
             is_calls = generate.form is not None and generate.form.tools is not None
             budget = generate.thought_budget
@@ -349,7 +358,7 @@ class RequestBuilder:
             turn=turn,
             session=session,
             keep=keep,
-            forms=forms,
+            forms=forms if self._divides else None,
             tail=tail,
             special_stops=special_stops,
             held=held,
@@ -388,6 +397,8 @@ class RequestBuilder:
         wanted = default if limit is None else limit
         if (most := self._ready.sampling.max_tokens) is not None:
             wanted = min(wanted, most)
+        if generate.min_tokens > wanted:
+            raise self._above_limit(generate, wanted)
         if truncate:
             return min(wanted, context)
         if prompt >= context:
@@ -399,7 +410,7 @@ class RequestBuilder:
                 TOO_LONG,
             )
         room = context - prompt
-        if room < generate.min_tokens <= wanted:
+        if room < generate.min_tokens:
             raise RequestError(
                 ErrorKind.INVALID,
                 f"the prompt has {prompt} tokens and min_tokens is {generate.min_tokens}; "
@@ -409,6 +420,20 @@ class RequestBuilder:
             )
         return min(wanted, room)
 
+    def _above_limit(self, generate: Generate, most: int) -> RequestError:
+        """The error of a min_tokens above `most`, with what limits the reply."""
+        if most == (generate.default_limit if generate.limit is None else generate.limit):
+            reason = f"{generate.limit_field} is {most}"
+        elif most == self._ready.sampling.max_tokens:
+            reason = (
+                f"a reply of this server has at most {most} tokens (max_new_tokens in its "
+                "generation_config.json)"
+            )
+        else:
+            reason = f"the model's context holds {most}"
+        message = f"min_tokens is {generate.min_tokens}, and {reason}"
+        return RequestError(ErrorKind.INVALID, message, "min_tokens")
+
     async def _open_grammars(self) -> None:
         async with self._opening:
             if not self._opened:
@@ -416,6 +441,22 @@ class RequestBuilder:
                 about = ready.tokenizer, ready.vocab_size, ready.stop_ids
                 self._grammars = await asyncio.to_thread(open_checker, *about)
                 self._opened = True
+
+    async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word, without a space in front and with one: at the beginning of a
+        text and within it. A word with a token that the model does not have is never drawn."""
+        if not words:
+            return ()
+        encode = self._need_tokenizer("bad_words").encode_words
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        encoded = await asyncio.to_thread(encode, texts)
+        for text, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise RequestError(
+                    ErrorKind.INVALID, f"bad_words: {text!r} has no tokens", "bad_words"
+                )
+        can_be_drawn = (tuple(ids) for ids in encoded if max(ids) < self._ready.vocab_size)
+        return tuple(dict.fromkeys(can_be_drawn))
 
     def _logit_bias(self, generate: Generate) -> tuple[tuple[int, float], ...]:
         try:

@@ -126,13 +126,15 @@ def reply_form(
     tools: Sequence[Tool] = (),
     tool_choice: str | NamedTool = "none",
     parallel_tool_calls: bool = False,
+    param: str = "response_format",
 ) -> ReplyForm | None:
     """Returns the form that the reply must have, None for any. Raises RequestError (INVALID) if two
     fields set it.
 
+    param           the field that contains `response_format`, for errors
     constraints     `structured_outputs` and the fields in `GUIDED`, as far as they are set
     """
-    schema = _schema(response_format) if response_format is not None else None
+    schema = _schema(response_format, param) if response_format is not None else None
     given = list(constraints)
     if len(given) > 1:
         raise RequestError(
@@ -143,13 +145,11 @@ def reply_form(
             raise RequestError(
                 ErrorKind.INVALID, f"{given[0]} and tools cannot be combined", given[0]
             )
-        return _with_tools(tools, tool_choice, parallel_tool_calls, schema)
+        return _with_tools(tools, tool_choice, parallel_tool_calls, schema, param)
     if given:
         ((name, value),) = constraints.items()
         if schema is not None:
-            raise RequestError(
-                ErrorKind.INVALID, f"response_format and {name} cannot be combined", name
-            )
+            raise RequestError(ErrorKind.INVALID, f"{param} and {name} cannot be combined", name)
         forms = (
             value.wanted
             if isinstance(value, StructuredOutputs)
@@ -159,7 +159,7 @@ def reply_form(
         return ReplyForm(name, _grammar(form, wanted, name))
     if schema is None:
         return None
-    return ReplyForm("response_format", _schema_grammar(schema, "response_format"))
+    return ReplyForm(param, _schema_grammar(schema, param))
 
 
 def _with_tools(
@@ -167,6 +167,7 @@ def _with_tools(
     tool_choice: str | NamedTool,
     parallel_tool_calls: bool,
     schema: dict[str, Any] | None,
+    param: str,
 ) -> ReplyForm | None:
     """Tool calls if they are required; tool calls or the requested JSON if the model may choose."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
@@ -177,13 +178,13 @@ def _with_tools(
         form = ToolsForm(tuple(functions), parallel_tool_calls)
     elif schema is not None:
         form = ToolsForm(tuple(functions), parallel_tool_calls, schema)
-        return ReplyForm("response_format", "", form)
+        return ReplyForm(param, "", form)
     else:
         return None
     return ReplyForm("tools", "", form)
 
 
-def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:
+def _schema(response_format: ResponseFormat, param: str) -> dict[str, Any] | None:
     """The JSON schema of `response_format`, None for plain text."""
     if response_format.type == "text":
         return None
@@ -193,8 +194,8 @@ def _schema(response_format: ResponseFormat) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         raise RequestError(
             ErrorKind.INVALID,
-            "response_format needs an object json_schema.schema",
-            "response_format",
+            f"{param} needs an object json_schema.schema",
+            param,
         )
     return schema
 

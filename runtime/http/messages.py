@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import (
+    BadWords,
     ConversationParams,
     GenerationBody,
     Wait,
@@ -423,6 +424,7 @@ class MessageBody(PromptBody):
     priority: int = 0
     expect_next_s: Wait | None = None
     return_sources: bool = False
+    bad_words: BadWords = Field(default_factory=list)
     stream: bool = False
     temperature: float | None = None
     top_k: int | None = None
@@ -453,8 +455,9 @@ class MessageBody(PromptBody):
             super().generate(),
             default_limit=self.max_tokens,
             stops=tuple(self.stop_sequences),
+            bad_words=tuple(self.bad_words),
             stream=self.stream,
-            form=reply_form(response_format, {}, *self._tools()),
+            form=reply_form(response_format, {}, *self._tools(), "output_config.format"),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

@@ -174,10 +174,9 @@ class ResponseBody(GenerationBody):
     def _form(self) -> ReplyForm | None:
         _, callable_tools, choice = self._chosen()
         wanted = self.text.format.for_chat() if self.text is not None else None
-        form = reply_form(wanted, {}, callable_tools, choice, self.parallel_tool_calls)
-        if form is not None and form.param == "response_format":
-            return replace(form, param="text.format")
-        return form
+        return reply_form(
+            wanted, {}, callable_tools, choice, self.parallel_tool_calls, "text.format"
+        )
 
     def _repeated(self) -> dict[str, Any]:
         """The fields that the answer repeats."""

@@ -19,7 +19,10 @@ class HTTPOptions:
     """What users set and the HTTP process takes as it is."""
 
     reasoning_parser: str = _http(
-        "auto", "the form of a model's thoughts: vLLM's name of it, or none", unit="NAME"
+        "auto",
+        "the form of a model's thoughts: vLLM's name of it, or none",
+        unit="NAME",
+        users=User.SERVER | User.OFFLINE,
     )
     tool_call_parser: str = _http(
         "auto", "the form of a model's tool calls: vLLM's name of it", unit="NAME"

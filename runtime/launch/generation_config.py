@@ -46,7 +46,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The file's values that are not null. Raises SettingError."""
     try:
         fields = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingError(SETTING, f"cannot read {path}: {error}") from None
     if not isinstance(fields, dict):
         raise SettingError(SETTING, f"{path} is not a JSON object")

@@ -22,6 +22,7 @@ class SamplingParams:
                         number of likeliest tokens reported with each token of the reply, of the
                         prompt
     skip_special_tokens only True
+    bad_words           words that a reply must not contain
     structured_outputs  one of json, json_object, regex, choice, grammar, as in the HTTP API
     """
 
@@ -45,6 +46,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
+    bad_words: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         body_of(CompletionBody, self, prompt="checked")

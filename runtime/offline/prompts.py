@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...scheduler.types import ErrorKind, RequestError
+from ...scheduler.types import ErrorKind, RequestError, SettingError
+from ..text.tokenizer import ChatTemplate, Tokenizer
 from .params import SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -32,6 +34,20 @@ def read_dialogues(dialogues: Any, more: dict[str, Any]) -> list[OfflinePrompt]:
     """Reads one dialogue or several. `more`: fields that all of them have."""
     each = dialogues if _several(dialogues, Mapping) else [dialogues]
     return [OfflinePrompt(None, {"messages": messages} | more) for messages in each]
+
+
+def read_template(given: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Reads a chat template: its text, which has a brace, or the path of its file. RequestError if
+    it cannot be read or does not parse."""
+    name = "chat_template"
+    try:
+        is_text = isinstance(given, str) and "{" in given
+        return tokenizer.other_template(str(given) if is_text else Path(given).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{name}: cannot read {str(given)!r}: {error}"
+        raise RequestError(ErrorKind.INVALID, message, name) from error
+    except SettingError as error:
+        raise RequestError(ErrorKind.INVALID, str(error), name) from error
 
 
 def read_params(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:

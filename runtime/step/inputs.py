@@ -13,7 +13,7 @@ changed at once and never passed on; changes travel with their step, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from ...builder.forward_batch import NOT_WRITTEN, PackedBatch
 from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .prefixes import SharedPrefixes
-from .sampling_inputs import Mask, SamplingInputs, SeatSampling, scored
+from .sampling_inputs import NOTHING_FORBIDDEN, Mask, SamplingInputs, SeatSampling, scored
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
 
@@ -65,11 +65,17 @@ class StepPacker:
         self._prefixes = SharedPrefixes(self._table, chunk_tokens)
         self._sampling = SeatSampling(seats)
 
-    def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
+    def pack(
+        self,
+        plan: StepPlan,
+        mask: Mask | None = None,
+        forbidden: Mapping[int, Sequence[int]] = NOTHING_FORBIDDEN,
+    ) -> StepInputs:
         """Packs the plan. InvariantError if the plan contradicts itself or uses a chunk that its
         seat was never given.
 
-        `mask`: the tokens that grammars allow for the plan's samples.
+        `mask`: the tokens that grammars allow for the plan's samples. `forbidden`: tokens that bad
+        words end with, by the index of the sample.
         """
         for join in plan.joins:
             self._table[join.seat] = NOT_WRITTEN
@@ -128,7 +134,7 @@ class StepPacker:
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
             sample_seats=sample_seats,
             sampling=self._sampling.pack(
-                counts, sample_seats, drawn, scored_seats, plan.scored, mask
+                counts, sample_seats, drawn, scored_seats, plan.scored, mask, forbidden
             ),
             block_cells=cells,
             block_slots=cell_slots,

@@ -3,7 +3,7 @@ numpy only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from ...scheduler.plan import Join
 
-NOT_YET = -1e30
-"""Added to the logits of tokens that must not be drawn yet. Finite, so that such a token can still
-be drawn if a grammar, with minus infinity, allows no other."""
+FORBIDDEN = -1e30
+"""Added to the logits of tokens that must not be drawn. Finite, so that such a token can still be
+drawn if a grammar, with minus infinity, allows no other."""
+
+NOTHING_FORBIDDEN: Mapping[int, Sequence[int]] = {}
 
 
 class Draws(NamedTuple):
@@ -121,6 +123,14 @@ class _Additions:
             np.fromiter(values.values(), np.float32, count),
         )
 
+    def without(self, tokens: Sequence[int]) -> _Additions:
+        """The same, with these tokens forbidden."""
+        values = dict(zip(self.tokens.tolist(), self.values.tolist(), strict=True))
+        return self.of(values | dict.fromkeys(tokens, FORBIDDEN))
+
+
+_NO_ADDITIONS = _Additions.of({})
+
 
 class _SeatBiases(NamedTuple):
     """`early`: for positions before `may_end`, including the stop ids that may not be drawn
@@ -186,11 +196,12 @@ class SeatSampling:
         """Makes the arrays for all of the row's steps: Python takes 0.2 s for a thousand biases of
         each of 256 rows."""
         self._biases.pop(join.seat, None)
-        if join.sampling.logit_bias or join.stop_ids:
-            biases = dict(join.sampling.logit_bias)
+        never = [word[0] for word in join.sampling.bad_words if len(word) == 1]
+        if join.sampling.logit_bias or join.stop_ids or never:
+            biases = dict(join.sampling.logit_bias) | dict.fromkeys(never, FORBIDDEN)
             late = _Additions.of(biases)
             early = (
-                _Additions.of(biases | dict.fromkeys(join.stop_ids, NOT_YET))
+                _Additions.of(biases | dict.fromkeys(join.stop_ids, FORBIDDEN))
                 if join.stop_ids
                 else late
             )
@@ -204,14 +215,15 @@ class SeatSampling:
         scored_seats: Sequence[int],
         targets: Sequence[int],
         mask: Mask | None,
+        forbidden: Mapping[int, Sequence[int]] = NOTHING_FORBIDDEN,
     ) -> SamplingInputs:
         """seats, positions [R]: of the tokens to be drawn; scored_seats, targets [K]: of the scored
-        rows."""
+        rows; `forbidden`: tokens that must not be drawn, by row."""
         return SamplingInputs(
             self._draws(seats, positions),
             starts,
             self._penalties(seats),
-            self._step_biases(seats, positions) if self._biases else None,
+            self._step_biases(seats, positions, forbidden) if self._biases or forbidden else None,
             mask,
             self._scores(seats, scored_seats, targets),
         )
@@ -238,14 +250,24 @@ class SeatSampling:
         factors = self._repetition[penalised], self._presence[penalised], self._frequency[penalised]
         return Penalties(rows, places[rows], *factors)
 
-    def _step_biases(self, seats: np.ndarray, positions: np.ndarray) -> Biases | None:
+    def _step_biases(
+        self,
+        seats: np.ndarray,
+        positions: np.ndarray,
+        forbidden: Mapping[int, Sequence[int]],
+    ) -> Biases | None:
         """Successive steps with the same biases for the same rows share their arrays."""
         added = []
         for row, (seat, position) in enumerate(
             zip(seats.tolist(), positions.tolist(), strict=True)
         ):
+            additions = None
             if (biases := self._biases.get(seat)) is not None:
-                added.append((row, biases.early if position < biases.may_end else biases.late))
+                additions = biases.early if position < biases.may_end else biases.late
+            if (tokens := forbidden.get(row)) is not None:
+                additions = (additions or _NO_ADDITIONS).without(tokens)
+            if additions is not None:
+                added.append((row, additions))
         if added != self._added:
             self._added = added
             self._together = _put_together(added)

@@ -156,14 +156,18 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         template: ChatTemplate | None = None,
         tools_template: ChatTemplate | None = None,
+        special_tokens: dict[str, str] | None = None,
     ):
-        """`tools_template`: used instead of `template` for requests with tools; None: `template` is
-        used."""
+        """tools_template  used instead of `template` for requests with tools; None: `template` is
+                        used
+        special_tokens  the texts of special tokens, by the names that templates have for them
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self._tools_template = tools_template
+        self._special_tokens = special_tokens or {}
         self.token_bytes = TokenBytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.added = {token.content: at for at, token in added.items()}
@@ -195,7 +199,13 @@ class Tokenizer:
             for name in TEMPLATES
             if name in sources
         }
-        return cls(tokenizer, *(templates.get(name) for name in TEMPLATES))
+        default, tools = (templates.get(name) for name in TEMPLATES)
+        return cls(tokenizer, default, tools, special_tokens)
+
+    def other_template(self, source: str) -> ChatTemplate:
+        """A chat template with this tokenizer's special tokens. Raises SettingError (of
+        "chat_template") if it does not parse."""
+        return ChatTemplate(source, self._special_tokens, "chat_template")
 
     def digest(self) -> bytes:
         """SHA-256 of the tokenizer. With equal digests, token ids have the same meaning."""
@@ -272,6 +282,11 @@ class Tokenizer:
         """Token ids of a rendered dialogue. The template writes special tokens itself, so none are
         added."""
         return self._ids(text, add_special_tokens=False)
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word, as a part of a text."""
+        encoded = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
+        return [one.ids for one in encoded]
 
     def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
         """Encodes a batch of one, as `encode_behind` does: only for a batch does the library

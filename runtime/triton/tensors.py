@@ -49,6 +49,7 @@ INPUTS = {
     "sampling_param_max_tokens": Input("INT32", "max_tokens"),
     "sampling_param_min_tokens": Input("INT32", "min_tokens"),
     "sampling_param_stop": Input("STRING", "stop", several=True),
+    "sampling_param_bad_words": Input("STRING", "bad_words", several=True),
     "sampling_param_stop_token_ids": Input("INT32", "stop_token_ids", several=True),
     "sampling_param_ignore_eos": Input("BOOL", "ignore_eos"),
     "sampling_param_seed": Input("UINT64", "seed"),

@@ -269,7 +269,7 @@ def _join(row: RunningTurn) -> Join:
         row.id,
         sampling,
         prompt=request.prompt if sampling.penalised else (),
-        reply=tokens.reply[:] if sampling.penalised else (),
+        reply=tokens.reply[:] if sampling.penalised or sampling.has_long_words else (),
         prompt_logprobs=request.prompt_logprobs,
         stop_ids=sorted(request.stop_ids) if len(tokens) < may_end else (),
         may_end=may_end,

@@ -46,10 +46,10 @@ class Drafting:
 
     def waits(self, row: RunningTurn, builder: PlanBuilder) -> bool:
         """True if this step leaves the row out. Its newest token is not known yet, and is needed:
-        for the mask of a grammar, because drafts behind it are being checked, or because enough
-        drafts are expected to come true."""
+        for the mask of a grammar or of bad words, because drafts behind it are being checked, or
+        because enough drafts are expected to come true."""
         drafts = row.drafts
-        if drafts is None:  # a grammar
+        if drafts is None:  # a constrained row
             return True
         if drafts.checked <= builder.applied:
             room = self._most - builder.drafting * MOST_DRAFTS

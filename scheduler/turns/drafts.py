@@ -74,6 +74,6 @@ def propose(text: str) -> str:
 
 def may_draft(request: Request) -> bool:
     """False if a draw depends on the tokens before it other than through the logits (grammar,
-    penalties), or has more results than its token (log probabilities)."""
+    bad words, penalties), or has more results than its token (log probabilities)."""
     sampling = request.sampling
-    return sampling.grammar is None and sampling.logprobs is None and not sampling.penalised
+    return not sampling.constrained and sampling.logprobs is None and not sampling.penalised

@@ -131,8 +131,8 @@ class RunningTurn:
     launched      the last step planned with this row
     leaving       suspended: not planned any more; released when its last launched step is applied
     pending       keys that this row is the first to compute
-    constrained   a grammar limits the next token, so each token must be applied before the next one
-                  is planned
+    constrained   the last token decides which ones may follow (grammar, bad words), so each token
+                  must be applied before the next one is planned
     """
 
     __slots__ = (
@@ -190,7 +190,7 @@ class RunningTurn:
         self.launched = 0
         self.leaving = False
         self.pending: dict[ChunkKey, None] = {}
-        self.constrained = turn.request.sampling.grammar is not None
+        self.constrained = turn.request.sampling.constrained
         self.drafts = turn.drafts
 
     @property

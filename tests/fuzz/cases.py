@@ -107,6 +107,7 @@ FIELDS = (
     "top_k",
     "n",
     "stop",
+    "bad_words",
     "stream",
     "stream_options",
     "logprobs",

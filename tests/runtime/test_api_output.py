@@ -583,3 +583,56 @@ def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directo
 def test_bad_messages_with_calls_are_refused(ask: Ask, message: dict[str, Any]) -> None:
     response = ask(post("/v1/chat/completions", {"messages": [message]}))
     assert response.status_code == 400 and response.json()["error"]["param"].startswith("messages")
+
+
+FORMATS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "response_format": lambda schema: {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    },
+    "text.format": lambda schema: {
+        "input": "x",
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": schema}},
+    },
+    "output_config.format": lambda schema: {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 9,
+        "output_config": {"format": {"type": "json_schema", "schema": schema}},
+    },
+}
+PATHS = {
+    "response_format": "/v1/chat/completions",
+    "text.format": "/v1/responses",
+    "output_config.format": "/v1/messages",
+}
+UNUSABLE = {
+    "NaN": {"const": float("nan")},
+    "never": {"type": "object", "properties": {"a": False}, "required": ["a"]},
+}
+
+
+@pytest.mark.parametrize("with_tools", [False, True], ids=["", "beside tools"])
+@pytest.mark.parametrize("schema", UNUSABLE.values(), ids=UNUSABLE)
+@pytest.mark.parametrize("field", FORMATS)
+def test_a_schema_that_is_refused_is_named_by_its_own_field(
+    ask: Ask, field: str, schema: Any, with_tools: bool
+) -> None:
+    body = {"model": "fake", **FORMATS[field](schema)}
+    if with_tools:
+        tool = function_of({"type": "object"})
+        about = tool["function"]
+        tools = {
+            "response_format": tool,
+            "text.format": {"type": "function", **about},
+            "output_config.format": {"name": about["name"], "input_schema": about["parameters"]},
+        }
+        body["tools"] = [tools[field]]
+
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.post(PATHS[field], content=json.dumps(body))
+
+    response = ask(work)
+    error = response.json()["error"]
+    assert response.status_code == 400, response.text
+    assert error["message"].startswith(field), error
+    assert error.get("param", field) == field

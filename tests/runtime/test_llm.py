@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,9 +186,111 @@ def test_a_chat_shows_the_model_its_tools(cache, tmp_path, monkeypatch):
             llm.chat(QUESTION, GREEDY, tools=[{"type": "function"}])
 
 
+PLAIN = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
+ENDED = PLAIN + "{% if add_generation_prompt %} Well,{% endif %}"
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["text", "path"])
+def test_a_chat_has_a_template_of_its_own(llm, tmp_path, as_file):
+    template = ENDED
+    if as_file:
+        template = tmp_path / "template.jinja"
+        template.write_text(ENDED)
+    bos = llm.get_tokenizer().bos_token or ""
+    (expected,) = llm.generate(
+        {"prompt_token_ids": [*llm._tokenizer.encode_rendered(f"{bos}tea Well,")]}, GREEDY
+    )
+    dialogue = [{"role": "user", "content": "tea"}]
+    for given in (template, str(template)):
+        (whole,) = llm.chat(dialogue, GREEDY, chat_template=given)
+        *_, last = llm.stream_chat(dialogue, GREEDY, chat_template=given)
+        assert whole.prompt_token_ids == last.prompt_token_ids == expected.prompt_token_ids
+        assert whole.outputs == last.outputs == expected.outputs
+    (other,) = llm.chat(dialogue, GREEDY)
+    assert other.prompt_token_ids != whole.prompt_token_ids, "the model's own, as before"
+
+
+def test_a_chat_ends_its_prompt_where_the_caller_wants(llm):
+    dialogue = [{"role": "user", "content": "tea"}, {"role": "assistant", "content": "green "}]
+
+    def prompt(**options):
+        options = {"chat_template": ENDED, **options}
+        (whole,) = llm.chat(dialogue, GREEDY, **options)
+        *_, last = llm.stream_chat(dialogue, GREEDY, **options)
+        assert whole.outputs == last.outputs
+        return llm._tokenizer.decode(whole.prompt_token_ids)
+
+    assert prompt() == prompt(add_generation_prompt=True) == "teagreen  Well,"
+    assert prompt(add_generation_prompt=False) == "teagreen "
+    continued = dict(continue_final_message=True, chat_template=ENDED + "<end>")
+    assert prompt(**continued) == prompt(**continued, add_generation_prompt=False) == "teagreen "
+    with pytest.raises(RequestError, match="exclude each other"):
+        llm.chat(dialogue, GREEDY, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(RequestError, match="last message of the assistant"):
+        llm.chat(QUESTION, GREEDY, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for", "nowhere.jinja", Path("nowhere.jinja"), "{{ raise_exception('no') }}"]
+)
+def test_a_bad_template_of_a_chat_is_named(llm, template):
+    with pytest.raises(RequestError, match="template"):
+        llm.chat(QUESTION, GREEDY, chat_template=template)
+
+
+def test_a_grammar_begins_behind_the_thought(cache, tmp_path):
+    """The reply's text stays whole, as in vLLM."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ messages[0].content }}{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+        "{% elif add_generation_prompt %}<think>\n{% endif %}"
+    )
+    form = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"choice": ["yes", "no"]})
+    with LLM("demo", chat_template=str(template), **SIZES) as llm:
+        (thought,) = llm.chat(QUESTION, form)
+        (free,) = llm.chat(QUESTION, GREEDY)
+        (answer,) = llm.chat(QUESTION, form, chat_template_kwargs={"enable_thinking": False})
+    with LLM("demo", chat_template=str(template), reasoning_parser="none", **SIZES) as llm:
+        (undivided,) = llm.chat(QUESTION, form)
+    assert thought.outputs[0].text == free.outputs[0].text and free.outputs[0].text
+    assert answer.outputs[0].text in ("yes", "no")
+    assert undivided.outputs[0].text in ("yes", "no")
+
+
 def test_a_reply_follows_its_grammar(llm):
     (output,) = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["yes", "no"]}))
     assert output.outputs[0].text in ("yes", "no")
+
+
+@pytest.mark.parametrize("speculate", ["off", "lookup"])
+def test_a_reply_has_none_of_the_bad_words(cache, speculate):
+    """Equal to a loop that forbids by hand, token by token, what would complete a word."""
+    prompt = "one two three four five six seven eight " * 4
+    with LLM("demo", speculate=speculate, **SIZES) as llm:
+        encode = llm._tokenizer.encode_rendered
+        (plain,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=40))
+        text = plain.outputs[0].text
+        words = ["four", "ze", "q"]
+        assert text.startswith("ze. ") and text.count(" four") > 10
+        sequences = [[*encode(space + word)] for word in words for space in ("", " ")]
+        assert {len(sequence) for sequence in sequences} > {1, 2}
+        begun = plain.prompt_token_ids
+        tokens = []
+        for _ in range(40):
+            never = {
+                sequence[-1]: -100
+                for sequence in sequences
+                if tokens[len(tokens) - len(sequence) + 1 :] == sequence[:-1]
+            }
+            params = SamplingParams(temperature=0, max_tokens=1, logit_bias=never)
+            (step,) = llm.generate([[*begun, *tokens]], params)
+            tokens += step.outputs[0].token_ids
+        params = SamplingParams(temperature=0, max_tokens=40, bad_words=words, ignore_eos=True)
+        whole = llm.generate(prompt, params)[0].outputs[0]
+        *_, last = llm.stream(prompt, replace(params, n=2))
+    assert whole.token_ids == tokens != plain.outputs[0].token_ids
+    assert [reply.token_ids for reply in last.outputs] == [tokens] * 2
+    assert not [word for word in words if word in whole.text]
 
 
 def test_a_stream_grows_to_what_generate_gives(llm):
@@ -256,6 +359,7 @@ def test_wrong_arguments_are_named(cache, llm):
         dict(temperature=-1),
         dict(n=0),
         dict(stop=""),
+        dict(bad_words=["a", "  "]),
         dict(top_k=1.5),
         dict(logprobs=21),
         dict(max_tokens=0),

@@ -383,10 +383,13 @@ def test_the_longer_the_context_the_fewer_tokens_fit():
         assert size <= 4 or cost.plan_seconds(plan) <= 14e-3
 
 
-def test_a_row_that_waits_for_its_last_token_is_not_delayed_either():
-    """A reply with a grammar has a token in every second step."""
+@pytest.mark.parametrize(
+    "sampling", [Sampling(grammar="anything"), Sampling(bad_words=((5,), (1, 2)))]
+)
+def test_a_row_that_waits_for_its_last_token_is_not_delayed_either(sampling):
+    """A reply with a grammar or long bad words has a token in every second step."""
     harness = Harness(target_ms_per_token=7.7)
-    harness.submit([1, 2], 9, sampling=Sampling(grammar="anything"))
+    harness.submit([1, 2], 9, sampling=sampling)
     harness.tick()
     harness.launch()
     harness.submit(range(100, 140), 2)

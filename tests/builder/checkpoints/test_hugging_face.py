@@ -227,7 +227,13 @@ def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "text, message", [(None, "does not exist"), ("{", "cannot be read"), ("[]", "JSON object")]
+    "text, message",
+    [
+        (None, "does not exist"),
+        ("{", "cannot be read"),
+        ("[" * 10**5, "cannot be read"),
+        ("[]", "JSON object"),
+    ],
 )
 def test_config_json_must_be_there_and_be_an_object(text, message, tmp_path):
     if text is not None:

@@ -100,7 +100,11 @@ def test_completions_triton_and_llm_agree(prompt: str | list[int]) -> None:
     ids=["plain", "sampling", "end", "tools", "form"],
 )
 def test_chats_and_messages_agree(of_chat: dict[str, Any], of_message: dict[str, Any]) -> None:
-    assert message(**of_message) == chat(**of_chat)
+    wanted = chat(**of_chat)
+    if wanted.form is not None and wanted.form.param == "response_format":
+        # errors name the field of each API
+        wanted = replace(wanted, form=replace(wanted.form, param="output_config.format"))
+    assert message(**of_message) == wanted
 
 
 def test_a_response_is_a_chat_with_a_history_of_its_own() -> None:

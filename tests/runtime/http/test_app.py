@@ -412,7 +412,10 @@ BAD = [
         "guided_regex",
     ),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
-    ({"prompt": "x", "bad_words": ["x"]}, "bad_words"),
+    ({"prompt": "x", "bad_words": "x"}, "bad_words"),
+    ({"prompt": "x", "bad_words": ["x", ""]}, "bad_words"),
+    ({"prompt": "x", "bad_words": ["x"] * 513}, "bad_words"),
+    ({"prompt": "x", "bad_words": ["x" * 201]}, "bad_words"),
     ({"prompt": "x", "converation": "c"}, "converation"),
 ]
 

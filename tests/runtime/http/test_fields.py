@@ -27,6 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/tokenize": {"messages": TOLD},
     "/detokenize": {"tokens": [5]},
 }
+WORDS = tuple(tuple(byte_tokens(word)) for word in ("ab", " ab", "c", " c"))
 Effect = Callable[[Request, Any], bool]
 OWN: dict[str, tuple[Any, Any, Effect]] = {
     "cache_salt": ("a", 5, lambda request, answer: request.salt == b"given:a"),
@@ -38,6 +39,7 @@ OWN: dict[str, tuple[Any, Any, Effect]] = {
         "a",
         lambda request, answer: request.conversation is not None,
     ),
+    "bad_words": (["ab", "c"], [" "], lambda request, answer: request.sampling.bad_words == WORDS),
     "return_sources": (True, "yes", lambda request, answer: "'recomputed': 0" in str(answer)),
     "conversation": ("a", 5, lambda request, answer: request.conversation is not None),
     "return_token_ids": (True, 5, lambda request, answer: "'token_ids': [" in str(answer)),

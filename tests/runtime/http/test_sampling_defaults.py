@@ -48,3 +48,41 @@ def test_own_fields_win_over_the_defaults(serve: Any, path: str) -> None:
             assert sampling.repetition_penalty == 1.5
 
     run(ask())
+
+
+LIMITS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("path", LIMITS)
+def test_fewest_tokens_above_the_most_are_refused_with_the_reason(serve: Any, path: str) -> None:
+    """The fixture's generation_config.json has max_new_tokens 12."""
+
+    async def ask() -> None:
+        async with serve() as server:
+            await server.post(path, **BODIES[path], min_tokens=12)
+            for limit, min_tokens, words in (
+                ({}, 13, "min_tokens is 13, and a reply of this server has at most 12 tokens"),
+                ({LIMITS[path]: 20}, 13, "min_tokens is 13, and a reply of this server has at"),
+                ({LIMITS[path]: 5}, 6, f"min_tokens is 6, and {LIMITS[path]} is 5"),
+                ({}, -1, "min_tokens must be between 0 and"),
+            ):
+                body = {**BODIES[path], **limit, "min_tokens": min_tokens}
+                error = (await server.post(path, 400, **body))["error"]
+                assert error["param"] == "min_tokens" and words in error["message"]
+
+    run(ask())
+
+
+def test_fewest_tokens_above_the_default_limit_say_which_field_to_set(serve: Any) -> None:
+    async def ask() -> None:
+        async with serve() as server:
+            refused = await server.post("/v1/completions", 400, prompt="hi", min_tokens=17)
+            words = "min_tokens is 17, and max_tokens is 16"
+            assert refused["error"]["message"] == words
+
+    run(ask())

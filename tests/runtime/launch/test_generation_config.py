@@ -77,3 +77,10 @@ def test_a_wrong_value_stops_the_start(
 def test_a_folder_without_the_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--generation-config: cannot read"):
         sampling_defaults(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\udcff"])
+def test_a_file_that_is_no_json_stops_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SettingError, match="--generation-config: cannot read"):
+        sampling_defaults("auto", tmp_path)

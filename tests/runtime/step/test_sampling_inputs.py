@@ -12,7 +12,7 @@ import torch
 
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.runtime.step.sampler import Sampler, add_biases, forbid, penalise, score
-from pensieve.runtime.step.sampling_inputs import NOT_YET, Mask, SeatSampling
+from pensieve.runtime.step.sampling_inputs import FORBIDDEN, Mask, SeatSampling
 from pensieve.scheduler.plan import Span
 from pensieve.scheduler.types import Sampling
 
@@ -217,7 +217,7 @@ def biases_twin(rows):
     for row, (biases, stop_ids, may_end) in enumerate(rows):
         added = dict(biases)
         if not may_end:
-            added |= dict.fromkeys(stop_ids, float(np.float32(NOT_YET)))
+            added |= dict.fromkeys(stop_ids, float(np.float32(FORBIDDEN)))
         entries += [(row, token, value) for token, value in added.items()]
     return entries
 
@@ -341,3 +341,21 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
     together = run((0, 1, 2, 3))
     assert all(run((seat,))[seat] == together[seat] for seat in range(4))
+
+
+def test_a_forbidden_token_has_one_entry():
+    """Also if the row has a bias for it, or for others."""
+    seats = SeatSampling(4)
+    both = Sampling(logit_bias=((5, 2.0), (6, 1.0)), bad_words=((6,), (8, 9)))
+    seats.join([join(0, both), join(1), join(2, Sampling(bad_words=((3,),)))])
+    chosen = np.array([0, 1, 2, 3])
+    positions = np.zeros(4, np.int32)
+    got = seats.pack((), chosen, positions, (), (), None, {0: [5, 9], 1: [7]}).biases
+    never = float(np.float32(FORBIDDEN))
+    assert sorted(zip(*(column.tolist() for column in got), strict=True)) == [
+        *((0, token, never) for token in (5, 6, 9)),
+        (1, 7, never),
+        (2, 3, never),
+    ]
+    got = seats.pack((), chosen, positions, (), (), None).biases
+    assert got.tokens.tolist() == [5, 6, 3] and got.values.tolist() == [2.0, never, never]

@@ -59,6 +59,7 @@ def test_every_input_reaches_its_field():
         sampling_param_max_tokens=9,
         sampling_param_min_tokens=2,
         sampling_param_stop=["ä".encode(), b"b"],
+        sampling_param_bad_words=[b"c", b"d"],
         sampling_param_stop_token_ids=[5, 6],
         sampling_param_ignore_eos=True,
         sampling_param_seed=2**40,
@@ -77,6 +78,7 @@ def test_every_input_reaches_its_field():
     )
     assert (body.max_tokens, body.min_tokens, body.seed, body.ignore_eos) == (9, 2, 2**40, True)
     assert (body.stop, body.stop_token_ids) == (["ä", "b"], [5, 6])
+    assert body.bad_words == ["c", "d"]
 
 
 def test_a_bare_prompt_asks_for_nothing_else():
