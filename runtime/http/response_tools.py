@@ -27,7 +27,7 @@ from ..frontend.bodies import MOST_TOOLS
 from ..frontend.body_base import Body
 from ..frontend.chat_messages import Function, FunctionName, NamedTool
 from ..frontend.chat_messages import Tool as ChatTool
-from .response_items import CUSTOM_INPUT, leave_out
+from .response_items import CUSTOM_INPUT, LeftOut, leave_out
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 OWN_TOOLS = ("function", "custom")
@@ -133,23 +133,25 @@ def _own_tools(tools: Any, info: ValidationInfo) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind not in OWN_TOOLS:
             leave_out(f"tools.{kind}", info.context)
-        else:
-            kept.append(tool)
+            tool = {"type": "left_out"}
+        kept.append(tool)
     return kept if isinstance(tools, list) else tools
 
 
-def _names_what_is_not_followed(tools: list[Tool], info: ValidationInfo) -> list[Tool]:
-    for tool in tools:
+def _kept_tools(tools: list[Tool | LeftOut], info: ValidationInfo) -> list[Tool]:
+    """Names what of the tools is not followed."""
+    kept = [tool for tool in tools if not isinstance(tool, LeftOut)]
+    for tool in kept:
         if isinstance(tool, CustomTool) and not tool.is_followed:
             leave_out(f"tools.{tool.name}.format", info.context)
-    return tools
+    return kept
 
 
 ToolList = list[Annotated[Tool, Field(discriminator="type")]]
 Tools = Annotated[
-    ToolList,
+    list[Annotated[Tool | LeftOut, Field(discriminator="type")]],
     BeforeValidator(_own_tools, json_schema_input_type=ToolList),
-    AfterValidator(_names_what_is_not_followed),
+    AfterValidator(_kept_tools),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 from ...scheduler.types import FinishReason, RequestError
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.reply_reader import ToolCall
-from .response_items import CUSTOM_INPUT
-
-ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+from .response_items import CUSTOM_INPUT, RESPONSE_ID, item_id
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,10 @@ class About:
 class OutputItem:
     """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments."""
 
+    id: str
     type: str
     text: list[str] = field(default_factory=list)
     call: ToolCall | None = None
-
-    def __post_init__(self) -> None:
-        self.id = f"{ID[self.type]}_{uuid.uuid4().hex}"
 
     def part(self, text: str) -> dict[str, Any]:
         """The one content part of a message or of thoughts."""
@@ -66,7 +61,7 @@ class ResponseWriter(CompletionWriter):
     """response objects, whole or as the documented events: thoughts, text and tool calls, in the
     order of the reply. One item ends before the next begins."""
 
-    ID = "resp_"
+    ID = RESPONSE_ID
 
     def __init__(self, style: Style, about: About):
         super().__init__(style)
@@ -147,7 +142,7 @@ class ResponseWriter(CompletionWriter):
         return events
 
     def _begin(self, kind: str) -> list[str]:
-        item = OutputItem(kind)
+        item = OutputItem(self._next_id(kind), kind)
         self._items.append(item)
         self._in_text = True
         return [
@@ -173,7 +168,7 @@ class ResponseWriter(CompletionWriter):
         kind = "custom_tool_call" if custom else "function_call"
         name = "custom_tool_call_input" if custom else "function_call_arguments"
         text = _custom_input(call.arguments) if custom else call.arguments
-        self._items.append(OutputItem(kind, [text], call))
+        self._items.append(OutputItem(self._next_id(kind), kind, [text], call))
         last = {"input" if custom else "arguments": text}
         return [
             self._item_event("added", "in_progress"),
@@ -181,6 +176,9 @@ class ResponseWriter(CompletionWriter):
             self._event(f"response.{name}.done", **self._place(), **last),
             self._item_event("done", "completed"),
         ]
+
+    def _next_id(self, kind: str) -> str:
+        return item_id(kind, self.id, len(self._items))
 
     def _text_event(self, what: str, **fields: Any) -> str:
         if self._items[-1].type == "reasoning":

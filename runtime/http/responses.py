@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name
@@ -25,7 +25,7 @@ from ..frontend.reply import Style
 from ..frontend.structured_output import GUIDED, ReplyForm, ResponseFormat, reply_form
 from ..text.tokenizer import Tokenizer
 from .auth import owner_of
-from .response_items import Input, messages_of
+from .response_items import Input, Items, ReferenceItem, messages_of, response_of
 from .response_tools import ChosenTools, CustomTool, ToolChoice, Tools, chosen_tools
 from .response_writer import About, ResponseWriter
 
@@ -201,6 +201,46 @@ class ResponseBody(GenerationBody):
             "tools": [tool.echo() for tool in self.tools],
             "truncation": "auto" if self.truncates else "disabled",
         }
+
+
+_ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
+
+
+async def with_stored_items(body: ResponseBody, histories: TurnManager, owner: str) -> ResponseBody:
+    """Returns the body with the items to which its references refer. Raises RequestError
+    (NOT_FOUND) for an id that no item of a stored response has."""
+    references = [item.id for item in body.input if isinstance(item, ReferenceItem)]
+    if not references:
+        return body
+    stored: dict[str, Any] = {}
+    for response in dict.fromkeys(map(response_of, references)):
+        if response is not None:
+            stored |= await _output(histories, Name(owner, response, "response"))
+    for id in references:
+        if id not in stored:
+            raise RequestError(
+                ErrorKind.NOT_FOUND,
+                f"Item with id {id!r} not found: no stored response has it. Send the whole item; "
+                "items are stored only with store: true.",
+                "input",
+            )
+    items = [
+        _ITEMS.validate_python([stored[item.id]])[0] if isinstance(item, ReferenceItem) else item
+        for item in body.input
+    ]
+    return body.model_copy(update={"input": items})
+
+
+async def _output(histories: TurnManager, name: Name) -> dict[str, Any]:
+    """The items of a stored response by their ids; none if there is no such response."""
+    try:
+        stored = await histories.get(name)
+    except RequestError as error:
+        if error.kind is not ErrorKind.NOT_FOUND:
+            raise
+        return {}
+    assert stored.body is not None
+    return {item["id"]: item for item in json.loads(stored.body)["output"]}
 
 
 def add_responses(app: FastAPI, histories: TurnManager) -> None:

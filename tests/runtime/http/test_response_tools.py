@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,7 +289,6 @@ def test_a_format_is_followed(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": [USER, {"type": "item_reference", "id": "a"}]}, "item 1|item_reference"),
         ({"input": [USER, {"type": "computer_call"}]}, "item 1|computer_call"),
         ({"input": [USER, {"type": ["x"]}]}, "item 1"),
         ({"input": [USER, 5]}, "input.1"),
@@ -410,3 +410,77 @@ def test_a_choice_leaves_no_field_ignored() -> None:
     infinite = json.dumps({"input": "hello", "tools": [{**WEATHER, "x": float("inf")}]})
     with pytest.raises(RequestError, match="number"):
         parse(ResponseBody, infinite.replace("Infinity", "1e999").encode())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reference_stands_for_its_stored_item(serve: Any, stream: bool) -> None:
+    """The AI SDK sends the ids of all that it got in earlier turns."""
+
+    async def work() -> None:
+        thought = "<think>\nHm.\n</think>\n\n"
+        async with serve(answers=says(f"{thought}See.{CALL}{PATCH_CALL}")) as server:
+            tools = [WEATHER, PATCH]
+            answer = await server.http.post(
+                RESPONSES, json={"input": "x", "tools": tools, "stream": stream}
+            )
+            first = answer.json() if not stream else parsed(answer.text)[-1]["response"]
+            items = first["output"]
+            assert [item["id"].split("_")[0] for item in items[-3:]] == ["msg", "fc", "ctc"]
+            assert len({item["id"] for item in items}) == len(items)
+            outputs = [
+                {"type": "function_call_output", "call_id": items[-2]["call_id"], "output": "a"},
+                {"type": "custom_tool_call_output", "call_id": items[-1]["call_id"], "output": "b"},
+            ]
+            references = [{"type": "item_reference", "id": item["id"]} for item in items]
+            for past in (items, references):
+                await respond(server, input=[USER, *past, *outputs, USER], tools=tools)
+            assert server.requests[-1].prompt == server.requests[-2].prompt
+
+    run(work())
+
+
+def test_a_reference_to_no_stored_item_is_not_found(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            ask = partial(server.post, RESPONSES)
+            stored = (await ask(200, "one", input="x"))["output"][0]["id"]
+            lost = (await ask(200, "one", input="x", store=False))["output"][0]["id"]
+            past_the_end = stored.rpartition("_")[0] + "_7"
+            for key, id in (
+                ("one", lost),
+                ("one", past_the_end),
+                ("one", "msg_1"),
+                ("one", "x" * 900),
+                ("two", stored),
+            ):
+                reference = {"type": "item_reference", "id": id}
+                error = (await ask(404, key, input=[USER, reference]))["error"]
+                assert error["message"].startswith(f"Item with id '{id}' not found")
+                assert error["param"] == "input"
+            reference = {"type": "item_reference", "id": stored}
+            await ask(200, "one", input=[USER, reference, USER], store=False)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (
+            {"input": [{"type": "web_search_call"}, USER, {"role": "tool", "content": "x"}]},
+            "input.2",
+        ),
+        (
+            {"input": [{"type": "web_search_call"}, {**FUNCTION_CALL, "arguments": "{"}]},
+            "input.1",
+        ),
+        ({"tools": [{"type": "web_search"}, WEATHER, {**WEATHER, "name": ""}]}, "tools.2"),
+    ],
+)
+def test_errors_name_the_place_that_the_client_sent(serve: Any, body: Any, place: str) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            error = (await respond(server, 400, **body))["error"]
+            assert f"{place}." in f"{error['message']} {error['param']}", error
+
+    run(work())
