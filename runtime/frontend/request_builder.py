@@ -336,7 +336,7 @@ class RequestBuilder:
         if generate.keep_s is not None and marked is not None:
             keep = Keep(marked, None, generate.keep_s)
         held = contextlib.ExitStack()
-        if marked is not None and session and not (turn is not None and turn.destinations):
+        if marked is not None and session and not (turn is not None and turn.in_conversation):
             self._histories.sessions.open((caller.owner, session), marked, held)
         if turn is not None and generate.chat:
             self._watch(turn, generate, caller.owner, session)
