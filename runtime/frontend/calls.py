@@ -120,7 +120,8 @@ class GenerationCall:
         if self.forms is None:
             return None
         wishes = self.generate
-        return self.forms.reader(wishes.tools, wishes.most_tool_calls, self.tail)
+        names = wishes.callable_names
+        return self.forms.reader(wishes.tools, wishes.most_tool_calls, self.tail, names)
 
     async def commit(self, replies: Sequence[Reply]) -> None:
         """Makes the first reply's turn durable, if there is a turn. Called before any end is

@@ -7,7 +7,7 @@ each form of the table, and the first that reads it back is the model's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,14 +81,22 @@ class ReplyForms:
         token = self.tokens.get(marker)
         return json.dumps(marker) if token is None else f"<[{token}]>"
 
-    def reader(self, tools: Sequence[dict[str, Any]], most_calls: int, tail: Tail) -> Reader:
-        """A reader of a reply. `tail`: of the prompt."""
+    def reader(
+        self,
+        tools: Sequence[dict[str, Any]],
+        most_calls: int,
+        tail: Tail,
+        names: Collection[str] | None = None,
+    ) -> Reader:
+        """A reader of a reply. `tail`: of the prompt. `names`: the only tools that may be called;
+        None: any."""
         calls = self.calls if most_calls else None
         if self.calls is HARMONY:
-            return HarmonyReader(most_calls)
+            return HarmonyReader(most_calls, names)
         thinking = self.thinks(tail) is True
         silent = {*self.kept.values(), *self.calls.silent}
-        return ReplyReader(self.thoughts, calls, schemas_of(tools), most_calls, thinking, silent)
+        schemas = schemas_of(tools)
+        return ReplyReader(self.thoughts, calls, schemas, most_calls, thinking, silent, names)
 
     def thinks(self, tail: Tail) -> bool | None:
         """Whether the reply to a prompt with this end begins in a thought; None: the model may
