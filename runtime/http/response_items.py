@@ -63,6 +63,11 @@ def response_of(item: str) -> str | None:
     return None if written is None else RESPONSE_ID + written[1]
 
 
+def full_name(namespace: str | None, name: str) -> str:
+    """The name under which the model sees a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def leave_out(name: str, ignored: list[str] | None) -> None:
     """Records that the model does not see this part of the request: the answer's header names it.
     Raises RequestError (INVALID) if fields are not ignored (None)."""
@@ -148,10 +153,12 @@ class FunctionCallItem(MessageFunctionCall):
 
     type: Literal["function_call"]
     call_id: NonEmpty
+    namespace: NonEmpty | None = None
 
     def call(self) -> MessageToolCall:
         """The call in the form of chats."""
-        function = MessageFunctionCall(name=self.name, arguments=self.arguments)
+        name = full_name(self.namespace, self.name)
+        function = MessageFunctionCall(name=name, arguments=self.arguments)
         return MessageToolCall(id=self.call_id, function=function)
 
 
@@ -163,11 +170,13 @@ class CustomCallItem(Body):
     type: Literal["custom_tool_call"]
     call_id: NonEmpty
     name: NonEmpty
+    namespace: NonEmpty | None = None
     input: str
 
     def call(self) -> MessageToolCall:
         """See `FunctionCallItem`."""
-        return _call(self.call_id, self.name, {CUSTOM_INPUT: self.input})
+        name = full_name(self.namespace, self.name)
+        return _call(self.call_id, name, {CUSTOM_INPUT: self.input})
 
 
 class ShellAction(Body):
@@ -203,7 +212,7 @@ def _call(call_id: str, name: str, arguments: dict[str, Any]) -> MessageToolCall
 class CallOutputItem(Body):
     """The result of a call."""
 
-    IGNORED = frozenset({"caller", "id", "name", "status"})
+    IGNORED = frozenset({"caller", "id", "name", "namespace", "status"})
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NonEmpty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from ...scheduler.types import FinishReason, RequestError
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.reply_reader import ToolCall
 from .response_items import CUSTOM_INPUT, RESPONSE_ID, item_id
+from .response_tools import CustomTool, OwnTool
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,42 @@ class About:
     """What the answer repeats of the request.
 
     fields         of the response object
-    custom_tools   names of the tools whose calls are custom tool calls
+    tools          by the names that the model sees
     store, stream  as in the body
     """
 
     fields: Mapping[str, Any]
-    custom_tools: Collection[str]
+    tools: Mapping[str, OwnTool]
     store: bool
     stream: bool
 
 
 @dataclass
 class OutputItem:
-    """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments."""
+    """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments.
+    `tool`: the tool that is called; None: the model has invented it."""
 
     id: str
     type: str
     text: list[str] = field(default_factory=list)
     call: ToolCall | None = None
+    tool: OwnTool | None = None
 
     def part(self, text: str) -> dict[str, Any]:
         """The one content part of a message or of thoughts."""
         if self.type == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _names(self) -> dict[str, str]:
+        """Of the tool, as the client named it."""
+        assert self.call is not None
+        if self.tool is None:
+            return {"name": self.call.name}
+        names = {"name": self.tool.tool.name}
+        if self.tool.namespace is not None:
+            names["namespace"] = self.tool.namespace
+        return names
 
     def as_object(self, status: str) -> dict[str, Any]:
         """The item in the answer. One in progress has no text yet."""
@@ -50,7 +63,7 @@ class OutputItem:
         about = {"id": self.id, "type": self.type, "status": status}
         if self.call is not None:
             key = "input" if self.type == "custom_tool_call" else "arguments"
-            return {**about, "call_id": self.call.id, "name": self.call.name, key: text}
+            return {**about, "call_id": self.call.id, **self._names(), key: text}
         content = [] if begun else [self.part(text)]
         if self.type == "reasoning":
             return {**about, "summary": [], "content": content}
@@ -164,11 +177,12 @@ class ResponseWriter(CompletionWriter):
         ]
 
     def _add_call(self, call: ToolCall) -> list[str]:
-        custom = call.name in self._about.custom_tools
+        tool = self._about.tools.get(call.name)
+        custom = tool is not None and isinstance(tool.tool, CustomTool)
         kind = "custom_tool_call" if custom else "function_call"
         name = "custom_tool_call_input" if custom else "function_call_arguments"
         text = _custom_input(call.arguments) if custom else call.arguments
-        self._items.append(OutputItem(self._next_id(kind), kind, [text], call))
+        self._items.append(OutputItem(self._next_id(kind), kind, [text], call, tool))
         last = {"input" if custom else "arguments": text}
         return [
             self._item_event("added", "in_progress"),

@@ -7,6 +7,7 @@ may continue it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -19,14 +20,14 @@ from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody, dialogue
 from ..frontend.body_base import Body, NonEmpty
-from ..frontend.chat_messages import TemplateVariables, with_thinking
+from ..frontend.chat_messages import TemplateVariables, Tool, with_thinking
 from ..frontend.generate import Generate
 from ..frontend.reply import Style
 from ..frontend.structured_output import GUIDED, ReplyForm, ResponseFormat, reply_form
 from ..text.tokenizer import Tokenizer
 from .auth import owner_of
-from .response_items import Input, Items, ReferenceItem, messages_of, response_of
-from .response_tools import ChosenTools, CustomTool, ToolChoice, Tools, chosen_tools
+from .response_items import Input, Items, LeftOut, ReferenceItem, messages_of, response_of
+from .response_tools import ChosenTools, ToolChoice, Tools, chosen_tools, own_tools
 from .response_writer import About, ResponseWriter
 
 Included = Literal[
@@ -146,12 +147,13 @@ class ResponseBody(GenerationBody):
         if self.instructions is not None:
             instructions = ({"role": "system", "content": self.instructions},)
         effort = self.reasoning.effort if self.reasoning is not None else None
-        shown, _, choice = self._chosen()
+        shown, callable_tools, choice = self._chosen()
         messages = messages_of(self.input)
         chat = dialogue(messages, shown, choice, self.parallel_tool_calls)
         return replace(
             super().generate(),
             **{**chat, "prompt_field": "input"},
+            callable_names=_names(callable_tools) if len(callable_tools) < len(shown) else None,
             template_variables=with_thinking(self.chat_template_kwargs, None, effort),
             form=self._form(),
             response=True,
@@ -164,8 +166,8 @@ class ResponseBody(GenerationBody):
 
     def writer(self, model: str, tokenizer: Tokenizer | None) -> ResponseWriter:
         """Returns the writer of the answer of `model`."""
-        custom = {tool.name for tool in self.tools if isinstance(tool, CustomTool)}
-        about = About(self._repeated(), custom, self.store, self.stream)
+        tools = {tool.full_name: tool for tool in own_tools(self.tools)}
+        about = About(self._repeated(), tools, self.store, self.stream)
         return ResponseWriter(Style(model, False, False, self.return_sources), about)
 
     def _chosen(self) -> ChosenTools:
@@ -198,9 +200,13 @@ class ResponseBody(GenerationBody):
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, BaseModel)
             else choice,
-            "tools": [tool.echo() for tool in self.tools],
+            "tools": [tool.echo() for tool in self.tools if not isinstance(tool, LeftOut)],
             "truncation": "auto" if self.truncates else "disabled",
         }
+
+
+def _names(tools: Sequence[Tool]) -> frozenset[str]:
+    return frozenset(tool.function.name for tool in tools)
 
 
 _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)

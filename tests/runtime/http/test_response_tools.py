@@ -266,10 +266,26 @@ def test_a_call_is_forced(choice: Any, words: list[str], others: list[str]) -> N
     assert len(wishes.tools) == 2  # another choice changes no prompt
 
 
-def test_a_model_that_may_choose_sees_the_allowed_tools() -> None:
+def test_allowed_tools_change_no_prompt(serve: Any) -> None:
+    """Their purpose is that the prompt's KV stays. A call of another tool is content."""
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED, {"type": "web_search"}]}
+
+    async def work() -> None:
+        async with serve(answers=says(f"{CALL}{PATCH_CALL}")) as server:
+            tools = [WEATHER, PATCH]
+            whole = await respond(server, tools=tools)
+            allowed = await respond(server, tools=tools, tool_choice=choice)
+            assert server.requests[0].prompt == server.requests[1].prompt
+            assert [item["type"] for item in whole["output"]] == [
+                "function_call",
+                "custom_tool_call",
+            ]
+            assert [item["type"] for item in allowed["output"]] == ["message", "function_call"]
+            assert allowed["output"][0]["content"][0]["text"] == PATCH_CALL
+
+    run(work())
     wishes = parsed_body(tools=[WEATHER, PATCH], tool_choice=choice).generate()
-    assert [tool["function"]["name"] for tool in wishes.tools] == ["weather"]
+    assert len(wishes.tools) == 2
     assert wishes.form is None
 
 
@@ -343,7 +359,7 @@ def reply_of(thoughts: str, text: str, *calls: ToolCall, finish: FinishReason) -
 
 
 def writer(stream: bool) -> ResponseWriter:
-    return ResponseWriter(Style("fake", False, False), About({}, frozenset(), True, stream))
+    return ResponseWriter(Style("fake", False, False), About({}, {}, True, stream))
 
 
 def parsed(events: str) -> list[dict[str, Any]]:
@@ -396,6 +412,57 @@ def test_an_empty_reply_is_an_empty_message() -> None:
     )
     last = parsed(events + streamed.closing([reply]))[-1]
     assert last["response"]["output"][0]["content"] == item["content"]
+
+
+TEAM = {
+    "type": "namespace",
+    "name": "team",
+    "description": "Sub-agents.",
+    "tools": [{**WEATHER, "name": "ask"}, {**PATCH, "name": "tell"}],
+}
+TEAM_CALLS = "".join(
+    f'<tool_call>\n{{"name": "team__{name}", "arguments": {{"{key}": "x"}}}}\n</tool_call>'
+    for name, key in (("ask", "city"), ("tell", "input"))
+)
+
+
+def test_the_tools_of_a_namespace_are_called(serve: Any) -> None:
+    """Codex takes no call whose namespace is a part of its name."""
+
+    async def work() -> None:
+        async with serve(answers=says(TEAM_CALLS)) as server:
+            tools = [{"type": "web_search"}, TEAM, WEATHER]
+            answer = await server.http.post(RESPONSES, json={"input": "x", "tools": tools})
+            assert answer.headers["x-pensieve-ignored-fields"] == "tools.web_search"
+            first = answer.json()
+            assert first["tools"][0]["tools"][0]["name"] == "ask"
+            calls = first["output"]
+            assert [(call["namespace"], call["name"]) for call in calls] == [
+                ("team", "ask"),
+                ("team", "tell"),
+            ]
+            assert [call["type"] for call in calls] == ["function_call", "custom_tool_call"]
+            log = server.requests[0].prompt.tolist()
+            await respond(server, input=[USER, *calls, OUTPUT], tools=tools)
+            assert server.requests[-1].prompt.tolist()[: len(log)] == log
+            assert TEAM_CALLS in await read(server)
+
+    run(work())
+
+
+def test_a_namespace_is_told_to_the_model_and_may_be_chosen() -> None:
+    wishes = parsed_body(tools=[WEATHER, TEAM]).generate()
+    functions = [tool["function"] for tool in wishes.tools]
+    assert [function["name"] for function in functions] == ["weather", "team__ask", "team__tell"]
+    assert functions[1]["description"].endswith("About all tools team__*: Sub-agents.")
+    assert "Sub-agents" not in functions[2]["description"]
+    references = [{"type": "namespace", "name": "team"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": references}
+    form = parsed_body(tools=[WEATHER, TEAM], tool_choice=choice).generate().form
+    assert form is not None and form.tools is not None
+    assert [one["name"] for one in form.tools.functions] == ["team__ask", "team__tell"]
+    with pytest.raises(RequestError, match="a name of its own"):
+        parsed_body(tools=[TEAM, TEAM])
 
 
 def test_a_choice_leaves_no_field_ignored() -> None:
