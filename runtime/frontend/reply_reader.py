@@ -329,13 +329,16 @@ class HarmonyReader:
     to=functions.NAME <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
     """
 
-    def __init__(self, most: int = 0, names: Collection[str] | None = None):
-        """See `ReplyReader`."""
+    def __init__(
+        self, most: int = 0, names: Collection[str] | None = None, in_message: bool = False
+    ):
+        """`in_message`: the prompt ends inside a message of the final channel. See
+        `ReplyReader`."""
         self._calls = _Calls(most, False, names)
         self._held = ""
         self._searched = 0  # of the held characters: they contain no marker
-        self._in_header = True
-        self._first = True
+        self._in_header = not in_message
+        self._first = not in_message
         self._thought_before = False
         self.thinking = False
         self.in_call = False

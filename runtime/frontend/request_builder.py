@@ -17,6 +17,7 @@ from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Samp
 from ..conversations.sessions import Prompt
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
+from ..text.template_form import text_of
 from ..text.tokenizer import Tokenizer
 from .bodies import MOST_TOOLS
 from .calls import Caller, GenerationCall
@@ -294,12 +295,16 @@ class RequestBuilder:
             )
             raise RequestError(ErrorKind.INVALID, message, "stop_token_ids")
         forms = self._forms if generate.chat else None
-        tail = self._tail(prompts[0]) if forms is not None else ""
+        continued = generate.continue_final_message
+        tail = ""
+        if forms is not None:
+            last = generate.messages[-1] if continued else None
+            tail = self._tail(prompts[0]) if last is None else text_of(last["content"])
         sampling = self._sampling(generate)
         if forms is not None:
             is_calls = generate.form is not None and generate.form.tools is not None
             budget = generate.thought_budget
-            grammar = forms.framed(sampling.grammar, is_calls, tail, budget)
+            grammar = forms.framed(sampling.grammar, is_calls, tail, budget, continued)
             sampling = replace(sampling, grammar=grammar)
         truncate = generate.truncates and self._ready.overflow
         salt = kv_salt(generate.cache_salt, caller.owner)

@@ -682,3 +682,67 @@ def test_a_call_that_may_not_be_made_is_content(call_form: CallForm) -> None:
         parts = reader.push(text)
         parts.add(reader.end(cut=False))
         assert len(parts.calls) == count and bool(parts.content) == (not count)
+
+
+@pytest.mark.parametrize(
+    ("text", "reply", "thought", "content"),
+    [
+        ("<think>\nThey want", " rain.</think>\n\nYes.", " rain.", "Yes."),
+        ("<think>\nHm.\n</think>\n\nIt", " is <b>", "", " is <b>"),
+        ("It", " is so.", "", " is so."),
+    ],
+)
+def test_a_continued_message_may_end_in_a_thought(
+    text: str, reply: str, thought: str, content: str
+) -> None:
+    reader = ReplyForms(THINK).reader(TOOLS, 9, text, continued=True)
+    parts = reader.push(reply)
+    parts.add(reader.end(cut=False))
+    assert (parts.thought.strip(), parts.content) == (thought.strip(), content)
+
+
+def test_a_continued_message_of_gpt_oss_goes_on_with_its_text() -> None:
+    forms = ReplyForms(HARMONY_THOUGHTS, HARMONY)
+    for reply in ("assistant to=x", " is so."):
+        reader = forms.reader(TOOLS, 9, "It", continued=True)
+        parts = reader.push(reply)
+        parts.add(reader.end(cut=False))
+        assert (parts.thought, parts.content) == ("", reply)
+    assert forms.framed("start: /a/", False, "It", None, continued=True) == "start: /a/"
+
+
+def test_a_thought_may_begin_behind_white_space(
+    thinker: tuple[tokenizers.Tokenizer, Grammars, ReplyForms],
+) -> None:
+    tokenizer, grammars, forms = thinker
+    grammar = forms.framed('start: "yes"', False, "assistant\n", None)
+    limited = forms.framed(None, False, "assistant\n", 5)
+    assert grammar is not None and limited is not None
+    for source, text, allowed in (
+        (grammar, "\n <think>Hm.</think>yes", True),
+        (grammar, "\nyes", False),
+        (limited, "\n<think>12345</think>Yes.", True),
+        (limited, "\n<think>1234567</think>Yes.", False),
+        (limited, "<think>1234567</think>Yes.", False),
+        (limited, "\nYes.", True),
+    ):
+        assert accepts(grammars, source, ids_of(text, tokenizer)) == allowed, text
+
+
+def test_the_budget_of_gpt_oss_holds(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(HARMONY.markers))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = {marker: tokenizer.token_to_id(marker) for marker in HARMONY.markers}
+    grammars = Grammars(tmp_path, tokenizer.get_vocab_size(), (EOS,))
+    grammar = ReplyForms(HARMONY_THOUGHTS, HARMONY, tokens).framed(None, False, "assistant", 5)
+    assert grammar is not None
+    final = "<|channel|>final<|message|>Yes."
+    for text, allowed in (
+        (f"<|channel|>analysis<|message|>12345<|end|><|start|>assistant{final}", True),
+        (f"<|channel|>analysis<|message|>123456<|end|><|start|>assistant{final}", False),
+        (final, True),
+        (" to=functions.f<|channel|>commentary json<|message|>{}", True),
+    ):
+        assert accepts(grammars, grammar, ids_of(text, tokenizer)) == allowed, text
