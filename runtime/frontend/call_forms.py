@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..step.grammar import lark_json
 
@@ -102,6 +102,8 @@ class CallForm:
     listed          several calls share their markers, as a list
     needs_close     a call that is cut may look like a whole one with fewer arguments
     short_ids       ids of calls have nine letters or digits
+    free            values for which the grammar does not follow their schema: texts, or all but
+                    the simple ones
     """
 
     names: tuple[str, ...]
@@ -120,6 +122,7 @@ class CallForm:
     listed: bool = False
     needs_close: bool = False
     short_ids: bool = False
+    free: Literal["none", "texts", "values"] = "none"
 
     @property
     def silent(self) -> tuple[str, ...]:
@@ -129,6 +132,17 @@ class CallForm:
     @property
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.open, self.close, *self.silent, *self.inner)))
+
+    def unenforced(self, functions: Sequence[Function]) -> list[str]:
+        """The words of the arguments' schemas that the grammar leaves out."""
+        words: set[str] = set()
+        for function in functions:
+            for _, schema, _ in _properties(function):
+                if self.free != "none" and _takes_text(schema):
+                    words |= schema.keys() & TEXT_WORDS if _choices(schema) is None else set()
+                elif self.free == "values" and not _is_simple(schema):
+                    words |= schema.keys() - DESCRIBING_WORDS
+        return sorted(words)
 
     def rules(
         self, functions: Sequence[Function], several: bool, mark: Callable[[str], str]
@@ -172,6 +186,15 @@ def _properties(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
         (name, {**shared, **about} if isinstance(about, dict) else dict(shared), name in required)
         for name, about in properties.items()
     ]
+
+
+TEXT_WORDS = {"format", "maxLength", "minLength", "pattern"}
+DESCRIBING_WORDS = {"default", "description", "examples", "title", "type", *DEFINITIONS}
+"""Words of a schema that forbid nothing more."""
+
+
+def _is_simple(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") in ("integer", "number", "boolean", "null")
 
 
 def _takes_text(schema: Mapping[str, Any]) -> bool:
@@ -797,7 +820,7 @@ def _writes_gemma(quote: str) -> Callable[[Function, CallRules], str]:
         )
         terms = []
         for name, schema, required in _properties(function):
-            simple = schema.get("type") in ("integer", "number", "boolean", "null")
+            simple = _is_simple(schema)
             term = lark_json(schema) if simple else several.get(str(schema.get("type")), value)
             if _takes_text(schema):
                 texts = _choices(schema) or ()
@@ -835,6 +858,7 @@ CALL_FORMS = (
         names=("qwen3_coder", "qwen3_xml"),
         read=_read_xml,
         write=_writes_xml,
+        free="texts",
         open="<tool_call>",
         close="</tool_call>",
         goes_on=_goes_on_xml,
@@ -847,6 +871,7 @@ CALL_FORMS = (
         names=("glm45",),
         read=_read_glm,
         write=_writes_glm,
+        free="texts",
         open="<tool_call>",
         close="</tool_call>",
         goes_on=_goes_on_glm,
@@ -894,6 +919,7 @@ CALL_FORMS = (
         names=("gemma4",),
         read=_reads_gemma('<|"|>'),
         write=_writes_gemma('<|"|>'),
+        free="values",
         open="<|tool_call>",
         close="<tool_call|>",
         goes_on=_goes_on_gemma('<|"|>'),
@@ -903,6 +929,7 @@ CALL_FORMS = (
         names=("functiongemma",),
         read=_reads_gemma("<escape>"),
         write=_writes_gemma("<escape>"),
+        free="values",
         open="<start_function_call>",
         close="<end_function_call>",
         goes_on=_goes_on_gemma("<escape>"),

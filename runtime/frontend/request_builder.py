@@ -98,6 +98,9 @@ class RequestBuilder:
             form = replace(form, grammar=tools.grammar(forms), tools=tools)
             remarks = await self._check_grammar(form.grammar, form.param, caller.share)
             remarks = (*(f"tools.{name}.parameters" for name in names), *remarks)
+        if form.tools is not None:
+            words = forms.calls.unenforced(form.tools.functions)
+            remarks = (*remarks, *(f"tools.{word}" for word in words))
         return replace(generate, form=replace(form, remarks=remarks))
 
     async def _with_budget(self, generate: Generate, forms: ReplyForms) -> Generate:

@@ -133,7 +133,8 @@ class ResponseWriter(CompletionWriter):
         """Uses OpenAI's code `server_error`: a client's errors are refused before a stream
         begins."""
         what = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response=self._response("failed") | {"error": what})
+        failed = {"error": what, "output": self._output("incomplete")}
+        return self._event("response.failed", response=self._response("failed") | failed)
 
     def _grow(
         self, thought: str, text: str, calls: Sequence[ToolCall], *, ended: bool

@@ -746,3 +746,24 @@ def test_the_budget_of_gpt_oss_holds(tmp_path: Path) -> None:
         (" to=functions.f<|channel|>commentary json<|message|>{}", True),
     ):
         assert accepts(grammars, grammar, ids_of(text, tokenizer)) == allowed, text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hermes", []),
+        ("qwen3_coder", ["minLength", "pattern"]),
+        ("glm45", ["minLength", "pattern"]),
+        ("gemma4", ["items", "minLength", "pattern"]),
+    ],
+)
+def test_what_a_grammar_leaves_out_is_named(name: str, words: list[str]) -> None:
+    properties = {
+        "a": {"type": "string", "pattern": "x", "description": "d"},
+        "b": {"type": "string", "minLength": 3},
+        "c": {"type": "string", "enum": ["C"], "maxLength": 1},
+        "d": {"type": "array", "items": {"type": "integer"}},
+        "e": {"type": "integer", "minimum": 3},
+    }
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    assert form(name).unenforced([function]) == words

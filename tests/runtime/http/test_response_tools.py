@@ -17,6 +17,7 @@ from pensieve.runtime.frontend.reply_reader import ToolCall
 from pensieve.runtime.http.response_writer import About, ResponseWriter
 from pensieve.runtime.http.responses import ResponseBody
 from pensieve.scheduler.types import (
+    ErrorKind,
     FinishReason,
     RequestError,
     RequestId,
@@ -551,3 +552,15 @@ def test_errors_name_the_place_that_the_client_sent(serve: Any, body: Any, place
             assert f"{place}." in f"{error['message']} {error['param']}", error
 
     run(work())
+
+
+def test_a_response_that_fails_has_what_was_sent() -> None:
+    reply = reply_of("", "", finish=FinishReason.STOP)
+    streamed = writer(stream=True)
+    events = streamed.opening([reply])
+    events += streamed.piece(0, Piece("So", RowResult(RequestId(1))), None)
+    events += streamed.failure(RequestError(ErrorKind.UNAVAILABLE, "It ends."))
+    last = parsed(events)[-1]["response"]
+    assert last["status"] == "failed" and last["error"]["message"] == "It ends."
+    (item,) = last["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "So")
