@@ -380,8 +380,9 @@ class PromptBody(Body):
         _check_last(messages)
         contents = [one.content for one in self.messages if isinstance(one, SystemMessage)]
         blocks = [block for content in (self.system, *contents) for block in content]
-        marks = [part.cache_control for part in (self, *blocks) if part.cache_control is not None]
-        longest = max(marks, key=lambda mark: KEEP_S[mark.ttl], default=None)
+        marks = [self.cache_control, *(block.cache_control for block in blocks)]
+        given = [mark for mark in marks if mark is not None]
+        longest = max(given, key=lambda mark: KEEP_S[mark.ttl], default=None)
         update = {"system": system, "messages": messages, "cache_control": longest}
         return self.model_copy(update=update)
 
