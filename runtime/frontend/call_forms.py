@@ -469,10 +469,10 @@ class _Values:
             raise ValueError(f"no {pattern} at {self.at}")
         return taken
 
-    def name(self, known: Iterable[str], behind: str, other: str) -> str:
-        """A name and what follows: one of `known`, which may have any text, or one that the pattern
-        `other` matches."""
-        for name in sorted(known, key=len, reverse=True):
+    def name(self, declared: Iterable[str], behind: str, other: str) -> str:
+        """A name and what follows: one of `declared`, which may have any text, or one that the
+        pattern `other` matches."""
+        for name in sorted(declared, key=len, reverse=True):
             start = _behind_space(self.text, self.at)
             for at in (self.at, start):
                 if self.text.startswith(name + behind, at):
@@ -580,10 +580,10 @@ def _python_calls(values: _Values, tools: Schemas) -> Read:
 
 def _python_call(values: _Values, tools: Schemas) -> WrittenCall | None:
     name = values.need(r"([\w.-]+)\s*\(")
-    known = _argument_names(tools, name)
+    declared = _argument_names(tools, name)
 
     def argument() -> tuple[str, Any]:
-        return values.name(known, "=", r"[\w.-]+"), values.value()
+        return values.name(declared, "=", r"[\w.-]+"), values.value()
 
     return _call(name, dict(values.several(argument, r"\)")))
 
@@ -642,7 +642,7 @@ class Tagged(NamedTuple):
 def _read_tagged(text: str, tags: Tags, tool: str, tools: Schemas) -> Tagged:
     values = _Values(text)
     arguments: dict[str, Any] = {}
-    known = _argument_names(tools, tool)
+    declared = _argument_names(tools, tool)
     ends = re.compile(
         rf"(.*?){re.escape(tags.close)}(?=\s*(?:{re.escape(tags.opening)}|</function>|\Z))",
         re.DOTALL,
@@ -651,7 +651,7 @@ def _read_tagged(text: str, tags: Tags, tool: str, tools: Schemas) -> Tagged:
         at = values.at
         try:
             values.need(re.escape(tags.opening))
-            name = values.name(known, tags.behind_name, r"[^\n<>]{1,256}")
+            name = values.name(declared, tags.behind_name, r"[^\n<>]{1,256}")
             values.need(re.escape(tags.before_value.strip()))
         except ValueError:
             return Tagged(arguments, text[at:])
@@ -772,11 +772,11 @@ class _GemmaValues(_Values):
     def pair(self) -> tuple[str, Any]:
         return self.argument(())
 
-    def argument(self, known: Iterable[str]) -> tuple[str, Any]:
+    def argument(self, declared: Iterable[str]) -> tuple[str, Any]:
         """A key and its value."""
         key = self.take(self._text)
         if key is None:
-            key = self.name(known, ":", r"[^\s\"{}\[\],:]+")
+            key = self.name(declared, ":", r"[^\s\"{}\[\],:]+")
         else:
             self.need(":")
         return key, self.value()
@@ -798,8 +798,8 @@ def _goes_on_gemma(quote: str) -> Callable[[str, Schemas], bool]:
 def _gemma_call(values: _GemmaValues, tools: Schemas) -> Read:
     try:
         name = values.need(r"call:([\w.-]+)\{")
-        known = _argument_names(tools, name)
-        arguments = dict(values.several(lambda: values.argument(known), r"\}"))
+        declared = _argument_names(tools, name)
+        arguments = dict(values.several(lambda: values.argument(declared), r"\}"))
     except (ValueError, RecursionError):
         return Read([], values.text)
     return _one(_call(name, arguments), values.text[values.at :])
