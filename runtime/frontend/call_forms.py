@@ -260,7 +260,7 @@ def _argument_schema(tools: Schemas, tool: str, name: str) -> Mapping[str, Any]:
 
 # -- JSON objects
 
-_BEFORE_OBJECT = re.compile(r"[\s,;]*(\[?)\s*(?=\{)")
+_BEFORE_OBJECT = re.compile(r"[\s,;]*+(\[?)\s*+(?=\{)")
 _LIST_END = re.compile(r"\s*\]")
 _DECODER = json.JSONDecoder()
 
@@ -503,7 +503,7 @@ class _Values:
             return _string(text)
         if self.take("[\"']") is not None:
             self.in_text = True
-        return _word(self.need(r"[\w.+-]+"))
+        return _word(self.need(r"[+-]?[\w.]+(?:(?<=[eE])[+-]\d+)?"))
 
     def pair(self) -> tuple[str, Any]:
         """An entry of a dictionary."""

@@ -268,6 +268,11 @@ HOSTILE = (
     "<|tool_call>call:f{" + "a," * 20_000 + "}<tool_call|>",
     "[f(a={1, 2}), f(a=b'x'), f(a=1j), f(a=...)]",
     "[" + "-" * 50_000 + "1]",
+    "[f(a=" + "-" * 50_000 + "1)]",
+    "[f(a='" + "\\" * 50_000 + ")]",
+    "[TOOL_CALLS]" + " " * 20_000 + "[" + " " * 20_000,
+    "<|tool_call|>" + ", " * 10_000 + "[" + " " * 20_000,
+    "<tool_call><function=f><parameter=a>" + "</parameter> " * 4000 + "x</tool_call>",
 )
 
 
