@@ -69,31 +69,36 @@ class Watched:
 
 class Sessions:
     """The sessions since the start of this server. With more than MOST_DIALOGUES dialogues the
-    server forgets the names of the sessions that were idle longest; their KV expires as usual.
+    owner of most of them loses the names of its sessions that were idle longest; their KV expires
+    as usual.
 
     `forget` sends the message to the loop; its result is as `EngineClient.forget`'s.
     """
 
     def __init__(self, forget: Callable[[Forget], asyncio.Future[bool]]):
         self._forget = forget
-        self._dialogues: OrderedDict[SessionKey, dict[str, None]] = OrderedDict()
-        self._count = 0
+        # by the owner, then by the client's name: those idle longest come first
+        self._dialogues: dict[str, OrderedDict[str, dict[str, None]]] = {}
+        self._counts: Counter[str] = Counter()  # dialogues of each owner
         self._open: Counter[str] = Counter()  # requests in flight, by the name of their KV
         self._ended: set[str] = set()  # those whose session was ended meanwhile
         self._logged: OrderedDict[SessionKey, None] = OrderedDict()
 
     def open(self, key: SessionKey, kv_name: str, held: ExitStack) -> None:
         """A request of the session begins. It ends when `held` is closed."""
-        dialogues = self._dialogues.setdefault(key, {})
-        self._dialogues.move_to_end(key)
-        self._count += kv_name not in dialogues
+        owner, name = key
+        sessions = self._dialogues.setdefault(owner, OrderedDict())
+        dialogues = sessions.setdefault(name, {})
+        sessions.move_to_end(name)
+        self._counts[owner] += kv_name not in dialogues
         dialogues[kv_name] = None
         self._ended.discard(kv_name)
         self._open[kv_name] += 1
         held.callback(self._close, kv_name)
-        while self._count > MOST_DIALOGUES:
-            _, gone = self._dialogues.popitem(last=False)
-            self._count -= len(gone)
+        while self._counts.total() > MOST_DIALOGUES:
+            ((largest, _),) = self._counts.most_common(1)
+            _, gone = self._dialogues[largest].popitem(last=False)
+            self._counts[largest] -= len(gone)
 
     def _close(self, kv_name: str) -> None:
         self._open[kv_name] -= 1
@@ -109,14 +114,15 @@ class Sessions:
 
         RequestError: NOT_FOUND, and INTERNAL if the disk refused to erase some of the KV.
         """
-        dialogues = self._dialogues.pop(key, None)
+        owner, name = key
+        dialogues = self._dialogues.get(owner, OrderedDict()).pop(name, None)
         if dialogues is None:
-            raise RequestError(ErrorKind.NOT_FOUND, f"there is no session {key[1]!r}", "session")
-        self._count -= len(dialogues)
+            raise RequestError(ErrorKind.NOT_FOUND, f"there is no session {name!r}", "session")
+        self._counts[owner] -= len(dialogues)
         self._ended |= dialogues.keys() & self._open.keys()
-        erased = await asyncio.gather(*[self._forget(_whole(name)) for name in dialogues])
+        erased = await asyncio.gather(*[self._forget(_whole(kv_name)) for kv_name in dialogues])
         if not all(erased):
-            what = f"the session {key[1]!r} is ended, but some of its KV may still be on the"
+            what = f"the session {name!r} is ended, but some of its KV may still be on the"
             raise RequestError(ErrorKind.INTERNAL, f"{what} server's disk: it could not be erased")
 
     def say_once(self, key: SessionKey, message: str) -> None:

@@ -76,10 +76,15 @@ class Destination(NamedTuple):
     about: dict[str, str | None] = {}  # noqa: RUF012 (never changed)
 
 
+BEGINNINGS = ("branch:", "conversation:", "response:", "session:")
+"""Of the loop's names, other than plain names of clients."""
+
+
 def kv_name(name: Name, thread: str) -> str:
     """The loop's name for the conversation. It differs between owners; without keys it is the
-    client's name."""
-    if not name.owner and name.kind == "conversation":
+    client's name, unless that begins as a name of another kind does."""
+    plain = not name.owner and name.kind == "conversation"
+    if plain and not thread.startswith(BEGINNINGS):
         return thread
     return f"{name.kind}:{name.owner}:{thread}"
 
@@ -140,6 +145,11 @@ class OpenTurn:
         )
         dialogue = dialogue_keys(f"{self.owner}:{session}", self.messages[:begins])[-1]
         self._session = f"session:{dialogue.hex()}"
+
+    @property
+    def in_conversation(self) -> bool:
+        """True if the turn is stored in a conversation that the client names."""
+        return bool(self.destinations) and self.destinations[0].name.kind == "conversation"
 
     @property
     def conversation(self) -> str | None:

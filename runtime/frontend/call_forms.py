@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..step.grammar import lark_json
 
@@ -22,6 +22,8 @@ DEFINITIONS: tuple[str, ...] = ("$defs", "definitions")
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool, by its name."""
 
+Result = TypeVar("Result")
+
 Function = Mapping[str, Any]
 """A function that a model may call: `name`, and `parameters`, a JSON schema."""
 
@@ -31,6 +33,18 @@ class WrittenCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+
+
+class Read(NamedTuple):
+    """What a form reads: the calls at the beginning of a text, and the text behind them."""
+
+    calls: list[WrittenCall]
+    rest: str
+
+    @property
+    def whole(self) -> bool:
+        """True if the text is nothing but calls."""
+        return bool(self.calls) and not self.rest.strip()
 
 
 class CallRules:
@@ -73,7 +87,7 @@ class CallForm:
     """How a family of models writes tool calls.
 
     names           the names of vLLM's `--tool-call-parser` for it
-    read            reads the text between `open` and `close`; None: it is no call
+    read            reads the text between `open` and `close`
     write           the term of a grammar for a call of this function
     open, close     the markers around a call. Without `open` a reply that is nothing but calls
                     has them at its beginning, as `begins` tells. Without `close` calls go on to
@@ -88,15 +102,17 @@ class CallForm:
     listed          several calls share their markers, as a list
     needs_close     a call that is cut may look like a whole one with fewer arguments
     short_ids       ids of calls have nine letters or digits
+    free            values for which the grammar does not follow their schema: texts, or all but
+                    the simple ones
     """
 
     names: tuple[str, ...]
-    read: Callable[[str, Schemas], list[WrittenCall] | None]
+    read: Callable[[str, Schemas], Read]
     write: Callable[[Function, CallRules], str]
     open: str = ""
     close: str = ""
     begins: Callable[[str, Schemas], bool | None] = lambda text, tools: False
-    goes_on: Callable[[str], bool] = lambda text: False
+    goes_on: Callable[[str, Schemas], bool] = lambda text, tools: False
     wrap: tuple[str, str] = ("", "")
     dropped: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
@@ -106,6 +122,7 @@ class CallForm:
     listed: bool = False
     needs_close: bool = False
     short_ids: bool = False
+    free: Literal["none", "texts", "values"] = "none"
 
     @property
     def silent(self) -> tuple[str, ...]:
@@ -115,6 +132,17 @@ class CallForm:
     @property
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.open, self.close, *self.silent, *self.inner)))
+
+    def unenforced(self, functions: Sequence[Function]) -> list[str]:
+        """The words of the arguments' schemas that the grammar leaves out."""
+        words: set[str] = set()
+        for function in functions:
+            for _, schema, _ in _properties(function):
+                if self.free != "none" and _takes_text(schema):
+                    words |= schema.keys() & TEXT_WORDS if _choices(schema) is None else set()
+                elif self.free == "values" and not _is_simple(schema):
+                    words |= schema.keys() - DESCRIBING_WORDS
+        return sorted(words)
 
     def rules(
         self, functions: Sequence[Function], several: bool, mark: Callable[[str], str]
@@ -158,6 +186,15 @@ def _properties(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
         (name, {**shared, **about} if isinstance(about, dict) else dict(shared), name in required)
         for name, about in properties.items()
     ]
+
+
+TEXT_WORDS = {"format", "maxLength", "minLength", "pattern"}
+DESCRIBING_WORDS = {"default", "description", "examples", "title", "type", *DEFINITIONS}
+"""Words of a schema that forbid nothing more."""
+
+
+def _is_simple(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") in ("integer", "number", "boolean", "null")
 
 
 def _takes_text(schema: Mapping[str, Any]) -> bool:
@@ -210,6 +247,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _argument_names(tools: Schemas, tool: str) -> Iterable[str]:
+    properties = tools.get(tool, {}).get("properties")
+    return properties if isinstance(properties, dict) else ()
+
+
 def _argument_schema(tools: Schemas, tool: str, name: str) -> Mapping[str, Any]:
     properties = tools.get(tool, {}).get("properties")
     about = properties.get(name) if isinstance(properties, dict) else None
@@ -218,32 +260,32 @@ def _argument_schema(tools: Schemas, tool: str, name: str) -> Mapping[str, Any]:
 
 # -- JSON objects
 
-_BETWEEN_VALUES = re.compile(r"[\s,;]*")
+_BEFORE_OBJECT = re.compile(r"[\s,;]*+(\[?)\s*+(?=\{)")
+_LIST_END = re.compile(r"\s*\]")
+_DECODER = json.JSONDecoder()
 
 
-def _objects(text: str) -> list[Any] | None:
-    """The JSON values in a row, those of lists one by one; None if the text is something else."""
-    decoder = json.JSONDecoder()
-    values: list[Any] = []
+def _read_objects(text: str, tools: Schemas) -> Read:
+    """Objects with a name and arguments, under the names that models use for these; in a row or in
+    lists."""
+    calls = []
     at = 0
-    try:
-        while (at := _end(_BETWEEN_VALUES, text, at)) < len(text):
-            value, at = decoder.raw_decode(text, at)
-            values += value if isinstance(value, list) else [value]
-    except (ValueError, RecursionError):
-        return None
-    return values
-
-
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    match = pattern.match(text, at)
-    return at if match is None else match.end()
-
-
-def _read_objects(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    """Objects with a name and arguments, under the names that models use for these."""
-    calls = [_call_of(value) for value in _objects(text) or ()]
-    return [call for call in calls if call is not None] if calls and None not in calls else None
+    listed = False
+    while before := _BEFORE_OBJECT.match(text, at):
+        try:
+            value, end = _DECODER.raw_decode(text, before.end())
+        except (ValueError, RecursionError):
+            break
+        call = _call_of(value)
+        if call is None:
+            break
+        calls.append(call)
+        at = end
+        listed = listed or bool(before[1])
+        if listed and (list_end := _LIST_END.match(text, at)):
+            at = list_end.end()
+            listed = False
+    return Read(calls, text[at:])
 
 
 def _call_of(value: Any) -> WrittenCall | None:
@@ -273,7 +315,7 @@ def _object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _ends_in_string(text: str) -> bool:
+def _ends_in_string(text: str, tools: Schemas) -> bool:
     """Whether the JSON text ends inside a string."""
     try:
         json.loads(text)
@@ -294,6 +336,11 @@ def _writes_object(
     return write
 
 
+def _ends_in_its_string(text: str, tools: Schemas) -> bool:
+    """The same of the JSON behind a name."""
+    return _ends_in_string(text[max(text.find("{"), 0) :], tools)
+
+
 _BARE = re.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)("?)')
 _BARE_HEADS = ('{"name":"', '{"type":"function","name":"')
 
@@ -311,14 +358,19 @@ def _names_tool(name: str, complete: bool, tools: Schemas) -> bool | None:
     return None if any(tool.startswith(name) for tool in tools) else False
 
 
-def _read_bare_objects(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    calls = _read_objects(text, tools)
-    return calls if calls and all(call.name in tools for call in calls) else None
+def _of_tools(read: Read, text: str, tools: Schemas) -> Read:
+    """What was read from the text, if each call is of a tool: without markers other text may look
+    like calls."""
+    return read if all(call.name in tools for call in read.calls) else Read([], text)
+
+
+def _read_bare_objects(text: str, tools: Schemas) -> Read:
+    return _of_tools(_read_objects(text, tools), text, tools)
 
 
 # -- a name, then JSON
 
-_NAME = re.compile(r"[\w.-]+")
+_MISTRAL = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+\w*+\s*+)?(?:\[ARGS\])?\s*+(?=\{)")
 _DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"  # full-width bars, and the space sign of sentencepiece
 _CALLS_BEGIN = _DEEPSEEK.format("calls\u2581begin")
 _CALLS_END = _DEEPSEEK.format("calls\u2581end")
@@ -327,17 +379,21 @@ _CALL_END = _DEEPSEEK.format("call\u2581end")
 _SEP = _DEEPSEEK.format("sep")
 
 
-def _read_mistral(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    """`name[CALL_ID]id[ARGS]{...}`, of which the markers may be left out."""
-    calls = []
-    for part in text.split("[TOOL_CALLS]"):
-        head, brace, rest = part.partition("{")
-        name = head.partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
-        arguments = _object(brace + rest) if _NAME.fullmatch(name) else None
-        if arguments is None:
-            return None
-        calls.append(_call(name, arguments))
-    return [call for call in calls if call is not None] if None not in calls else None
+def _read_mistral(text: str, tools: Schemas) -> Read:
+    """`name[CALL_ID]id[ARGS]{...}`, of which the markers may be left out. The next call begins with
+    a marker."""
+    head = _MISTRAL.match(text)
+    if head is None:
+        return Read([], text)
+    try:
+        arguments, end = _DECODER.raw_decode(text, head.end())
+    except (ValueError, RecursionError):
+        return Read([], text)
+    return _one(_call(head[1], arguments), text[end:])
+
+
+def _one(call: WrittenCall | None, rest: str = "") -> Read:
+    return Read([] if call is None else [call], rest)
 
 
 def _writes_mistral(function: Function, rules: CallRules) -> str:
@@ -345,13 +401,12 @@ def _writes_mistral(function: Function, rules: CallRules) -> str:
     return f"{name} {rules.mark('[ARGS]')} {lark_json(schema_of(function))}"
 
 
-def _read_fenced(text: str, tools: Schemas) -> list[WrittenCall] | None:
+def _read_fenced(text: str, tools: Schemas) -> Read:
     """`function`, a separator, the name, and the arguments in a code block."""
     _, _, written = text.partition(_SEP)
     name, fence, rest = written.partition("```json")
     arguments = _object(rest.strip().removesuffix("```")) if fence else None
-    call = None if arguments is None else _call(name.strip(), arguments)
-    return None if call is None else [call]
+    return _one(None if arguments is None else _call(name.strip(), arguments))
 
 
 def _writes_fenced(function: Function, rules: CallRules) -> str:
@@ -360,12 +415,11 @@ def _writes_fenced(function: Function, rules: CallRules) -> str:
     return f'"function" {rules.mark(_SEP)} {head} {schema} {_literal(chr(10) + "```")}'
 
 
-def _read_separated(text: str, tools: Schemas) -> list[WrittenCall] | None:
+def _read_separated(text: str, tools: Schemas) -> Read:
     """The name, a separator, the arguments."""
     name, separator, rest = text.partition(_SEP)
     arguments = _object(rest.strip()) if separator else None
-    call = None if arguments is None else _call(name.strip(), arguments)
-    return None if call is None else [call]
+    return _one(None if arguments is None else _call(name.strip(), arguments))
 
 
 def _writes_separated(function: Function, rules: CallRules) -> str:
@@ -379,42 +433,159 @@ def _writes_harmony(function: Function, rules: CallRules) -> str:
     return f"{head} {marks} {lark_json(schema_of(function))}"
 
 
+_SPACE = re.compile(r"\s*")
+
+
+def _behind_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+class _Values:
+    """Reads calls and values from the beginning of a text. Raises ValueError for other text.
+
+    at       the place up to which it has read
+    in_text  the text ends inside a literal of text
+    """
+
+    def __init__(self, text: str):
+        self.text = text
+        self.at = 0
+        self.in_text = False
+
+    def take(self, pattern: str | re.Pattern[str]) -> str | None:
+        """Passes white space and what the pattern matches. Returns its first group, or all."""
+        match = re.compile(pattern).match(self.text, _behind_space(self.text, self.at))
+        if match is None:
+            return None
+        self.at = match.end()
+        return match[match.re.groups and 1]
+
+    def need(self, pattern: str) -> str:
+        """The same. Raises ValueError if the pattern does not match."""
+        taken = self.take(pattern)
+        if taken is None:
+            raise ValueError(f"no {pattern} at {self.at}")
+        return taken
+
+    def name(self, declared: Iterable[str], behind: str, other: str) -> str:
+        """A name and what follows: one of `declared`, which may have any text, or one that the
+        pattern `other` matches."""
+        for name in sorted(declared, key=len, reverse=True):
+            start = _behind_space(self.text, self.at)
+            for at in (self.at, start):
+                if self.text.startswith(name + behind, at):
+                    self.at = at + len(name + behind)
+                    return name
+        return self.need(rf"({other})\s*{re.escape(behind)}")
+
+    def several(self, read: Callable[[], Result], end: str) -> list[Result]:
+        """Values with commas between them, up to and with `end`."""
+        values: list[Result] = []
+        while self.take(end) is None:
+            if values:
+                self.need(",")
+                if self.take(end) is not None:
+                    break
+            values.append(read())
+        return values
+
+    def value(self) -> Any:
+        """A literal of Python or JSON."""
+        if self.take(r"\[") is not None:
+            return self.several(self.value, r"\]")
+        if self.take(r"\(") is not None:
+            return self.several(self.value, r"\)")
+        if self.take(r"\{") is not None:
+            return dict(self.several(self.pair, r"\}"))
+        if (text := self.take(_STRING)) is not None:
+            return _string(text)
+        if self.take("[\"']") is not None:
+            self.in_text = True
+        return _word(self.need(r"[+-]?[\w.]+(?:(?<=[eE])[+-]\d+)?"))
+
+    def pair(self) -> tuple[str, Any]:
+        """An entry of a dictionary."""
+        key = self.value()
+        self.need(":")
+        return str(key), self.value()
+
+
+_STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _string(text: str) -> str:
+    """A literal of JSON, which has other escapes than Python, or of Python."""
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        return str(_python_literal(text.replace("\n", "\\n")))
+
+
+def _word(text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        value = _python_literal(text)
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{text} is not a value of JSON")
+    return value
+
+
+def _python_literal(text: str) -> Any:
+    """Raises ValueError."""
+    try:
+        return ast.literal_eval(text)
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+
+
 # -- Python's calls
 
 
-def _read_python(text: str, tools: Schemas) -> list[WrittenCall] | None:
+def _read_python(text: str, tools: Schemas) -> Read:
+    """Calls, perhaps in a list. A name that Python does not allow is read too."""
+    return _python_calls(_Values(text), tools)
+
+
+def _goes_on_python(text: str, tools: Schemas) -> bool:
+    values = _Values(text)
+    _python_calls(values, tools)
+    return values.in_text
+
+
+def _python_calls(values: _Values, tools: Schemas) -> Read:
+    """Ends behind the last whole call."""
+    calls: list[WrittenCall] = []
+    end = 0
+    listed = values.take(r"\[") is not None
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-        calls = [_python_call(node) for node in nodes]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # as deep nesting raises
-        return None
-    return [call for call in calls if call is not None] if calls and None not in calls else None
+        while (call := _python_call(values, tools)) is not None:
+            calls.append(call)
+            end = values.at
+            if not listed:
+                break
+            if values.take(r"(?:,\s*)?\]") is not None:
+                end = values.at
+                break
+            values.need(",")
+    except (ValueError, RecursionError):
+        pass
+    return Read(calls, values.text[end:])
 
 
-def _python_call(node: ast.expr) -> WrittenCall | None:
-    """Raises ValueError for what is not a literal."""
-    if not isinstance(node, ast.Call) or node.args:
-        return None
-    arguments = {word.arg: _value(word.value) for word in node.keywords if word.arg is not None}
-    if len(arguments) < len(node.keywords):
-        return None
-    return _call(ast.unparse(node.func), arguments)
+def _python_call(values: _Values, tools: Schemas) -> WrittenCall | None:
+    name = values.need(r"([\w.-]+)\s*\(")
+    declared = _argument_names(tools, name)
 
+    def argument() -> tuple[str, Any]:
+        return values.name(declared, "=", r"[\w.-]+"), values.value()
 
-def _value(node: ast.expr) -> Any:
-    """A literal of Python or JSON."""
-    if isinstance(node, ast.Name):
-        return json.loads(node.id)
-    if isinstance(node, ast.Dict):
-        keys = [_value(key) for key in node.keys if key is not None]
-        return dict(zip(map(str, keys), map(_value, node.values), strict=True))
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return list(map(_value, node.elts))
-    value = ast.literal_eval(node)
-    if value is not None and not isinstance(value, (str, int, float)):
-        raise ValueError(f"{value!r} is not a value of JSON")
-    return value
+    return _call(name, dict(values.several(argument, r"\)")))
 
 
 _PYTHON = re.compile(r"\s*\[\s*([\w.-]*)(\(?)")
@@ -429,9 +600,8 @@ def _begins_python(text: str, tools: Schemas) -> bool | None:
     return _names_tool(head[1], bool(head[2]), tools)
 
 
-def _read_bare_python(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    calls = _read_python(text, tools)
-    return calls if calls and all(call.name in tools for call in calls) else None
+def _read_bare_python(text: str, tools: Schemas) -> Read:
+    return _of_tools(_read_python(text, tools), text, tools)
 
 
 def _writes_python(function: Function, rules: CallRules) -> str:
@@ -444,108 +614,195 @@ def _writes_python(function: Function, rules: CallRules) -> str:
 
 # -- XML
 
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
+
+class Tags(NamedTuple):
+    """The texts around the name and the value of an argument."""
+
+    opening: str
+    behind_name: str
+    before_value: str
+    close: str
+
+    def written(self, name: str) -> str:
+        """All that stands in front of the value."""
+        return f"{self.opening}{name}{self.behind_name}{self.before_value}"
 
 
-def _read_xml(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    text = text.strip()
-    if not text.startswith("<function=") or not text.endswith("</function>"):
+PARAMETER = Tags("<parameter=", ">", "\n", "</parameter>")
+ARGUMENT = Tags("<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>")
+
+
+class Tagged(NamedTuple):
+    """Arguments between tags. `rest`: the text behind them; None: it ends inside a value."""
+
+    arguments: dict[str, Any]
+    rest: str | None
+
+
+def _read_tagged(text: str, tags: Tags, tool: str, tools: Schemas) -> Tagged:
+    values = _Values(text)
+    arguments: dict[str, Any] = {}
+    declared = _argument_names(tools, tool)
+    ends = re.compile(
+        rf"(.*?){re.escape(tags.close)}(?=\s*(?:{re.escape(tags.opening)}|</function>|\Z))",
+        re.DOTALL,
+    )
+    while True:
+        at = values.at
+        try:
+            values.need(re.escape(tags.opening))
+            name = values.name(declared, tags.behind_name, r"[^\n<>]{1,256}")
+            values.need(re.escape(tags.before_value.strip()))
+        except ValueError:
+            return Tagged(arguments, text[at:])
+        schema = _argument_schema(tools, tool, name)
+        if (end := _json_end(text, values.at, tags.close, schema)) is None:
+            match = ends.match(text, values.at)
+            if match is None:
+                return Tagged(arguments, None)
+            end = match.end(1)
+        value = text[values.at : end].removeprefix("\n").removesuffix("\n")
+        arguments[name] = _argument(value, schema)
+        values.at = end + len(tags.close)
+
+
+def _json_end(text: str, at: int, close: str, schema: Mapping[str, Any]) -> int | None:
+    """Where a JSON value ends that stands in front of `close`, which may be in its strings too."""
+    if _types(schema) == {"string"}:
         return None
-    name, _, inside = text.removeprefix("<function=").partition(">")
-    before, *written = _PARAMETER.split(inside.removesuffix("</function>"))
-    if before.strip() or "\n" in name:
+    try:
+        _, end = _DECODER.raw_decode(text, _behind_space(text, at))
+    except (ValueError, RecursionError):
         return None
-    pairs = zip(written[::2], written[1::2], strict=True)
-    return _with_texts(name, pairs, "</parameter>", tools)
+    behind = _behind_space(text, end)
+    return behind if text.startswith(close, behind) else None
 
 
-def _with_texts(
-    name: str, pairs: Iterable[tuple[str, str]], close: str, tools: Schemas
-) -> list[WrittenCall] | None:
-    """A call with these arguments, each with the text behind its name up to the last `close`."""
-    arguments = {}
-    for key, text in pairs:
-        value, closed, rest = text.rpartition(close)
-        if not closed or rest.strip():
-            return None
-        value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = _argument(value, _argument_schema(tools, name, key))
-    return [WrittenCall(name, arguments)]
+_FUNCTION = re.compile(r"\s*<function=([\w.-]+)>")
 
 
-def _goes_on_xml(text: str) -> bool:
-    return text.count("<parameter=") > text.count("</parameter>")
+def _xml_arguments(text: str, tools: Schemas) -> tuple[str, Tagged] | None:
+    head = _FUNCTION.match(text)
+    if head is None:
+        return None
+    return head[1], _read_tagged(text[head.end() :], PARAMETER, head[1], tools)
+
+
+def _read_xml(text: str, tools: Schemas) -> Read:
+    written = _xml_arguments(text, tools)
+    if written is None:
+        return Read([], text)
+    name, (arguments, rest) = written
+    if rest is None or rest.strip() != "</function>":
+        return Read([], text)
+    return _one(_call(name, arguments))
+
+
+def _goes_on_xml(text: str, tools: Schemas) -> bool:
+    written = _xml_arguments(text, tools)
+    return written is not None and written[1].rest is None
 
 
 def _writes_xml(function: Function, rules: CallRules) -> str:
-    def parameter(name: str) -> tuple[str, str]:
-        return f"<parameter={name}>\n", "\n</parameter>\n"
-
     head = f"<function={function['name']}>\n"
-    return f'{_literal(head)} {_texts(function, rules, parameter)} "</function>"'
+    return f'{_literal(head)} {_texts(function, rules, PARAMETER)} "</function>"'
 
 
-def _texts(function: Function, rules: CallRules, around: Callable[[str], tuple[str, str]]) -> str:
-    """A term for the arguments, each written between the texts that `around` gives."""
+def _texts(function: Function, rules: CallRules, tags: Tags) -> str:
+    """A term for the arguments, each written between the tags. A text does not contain the closing
+    tag."""
+    line = "\n" if tags is PARAMETER else ""
     terms = []
     for name, schema, required in _properties(function):
-        before, after = around(name)
         texts = _choices(schema)
+        behind = _literal(f"{line}{tags.close}\n")
         if _takes_text(schema) and texts is None:
-            value = rules.until(after)
+            value = f"{rules.until(tags.close)} {_literal(chr(10))}"
         elif _takes_text(schema) and texts is not None:
-            value = f"({' | '.join(json.dumps(text) for text in texts)}) {_literal(after)}"
+            value = f"({' | '.join(json.dumps(text) for text in texts)}) {behind}"
         else:
-            value = f"{lark_json(schema)} {_literal(after)}"
-        terms.append((rules.add(f"{_literal(before)} {value}"), required))
+            value = f"{lark_json(schema)} {behind}"
+        terms.append((rules.add(f"{_literal(tags.written(name))} {value}"), required))
     return rules.sequence(terms, "")
 
 
-def _read_glm(text: str, tools: Schemas) -> list[WrittenCall] | None:
-    head, *written = text.split("<arg_key>")
-    name = head.strip()
-    if name not in tools and not written:
-        return None
-    pairs = []
-    for argument in written:
-        key, closed, rest = argument.partition("</arg_key>")
-        between, opened, value = rest.partition("<arg_value>")
-        if not closed or not opened or between.strip():
-            return None
-        pairs.append((key, value))
-    return _with_texts(name, pairs, "</arg_value>", tools)
+_GLM = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
 
 
-def _goes_on_glm(text: str) -> bool:
-    return text.count("<arg_value>") > text.count("</arg_value>")
+def _read_glm(text: str, tools: Schemas) -> Read:
+    head = _GLM.match(text)
+    if head is None:
+        return Read([], text)
+    arguments, rest = _read_tagged(text[head.end() :], ARGUMENT, head[1], tools)
+    if rest is None or rest.strip() or (head[1] not in tools and not arguments):
+        return Read([], text)
+    return _one(_call(head[1], arguments))
+
+
+def _goes_on_glm(text: str, tools: Schemas) -> bool:
+    head = _GLM.match(text)
+    if head is None:
+        return False
+    return _read_tagged(text[head.end() :], ARGUMENT, head[1], tools).rest is None
 
 
 def _writes_glm(function: Function, rules: CallRules) -> str:
-    def argument(name: str) -> tuple[str, str]:
-        return f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"
-
-    return f"{_literal(function['name'] + chr(10))} {_texts(function, rules, argument)}"
+    return f"{_literal(function['name'] + chr(10))} {_texts(function, rules, ARGUMENT)}"
 
 
 # -- Gemma's call:name{key:value}
 
-_GEMMA = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*\Z", re.DOTALL)
-_KEY = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
+
+class _GemmaValues(_Values):
+    """The same with texts between `quote`s and keys without any."""
+
+    def __init__(self, text: str, quote: str):
+        super().__init__(text)
+        self._quote = quote
+        self._text = re.compile(rf"{re.escape(quote)}(.*?){re.escape(quote)}", re.DOTALL)
+
+    def value(self) -> Any:
+        text = self.take(self._text)
+        if text is not None:
+            return text
+        if self.take(re.escape(self._quote)) is not None:
+            self.in_text = True
+        return super().value()
+
+    def pair(self) -> tuple[str, Any]:
+        return self.argument(())
+
+    def argument(self, declared: Iterable[str]) -> tuple[str, Any]:
+        """A key and its value."""
+        key = self.take(self._text)
+        if key is None:
+            key = self.name(declared, ":", r"[^\s\"{}\[\],:]+")
+        else:
+            self.need(":")
+        return key, self.value()
 
 
-def _reads_gemma(quote: str) -> Callable[[str, Schemas], list[WrittenCall] | None]:
-    def read(text: str, tools: Schemas) -> list[WrittenCall] | None:
-        written = _GEMMA.match(text)
-        if written is None:
-            return None
-        parts = written[2].split(quote)
-        for at, part in enumerate(parts):
-            parts[at] = json.dumps(part) if at % 2 else _KEY.sub(r'\1"\2":', part)
-        arguments = _object("".join(parts))
-        call = None if arguments is None else _call(written[1], arguments)
-        return None if call is None else [call]
+def _reads_gemma(quote: str) -> Callable[[str, Schemas], Read]:
+    return lambda text, tools: _gemma_call(_GemmaValues(text, quote), tools)
 
-    return read
+
+def _goes_on_gemma(quote: str) -> Callable[[str, Schemas], bool]:
+    def goes_on(text: str, tools: Schemas) -> bool:
+        values = _GemmaValues(text, quote)
+        _gemma_call(values, tools)
+        return values.in_text
+
+    return goes_on
+
+
+def _gemma_call(values: _GemmaValues, tools: Schemas) -> Read:
+    try:
+        name = values.need(r"call:([\w.-]+)\{")
+        declared = _argument_names(tools, name)
+        arguments = dict(values.several(lambda: values.argument(declared), r"\}"))
+    except (ValueError, RecursionError):
+        return Read([], values.text)
+    return _one(_call(name, arguments), values.text[values.at :])
 
 
 def _writes_gemma(quote: str) -> Callable[[Function, CallRules], str]:
@@ -553,14 +810,18 @@ def _writes_gemma(quote: str) -> Callable[[Function, CallRules], str]:
         text = f"{rules.mark(quote)} {rules.until(quote)}"
         value = rules.add("")  # defined below: values contain values
         pair = rules.add(f'/[A-Za-z_][A-Za-z0-9_.-]*/ ":" {value}')
+        several = {
+            "array": rules.add(f'"[" ({value} ("," {value})*)? "]"'),
+            "object": rules.add(f'"{{" ({pair} ("," {pair})*)? "}}"'),
+        }
         rules.lines[int(value.removeprefix("part"))] = (
             f'{value}: {text} | /-?[0-9]+(\\.[0-9]+)?/ | "true" | "false" | "null"'
-            f' | "[" ({value} ("," {value})*)? "]" | "{{" ({pair} ("," {pair})*)? "}}"'
+            f" | {several['array']} | {several['object']}"
         )
         terms = []
         for name, schema, required in _properties(function):
-            simple = schema.get("type") in ("integer", "number", "boolean", "null")
-            term = lark_json(schema) if simple else value
+            simple = _is_simple(schema)
+            term = lark_json(schema) if simple else several.get(str(schema.get("type")), value)
             if _takes_text(schema):
                 texts = _choices(schema) or ()
                 marked = [f"{rules.mark(quote)} {json.dumps(t)} {rules.mark(quote)}" for t in texts]
@@ -597,6 +858,7 @@ CALL_FORMS = (
         names=("qwen3_coder", "qwen3_xml"),
         read=_read_xml,
         write=_writes_xml,
+        free="texts",
         open="<tool_call>",
         close="</tool_call>",
         goes_on=_goes_on_xml,
@@ -609,6 +871,7 @@ CALL_FORMS = (
         names=("glm45",),
         read=_read_glm,
         write=_writes_glm,
+        free="texts",
         open="<tool_call>",
         close="</tool_call>",
         goes_on=_goes_on_glm,
@@ -637,6 +900,7 @@ CALL_FORMS = (
         write=_writes_fenced,
         open=_CALL_BEGIN,
         close=_CALL_END,
+        goes_on=_ends_in_its_string,
         inner=(_SEP,),
         wrap=(_CALLS_BEGIN, _CALLS_END),
         between="\n",
@@ -647,6 +911,7 @@ CALL_FORMS = (
         write=_writes_separated,
         open=_CALL_BEGIN,
         close=_CALL_END,
+        goes_on=_ends_in_its_string,
         inner=(_SEP,),
         wrap=(_CALLS_BEGIN, _CALLS_END),
     ),
@@ -654,16 +919,20 @@ CALL_FORMS = (
         names=("gemma4",),
         read=_reads_gemma('<|"|>'),
         write=_writes_gemma('<|"|>'),
+        free="values",
         open="<|tool_call>",
         close="<tool_call|>",
+        goes_on=_goes_on_gemma('<|"|>'),
         inner=('<|"|>',),
     ),
     CallForm(
         names=("functiongemma",),
         read=_reads_gemma("<escape>"),
         write=_writes_gemma("<escape>"),
+        free="values",
         open="<start_function_call>",
         close="<end_function_call>",
+        goes_on=_goes_on_gemma("<escape>"),
         inner=("<escape>",),
     ),
     CallForm(
@@ -698,6 +967,7 @@ CALL_FORMS = (
         write=_writes_python,
         open="<|tool_call_start|>",
         close="<|tool_call_end|>",
+        goes_on=_goes_on_python,
         listed=True,
     ),
     CallForm(

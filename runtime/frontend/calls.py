@@ -77,7 +77,8 @@ class GenerationCall:
     `turn`: the turn that its first reply is committed to. The code that answers the call commits
     and closes it. `session`: the client's name for a series of calls; nothing is stored under it.
     `keep`: sent to the loop then, for the turn's KV. `held`: closed with the call.
-    `forms`: divide a chat's replies into thoughts, content and calls. `tail`: of the prompt.
+    `forms`: divide a chat's replies into thoughts, content and calls. `tail`: of the prompt, or
+    the message that the reply continues.
     `special_stops`: the stop strings that are tokens without a text, by their ids.
     """
 
@@ -120,7 +121,13 @@ class GenerationCall:
         if self.forms is None:
             return None
         wishes = self.generate
-        return self.forms.reader(wishes.tools, wishes.most_tool_calls, self.tail)
+        return self.forms.reader(
+            wishes.tools,
+            wishes.most_tool_calls,
+            self.tail,
+            wishes.callable_names,
+            wishes.continue_final_message,
+        )
 
     async def commit(self, replies: Sequence[Reply]) -> None:
         """Makes the first reply's turn durable, if there is a turn. Called before any end is

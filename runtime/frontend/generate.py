@@ -43,6 +43,7 @@ class Generate:
     bad_words          words that a reply must not contain
     form               the form that a reply must have, None for any
     most_tool_calls    the most tool calls that a reply may contain
+    callable_names     the only tools that a reply may call, None for any
     thought_budget, budget_field
                        the most tokens of a thought, None for any number, and its field
     remarks            fields that have no effect with this model
@@ -93,6 +94,7 @@ class Generate:
     bad_words: tuple[str, ...] = ()
     form: ReplyForm | None = None
     most_tool_calls: int = 0
+    callable_names: frozenset[str] | None = None
     thought_budget: int | None = None
     budget_field: str = "thinking.budget_tokens"
     remarks: tuple[str, ...] = ()

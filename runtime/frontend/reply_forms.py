@@ -7,7 +7,7 @@ each form of the table, and the first that reads it back is the model's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,20 +81,31 @@ class ReplyForms:
         token = self.tokens.get(marker)
         return json.dumps(marker) if token is None else f"<[{token}]>"
 
-    def reader(self, tools: Sequence[dict[str, Any]], most_calls: int, tail: Tail) -> Reader:
-        """A reader of a reply. `tail`: of the prompt."""
+    def reader(
+        self,
+        tools: Sequence[dict[str, Any]],
+        most_calls: int,
+        tail: Tail,
+        names: Collection[str] | None = None,
+        continued: bool = False,
+    ) -> Reader:
+        """A reader of a reply. `tail`, `continued`: as `thinks` has them. `names`: the only tools
+        that may be called; None: any."""
         calls = self.calls if most_calls else None
         if self.calls is HARMONY:
-            return HarmonyReader(most_calls)
-        thinking = self.thinks(tail) is True
+            return HarmonyReader(most_calls, names, in_message=continued)
+        thinking = self.thinks(tail, continued) is True
         silent = {*self.kept.values(), *self.calls.silent}
-        return ReplyReader(self.thoughts, calls, schemas_of(tools), most_calls, thinking, silent)
+        schemas = schemas_of(tools)
+        return ReplyReader(self.thoughts, calls, schemas, most_calls, thinking, silent, names)
 
-    def thinks(self, tail: Tail) -> bool | None:
+    def thinks(self, tail: Tail, continued: bool = False) -> bool | None:
         """Whether the reply to a prompt with this end begins in a thought; None: the model may
-        begin one."""
+        begin one. `continued`: the reply goes on from a message with the text `tail`."""
         if self.thoughts is None:
             return False
+        if continued:
+            return tail.rfind(self.thoughts.open.rstrip()) > tail.rfind(self.thoughts.close)
         end = tail.rstrip()
         if end.endswith(self.thoughts.open.rstrip()):
             return True
@@ -110,9 +121,15 @@ class ReplyForms:
         return self.thoughts is not None and self.thoughts.close in self.tokens
 
     def framed(
-        self, grammar: str | None, calls: bool, tail: Tail, budget: int | None
+        self,
+        grammar: str | None,
+        calls: bool,
+        tail: Tail,
+        budget: int | None,
+        continued: bool = False,
     ) -> str | None:
-        """The grammar of a whole reply, in which `grammar` begins behind the thought.
+        """The grammar of a whole reply, in which `grammar` begins behind the thought. `tail`,
+        `continued`: as `thinks` has them.
 
         calls   the grammar has tool calls, which have their own markers
         budget  the most tokens of the thought: then its end is forced
@@ -122,27 +139,46 @@ class ReplyForms:
             if budget is not None and self.can_limit_thoughts
             else ""
         )
-        head = "" if calls or grammar is None else self.message_head
-        thinks = self.thinks(tail)
+        head = "" if calls or continued or grammar is None else self.message_head
+        thinks = self.thinks(tail, continued)
         if not head and (thinks is False or (grammar is None and not limit)):
             return grammar
         rules = CallRules(self.mark)
-        thought = "" if thinks is False else self._thought(rules, limit, thinks is None)
+        thought = "" if thinks is False else self._thought(rules, limit)
         reply = "<[*]>*" if grammar is None else f"{head} @reply"
+        whole = f"{thought} {reply}"
+        if thinks is None and grammar is None:
+            whole = self._any_reply(thought)
+        elif thinks is None:
+            whole = f"/[ \\t\\r\\n]*/ {self._opening} {whole} | {reply}"
         more = [] if grammar is None else _parts_of(grammar)
-        start = "\n".join([f"start: {thought} {reply}", *rules.lines])
+        start = "\n".join([f"start: {whole}", *rules.lines])
         named = [{**more[0], "name": "reply"}, *more[1:]] if more else []
         return json.dumps({"grammars": [{"lark_grammar": start}, *named]})
 
-    def _thought(self, rules: CallRules, limit: str, may_begin: bool) -> str:
-        """A term for a thought up to its end, with `may_begin` from its beginning or none."""
+    def _thought(self, rules: CallRules, limit: str) -> str:
+        """A term for a thought up to its end, behind its beginning."""
         assert self.thoughts is not None
         thought = rules.until(self.thoughts.close, limit)
         if self.thoughts is HARMONY_THOUGHTS:
             thought += f' {self.mark("<|start|>")} "assistant"'
         elif self.thoughts is THINK:
             thought += ' ("\\n\\n" | "\\n")?'
-        return f"({self._opening} {thought})?" if may_begin else thought
+        return thought
+
+    def _any_reply(self, thought: str) -> str:
+        """A term for a reply with or without this thought. Other tokens do not begin one: its
+        budget would have no effect."""
+        assert self.thoughts is not None
+        begins = f"{self._opening} {thought}"
+        marker = self.thoughts.open.removesuffix("thought\n")
+        if self.thoughts is HARMONY_THOUGHTS:
+            marker = "<|channel|>"
+            begins += f' | {self.mark(marker)} ("final" | "commentary")'
+        token = self.tokens.get(marker)
+        if token is None:
+            return f"({begins})? <[*]>*"
+        return f"<[^{token}]>* (({begins}) <[*]>*)?"
 
     @property
     def _opening(self) -> str:

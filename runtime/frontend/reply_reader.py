@@ -81,12 +81,18 @@ class ThoughtForm:
 class _Calls:
     """The calls of one reply."""
 
-    def __init__(self, most: int, short_ids: bool):
-        """`most`: further calls are dropped."""
+    def __init__(self, most: int, short_ids: bool, names: Collection[str] | None):
+        """`most`: further calls are dropped. `names`: the only tools that may be called; None:
+        any."""
         self._most = most
+        self._names = names
         self._id_bytes = 4 if short_ids else 12
         self._prefix = "c" if short_ids else "call_"
         self.count = 0
+
+    def may_be(self, calls: list[WrittenCall]) -> bool:
+        """True if all of them may be called."""
+        return self._names is None or all(call.name in self._names for call in calls)
 
     def add(self, parts: ReplyParts, calls: list[WrittenCall]) -> None:
         for call in calls:
@@ -118,14 +124,16 @@ class ReplyReader:
         most: int = 0,
         thinking: bool = False,
         silent: Collection[str] = (),
+        names: Collection[str] | None = None,
     ):
         """`most`: further calls are dropped. `thinking`: the prompt ends inside a thought.
-        `silent`: more markers that have no text."""
+        `silent`: more markers that have no text. `names`: the only tools that may be called: a call
+        of another one is content; None: any."""
         self._silent = (*silent, *(calls.silent if calls is not None else ()))
         self._thoughts = thoughts
         self._form = calls
         self._tools = tools
-        self._calls = _Calls(most, calls is not None and calls.short_ids)
+        self._calls = _Calls(most, calls is not None and calls.short_ids, names)
         self.thinking = thinking
         self._thought_before = thinking
         self.in_call = False
@@ -145,20 +153,20 @@ class ReplyReader:
     def end(self, cut: bool) -> ReplyParts:
         """See `Reader`."""
         parts = ReplyParts()
+        while self.in_call:
+            self._end_call(parts, cut)
         held = self._held
         self._held = ""
-        if self.in_call:
-            self._end_call(parts, held, cut)
-        elif self.thinking:
+        if self.thinking:
             assert self._thoughts is not None
             kept = len(held) - _begun(held, self._thoughts.close) if cut else len(held)
-            parts.thought = held[:kept].rstrip()
+            parts.thought += held[:kept].rstrip()
         else:
             if cut:
                 undecided = self._undecided(held)
                 held = "" if undecided else held[: len(held) - self._held_marker(held)]
             passed = self._calls.count or self._thought_before
-            parts.content = "" if passed and not held.strip() else held
+            parts.content += "" if passed and not held.strip() else held
         return parts
 
     def _step(self, parts: ReplyParts) -> bool:
@@ -271,32 +279,47 @@ class ReplyReader:
             self._searched = max(len(self._held) - len(form.close), self._searched)
             return False
         written = self._held[:cut].lstrip().removeprefix(form.open)
-        calls = form.read(written, self._tools)
+        read = form.read(written, self._tools)
         end = cut + len(form.close)
-        if calls is None and form.goes_on(written):
+        if not read.whole and form.goes_on(written, self._tools):
             self._searched = end
             return True
-        if calls is None:
+        if read.whole and self._calls.may_be(read.calls):
+            self._calls.add(parts, read.calls)
+        else:
             parts.content += self._held[:end]
             self._blank = False
-        else:
-            self._calls.add(parts, calls)
         self._held = self._held[end:]
         self.in_call = False
         return True
 
-    def _end_call(self, parts: ReplyParts, held: str, cut: bool) -> None:
+    def _end_call(self, parts: ReplyParts, cut: bool) -> None:
+        """Reads the held text, which ends without the mark of a call's end."""
         form = self._form
         assert form is not None
+        held = self._held
+        self.in_call = False
+        self._held = ""
         written = held.lstrip().removeprefix(form.open)
         if form.close:
             written = written[: len(written) - _begun(written, form.close)]
-        readable = not (cut and form.needs_close)
-        calls = form.read(written, self._tools) if readable else None
-        if calls is not None:
-            self._calls.add(parts, calls)
-        elif not cut:
-            parts.content = held
+        calls, rest = form.read(written, self._tools)
+        if cut and form.needs_close:
+            return
+        marked = form.open and not form.close  # other text may follow
+        if not calls or not self._calls.may_be(calls) or not (cut or marked or not rest.strip()):
+            parts.content += "" if cut else held
+            return
+        self._calls.add(parts, calls)
+        if form.close or (cut and rest.lstrip().startswith(MORE_CALLS)):
+            return  # the rest is a call that is cut
+        self._held = rest
+        while self._step(parts):
+            pass
+
+
+MORE_CALLS = (",", ";", "[{", "{")
+"""How a call behind another one may begin, without a marker."""
 
 
 class HarmonyReader:
@@ -306,13 +329,16 @@ class HarmonyReader:
     to=functions.NAME <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
     """
 
-    def __init__(self, most: int = 0):
-        """`most`: further calls are dropped."""
-        self._calls = _Calls(most, short_ids=False)
+    def __init__(
+        self, most: int = 0, names: Collection[str] | None = None, in_message: bool = False
+    ):
+        """`in_message`: the prompt ends inside a message of the final channel. See
+        `ReplyReader`."""
+        self._calls = _Calls(most, False, names)
         self._held = ""
         self._searched = 0  # of the held characters: they contain no marker
-        self._in_header = True
-        self._first = True
+        self._in_header = not in_message
+        self._first = not in_message
         self._thought_before = False
         self.thinking = False
         self.in_call = False
@@ -394,8 +420,9 @@ class HarmonyReader:
             json.dumps(arguments, allow_nan=False)
         except (ValueError, RecursionError):
             arguments = None
-        if isinstance(arguments, dict):
-            self._calls.add(parts, [WrittenCall(self._recipient, arguments)])
+        calls = [WrittenCall(self._recipient, arguments)] if isinstance(arguments, dict) else []
+        if calls and self._calls.may_be(calls):
+            self._calls.add(parts, calls)
         else:
             parts.content += content
 

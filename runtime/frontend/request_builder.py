@@ -17,6 +17,7 @@ from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Samp
 from ..conversations.sessions import Prompt
 from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
+from ..text.template_form import text_of
 from ..text.tokenizer import Tokenizer
 from .bodies import MOST_TOOLS
 from .calls import Caller, GenerationCall
@@ -101,6 +102,9 @@ class RequestBuilder:
             form = replace(form, grammar=tools.grammar(forms), tools=tools)
             remarks = await self._check_grammar(form.grammar, form.param, caller.share)
             remarks = (*(f"tools.{name}.parameters" for name in names), *remarks)
+        if form.tools is not None:
+            words = forms.calls.unenforced(form.tools.functions)
+            remarks = (*remarks, *(f"tools.{word}" for word in words))
         return replace(generate, form=replace(form, remarks=remarks))
 
     async def _with_budget(self, generate: Generate, forms: ReplyForms) -> Generate:
@@ -303,12 +307,16 @@ class RequestBuilder:
             )
             raise RequestError(ErrorKind.INVALID, message, "stop_token_ids")
         forms = self._forms if generate.chat else None
-        tail = self._tail(prompts[0]) if forms is not None else ""
+        continued = generate.continue_final_message
+        tail = ""
+        if forms is not None:
+            last = generate.messages[-1] if continued else None
+            tail = self._tail(prompts[0]) if last is None else text_of(last["content"])
         sampling = replace(self._sampling(generate), bad_words=bad_words)
         if forms is not None:
             is_calls = generate.form is not None and generate.form.tools is not None
             budget = generate.thought_budget
-            grammar = forms.framed(sampling.grammar, is_calls, tail, budget)
+            grammar = forms.framed(sampling.grammar, is_calls, tail, budget, continued)
             sampling = replace(sampling, grammar=grammar)
         truncate = generate.truncates and self._ready.overflow
         salt = kv_salt(generate.cache_salt, caller.owner)
@@ -345,7 +353,7 @@ class RequestBuilder:
         if generate.keep_s is not None and marked is not None:
             keep = Keep(marked, None, generate.keep_s)
         held = contextlib.ExitStack()
-        if marked is not None and session and not (turn is not None and turn.destinations):
+        if marked is not None and session and not (turn is not None and turn.in_conversation):
             self._histories.sessions.open((caller.owner, session), marked, held)
         if turn is not None and generate.chat:
             self._watch(turn, generate, caller.owner, session)

@@ -53,7 +53,7 @@ from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .request_body import IgnoredFields, read_body, say_ignored
-from .responses import ResponseBody, add_responses
+from .responses import ResponseBody, add_responses, with_stored_items
 from .sessions import add_sessions
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
@@ -329,6 +329,8 @@ def create_app(
             given = body
             body = given.without_tokens_left()
             left_out = body is not given
+        if isinstance(body, ResponseBody):
+            body = await with_stored_items(body, histories, caller.owner)
         # a thread: a body of the largest size takes a second
         generate = await asyncio.to_thread(body.generate)
         if left_out:

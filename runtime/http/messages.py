@@ -363,7 +363,8 @@ class PromptBody(Body):
         return self
 
     def without_tokens_left(self) -> Self:
-        """Returns the body without TOKENS_LEFT in system texts: this body if there is none."""
+        """Returns the body without TOKENS_LEFT in system texts: this body if there is none. The
+        marks of blocks that vanish become the body's own."""
         system = _without_tokens_left(self.system)
         messages: list[UserMessage | AssistantMessage | SystemMessage] = []
         for message in self.messages:
@@ -378,7 +379,13 @@ class PromptBody(Body):
         if system == self.system and messages == self.messages:
             return self
         _check_last(messages)
-        return self.model_copy(update={"system": system, "messages": messages})
+        contents = [one.content for one in self.messages if isinstance(one, SystemMessage)]
+        blocks = [block for content in (self.system, *contents) for block in content]
+        marks = [self.cache_control, *(block.cache_control for block in blocks)]
+        given = [mark for mark in marks if mark is not None]
+        longest = max(given, key=lambda mark: KEEP_S[mark.ttl], default=None)
+        update = {"system": system, "messages": messages, "cache_control": longest}
+        return self.model_copy(update=update)
 
     def generate(self) -> Generate:
         """Returns the body's wishes for the engine."""

@@ -7,10 +7,11 @@ calls) become one message of the assistant.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.body_base import MOST_NAMED, Body, NonEmpty, header_name
@@ -39,6 +40,32 @@ result."""
 
 CUSTOM_INPUT = "input"
 """The argument of the function that stands for a custom tool."""
+
+RESPONSE_ID = "resp_"
+ITEM_IDS = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+}
+"""How the ids of an output's items begin, by their types."""
+_ITEM_ID = re.compile(rf"(?:{'|'.join(ITEM_IDS.values())})([0-9a-f]{{32}})_[0-9]{{1,9}}")
+
+
+def item_id(kind: str, response: str, number: int) -> str:
+    """The id of an item. It names its response, so that a stored item is found by its id alone."""
+    return f"{ITEM_IDS[kind]}{response.removeprefix(RESPONSE_ID)}_{number}"
+
+
+def response_of(item: str) -> str | None:
+    """The id of the response to which the item of this id belongs; None: of none."""
+    written = _ITEM_ID.fullmatch(item)
+    return None if written is None else RESPONSE_ID + written[1]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """The name under which the model sees a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def leave_out(name: str, ignored: list[str] | None) -> None:
@@ -126,10 +153,12 @@ class FunctionCallItem(MessageFunctionCall):
 
     type: Literal["function_call"]
     call_id: NonEmpty
+    namespace: NonEmpty | None = None
 
     def call(self) -> MessageToolCall:
         """The call in the form of chats."""
-        function = MessageFunctionCall(name=self.name, arguments=self.arguments)
+        name = full_name(self.namespace, self.name)
+        function = MessageFunctionCall(name=name, arguments=self.arguments)
         return MessageToolCall(id=self.call_id, function=function)
 
 
@@ -141,11 +170,13 @@ class CustomCallItem(Body):
     type: Literal["custom_tool_call"]
     call_id: NonEmpty
     name: NonEmpty
+    namespace: NonEmpty | None = None
     input: str
 
     def call(self) -> MessageToolCall:
         """See `FunctionCallItem`."""
-        return _call(self.call_id, self.name, {CUSTOM_INPUT: self.input})
+        name = full_name(self.namespace, self.name)
+        return _call(self.call_id, name, {CUSTOM_INPUT: self.input})
 
 
 class ShellAction(Body):
@@ -181,7 +212,7 @@ def _call(call_id: str, name: str, arguments: dict[str, Any]) -> MessageToolCall
 class CallOutputItem(Body):
     """The result of a call."""
 
-    IGNORED = frozenset({"caller", "id", "name", "status"})
+    IGNORED = frozenset({"caller", "id", "name", "namespace", "status"})
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NonEmpty
@@ -206,8 +237,22 @@ class ShellOutputItem(Body):
         return Message(role="tool", tool_call_id=self.id, content=self.output)
 
 
+class ReferenceItem(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: NonEmpty
+
+
+class LeftOut(Body):
+    """Keeps the place of an item or a tool that is left out, so that errors name the others by the
+    client's places."""
+
+    type: Literal["left_out"]
+
+
 CallItem = FunctionCallItem | CustomCallItem | ShellCallItem
-Item = MessageItem | ReasoningItem | CallItem | CallOutputItem | ShellOutputItem
+Item = MessageItem | ReasoningItem | CallItem | CallOutputItem | ShellOutputItem | ReferenceItem
 KINDS = frozenset(
     {
         "message",
@@ -218,6 +263,7 @@ KINDS = frozenset(
         "function_call_output",
         "custom_tool_call_output",
         "local_shell_call_output",
+        "item_reference",
     }
 )
 
@@ -235,21 +281,15 @@ def _items(given: Any, info: ValidationInfo) -> Any:
             kind = item.get("type") or "message"
             if isinstance(kind, str) and kind in LEFT_OUT:
                 leave_out(f"input.{kind}", info.context)
-                continue
-            _check_kind(kind, at)
-            item = {**item, "type": kind}
+                item = {"type": "left_out"}
+            else:
+                _check_kind(kind, at)
+                item = {**item, "type": kind}
         items.append(item)
     return items
 
 
 def _check_kind(kind: Any, at: int) -> None:
-    if kind == "item_reference":
-        raise RequestError(
-            ErrorKind.INVALID,
-            f"item {at} of the input is an item_reference, but this server keeps no items: send "
-            "the item itself, or continue a response with previous_response_id",
-            str(at),
-        )
     if not isinstance(kind, str) or kind not in KINDS:
         raise RequestError(
             ErrorKind.INVALID,
@@ -259,18 +299,26 @@ def _check_kind(kind: Any, at: int) -> None:
         )
 
 
-Items = Annotated[
-    list[Annotated[Item, Field(discriminator="type")]], Field(max_length=MOST_MESSAGES)
+def _kept(items: list[Item | LeftOut]) -> list[Item]:
+    return [item for item in items if not isinstance(item, LeftOut)]
+
+
+Items = list[Annotated[Item, Field(discriminator="type")]]
+Input = Annotated[
+    list[Annotated[Item | LeftOut, Field(discriminator="type")]],
+    Field(max_length=MOST_MESSAGES),
+    BeforeValidator(_items, json_schema_input_type=str | Items),
+    AfterValidator(_kept),
 ]
-Input = Annotated[Items, BeforeValidator(_items, json_schema_input_type=str | Items)]
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
-    """The messages of a dialogue. Items of replies in a row are one message, except that each of
-    two message items in a row is one."""
+def messages_of(items: Sequence[Item | LeftOut]) -> list[Message]:
+    """The messages of a dialogue, in which no item is a reference. Items of replies in a row are
+    one message, except that each of two message items in a row is one."""
     messages: list[Message] = []
     reply: list[Item] = []
     for item in items:
+        assert not isinstance(item, ReferenceItem | LeftOut)
         message = _of_others(item)
         second = isinstance(item, MessageItem) and reply and isinstance(reply[-1], MessageItem)
         if reply and (second or message is not None):

@@ -1,6 +1,7 @@
 """The tools of OpenAI's Responses API, and the choice among them, in the form of chats.
 
-A custom tool takes free text. The model sees a function with one argument for it.
+A custom tool takes free text. The model sees a function with one argument for it. It sees the tools
+of a namespace as functions whose names begin with that of the namespace.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from ..frontend.bodies import MOST_TOOLS
 from ..frontend.body_base import Body
 from ..frontend.chat_messages import Function, FunctionName, NamedTool
 from ..frontend.chat_messages import Tool as ChatTool
-from .response_items import CUSTOM_INPUT, leave_out
+from .response_items import CUSTOM_INPUT, LeftOut, full_name, leave_out
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 OWN_TOOLS = ("function", "custom")
 """Types of tools that clients run. The others are run by OpenAI's servers, or need its models."""
+NAMESPACE = "namespace"
+"""The type of several tools under a common name."""
 
 
 class FunctionTool(Function):
@@ -131,26 +134,93 @@ def _own_tools(tools: Any, info: ValidationInfo) -> Any:
     kept = []
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in OWN_TOOLS:
+        if isinstance(kind, str) and kind not in (*OWN_TOOLS, NAMESPACE):
             leave_out(f"tools.{kind}", info.context)
-        else:
-            kept.append(tool)
+            tool = {"type": "left_out"}
+        kept.append(tool)
     return kept if isinstance(tools, list) else tools
 
 
-def _names_what_is_not_followed(tools: list[Tool], info: ValidationInfo) -> list[Tool]:
-    for tool in tools:
+def _kept_tools(tools: list[Any], info: ValidationInfo) -> list[Any]:
+    """Names what of the tools is not followed."""
+    kept = [tool for tool in tools if not isinstance(tool, LeftOut)]
+    for tool in kept:
         if isinstance(tool, CustomTool) and not tool.is_followed:
             leave_out(f"tools.{tool.name}.format", info.context)
-    return tools
+    return kept
 
 
 ToolList = list[Annotated[Tool, Field(discriminator="type")]]
+
+
+class NamespaceTool(Body):
+    """Tools under a common name."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[Tool | LeftOut, Field(discriminator="type")]],
+        BeforeValidator(_own_tools, json_schema_input_type=ToolList),
+        AfterValidator(_kept_tools),
+    ]
+
+    def echo(self) -> dict[str, Any]:
+        """The tools in the response."""
+        inner = [tool.echo() for tool in self.tools if not isinstance(tool, LeftOut)]
+        return {**self.model_dump(exclude={"tools"}, exclude_none=True), "tools": inner}
+
+
+SentTool = Tool | NamespaceTool
+SentTools = list[Annotated[SentTool, Field(discriminator="type")]]
 Tools = Annotated[
-    ToolList,
-    BeforeValidator(_own_tools, json_schema_input_type=ToolList),
-    AfterValidator(_names_what_is_not_followed),
+    list[Annotated[SentTool | LeftOut, Field(discriminator="type")]],
+    BeforeValidator(_own_tools, json_schema_input_type=SentTools),
+    AfterValidator(_kept_tools),
 ]
+
+
+class OwnTool(NamedTuple):
+    """A tool that the model may see.
+
+    namespace  None: of none
+    about      more of its description
+    """
+
+    tool: Tool
+    namespace: str | None = None
+    about: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        """The name that the model sees."""
+        return full_name(self.namespace, self.tool.name)
+
+    def for_chat(self) -> ChatTool:
+        """The tool in the form of chats."""
+        plain = self.tool.for_chat()
+        if self.namespace is None:
+            return plain
+        function = plain.for_template()["function"] | {"name": self.full_name}
+        if texts := [text for text in (function.get("description"), self.about) if text]:
+            function["description"] = "\n\n".join(texts)
+        return ChatTool.checked(function)
+
+
+def own_tools(sent: Sequence[SentTool | LeftOut]) -> list[OwnTool]:
+    """The tools one by one. The description of a namespace is in that of its first tool."""
+    tools: list[OwnTool] = []
+    for given in sent:
+        if isinstance(given, FunctionTool | CustomTool):
+            tools.append(OwnTool(given))
+        elif isinstance(given, NamespaceTool):
+            name = given.name
+            about = f"About all tools {name}__*: {given.description}" if given.description else None
+            for tool in given.tools:
+                assert not isinstance(tool, LeftOut)
+                tools.append(OwnTool(tool, name, about))
+                about = None
+    return tools
 
 
 class ToolReference(Body):
@@ -202,7 +272,7 @@ class ChosenTools(NamedTuple):
     """Tools in the form of chats.
 
     shown     tools in the prompt
-    callable  tools that a forced call may name
+    callable  tools that a reply may call
     choice    the `tool_choice` of a chat
     """
 
@@ -211,10 +281,11 @@ class ChosenTools(NamedTuple):
     choice: str | NamedTool
 
 
-def chosen_tools(tools: Sequence[Tool], choice: Choice) -> ChosenTools:
+def chosen_tools(sent: Sequence[SentTool | LeftOut], choice: Choice) -> ChosenTools:
     """Raises RequestError (INVALID) if the choice does not fit the tools."""
-    names = [tool.name for tool in tools]
-    if len(names) > MOST_TOOLS or len(set(names)) < len(names):
+    tools = own_tools(sent)
+    names = [tool.full_name for tool in tools]
+    if len(sent) > MOST_TOOLS or len(set(names)) < len(names):
         raise RequestError(
             ErrorKind.INVALID,
             f"tools must be at most {MOST_TOOLS}, each with a name of its own",
@@ -232,10 +303,13 @@ def chosen_tools(tools: Sequence[Tool], choice: Choice) -> ChosenTools:
         own = [tool for tool in choice.tools if tool.type in OWN_TOOLS]
         _check_names(own, names)
         allowed = {tool.name for tool in own}
-        callable_tools = [tool for tool in shown if tool.function.name in allowed]
+        spaces = {tool.name for tool in choice.tools if tool.type == NAMESPACE}
+        callable_tools = [
+            seen
+            for tool, seen in zip(tools, shown, strict=True)
+            if tool.full_name in allowed or tool.namespace in spaces
+        ]
         choice = choice.mode
-        if choice == "auto":  # no grammar restricts the calls, so the model sees no others
-            shown = callable_tools
     if choice == "required" and not callable_tools:
         raise RequestError(ErrorKind.INVALID, "tool_choice requires tools", "tool_choice")
     return ChosenTools(shown, callable_tools, choice)

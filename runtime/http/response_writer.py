@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...scheduler.types import FinishReason, RequestError
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.reply_reader import ToolCall
-from .response_items import CUSTOM_INPUT
-
-ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+from .response_items import CUSTOM_INPUT, RESPONSE_ID, item_id
+from .response_tools import CustomTool, OwnTool
 
 
 @dataclass(frozen=True)
@@ -21,32 +19,42 @@ class About:
     """What the answer repeats of the request.
 
     fields         of the response object
-    custom_tools   names of the tools whose calls are custom tool calls
+    tools          by the names that the model sees
     store, stream  as in the body
     """
 
     fields: Mapping[str, Any]
-    custom_tools: Collection[str]
+    tools: Mapping[str, OwnTool]
     store: bool
     stream: bool
 
 
 @dataclass
 class OutputItem:
-    """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments."""
+    """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments.
+    `tool`: the tool that is called; None: the model has invented it."""
 
+    id: str
     type: str
     text: list[str] = field(default_factory=list)
     call: ToolCall | None = None
-
-    def __post_init__(self) -> None:
-        self.id = f"{ID[self.type]}_{uuid.uuid4().hex}"
+    tool: OwnTool | None = None
 
     def part(self, text: str) -> dict[str, Any]:
         """The one content part of a message or of thoughts."""
         if self.type == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _names(self) -> dict[str, str]:
+        """Of the tool, as the client named it."""
+        assert self.call is not None
+        if self.tool is None:
+            return {"name": self.call.name}
+        names = {"name": self.tool.tool.name}
+        if self.tool.namespace is not None:
+            names["namespace"] = self.tool.namespace
+        return names
 
     def as_object(self, status: str) -> dict[str, Any]:
         """The item in the answer. One in progress has no text yet."""
@@ -55,7 +63,7 @@ class OutputItem:
         about = {"id": self.id, "type": self.type, "status": status}
         if self.call is not None:
             key = "input" if self.type == "custom_tool_call" else "arguments"
-            return {**about, "call_id": self.call.id, "name": self.call.name, key: text}
+            return {**about, "call_id": self.call.id, **self._names(), key: text}
         content = [] if begun else [self.part(text)]
         if self.type == "reasoning":
             return {**about, "summary": [], "content": content}
@@ -66,7 +74,7 @@ class ResponseWriter(CompletionWriter):
     """response objects, whole or as the documented events: thoughts, text and tool calls, in the
     order of the reply. One item ends before the next begins."""
 
-    ID = "resp_"
+    ID = RESPONSE_ID
 
     def __init__(self, style: Style, about: About):
         super().__init__(style)
@@ -125,7 +133,8 @@ class ResponseWriter(CompletionWriter):
         """Uses OpenAI's code `server_error`: a client's errors are refused before a stream
         begins."""
         what = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response=self._response("failed") | {"error": what})
+        failed = {"error": what, "output": self._output("incomplete")}
+        return self._event("response.failed", response=self._response("failed") | failed)
 
     def _grow(
         self, thought: str, text: str, calls: Sequence[ToolCall], *, ended: bool
@@ -147,7 +156,7 @@ class ResponseWriter(CompletionWriter):
         return events
 
     def _begin(self, kind: str) -> list[str]:
-        item = OutputItem(kind)
+        item = OutputItem(self._next_id(kind), kind)
         self._items.append(item)
         self._in_text = True
         return [
@@ -169,11 +178,12 @@ class ResponseWriter(CompletionWriter):
         ]
 
     def _add_call(self, call: ToolCall) -> list[str]:
-        custom = call.name in self._about.custom_tools
+        tool = self._about.tools.get(call.name)
+        custom = tool is not None and isinstance(tool.tool, CustomTool)
         kind = "custom_tool_call" if custom else "function_call"
         name = "custom_tool_call_input" if custom else "function_call_arguments"
         text = _custom_input(call.arguments) if custom else call.arguments
-        self._items.append(OutputItem(kind, [text], call))
+        self._items.append(OutputItem(self._next_id(kind), kind, [text], call, tool))
         last = {"input" if custom else "arguments": text}
         return [
             self._item_event("added", "in_progress"),
@@ -181,6 +191,9 @@ class ResponseWriter(CompletionWriter):
             self._event(f"response.{name}.done", **self._place(), **last),
             self._item_event("done", "completed"),
         ]
+
+    def _next_id(self, kind: str) -> str:
+        return item_id(kind, self.id, len(self._items))
 
     def _text_event(self, what: str, **fields: Any) -> str:
         if self._items[-1].type == "reasoning":

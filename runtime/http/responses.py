@@ -7,11 +7,12 @@ may continue it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name
@@ -19,14 +20,14 @@ from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody, dialogue
 from ..frontend.body_base import Body, NonEmpty
-from ..frontend.chat_messages import TemplateVariables, with_thinking
+from ..frontend.chat_messages import TemplateVariables, Tool, with_thinking
 from ..frontend.generate import Generate
 from ..frontend.reply import Style
 from ..frontend.structured_output import GUIDED, ReplyForm, ResponseFormat, reply_form
 from ..text.tokenizer import Tokenizer
 from .auth import owner_of
-from .response_items import Input, messages_of
-from .response_tools import ChosenTools, CustomTool, ToolChoice, Tools, chosen_tools
+from .response_items import Input, Items, LeftOut, ReferenceItem, messages_of, response_of
+from .response_tools import ChosenTools, ToolChoice, Tools, chosen_tools, own_tools
 from .response_writer import About, ResponseWriter
 
 Included = Literal[
@@ -146,12 +147,13 @@ class ResponseBody(GenerationBody):
         if self.instructions is not None:
             instructions = ({"role": "system", "content": self.instructions},)
         effort = self.reasoning.effort if self.reasoning is not None else None
-        shown, _, choice = self._chosen()
+        shown, callable_tools, choice = self._chosen()
         messages = messages_of(self.input)
         chat = dialogue(messages, shown, choice, self.parallel_tool_calls)
         return replace(
             super().generate(),
             **{**chat, "prompt_field": "input"},
+            callable_names=_names(callable_tools) if len(callable_tools) < len(shown) else None,
             template_variables=with_thinking(self.chat_template_kwargs, None, effort),
             form=self._form(),
             response=True,
@@ -164,8 +166,8 @@ class ResponseBody(GenerationBody):
 
     def writer(self, model: str, tokenizer: Tokenizer | None) -> ResponseWriter:
         """Returns the writer of the answer of `model`."""
-        custom = {tool.name for tool in self.tools if isinstance(tool, CustomTool)}
-        about = About(self._repeated(), custom, self.store, self.stream)
+        tools = {tool.full_name: tool for tool in own_tools(self.tools)}
+        about = About(self._repeated(), tools, self.store, self.stream)
         return ResponseWriter(Style(model, False, False, self.return_sources), about)
 
     def _chosen(self) -> ChosenTools:
@@ -197,9 +199,53 @@ class ResponseBody(GenerationBody):
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, BaseModel)
             else choice,
-            "tools": [tool.echo() for tool in self.tools],
+            "tools": [tool.echo() for tool in self.tools if not isinstance(tool, LeftOut)],
             "truncation": "auto" if self.truncates else "disabled",
         }
+
+
+def _names(tools: Sequence[Tool]) -> frozenset[str]:
+    return frozenset(tool.function.name for tool in tools)
+
+
+_ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
+
+
+async def with_stored_items(body: ResponseBody, histories: TurnManager, owner: str) -> ResponseBody:
+    """Returns the body with the items to which its references refer. Raises RequestError
+    (NOT_FOUND) for an id that no item of a stored response has."""
+    references = [item.id for item in body.input if isinstance(item, ReferenceItem)]
+    if not references:
+        return body
+    stored: dict[str, Any] = {}
+    for response in dict.fromkeys(map(response_of, references)):
+        if response is not None:
+            stored |= await _output(histories, Name(owner, response, "response"))
+    for id in references:
+        if id not in stored:
+            raise RequestError(
+                ErrorKind.NOT_FOUND,
+                f"Item with id {id!r} not found: no stored response has it. Send the whole item; "
+                "items are stored only with store: true.",
+                "input",
+            )
+    items = [
+        _ITEMS.validate_python([stored[item.id]])[0] if isinstance(item, ReferenceItem) else item
+        for item in body.input
+    ]
+    return body.model_copy(update={"input": items})
+
+
+async def _output(histories: TurnManager, name: Name) -> dict[str, Any]:
+    """The items of a stored response by their ids; none if there is no such response."""
+    try:
+        stored = await histories.get(name)
+    except RequestError as error:
+        if error.kind is not ErrorKind.NOT_FOUND:
+            raise
+        return {}
+    assert stored.body is not None
+    return {item["id"]: item for item in json.loads(stored.body)["output"]}
 
 
 def add_responses(app: FastAPI, histories: TurnManager) -> None:

@@ -137,6 +137,45 @@ FIELDS = (
 )
 
 
+ITEMS: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "annotations": []}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+    {"type": "function_call_output", "call_id": "c", "output": "1"},
+    {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"},
+    {"type": "custom_tool_call_output", "call_id": "c", "output": "1"},
+    {"type": "local_shell_call", "id": "c", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "local_shell_call_output", "id": "c", "output": "a"},
+    {"type": "item_reference", "id": f"msg_{0:032x}_0"},
+    {"type": "web_search_call"},
+)
+TOOLS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+    {"type": "custom", "name": "g", "format": {"type": "text"}},
+    {
+        "type": "custom",
+        "name": "h",
+        "format": {"type": "grammar", "syntax": "regex", "definition": "a+"},
+    },
+    {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+    {"type": "web_search"},
+)
+CHOICES: tuple[Any, ...] = (
+    "auto",
+    "none",
+    "required",
+    {"type": "function", "name": "f"},
+    {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "g"}]},
+    {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "n"}]},
+)
+MOST_PARTS = 6  # items of an input, or tools
+
+
 @dataclass(frozen=True)
 class Case:
     """`whole`: a request that must be answered. `pause`: seconds between its pieces. `hang_up`:
@@ -187,6 +226,13 @@ def _body(chance: random.Random) -> bytes:
             "messages": [{"role": "user", "content": "hello"}],
             "max_tokens": chance.randrange(1, 30),
         }
+    elif chance.random() < 0.4:
+        body = {
+            "input": _parts(chance, ITEMS),
+            "tools": _parts(chance, TOOLS),
+            "tool_choice": chance.choice(CHOICES),
+            "max_output_tokens": chance.randrange(1, 30),
+        }
     if chance.random() < 0.3:
         body["stream"] = True
     if chance.random() < 0.3:
@@ -196,12 +242,22 @@ def _body(chance: random.Random) -> bytes:
     return json.dumps(body).encode()
 
 
+def _parts(chance: random.Random, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some of the parts. Some of these have a field less or an odd value in one."""
+    some = [dict(chance.choice(parts)) for _ in range(chance.randrange(MOST_PARTS))]
+    for part in some:
+        name = chance.choice([*part])
+        match chance.randrange(8):
+            case 0:
+                del part[name]
+            case 1:
+                part[name] = chance.choice(ODD_VALUES)
+    return some
+
+
 def _request(chance: random.Random, body: bytes) -> bytes:
-    method, path = (
-        ("POST", chance.choice(PATHS[:3]))
-        if chance.random() < 0.7
-        else ("GET", chance.choice(PATHS))
-    )
+    path = "/v1/responses" if b'"input":' in body else chance.choice(PATHS[:3])
+    method, path = ("POST", path) if chance.random() < 0.7 else ("GET", chance.choice(PATHS))
     if method == "GET" or chance.random() < 0.2:
         body = b"" if method == "GET" else b"{}"
     head = f"{method} {path} HTTP/1.1\r\nHost: fuzz\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -4,6 +4,7 @@ where it is cut, forced calls have the form that is read, and templates write wh
 from __future__ import annotations
 
 import json
+import random
 import time
 import zipfile
 from pathlib import Path
@@ -26,7 +27,7 @@ from pensieve.runtime.step.grammar import Grammars, json_grammar, lark_grammar
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
 from pensieve.scheduler.types import SettingError
 
-from ..fake_loop import EOS, byte_tokenizer, save_tokenizer
+from ..fake_loop import EOS, byte_tokenizer, byte_tokens, save_tokenizer
 
 WEATHER = {
     "name": "weather",
@@ -267,6 +268,11 @@ HOSTILE = (
     "<|tool_call>call:f{" + "a," * 20_000 + "}<tool_call|>",
     "[f(a={1, 2}), f(a=b'x'), f(a=1j), f(a=...)]",
     "[" + "-" * 50_000 + "1]",
+    "[f(a=" + "-" * 50_000 + "1)]",
+    "[f(a='" + "\\" * 50_000 + ")]",
+    "[TOOL_CALLS]" + " " * 20_000 + "[" + " " * 20_000,
+    "<|tool_call|>" + ", " * 10_000 + "[" + " " * 20_000,
+    "<tool_call><function=f><parameter=a>" + "</parameter> " * 4000 + "x</tool_call>",
 )
 
 
@@ -504,3 +510,265 @@ def test_public_templates_have_a_form(tmp_path: Path) -> None:
                     unread.append(Path(name).stem)
     assert unread == ["muse_glimmer", "muse_glimmer_training"]
     assert len(counts) >= 10, counts
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return Grammars(save_tokenizer(tmp_path_factory.mktemp("tokenizer")), 260, (EOS,))
+
+
+ODD_NAMES = (
+    "a",
+    "a b",
+    "a=b",
+    "from",
+    "get-w",
+    "x>y",
+    "<parameter=q>",
+    "\u00fc\U0001f600",
+    'say "x"',
+    "it's",
+    "{k:v}",
+    "\\d",
+    "1",
+    "a:b, c",
+    "",
+)
+ODD_FUNCTIONS = ("get-w", "from", "f", "1st", "a_b-C")
+TYPES: dict[str, Any] = {"string": str, "integer": int, "boolean": bool, "array": list}
+TEMPTING = "<>{}[]()\"'\\/=,:;\n\t ab1\u00fc\U0001f600\uff5c\u2581"
+ENDS = ('"', "}", "]", ")", "</parameter>\n", "</arg_value>\n", "\n", "1")
+
+
+def sampled(matcher: Any, markers: list[str], chance: random.Random) -> str | None:
+    """A text that the grammar allows; None if it has not ended in time."""
+    text = ""
+    for step in range(900):
+        if matcher.is_stopped() or (matcher.is_accepting() and chance.random() < 0.5):
+            return text
+        hurry = step > 60 or chance.random() < 0.3
+        tries = [*markers, *ENDS] if hurry else list(TEMPTING)
+        chance.shuffle(tries)
+        if step > 60:
+            ends = chance.sample(ENDS, len(ENDS))
+            tries = [*ends, *markers] if step % 2 else [*markers[::-1], *ends]
+        printable = [chr(code) for code in range(32, 127)]
+        chance.shuffle(printable)
+        for piece in (*tries, *TEMPTING, *printable):
+            ids = byte_tokens(piece)
+            if matcher.validate_tokens(ids) == len(ids):
+                matcher.consume_tokens(ids)
+                text += piece
+                break
+        else:
+            raise AssertionError(f"nothing goes on behind {text!r}")
+    return None
+
+
+@pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
+def test_what_a_grammar_allows_is_read(call_form: CallForm, grammars: Grammars) -> None:
+    """Names are those that OpenAI's API allows: any text for an argument."""
+    texts = 0
+    for seed in range(12):
+        chance = random.Random(f"{call_form.names}/{seed}")
+        kinds = {name: chance.choice([*TYPES]) for name in chance.sample(ODD_NAMES, 3)}
+        schema = {
+            "type": "object",
+            "properties": {name: {"type": kind} for name, kind in kinds.items()},
+            "required": chance.sample([*kinds], 2),
+            "additionalProperties": False,
+        }
+        function = {"name": chance.choice(ODD_FUNCTIONS), "parameters": schema}
+        forms = ReplyForms(None, call_form)
+        rules = forms.calls_rules([function], several=False)
+        matcher = grammars.matcher(lark_grammar(f"start: calls\n{rules}"))
+        # gpt-oss's markers are tokens that no JSON contains
+        within = [] if call_form is HARMONY else list(call_form.markers)
+        text = sampled(matcher, within, chance)
+        if text is None:
+            continue
+        texts += 1
+        tools = [{"type": "function", "function": function}]
+        reader = forms.reader(tools, 9, "")
+        parts = reader.push(text)
+        parts.add(reader.end(cut=False))
+        ((name, arguments),) = calls_in(parts) or [("", {})]
+        assert (name, parts.content) == (function["name"], ""), (text, kinds)
+        assert set(schema["required"]) <= set(arguments) <= set(kinds), (text, arguments)
+        for key, value in arguments.items():
+            assert isinstance(value, TYPES[kinds[key]]), (text, arguments)
+    assert texts >= 6
+
+
+@pytest.mark.parametrize(
+    ("call_form", "whole", "begun"),
+    [
+        (form("mistral", 0), '[TOOL_CALLS]now[ARGS]{"a": 1}', '[TOOL_CALLS]now[ARGS]{"a": 2}'),
+        (
+            form("mistral", 1),
+            '[TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}',
+            ', {"name": "now", "arguments": {"a": 2}}]',
+        ),
+        (
+            form("granite"),
+            '<|tool_call|>[{"name": "now", "arguments": {"a": 1}}',
+            ', {"name": "now", "arguments": {"a": 2}}]',
+        ),
+        (
+            form("jamba"),
+            '<tool_calls>[{"name": "now", "arguments": {"a": 1}}',
+            ', {"name": "now", "arguments": {"a": 2}}]',
+        ),
+        (
+            form("llama3_json"),
+            '{"name": "now", "parameters": {"a": 1}}',
+            '; {"name": "now", "parameters": {"a": 2}}',
+        ),
+        (form("pythonic"), "[now(a=1)", ", now(a=2)]"),
+        (form("lfm2"), "<|tool_call_start|>[now(a=1)", ", now(a=2)]"),
+    ],
+)
+def test_a_cut_in_a_second_call_keeps_the_first(
+    call_form: CallForm, whole: str, begun: str
+) -> None:
+    for end in range(len(begun)):
+        for size in (1, len(whole) + end):
+            parts = read(ReplyForms(None, call_form), whole + begun[:end], size, cut=True)
+            calls = calls_in(parts)
+            assert calls[0] == ("now", {"a": 1}) and not parts.content, (end, parts)
+
+
+@pytest.mark.parametrize(
+    ("call_form", "text"),
+    [
+        (
+            form("mistral", 0),
+            'One. [TOOL_CALLS]now[ARGS]{"a": 1} Two.[TOOL_CALLS]now{"a": 2}Three.',
+        ),
+        (
+            form("mistral", 1),
+            'One. [TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}] Two.'
+            '[TOOL_CALLS][{"name": "now", "arguments": {"a": 2}}]Three.',
+        ),
+        (
+            form("granite"),
+            'One. <|tool_call|>[{"name": "now", "arguments": {"a": 1}}] Two.'
+            '<|tool_call|>[{"name": "now", "arguments": {"a": 2}}]Three.',
+        ),
+    ],
+)
+@pytest.mark.parametrize("cut", [False, True])
+def test_text_behind_a_call_is_content(call_form: CallForm, text: str, cut: bool) -> None:
+    for size in (1, 3, len(text)):
+        parts = read(ReplyForms(None, call_form), text, size, cut)
+        assert calls_in(parts) == [("now", {"a": 1}), ("now", {"a": 2})]
+        assert parts.content.split() == ["One.", "Two.Three."]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r'"\u0041\/\ud83d\ude00"', "A/\U0001f600"),
+        (r"'it\'s \x41'", "it's A"),
+        ("('a', [1.5, -2], {'b': None, 3: true})", ["a", [1.5, -2], {"b": None, "3": True}]),
+        ("0x10", 16),
+    ],
+)
+def test_python_s_and_json_s_literals_are_read(text: str, value: Any) -> None:
+    parts = read(ReplyForms(None, form("pythonic")), f"[now(class={text})]", 1)
+    assert calls_in(parts) == [("now", {"class": value})]
+
+
+@pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
+def test_a_call_that_may_not_be_made_is_content(call_form: CallForm) -> None:
+    text = next(text for own, text in WRITTEN if own is call_form)
+    for names, count in (({"now"}, 0), ({"now", "weather"}, 1)):
+        reader = ReplyForms(None, call_form).reader(TOOLS, 9, "", names)
+        parts = reader.push(text)
+        parts.add(reader.end(cut=False))
+        assert len(parts.calls) == count and bool(parts.content) == (not count)
+
+
+@pytest.mark.parametrize(
+    ("text", "reply", "thought", "content"),
+    [
+        ("<think>\nThey want", " rain.</think>\n\nYes.", " rain.", "Yes."),
+        ("<think>\nHm.\n</think>\n\nIt", " is <b>", "", " is <b>"),
+        ("It", " is so.", "", " is so."),
+    ],
+)
+def test_a_continued_message_may_end_in_a_thought(
+    text: str, reply: str, thought: str, content: str
+) -> None:
+    reader = ReplyForms(THINK).reader(TOOLS, 9, text, continued=True)
+    parts = reader.push(reply)
+    parts.add(reader.end(cut=False))
+    assert (parts.thought.strip(), parts.content) == (thought.strip(), content)
+
+
+def test_a_continued_message_of_gpt_oss_goes_on_with_its_text() -> None:
+    forms = ReplyForms(HARMONY_THOUGHTS, HARMONY)
+    for reply in ("assistant to=x", " is so."):
+        reader = forms.reader(TOOLS, 9, "It", continued=True)
+        parts = reader.push(reply)
+        parts.add(reader.end(cut=False))
+        assert (parts.thought, parts.content) == ("", reply)
+    assert forms.framed("start: /a/", False, "It", None, continued=True) == "start: /a/"
+
+
+def test_a_thought_may_begin_behind_white_space(
+    thinker: tuple[tokenizers.Tokenizer, Grammars, ReplyForms],
+) -> None:
+    tokenizer, grammars, forms = thinker
+    grammar = forms.framed('start: "yes"', False, "assistant\n", None)
+    limited = forms.framed(None, False, "assistant\n", 5)
+    assert grammar is not None and limited is not None
+    for source, text, allowed in (
+        (grammar, "\n <think>Hm.</think>yes", True),
+        (grammar, "\nyes", False),
+        (limited, "\n<think>12345</think>Yes.", True),
+        (limited, "\n<think>1234567</think>Yes.", False),
+        (limited, "<think>1234567</think>Yes.", False),
+        (limited, "\nYes.", True),
+    ):
+        assert accepts(grammars, source, ids_of(text, tokenizer)) == allowed, text
+
+
+def test_the_budget_of_gpt_oss_holds(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(HARMONY.markers))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = {marker: tokenizer.token_to_id(marker) for marker in HARMONY.markers}
+    grammars = Grammars(tmp_path, tokenizer.get_vocab_size(), (EOS,))
+    grammar = ReplyForms(HARMONY_THOUGHTS, HARMONY, tokens).framed(None, False, "assistant", 5)
+    assert grammar is not None
+    final = "<|channel|>final<|message|>Yes."
+    for text, allowed in (
+        (f"<|channel|>analysis<|message|>12345<|end|><|start|>assistant{final}", True),
+        (f"<|channel|>analysis<|message|>123456<|end|><|start|>assistant{final}", False),
+        (final, True),
+        (" to=functions.f<|channel|>commentary json<|message|>{}", True),
+    ):
+        assert accepts(grammars, grammar, ids_of(text, tokenizer)) == allowed, text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hermes", []),
+        ("qwen3_coder", ["minLength", "pattern"]),
+        ("glm45", ["minLength", "pattern"]),
+        ("gemma4", ["items", "minLength", "pattern"]),
+    ],
+)
+def test_what_a_grammar_leaves_out_is_named(name: str, words: list[str]) -> None:
+    properties = {
+        "a": {"type": "string", "pattern": "x", "description": "d"},
+        "b": {"type": "string", "minLength": 3},
+        "c": {"type": "string", "enum": ["C"], "maxLength": 1},
+        "d": {"type": "array", "items": {"type": "integer"}},
+        "e": {"type": "integer", "minimum": 3},
+    }
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    assert form(name).unenforced([function]) == words

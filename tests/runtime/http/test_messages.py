@@ -535,6 +535,7 @@ def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
     [
         ({"cache_control": MARK["cache_control"]}, 300),
         ({"system": [{"type": "text", "text": "s", **MARK}]}, 300),
+        ({"system": [{"type": "text", "text": left(7), **MARK}]}, 300),
         ({"tools": [{**WEATHER, **MARK}]}, 300),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **MARK}]}]}, 300),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from pensieve.runtime.frontend.reply_reader import ToolCall
 from pensieve.runtime.http.response_writer import About, ResponseWriter
 from pensieve.runtime.http.responses import ResponseBody
 from pensieve.scheduler.types import (
+    ErrorKind,
     FinishReason,
     RequestError,
     RequestId,
@@ -265,10 +267,26 @@ def test_a_call_is_forced(choice: Any, words: list[str], others: list[str]) -> N
     assert len(wishes.tools) == 2  # another choice changes no prompt
 
 
-def test_a_model_that_may_choose_sees_the_allowed_tools() -> None:
+def test_allowed_tools_change_no_prompt(serve: Any) -> None:
+    """Their purpose is that the prompt's KV stays. A call of another tool is content."""
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED, {"type": "web_search"}]}
+
+    async def work() -> None:
+        async with serve(answers=says(f"{CALL}{PATCH_CALL}")) as server:
+            tools = [WEATHER, PATCH]
+            whole = await respond(server, tools=tools)
+            allowed = await respond(server, tools=tools, tool_choice=choice)
+            assert server.requests[0].prompt == server.requests[1].prompt
+            assert [item["type"] for item in whole["output"]] == [
+                "function_call",
+                "custom_tool_call",
+            ]
+            assert [item["type"] for item in allowed["output"]] == ["message", "function_call"]
+            assert allowed["output"][0]["content"][0]["text"] == PATCH_CALL
+
+    run(work())
     wishes = parsed_body(tools=[WEATHER, PATCH], tool_choice=choice).generate()
-    assert [tool["function"]["name"] for tool in wishes.tools] == ["weather"]
+    assert len(wishes.tools) == 2
     assert wishes.form is None
 
 
@@ -288,7 +306,6 @@ def test_a_format_is_followed(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": [USER, {"type": "item_reference", "id": "a"}]}, "item 1|item_reference"),
         ({"input": [USER, {"type": "computer_call"}]}, "item 1|computer_call"),
         ({"input": [USER, {"type": ["x"]}]}, "item 1"),
         ({"input": [USER, 5]}, "input.1"),
@@ -343,7 +360,7 @@ def reply_of(thoughts: str, text: str, *calls: ToolCall, finish: FinishReason) -
 
 
 def writer(stream: bool) -> ResponseWriter:
-    return ResponseWriter(Style("fake", False, False), About({}, frozenset(), True, stream))
+    return ResponseWriter(Style("fake", False, False), About({}, {}, True, stream))
 
 
 def parsed(events: str) -> list[dict[str, Any]]:
@@ -398,6 +415,57 @@ def test_an_empty_reply_is_an_empty_message() -> None:
     assert last["response"]["output"][0]["content"] == item["content"]
 
 
+TEAM = {
+    "type": "namespace",
+    "name": "team",
+    "description": "Sub-agents.",
+    "tools": [{**WEATHER, "name": "ask"}, {**PATCH, "name": "tell"}],
+}
+TEAM_CALLS = "".join(
+    f'<tool_call>\n{{"name": "team__{name}", "arguments": {{"{key}": "x"}}}}\n</tool_call>'
+    for name, key in (("ask", "city"), ("tell", "input"))
+)
+
+
+def test_the_tools_of_a_namespace_are_called(serve: Any) -> None:
+    """Codex takes no call whose namespace is a part of its name."""
+
+    async def work() -> None:
+        async with serve(answers=says(TEAM_CALLS)) as server:
+            tools = [{"type": "web_search"}, TEAM, WEATHER]
+            answer = await server.http.post(RESPONSES, json={"input": "x", "tools": tools})
+            assert answer.headers["x-pensieve-ignored-fields"] == "tools.web_search"
+            first = answer.json()
+            assert first["tools"][0]["tools"][0]["name"] == "ask"
+            calls = first["output"]
+            assert [(call["namespace"], call["name"]) for call in calls] == [
+                ("team", "ask"),
+                ("team", "tell"),
+            ]
+            assert [call["type"] for call in calls] == ["function_call", "custom_tool_call"]
+            log = server.requests[0].prompt.tolist()
+            await respond(server, input=[USER, *calls, OUTPUT], tools=tools)
+            assert server.requests[-1].prompt.tolist()[: len(log)] == log
+            assert TEAM_CALLS in await read(server)
+
+    run(work())
+
+
+def test_a_namespace_is_told_to_the_model_and_may_be_chosen() -> None:
+    wishes = parsed_body(tools=[WEATHER, TEAM]).generate()
+    functions = [tool["function"] for tool in wishes.tools]
+    assert [function["name"] for function in functions] == ["weather", "team__ask", "team__tell"]
+    assert functions[1]["description"].endswith("About all tools team__*: Sub-agents.")
+    assert "Sub-agents" not in functions[2]["description"]
+    references = [{"type": "namespace", "name": "team"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": references}
+    form = parsed_body(tools=[WEATHER, TEAM], tool_choice=choice).generate().form
+    assert form is not None and form.tools is not None
+    assert [one["name"] for one in form.tools.functions] == ["team__ask", "team__tell"]
+    with pytest.raises(RequestError, match="a name of its own"):
+        parsed_body(tools=[TEAM, TEAM])
+
+
 def test_a_choice_leaves_no_field_ignored() -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}
     for choice in (NAMED, allowed, "required"):
@@ -410,3 +478,89 @@ def test_a_choice_leaves_no_field_ignored() -> None:
     infinite = json.dumps({"input": "hello", "tools": [{**WEATHER, "x": float("inf")}]})
     with pytest.raises(RequestError, match="number"):
         parse(ResponseBody, infinite.replace("Infinity", "1e999").encode())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reference_stands_for_its_stored_item(serve: Any, stream: bool) -> None:
+    """The AI SDK sends the ids of all that it got in earlier turns."""
+
+    async def work() -> None:
+        thought = "<think>\nHm.\n</think>\n\n"
+        async with serve(answers=says(f"{thought}See.{CALL}{PATCH_CALL}")) as server:
+            tools = [WEATHER, PATCH]
+            answer = await server.http.post(
+                RESPONSES, json={"input": "x", "tools": tools, "stream": stream}
+            )
+            first = answer.json() if not stream else parsed(answer.text)[-1]["response"]
+            items = first["output"]
+            assert [item["id"].split("_")[0] for item in items[-3:]] == ["msg", "fc", "ctc"]
+            assert len({item["id"] for item in items}) == len(items)
+            outputs = [
+                {"type": "function_call_output", "call_id": items[-2]["call_id"], "output": "a"},
+                {"type": "custom_tool_call_output", "call_id": items[-1]["call_id"], "output": "b"},
+            ]
+            references = [{"type": "item_reference", "id": item["id"]} for item in items]
+            for past in (items, references):
+                await respond(server, input=[USER, *past, *outputs, USER], tools=tools)
+            assert server.requests[-1].prompt == server.requests[-2].prompt
+
+    run(work())
+
+
+def test_a_reference_to_no_stored_item_is_not_found(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            ask = partial(server.post, RESPONSES)
+            stored = (await ask(200, "one", input="x"))["output"][0]["id"]
+            lost = (await ask(200, "one", input="x", store=False))["output"][0]["id"]
+            past_the_end = stored.rpartition("_")[0] + "_7"
+            for key, id in (
+                ("one", lost),
+                ("one", past_the_end),
+                ("one", "msg_1"),
+                ("one", "x" * 900),
+                ("two", stored),
+            ):
+                reference = {"type": "item_reference", "id": id}
+                error = (await ask(404, key, input=[USER, reference]))["error"]
+                assert error["message"].startswith(f"Item with id '{id}' not found")
+                assert error["param"] == "input"
+            reference = {"type": "item_reference", "id": stored}
+            await ask(200, "one", input=[USER, reference, USER], store=False)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (
+            {"input": [{"type": "web_search_call"}, USER, {"role": "tool", "content": "x"}]},
+            "input.2",
+        ),
+        (
+            {"input": [{"type": "web_search_call"}, {**FUNCTION_CALL, "arguments": "{"}]},
+            "input.1",
+        ),
+        ({"tools": [{"type": "web_search"}, WEATHER, {**WEATHER, "name": ""}]}, "tools.2"),
+    ],
+)
+def test_errors_name_the_place_that_the_client_sent(serve: Any, body: Any, place: str) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            error = (await respond(server, 400, **body))["error"]
+            assert f"{place}." in f"{error['message']} {error['param']}", error
+
+    run(work())
+
+
+def test_a_response_that_fails_has_what_was_sent() -> None:
+    reply = reply_of("", "", finish=FinishReason.STOP)
+    streamed = writer(stream=True)
+    events = streamed.opening([reply])
+    events += streamed.piece(0, Piece("So", RowResult(RequestId(1))), None)
+    events += streamed.failure(RequestError(ErrorKind.UNAVAILABLE, "It ends."))
+    last = parsed(events)[-1]["response"]
+    assert last["status"] == "failed" and last["error"]["message"] == "It ends."
+    (item,) = last["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "So")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.messages import Forget
+from pensieve.scheduler.types import RequestError
 
 from ..served import run
 from ..served import serve as serve  # a fixture
@@ -208,5 +209,58 @@ def test_the_kv_of_a_request_in_flight_goes_at_its_end(serve: Any) -> None:
             again.close()
             await asyncio.sleep(0)
             assert len(server.loop.messages(Forget)) == 3
+
+    run(work())
+
+
+def test_a_stored_response_belongs_to_its_session(serve: Any) -> None:
+    """The end of the session drops the KV. The response stays."""
+
+    async def work() -> None:
+        async with serve() as server:
+            headers = {"session-id": "run 1"}
+            answer = await server.http.post("/v1/responses", json={"input": "x"}, headers=headers)
+            stored = answer.json()["id"]
+            assert (await server.ask("DELETE", GONE))["deleted"]
+            told = [told.conversation for told in server.loop.messages(Forget)]
+            assert told == [server.requests[-1].conversation]
+            await server.ask("GET", f"/v1/responses/{stored}")
+
+    run(work())
+
+
+@pytest.mark.parametrize("kind", ["session", "response", "branch", "conversation"])
+def test_a_conversation_never_has_the_name_of_another_kind(serve: Any, kind: str) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            path = "/v1/completions"
+            await named(server, path, {}, session_id="x")
+            answer = await server.http.post("/v1/responses", json={"input": "x"})
+            stored = answer.json()["id"]
+            for name in (f"{kind}::x", f"{kind}::{stored}", f"{kind}::{kind}::x", "x"):
+                await named(server, path, {}, conversation=name)
+            names = [request.conversation for request in server.requests]
+            assert len(set(names)) == len(names)
+
+    run(work())
+
+
+def test_an_owner_with_many_sessions_loses_only_its_own(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pensieve.runtime.conversations.sessions.MOST_DIALOGUES", 4)
+
+    async def work() -> None:
+        async with serve() as server:
+            sessions = server.histories.sessions
+            with ExitStack() as held:
+                sessions.open(("one", "s"), "kv", held)
+                for number in range(9):
+                    sessions.open(("two", f"s{number}"), f"kv{number}", held)
+            await sessions.end(("one", "s"))
+            for number in range(6, 9):
+                await sessions.end(("two", f"s{number}"))
+            with pytest.raises(RequestError, match="no session 's5'"):
+                await sessions.end(("two", "s5"))
 
     run(work())
