@@ -182,7 +182,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         _count(tokens(sources(*PROGRAM))),
     )
     yield "tokens of scripts", "96,600", "17,000", _count(tokens(sources("scripts")))
-    yield "tokens of the reading path", "40,600", "43,000", _count(tokens(reading_path()))
+    yield "tokens of the reading path", "40,600", "43,500", _count(tokens(reading_path()))
     yield "lines over 100 columns", "7,581", "0", _count(len(long_lines(sources(*PYTHON))))
     unlike = len(tuple_assignments(sources(*PYTHON)))
     yield "tuple assignments of unlike things", "796", "0", _count(unlike)

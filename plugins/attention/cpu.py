@@ -52,7 +52,7 @@ class Places(NamedTuple):
     rows: Tensor
 
 
-class Group(NamedTuple):
+class SegmentGroup(NamedTuple):
     """The attention of S segments of like size, padded to M queries over N keys each, in layer 0.
 
     queries  [S, M], rows of q; padding repeats a segment's last query
@@ -161,7 +161,7 @@ def multi_token_attention(
     return o
 
 
-def _group(segments: Tensor, block_table: Tensor, pool: Tensor, window: int, heads: int) -> Group:
+def _group(segments: Tensor, block_table: Tensor, pool: Tensor, window: int, heads: int) -> SegmentGroup:
     kv_heads, chunk_tokens = pool.shape[3:5]
     padded = reference.padded(segments, block_table, chunk_tokens, window)
     records = math.prod(pool.shape[1:4])  # rows of a slot: of each layer its keys, then its values
@@ -169,7 +169,7 @@ def _group(segments: Tensor, block_table: Tensor, pool: Tensor, window: int, hea
     chunks = padded.slots.long().unsqueeze(1) * records + head
     foreign = (~padded.valid).unsqueeze(1).expand(-1, kv_heads, -1)
     mask = torch.zeros(padded.seen.shape).masked_fill_(~padded.seen, -math.inf)
-    return Group(
+    return SegmentGroup(
         queries=padded.queries,
         real=None if bool(padded.real.all()) else padded.real,
         chunks=chunks.flatten(),
@@ -179,7 +179,7 @@ def _group(segments: Tensor, block_table: Tensor, pool: Tensor, window: int, hea
 
 
 def _attend(
-    q: Tensor, group: Group, pool: Tensor, layer: int, scale: float, sinks: Tensor | None
+    q: Tensor, group: SegmentGroup, pool: Tensor, layer: int, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """Returns the results of the group's queries, [S, M, heads, head_dim] float32."""
     heads, head_dim = q.shape[1:]
