@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .architectures import refusal
+from .hugging_face import INDEX, LFS_POINTER, SINGLE
 
 if TYPE_CHECKING:  # the package is imported where a file is opened: it takes 0.1 s
     from gguf import GGMLQuantizationType
@@ -28,7 +29,6 @@ PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 OF_IMAGES = "mmproj"
 """The beginning of the names of files with the part of a model that takes images."""
 
-HUGGING_FACE = ("*.safetensors", "*.safetensors.index.json")
 ALIGNMENT = 32  # bytes, of a file that sets none
 STRING, ARRAY = 8, 9
 SCALARS = {
@@ -87,9 +87,7 @@ def is_gguf(path: Path) -> bool:
     such files and no weights of Hugging Face's format."""
     if not path.is_dir():
         return path.exists()
-    return any(path.glob("*.gguf")) and not any(
-        next(path.glob(pattern), None) for pattern in HUGGING_FACE
-    )
+    return any(path.glob("*.gguf")) and not any((path / name).exists() for name in (SINGLE, INDEX))
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -128,9 +126,18 @@ def _only_model(folder: Path) -> Path:
     return next(iter(models.values()))
 
 
+def model_name(path: Path) -> str:
+    """The name of the model at `path`: a file's without its end, or the folder's."""
+    if path.is_dir():
+        return path.name
+    split = PART.fullmatch(path.name)
+    return split["stem"] if split else path.stem
+
+
 def open_gguf(path: Path) -> GgufFile:
     """Opens the model at `path`, as `gguf_parts` finds it. Raises SettingError if a file is cut
     off, or is no such file."""
+    check_start(path)
     parts = gguf_parts(path)
     fields, tensors = _open_part(parts[0])
     count = fields.get("split.count", 1)
@@ -144,13 +151,28 @@ def open_gguf(path: Path) -> GgufFile:
     return GgufFile(parts[0], fields, tensors)
 
 
+def check_start(path: Path) -> None:
+    """SettingError if the model at `path` is no GGUF file. Reads no more than its first bytes."""
+    for part in gguf_parts(path):
+        try:
+            with part.open("rb") as file:
+                start = file.read(len(MAGIC))
+        except OSError as error:
+            raise refusal(f"{part} cannot be read: {error}") from None
+        if start == LFS_POINTER[: len(MAGIC)]:
+            raise refusal(f"{part} is a pointer of Git LFS; `git lfs pull` gets the weights")
+        if start != MAGIC:
+            raise refusal(
+                f"{part} is no GGUF file (it does not begin with {MAGIC.decode()}); name one, or "
+                "the directory of an engine or a checkpoint"
+            )
+
+
 def _open_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """The metadata and tensors of one file."""
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC) + 4)
-            if start[: len(MAGIC)] != MAGIC:
-                raise refusal(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
             version = int.from_bytes(start[len(MAGIC) :], "little")
             if version not in VERSIONS:
                 raise refusal(
