@@ -24,6 +24,7 @@ from .checkpoints.architectures import OPT, decoder_config
 from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.gguf_config import gguf_config
 from .checkpoints.gguf_file import is_gguf, open_gguf
+from .checkpoints.gguf_tokenizer import tokenizer_files
 from .checkpoints.gguf_weights import BLOCK, read_gguf_weights
 from .checkpoints.hugging_face import read_json, read_weights
 from .checkpoints.tensorrt_llm import is_legacy, legacy_config, read_legacy_weights
@@ -133,14 +134,14 @@ def build_engine(
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
     size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, say) as aside:
-        has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
+        has_tokenizer = _write_tokenizer(checkpoint, aside, decoder)
         tokenizer = files_digest(
             [aside / name for name in TOKENIZER_FILES if (aside / name).exists()]
         )
         say("reading the weights")
         digests = tuple(map(weights_digest, watched(rounded, tensor_parallel * size, advance)))
         parts = Parts(digests, tokenizer, code_digest(), **versions())
-        stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
+        stop_ids = _stop_ids(hf_config, aside / "generation_config.json")
         target = target_of(backend, device)
         manifest = Manifest(
             backend,
@@ -204,6 +205,16 @@ def _reader(
         )
     reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
     return partial(reader, checkpoint, decoder, torch_dtype)
+
+
+def _write_tokenizer(checkpoint: Path, engine: Path, decoder: DecoderConfig) -> bool:
+    """Like `copy_tokenizer`; a GGUF file has the content of the files in its metadata."""
+    if not is_gguf(checkpoint):
+        return copy_tokenizer(checkpoint, engine, opt=decoder.architecture == OPT)
+    texts = tokenizer_files(open_gguf(checkpoint).fields)
+    for name, text in texts.items():
+        (engine / name).write_text(text, encoding="utf-8")
+    return bool(texts)
 
 
 def _rounded(

@@ -33,7 +33,6 @@ SCALES = {  # where a block has the float16 numbers that multiply all its others
     Kind.Q6_K: (208,),
     Kind.IQ4_XS: (0,),
 }
-TOKENS = 160
 
 
 class Stored(NamedTuple):
@@ -66,8 +65,7 @@ def write_gguf(checkpoint: Path, path: Path, kind: Kind = Kind.F32, **changes) -
     writer = gguf.GGUFWriter(path, arch)
     for key, value in fields.items():
         add(writer, key, value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+    writer.add_tokenizer_model("none")
     writer.add_eos_token_id(2)
     random = np.random.default_rng(0)
     for stored in converted(arrays, config, arch):
@@ -82,12 +80,50 @@ def write_gguf(checkpoint: Path, path: Path, kind: Kind = Kind.F32, **changes) -
             view[...] = value
     if factors := frequency_factors(config):
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    close(writer)
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return fields
+
+
+def close(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    return fields
+
+
+def altered(file: Path, target: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a copy of a file of the architecture llama with more tensors."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(target, "llama")
+    copy_metadata(reader, writer)
+    for stored in reader.tensors:
+        writer.add_tensor(stored.name, stored.data, raw_dtype=stored.tensor_type)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    close(writer)
+
+
+def split(file: Path, folder: Path, parts: int = 3) -> list[Path]:
+    """Writes the parts that llama-gguf-split makes of a file of the architecture llama."""
+    reader = gguf.GGUFReader(file)
+    names = [folder / f"big-{number + 1:05}-of-{parts:05}.gguf" for number in range(parts)]
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(name, "llama")
+        if number == 0:
+            copy_metadata(reader, writer)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        for tensor in reader.tensors[number::parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        close(writer)
+    return names
+
+
+def copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":  # the writer has these
+            add(writer, key, field.contents())
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: object) -> None:

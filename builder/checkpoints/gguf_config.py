@@ -77,21 +77,6 @@ GEMMA3_27B_LAYERS = 62
 """Gemma 3's model of 27 billion parameters divides attention scores by another size. llama.cpp
 recognises it by its layers."""
 
-CONTROL = 3  # the type of a token that is no text
-ENDS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|return|>",
-    "<|call|>",
-)
-"""Tokens that end a reply of the models that have them, as in llama.cpp: most files name one of
-several."""
-
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
     """Raises SettingError that names what is not supported."""
@@ -122,7 +107,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "eos_token_id": _end_ids(file.fields, harmony=architecture == GPT_OSS),
+        "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
         "dtype": _dtype(file, architecture),
     }
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
@@ -217,23 +202,6 @@ def _gemma3(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     if layers == GEMMA3_27B_LAYERS:
         size = config["hidden_size"] // config["num_attention_heads"]
     return {"layer_types": kinds, "query_pre_attn_scalar": size}
-
-
-def _end_ids(fields: Mapping[str, Any], harmony: bool) -> list[int]:
-    """The ids of tokens that end a reply."""
-    keys = ("eos", "eot", "eom")
-    named = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-    tokens = fields.get("tokenizer.ggml.tokens", [])
-    kinds = fields.get("tokenizer.ggml.token_type", [])
-    ends = set(ENDS)
-    if harmony:  # in gpt-oss' replies it stands between two messages
-        ends.remove("<|end|>")
-    written = [
-        i
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == CONTROL and token in ends
-    ]
-    return list(dict.fromkeys(i for i in (*named, *written) if i is not None))
 
 
 def _dtype(file: GgufFile, architecture: str) -> str:
