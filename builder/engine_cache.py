@@ -3,13 +3,13 @@ engine.
 
     engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of its build
                          settings, NAME the name of the checkpoint
-    engines/PLACE.json   for one checkpoint directory and one set of build settings: its state when
+    engines/PLACE.json   for one checkpoint's path and one set of build settings: its state when
                          its engine was built
 
 A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these
 differ from PLACE.json, the weights are read: equal content keeps the same engine, which
 `build_engine` then verifies. An engine of content that the checkpoint no longer has is removed,
-unless another checkpoint directory uses it.
+unless another checkpoint uses it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cache_directory() -> Path:
 
 
 class _Place:
-    """One checkpoint directory with one set of build settings."""
+    """One checkpoint's path with one set of build settings."""
 
     def __init__(self, checkpoint: Path, settings: BuildSettings):
         self._checkpoint = checkpoint
