@@ -1,1 +1,1 @@
-"""Turns a Hugging Face checkpoint into an engine directory."""
+"""Turns a Hugging Face checkpoint or a GGUF file into an engine directory."""

@@ -22,6 +22,10 @@ from torch import Tensor
 from ..scheduler.types import SettingError
 from .checkpoints.architectures import OPT, decoder_config
 from .checkpoints.config import DecoderConfig, Shard
+from .checkpoints.gguf_config import gguf_config
+from .checkpoints.gguf_file import is_gguf, open_gguf
+from .checkpoints.gguf_tokenizer import tokenizer_files
+from .checkpoints.gguf_weights import BLOCK, read_gguf_weights
 from .checkpoints.hugging_face import read_json, read_weights
 from .checkpoints.tensorrt_llm import is_legacy, legacy_config, read_legacy_weights
 from .checkpoints.tokenizer import copy_tokenizer
@@ -90,12 +94,13 @@ def build_engine(
     weights: str = "same",
     advance: Advance = _advance_nothing,
 ) -> Built:
-    """Makes `output` the engine of a Hugging Face checkpoint, or of a TensorRT-LLM checkpoint in
-    the legacy format.
+    """Makes `output` the engine of a Hugging Face checkpoint, of a GGUF file, or of a TensorRT-LLM
+    checkpoint in the legacy format.
 
     `dtype` None: the checkpoint's own. `tensor_parallel`: number of ranks that share the decoder.
-    `weights`: "same" keeps the projections' weights as in the checkpoint; "fp8" rounds them to FP8
-    and measures the error on the device.
+    `weights`: "same" keeps the projections' weights as in the checkpoint, but dequantises those of
+    a GGUF file, except Q4_0 and Q4_1 on a GPU; "fp8" rounds them to FP8 and measures the error on
+    the device.
 
     `output` may be missing, empty, or an engine. The same, undamaged engine is kept; any other is
     replaced. Any other content is refused. `output` does not change before the very end. Of several
@@ -114,8 +119,8 @@ def build_engine(
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
-    reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
-    read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
+    packed = weights == "same" and device == "cuda" and backend != "tensorrt"
+    read = _reader(checkpoint, decoder, dtype, packed)
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
     in_fp8 = names_in_fp8(rounded[0])
@@ -123,18 +128,20 @@ def build_engine(
     setting = "--checkpoint" if weights == "same" else "--weights"
     _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder, setting)
     form = check_quantization(hf_config.get("quantization_config"))
-    group = form.group if form and in_int4 else 0
+    group = 0
+    if in_int4:
+        group = form.group if form else BLOCK
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
     size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, say) as aside:
-        has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
+        has_tokenizer = _write_tokenizer(checkpoint, aside, decoder)
         tokenizer = files_digest(
             [aside / name for name in TOKENIZER_FILES if (aside / name).exists()]
         )
         say("reading the weights")
         digests = tuple(map(weights_digest, watched(rounded, tensor_parallel * size, advance)))
         parts = Parts(digests, tokenizer, code_digest(), **versions())
-        stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
+        stop_ids = _stop_ids(hf_config, aside / "generation_config.json")
         target = target_of(backend, device)
         manifest = Manifest(
             backend,
@@ -171,15 +178,43 @@ def read_config(
 
     SettingError if such an engine is impossible.
     """
-    hf_config = read_json(checkpoint / "config.json")
-    # of a model that also takes images
-    hf_config = (hf_config.get("text_config") or {}) | hf_config
+    if is_gguf(checkpoint):
+        hf_config = gguf_config(open_gguf(checkpoint))
+    else:
+        hf_config = read_json(checkpoint / "config.json")
+        # of a model that also takes images
+        hf_config = (hf_config.get("text_config") or {}) | hf_config
     if is_legacy(checkpoint):
         hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
     Shard(decoder, tensor_parallel)  # raises if it cannot be divided
     return hf_config, decoder, dtype
+
+
+def _reader(
+    checkpoint: Path, decoder: DecoderConfig, dtype: str, packed: bool
+) -> Callable[..., Mapping[str, Tensor]]:
+    """Reads the weights of a rank of several, its two arguments. `packed`: a GGUF file's
+    projections may stay in int4."""
+    torch_dtype = getattr(torch, dtype)
+    if is_gguf(checkpoint):
+        packed = packed and not decoder.experts
+        return partial(
+            read_gguf_weights, open_gguf(checkpoint), decoder, torch_dtype, packed=packed
+        )
+    reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
+    return partial(reader, checkpoint, decoder, torch_dtype)
+
+
+def _write_tokenizer(checkpoint: Path, engine: Path, decoder: DecoderConfig) -> bool:
+    """Like `copy_tokenizer`; a GGUF file has the content of the files in its metadata."""
+    if not is_gguf(checkpoint):
+        return copy_tokenizer(checkpoint, engine, opt=decoder.architecture == OPT)
+    texts = tokenizer_files(open_gguf(checkpoint).fields)
+    for name, text in texts.items():
+        (engine / name).write_text(text, encoding="utf-8")
+    return bool(texts)
 
 
 def _rounded(

@@ -2,14 +2,14 @@
 engine.
 
     engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of its build
-                         settings, NAME the name of the checkpoint's directory
-    engines/PLACE.json   for one checkpoint directory and one set of build settings: its state when
+                         settings, NAME the name of the checkpoint
+    engines/PLACE.json   for one checkpoint's path and one set of build settings: its state when
                          its engine was built
 
 A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these
 differ from PLACE.json, the weights are read: equal content keeps the same engine, which
 `build_engine` then verifies. An engine of content that the checkpoint no longer has is removed,
-unless another checkpoint directory uses it.
+unless another checkpoint uses it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 from ..scheduler.types import SettingError
 from .build import build_engine, check_settings, read_config, target_of
+from .checkpoints.gguf_file import check_start, gguf_parts, is_gguf, model_name
 from .checkpoints.hugging_face import INDEX, weight_files
 from .checkpoints.tensorrt_llm import is_legacy, legacy_weight_files
 from .inductor.lock import locked
@@ -101,7 +102,7 @@ def engine_for(
         settings = BuildSettings(
             backend or "reference", dtype, ranks, device, _weights(quantization, config)
         )
-        shown = progress or Progress(directory.name)
+        shown = progress or Progress(model_name(directory))
         try:
             return _Place(directory, settings).engine(shown)
         except OSError as error:
@@ -117,7 +118,12 @@ def engine_for(
 def check_model(path: str | Path) -> None:
     """SettingError names "PATH" if it is neither an engine nor a checkpoint."""
     directory = Path(os.path.abspath(path))
-    if not (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
+    if (directory / MANIFEST).exists():
+        return
+    if is_gguf(directory):
+        with _settings_renamed():
+            check_start(directory)
+    elif not (directory / CONFIG).exists():
         raise _no_model(str(path), directory)
 
 
@@ -127,16 +133,15 @@ def cache_directory() -> Path:
 
 
 class _Place:
-    """One checkpoint directory with one set of build settings."""
+    """One checkpoint's path with one set of build settings."""
 
     def __init__(self, checkpoint: Path, settings: BuildSettings):
         self._checkpoint = checkpoint
         self._settings = settings
         self._cache = cache_directory()
         self._record = self._cache / f"{_digest([str(checkpoint), asdict(settings)])}.json"
-        self._weights = (
-            legacy_weight_files(checkpoint) if is_legacy(checkpoint) else weight_files(checkpoint)
-        )
+        self._name = model_name(checkpoint)
+        self._weights = _weight_files(checkpoint)
 
     def engine(self, progress: Progress) -> Path:
         if (engine := self._unchanged()) is not None:
@@ -154,7 +159,7 @@ class _Place:
         record = _read(self._record)
         if "engine" not in record:
             return None
-        engine = self._cache / record["engine"] / self._checkpoint.name
+        engine = self._cache / record["engine"] / self._name
         try:
             same = (
                 record["program"] == _program_digest()
@@ -178,7 +183,7 @@ class _Place:
             progress.say("reading the checkpoint")
             weights = _content_digest(self._weights, progress.advance)
         key = _digest([small, weights, asdict(how), target_of(how.backend, how.device)])
-        engine = self._cache / key / self._checkpoint.name
+        engine = self._cache / key / self._name
         # Written before the build, because it outlives a killed process: the next build learns from
         # it which engines it may remove.
         engines = [*(one for one in previous.get("engines", []) if one != key), key]
@@ -221,6 +226,12 @@ class _Place:
     def _small_digest(self) -> str:
         files = [self._checkpoint / name for name in SMALL_FILES]
         return files_digest([file for file in files if file.exists()])
+
+
+def _weight_files(checkpoint: Path) -> list[Path]:
+    if is_gguf(checkpoint):
+        return gguf_parts(checkpoint)
+    return legacy_weight_files(checkpoint) if is_legacy(checkpoint) else weight_files(checkpoint)
 
 
 def _digest(value: Any) -> str:
@@ -326,14 +337,10 @@ def _check_engine(
 
 def _no_model(typed: str, directory: Path) -> SettingError:
     if directory.is_dir():
-        hint = "; GGUF files are not read, safetensors are" if any(directory.glob("*.gguf")) else ""
         return SettingError(
             "PATH",
-            f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG}){hint}",
-        )
-    if directory.exists():
-        return SettingError(
-            "PATH", f"{typed} is a file; name the directory of an engine or a checkpoint"
+            f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG}, no GGUF "
+            "file)",
         )
     if HUB_NAME.fullmatch(typed):
         local = typed.rpartition("/")[2]

@@ -82,8 +82,8 @@ class LLM:
     """An engine in this process. One thread at a time may use it. Call `close`, or use it in a
     `with` statement.
 
-    model       an engine directory, a checkpoint's directory (its engine is found in the user's
-                cache or built there), or "demo"
+    model       an engine directory, a checkpoint's directory or GGUF file (its engine is found in
+                the user's cache or built there), or "demo"
     dtype, quantization, backend
                 of the engine of a checkpoint, as in `engine_for`
     state_dir   keeps conversations for later processes, and also their KV if `disk_kv_bytes` asks

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..builder.build import Built
     from ..builder.manifest import Compiled
 
-DESCRIPTION = "Compile a Hugging Face checkpoint into an engine."
+DESCRIPTION = "Compile a Hugging Face checkpoint or a GGUF file into an engine."
 EPILOG = """\
 An engine for measuring needs no checkpoint:
 
@@ -63,7 +63,9 @@ def parser() -> CommandParser:
         elsewhere=ELSEWHERE,
     )
     command.add_argument(
-        "--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files"
+        "--checkpoint",
+        metavar="PATH",
+        help="a folder with config.json, *.safetensors and tokenizer files, or a GGUF file",
     )
     command.add_argument(
         "--output", required=True, metavar="DIR", help="the engine directory to make or replace"

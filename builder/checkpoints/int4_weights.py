@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...plugins.linear.int4 import packed, scales_and_zeros
 from ...plugins.linear.int4_format import TILE_INPUTS, TILE_OUTPUTS
 from ..int4_formats import Int4
 from .architectures import refusal
-from .sources import Source, Sources, layer_projections, tensor_of, whole
+from .sources import Source, SourcePart, Sources, layer_projections, tensor_of, whole
 
 
 def int4_projections(files: Mapping[str, Any], wanted: Sources, form: Int4) -> Sources:
@@ -41,15 +42,24 @@ def int4_projections(files: Mapping[str, Any], wanted: Sources, form: Int4) -> S
 
 
 def _check_sizes(module: Source, group: int) -> None:
+    for what, part, unit in misfits(module, group):
+        raise refusal(
+            f"{module.name} in int4 has {part.full} {what}, of which a rank holds {part.size}; "
+            "both must be "
+            f"multiples of {unit}: use other --tensor-parallel, or the unquantised checkpoint"
+        )
+
+
+def misfits(module: Source, group: int) -> list[tuple[str, SourcePart, int]]:
+    """The dimensions of a projection that int4 does not take: "outputs" or "inputs", the rank's
+    part, and the size of which all numbers must be multiples."""
     rows, columns = module.parts
     step = max(group, TILE_INPUTS)  # both are powers of 2
-    for what, part, unit in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, step)):
-        if part.size % unit or part.start % unit or part.full % unit:
-            raise refusal(
-                f"{module.name} in int4 has {part.full} {what}, of which a rank holds {part.size}; "
-                "both must be "
-                f"multiples of {unit}: use other --tensor-parallel, or the unquantised checkpoint"
-            )
+    return [
+        (what, part, unit)
+        for what, part, unit in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, step))
+        if part.size % unit or part.start % unit or part.full % unit
+    ]
 
 
 def stored_tensors(projections: Sources, form: Int4) -> Sources:
@@ -94,27 +104,26 @@ def _in_order(groups: Tensor, size: int) -> bool:
     return torch.equal(groups.long(), torch.arange(len(groups)) // size)
 
 
-class Int4Weights(Mapping[str, Tensor]):
+class PackedProjections(ABC, Mapping[str, Tensor]):
     """`weight` and `scales_zeros` of one rank's projections in int4, as `plugins/linear/int4.py`
     takes them."""
 
-    def __init__(
-        self, files: Mapping[str, Any], projections: Sources, form: Int4, dtype: torch.dtype
-    ):
-        self._files = files
+    def __init__(self, projections: Sources):
         self._projections = projections
-        self._form = form
-        self._dtype = dtype
+
+    @abstractmethod
+    def _numbers(self, module: Source) -> Tensor:
+        """The rank's part [out, in] uint8."""
+
+    @abstractmethod
+    def _scales_zeros(self, module: Source) -> Tensor:
+        """The rank's part [in / group, out, 2]."""
 
     def __getitem__(self, target: str) -> Tensor:
         projection, _, kind = target.rpartition(".")
         modules = self._projections[projection]
         if kind == "weight":
-            numbers = [
-                module.cut(self._form.numbers(self._read(module)), torch.uint8)
-                for module in modules
-            ]
-            return packed(torch.cat(numbers))
+            return packed(torch.cat([self._numbers(module) for module in modules]))
         if kind != "scales_zeros":
             raise KeyError(target)
         return torch.cat([self._scales_zeros(module) for module in modules], dim=1)
@@ -125,6 +134,21 @@ class Int4Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return 2 * len(self._projections)
+
+
+class Int4Weights(PackedProjections):
+    """The projections of a Hugging Face checkpoint."""
+
+    def __init__(
+        self, files: Mapping[str, Any], projections: Sources, form: Int4, dtype: torch.dtype
+    ):
+        super().__init__(projections)
+        self._files = files
+        self._form = form
+        self._dtype = dtype
+
+    def _numbers(self, module: Source) -> Tensor:
+        return module.cut(self._form.numbers(self._read(module)), torch.uint8)
 
     def _read(self, module: Source) -> Callable[[str], Tensor]:
         return lambda end: tensor_of(self._files, f"{module.name}.{end}")

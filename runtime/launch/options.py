@@ -30,8 +30,8 @@ GROUPS = {
 """In the order of the help, with the sentence below the heading."""
 
 PATH_HELP = (
-    "an engine, or a Hugging Face checkpoint, of which an engine is built on first use; `demo`: "
-    "a small model that comes along"
+    "an engine, a Hugging Face checkpoint or a GGUF file, of which an engine is built on first "
+    "use; `demo`: a small model that comes along"
 )
 
 ALIASES = {
@@ -207,8 +207,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     if args.engine is None:
         raise SettingError(
             "PATH",
-            "name an engine or a checkpoint's directory (pensieve serve PATH), or `demo` for a "
-            "small model",
+            "name an engine, a checkpoint's directory or a GGUF file (pensieve serve PATH), or "
+            "`demo` for a small model",
         )
     return ServeSettings(**{one.name: one.read(getattr(args, one.name)) for one in OPTIONS})
 

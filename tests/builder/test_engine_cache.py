@@ -277,17 +277,17 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
         ("gpt2", "run `hf download gpt2 --local-dir gpt2` first"),
         ("/nowhere/at/all", "/nowhere/at/all does not exist"),
         ("./a/b", "./a/b does not exist"),
-        ("empty", r"empty is no engine .* and no checkpoint \(no config.json\)$"),
-        ("quantised", "quantised is no engine .*; GGUF files are not read"),
-        ("model.gguf", "model.gguf is a file"),
+        ("empty", r"empty is no engine .* and no checkpoint \(no config.json, no GGUF file\)$"),
+        ("several", "several has several GGUF files; name one of them: a.gguf, b.gguf"),
+        ("notes.txt", "notes.txt is no GGUF file .*; name one, or the directory of an engine"),
     ],
 )
 def test_a_path_that_is_no_model_says_what_to_do(path, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "quantised"):
+    for name in ("empty", "several"):
         (tmp_path / name).mkdir()
-    (tmp_path / "quantised" / "model.gguf").touch()
-    (tmp_path / "model.gguf").touch()
+    for name in ("several/a.gguf", "several/b.gguf", "notes.txt"):
+        (tmp_path / name).touch()
     with pytest.raises(SettingError, match=f"PATH: .*{message}"):
         engine_for(path)
 

@@ -5,13 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.forward_batch import INPUTS
 from pensieve.builder.forward_batch import TOKENS as TOKENS_OF_A_BATCH
+from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import SeatSpan, batch_of
+from pensieve.builder.quantised import dequantised, names_in_int4, projections
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import (
     TENSOR_PARALLEL,
@@ -20,9 +26,12 @@ from pensieve.plugins.collectives.protocol import (
     release_group,
 )
 from pensieve.plugins.torch_ops import register_pool, release_pool
+from tests.gguf_files import write_gguf
+from tests.models import LLAMA_SHAPE, save_random
 
 from .test_random_weights import CONFIGS
 
+WIDE = LLAMA_SHAPE | {"hidden_size": 256, "intermediate_size": 512}  # whole tiles of int4
 CHUNK, SEATS, BLOCKS, TOKENS = 32, 3, 4, 100
 STEPS = (  # of each seat the positions [start, end) that are computed; in all TOKENS a step, padded
     ((0, 60), (0, 1), (0, 20)),
@@ -111,6 +120,25 @@ def test_the_gpu_computes_what_the_cpu_does(config, models):
     cpu, gpu = (models(config, weights, torch.float32, device) for device in ("cpu", "cuda"))
     for step in STEPS:
         torch.testing.assert_close(gpu.run(step).cpu(), cpu.run(step), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_a_gguf_file_s_projections_stay_in_int4(kind, tmp_path, models):
+    save_random(LlamaConfig(**WIDE), tmp_path)
+    write_gguf(tmp_path, tmp_path / "model.gguf", kind)
+    manifest = build_engine(tmp_path / "model.gguf", tmp_path / "engine", device="cuda").manifest
+    assert (manifest.int4, manifest.dtype) == (32, "bfloat16")
+    weights = load_file(tmp_path / "engine" / WEIGHTS)
+    assert names_in_int4(weights.keys()) == projections(manifest.decoder)
+    wide = {name: tensor.bfloat16() for name, tensor in dequantised(weights).items()}
+    packed, plain = (
+        models(manifest.decoder, each, torch.bfloat16, "cuda") for each in (weights, wide)
+    )
+    for step in STEPS:
+        expected = plain.run(step)
+        assert (packed.run(step) - expected).norm() <= 0.02 * expected.norm()
 
 
 @pytest.mark.gpu

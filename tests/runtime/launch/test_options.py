@@ -162,7 +162,8 @@ def test_an_engine_is_named_by_a_word_a_flag_or_the_file(file):
     )
     assert parse_options(["--engine", "two", "one"]).engine == "one"
     with pytest.raises(
-        SettingError, match=r"PATH: name an engine or a checkpoint's directory .*`demo`"
+        SettingError,
+        match=r"PATH: name an engine, a checkpoint's directory or a GGUF file .*`demo`",
     ):
         options(file("port = 1"))
 
