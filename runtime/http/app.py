@@ -376,7 +376,7 @@ def create_app(
     add_responses(app, histories)
     add_sessions(app, histories)
     add_tokenize(app, ready, tokenizer)
-    add_ui(app, client, about)
+    add_ui(app, client, ready.device, about)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

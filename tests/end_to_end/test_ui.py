@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import contextmanager
 
 import pytest
 
-from .browser import CHROMIUM, DESKTOP, PHONE, SUBJECTS, VisitedServer, context_of, launch
+from .browser import CHROMIUM, DESKTOP, PATIENCE_MS, PHONE, SUBJECTS, VisitedServer, launch
+from .browser import opened as opened_as
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,6 @@ expect = playwright.expect
 if CHROMIUM is None:
     pytest.skip("there is no Chromium (Debian: chromium-headless-shell)", allow_module_level=True)
 
-PATIENCE_MS = 120_000
 CONVERSATIONS = len(SUBJECTS)
 SMALL = (
     "--gpu-kv-chunks",
@@ -36,12 +35,6 @@ SMALL = (
     4,
 )
 KEY, OTHER_KEY, NEW_KEY = "of-the-visitors", "of-the-other", "of-a-newcomer"
-WATCH = """
-window.violations = [];
-document.addEventListener("securitypolicyviolation", (event) => {
-    window.violations.push(event.violatedDirective);
-});
-"""
 SIZES = pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 
 
@@ -66,28 +59,8 @@ def browser():
         chromium.close()
 
 
-@contextmanager
-def opened(browser, url, *, key=KEY, show=True, size=DESKTOP, **options):
-    """The page, which at its end has broken no rule of its policy and written no error."""
-    context = context_of(browser, size, **options)
-    context.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
-    context.add_init_script(WATCH)
-    if key is not None:
-        context.add_init_script(f"sessionStorage.setItem('pensieve-api-key', {key!r})")
-    page = context.new_page()
-    faults = []
-    page.on(
-        "console", lambda message: faults.append(message.text) if message.type == "error" else None
-    )
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.faults = faults
-    if show:
-        page.goto(f"{url}/ui")
-    yield page
-    assert page.evaluate("window.violations") == []
-    assert faults == []
-    context.close()
+def opened(browser, url, *, key=KEY, **options):
+    return opened_as(browser, url, key=key, **options)
 
 
 def message_box(page):
@@ -258,7 +231,7 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
         expect(chunks).to_have_attribute("aria-valuenow", "2")
         label = chunks.get_attribute("aria-valuetext")
         match = re.fullmatch(
-            r"(Tell me about [\w ]+\.): (\d+) on the GPU, (\d+) on the host, (\d+) on disk, (\d+) "
+            r"(Tell me about [\w ]+\.): (\d+) on the CPU, (\d+) on the host, (\d+) on disk, (\d+) "
             r"dropped",
             label,
         )
