@@ -304,7 +304,7 @@ def test_a_reply_is_stopped_with_escape(server, browser):
         message.press("Enter")
         expect(page.locator("article.assistant p").first).not_to_be_empty()
         page.keyboard.press("Escape")
-        expect(page.locator(".note")).to_contain_text("Stopped")
+        expect(page.locator(".note")).to_contain_text("Stopped. This part is kept.")
         expect(page.get_by_role("button", name="Send")).to_be_visible()
         server.ask("DELETE", f"/v1/conversations/{page.locator('#id').text_content()}")
 
@@ -419,7 +419,7 @@ def test_an_empty_page_says_what_to_do(server, browser, size):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_has_no_serious_accessibility_fault(server, browser, size, scheme):
     """By axe-core's rules, whose script is allowed past the page's policy. The page shows a reply
-    with all elements, an error, and on a phone each panel."""
+    with all elements, a thought, a call, an edited message, an error, and on a phone each panel."""
     words = (
         "# Tea\n\n* [one](https://example.org)\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | "
         "`2` |\n\n> said"
@@ -433,17 +433,39 @@ def test_the_page_has_no_serious_accessibility_fault(server, browser, size, sche
         {"choices": [], "usage": usage},
     ]
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks)
+    function = {"name": "brew", "arguments": {"leaves": "green"}}
+    call = {"id": "1", "type": "function", "function": function}
+    stored = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Brew tea."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "It is ready.", "tool_call_id": "1"},
+    ]
+
+    def give(route):
+        answer = route.fetch().json()
+        route.fulfill(json=answer | {"messages": answer["messages"] + stored})
+
     options = dict(size=size, scheme=scheme, bypass_csp=True, reduced_motion="reduce")
-    with opened(browser, server.url, **options) as page:
+    with opened(browser, server.url, show=False, **options) as page:
+        page.route("**/v1/conversations/visitor*", give)
         page.route(
             "**/chat/completions",
             lambda route: route.fulfill(content_type="text/event-stream", body=events),
             times=1,
         )
+        page.goto(f"{server.url}/ui")
         ready(page)
+        stored += [
+            {"role": "user", "content": "Show me everything."},
+            {"role": "assistant", "content": words},
+        ]
         message_box(page).fill("Show me everything.")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".strip")).to_have_count(1)
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        for details in page.locator("article details").all():
+            details.locator("summary").click()
         page.route(
             "**/chat/completions", lambda route: route.fulfill(status=503, body="{}"), times=1
         )
@@ -452,6 +474,7 @@ def test_the_page_has_no_serious_accessibility_fault(server, browser, size, sche
         expect(page.get_by_role("alert")).to_be_visible()
         expect(page.locator("[data-box=gpu] small")).to_contain_text("of 64")
         page.faults.clear()
+        page.get_by_role("button", name="Edit").last.click()
         faults = serious(page)
         for button in ("Chats", "Cache") if size == PHONE else ():
             page.get_by_role("button", name=button).click()

@@ -108,12 +108,19 @@ export class Chat {
 
   // The message and all below it are replaced.
   edit(view, said) {
-    return this.turn({ role: "user", content: said }, this.views.indexOf(view));
+    return this.turnWithin({ role: "user", content: said }, view);
   }
 
   // The reply is replaced.
   regenerate(view) {
-    return this.turn(null, this.views.indexOf(view));
+    return this.turnWithin(null, view);
+  }
+
+  async turnWithin(message, view) {
+    if (this.isCurrent) return this.turn(message, this.views.indexOf(view));
+    if (message) this.putBack(message.content);
+    await this.open(this.id);
+    this.fail("Not sent: another client has changed this chat, which is shown as it is now.");
   }
 
   // Sends the message, if any, behind the first `place` messages; null: behind all of them.
@@ -150,13 +157,14 @@ export class Chat {
   async look(id, reply) {
     const conversation = await ask("GET", conversationPath(id));
     if (this.id !== id) return;
-    if (conversation.messages.length !== this.views.length) {
-      this.show(conversation); // another client has sent a turn, too
-      return;
-    }
     this.messages = conversation.messages;
-    reply.show(this.messages.at(-1));
+    if (this.isCurrent) reply.show(this.messages.at(-1));
     this.changed(conversation);
+  }
+
+  // False if another client has changed the conversation since it was opened.
+  get isCurrent() {
+    return this.messages.length === this.views.length;
   }
 
   // The server stores what it had generated when the reply was stopped: that is shown.
