@@ -60,17 +60,14 @@ UI_FILES = {
 """By URL path: a request's path never reaches the file system. Licenses are not served."""
 
 
-def add_ui(
-    app: FastAPI, client: EngineClient, device: str, about: Callable[[], dict[str, Any]]
-) -> None:
+def add_ui(app: FastAPI, client: EngineClient, about: Callable[[], dict[str, Any]]) -> None:
     """Adds the page. Its files need no key, because they contain no data; the state shows owners
-    their own conversations. `device`: "cpu" or "cuda". `about`: the server, as `/health` describes
-    it."""
+    their own conversations. `about`: the server, as `/health` describes it."""
 
     @app.get("/ui/state")
     async def state(request: Request) -> Response:
         client.refresh()
-        state = _state(client, owner_of(request)) | {"device": device} | about()
+        state = _state(client, owner_of(request)) | about()
         return JSONResponse(state, headers=HEADERS | {"cache-control": "no-store"})
 
     for path, file in UI_FILES.items():

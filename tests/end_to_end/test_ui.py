@@ -231,8 +231,8 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
         expect(chunks).to_have_attribute("aria-valuenow", "2")
         label = chunks.get_attribute("aria-valuetext")
         match = re.fullmatch(
-            r"(Tell me about [\w ]+\.): (\d+) on the CPU, (\d+) on the host, (\d+) on disk, (\d+) "
-            r"dropped",
+            r"(Tell me about [\w ]+\.): (\d+) on the device, (\d+) on the host, (\d+) on disk, "
+            r"(\d+) dropped",
             label,
         )
         assert sum(map(int, match.groups()[1:])) > 2

@@ -123,7 +123,7 @@ def test_a_stopped_reply_and_its_turn_are_kept(server, browser, size):
             SCRIPT["gulls"],
         ]
         label = page.locator(".strip").get_attribute("aria-label")
-        cached, new = (int(re.search(rf"{tier} (\d+)", label)[1]) for tier in ("CPU", "new"))
+        cached, new = (int(re.search(rf"{tier} (\d+)", label)[1]) for tier in ("device", "new"))
         assert cached > new
 
         # the reply that was cut is the model's own: sent again it comes whole
@@ -229,7 +229,7 @@ def test_a_message_is_edited_and_sent_again(server, browser, size):
         ]
         expect(page.locator("article")).to_have_count(4)
         label = page.locator(".strip").last.get_attribute("aria-label")
-        assert int(re.search(r"CPU (\d+)", label)[1]) >= 32
+        assert int(re.search(r"device (\d+)", label)[1]) >= 32
 
 
 def test_each_chat_has_its_address(server, browser):
@@ -333,6 +333,8 @@ def test_calls_of_tools_are_shown_and_sent_back(server, browser):
 
 def test_a_server_without_a_gpu_shows_none(server, browser):
     with opened(browser, server.url) as page:
-        expect(page.locator("#legend")).to_contain_text("CPU")
+        name = HTTP.get(f"{server.url}/ui/state").json()["tier_names"]["gpu"]
+        expect(page.locator("#map")).not_to_have_attribute("aria-valuetext", "none")
+        expect(page.locator("#legend")).to_contain_text(name)
         assert "GPU" not in page.locator("body").inner_text()
         assert page.locator("[aria-label*=GPU]").count() == 0

@@ -194,7 +194,7 @@ async function poll() {
 }
 
 function draw(state) {
-  nameDevice(state.device);
+  nameDevice(state.tier_names.gpu);
   chunkTokens = state.chunk_tokens;
   chunks = new Map(state.conversations.map(([id, gpu, host, dropped, disk]) => [id, { gpu, host, dropped, disk }]));
   const sums = map.update(state.conversations);

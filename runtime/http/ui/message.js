@@ -95,6 +95,7 @@ export class MessageView {
     field.value = this.text;
     field.rows = Math.min(12, this.text.split("\n").length + 1);
     field.setAttribute("aria-label", "Edit message");
+    field.autocomplete = "off"; // else a browser that goes back puts its text into another field
     const send = node("button", ["Send"]);
     send.className = "main changes";
     const cancel = node("button", ["Cancel"]);

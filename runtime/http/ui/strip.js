@@ -6,9 +6,9 @@ const WORDS = { gpu: "device", host: "host", disk: "disk", dropped: "dropped", r
 const SOURCES = ["recomputed", "disk", "host", "gpu", "new"];
 const MOST_CELLS = 160; // beyond, a cell is several chunks
 
-// The top tier is the GPU's memory. Without a GPU, its chunks are where the CPU computes with them.
-export function nameDevice(device) {
-  WORDS.gpu = device === "cpu" ? "CPU" : "GPU";
+// `name`: what people call the top tier. Without a GPU it is no GPU's memory.
+export function nameDevice(name) {
+  WORDS.gpu = name;
   for (const place of document.querySelectorAll("[data-device]")) place.textContent = WORDS.gpu;
 }
 
