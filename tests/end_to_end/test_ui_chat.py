@@ -39,7 +39,8 @@ SIZES = pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    small = ("--max-model-len", 4096, "--gpu-kv-chunks", 256)
+    # a reply that never ends has room for minutes
+    small = ("--max-model-len", 131072, "--gpu-kv-chunks", 8192)
     with scripted_server(tmp_path_factory.mktemp("scripted"), SCRIPT, *small) as running:
         yield running
 
@@ -329,6 +330,36 @@ def test_calls_of_tools_are_shown_and_sent_back(server, browser):
         roles = [role for role, _ in stored(server, "coat")]
         assert roles == ["user", "assistant", "tool", "assistant"]
         expect(page.locator("article").last).to_contain_text("Take a coat.")
+
+
+def test_a_turn_of_another_client_is_shown_when_it_ends(server, browser):
+    body = {
+        "model": "scripted",
+        "conversation": "shared",
+        "messages": [{"role": "user", "content": "Tell me about tides."}],
+    }
+    url = f"{server.url}/v1/chat/completions"
+    HTTP.post(url, json=body).raise_for_status()
+    more = {"history": "server", "stream": True, "ignore_eos": True, "on_disconnect": "store"}
+    with opened(browser, server.url, show=False) as page:
+        with HTTP.stream("POST", url, json=body | more) as reply:
+            lines = reply.iter_lines()
+            next(line for line in lines if '"delta":{"content":' in line)
+            page.goto(f"{server.url}/ui?c=shared")
+            expect(page.locator(".note")).to_contain_text("A reply to another message is coming")
+            expect(page.locator("article")).to_have_count(2)
+        expect(page.locator("article")).to_have_count(4)
+        expect(page.locator(".note")).to_have_count(0)
+
+        # a turn between two of this page: what is shown is not what is stored
+        say(page, "Hello!")
+        answered(page, 1)
+        HTTP.post(url, json=body | {"history": "server"}).raise_for_status()
+        say(page, "Hello!")
+        answered(page, 2)
+        page.get_by_role("button", name="Regenerate").click()
+        expect(page.get_by_role("alert")).to_contain_text("another client has changed this chat")
+        expect(page.locator("article")).to_have_count(10)
 
 
 def test_a_server_without_a_gpu_shows_none(server, browser):
