@@ -21,6 +21,7 @@ from ..runtime.launch.command_line import INTERRUPTED, CommandParser
 
 SOURCES = {"gpu": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed", "new": "new"}
 CONNECT_SECONDS = 10
+STORE_SECONDS = 10
 LIST_PAGE = 100
 HELP = """\
 /new [name]    begin a conversation, or go on with the one of that name
@@ -97,7 +98,8 @@ class Server:
                     "; give one with --api-key or $OPENAI_API_KEY" if response.status == 401 else ""
                 )
                 raise ServerError(_reason(response) + hint, response.status)
-            yield response
+            with response:  # until it is closed the server may see an open connection
+                yield response
         except ConnectionRefusedError as error:
             raise ServerError(
                 f"{self.url}: {error.strerror}; `pensieve serve PATH` starts a server"
@@ -124,6 +126,7 @@ class ReplyFigures:
     generated: int = 0
     first_token: float = 0.0
     generating: float = 0.0
+    has_text: bool = False
 
     def line(self) -> str:
         came = " · ".join(
@@ -195,13 +198,17 @@ class Chat:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_sources": True,
+            "on_disconnect": "store",
         }
         turn = ReplyFigures()
         try:
             with contextlib.closing(self._server.events("/v1/chat/completions", body)) as events:
                 self._show(events, turn)
         except KeyboardInterrupt:
-            print(self._faint("\n(stopped; the server forgets this turn)"))
+            kept = turn.has_text and self._is_stored()
+            self._stored = self._stored or kept
+            part = "this part is kept" if kept else "nothing is kept of this turn"
+            print(self._faint(f"\n(stopped; {part})"))
             return
         self._turns.append(turn)
         self._stored = True
@@ -213,7 +220,9 @@ class Chat:
             now = time.perf_counter()
             turn.first_token = turn.first_token or now - sent
             for choice in event["choices"]:
-                print(choice["delta"].get("content") or "", end="", flush=True)
+                text = choice["delta"].get("content") or ""
+                turn.has_text = turn.has_text or bool(text)
+                print(text, end="", flush=True)
                 turn.generating = now - sent - turn.first_token
             if event.get("usage"):
                 turn.generated = event["usage"]["completion_tokens"]
@@ -227,6 +236,17 @@ class Chat:
         one."""
         self._stored = self._exists(name) if name else False
         self.conversation = name or new_name()
+
+    def _is_stored(self) -> bool:
+        """Waits until the server has stored the turn that was stopped. It stores what it has
+        generated when it notices that the connection has ended."""
+        until = time.monotonic() + STORE_SECONDS
+        while time.monotonic() < until:
+            with contextlib.suppress(ServerError):  # a new conversation is not there yet
+                if not self._server.ask("GET", self._path(self.conversation))["in_flight"]:
+                    return True
+            time.sleep(0.05)
+        return False
 
     def _exists(self, name: str) -> bool:
         try:

@@ -486,6 +486,16 @@ class HistoryStore:
         )
         return bool(held)
 
+    def in_flight(self, name: Name, now: float) -> bool:
+        """True if a turn of the conversation is open, on any server."""
+        conversation = self._find(name, now)
+        open_turns = conversation is not None and self._db.execute(
+            "SELECT 1 FROM open_turns WHERE conversation = :number AND until > "
+            f"{self._db.clock} LIMIT 1",
+            {"number": conversation.number},
+        )
+        return bool(open_turns)
+
     # -- turns
 
     def committed(self, turn: bytes) -> bool:

@@ -709,6 +709,10 @@ class TurnManager:
             (), array("i"), "", 0
         )
 
+    async def in_flight(self, name: Name) -> bool:
+        """True if a turn of the conversation is open, on any server."""
+        return await self.run(self._store.in_flight, name, self.now())
+
     async def page(
         self, owner: str, limit: int, after: str | None, ascending: bool
     ) -> tuple[list[StoredConversation], bool]:

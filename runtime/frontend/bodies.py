@@ -91,6 +91,7 @@ class GenerationBody(Body):
             "conversation_params",
             "expect_next_s",
             "history",
+            "on_disconnect",
             "priority",
             "return_sources",
             "session_id",
@@ -169,6 +170,7 @@ class GenerationBody(Body):
     session_id: ConversationId | None = None
     prompt_cache_key: Affinity | None = None
     history: Literal["client", "server"] = "client"
+    on_disconnect: Literal["discard", "store"] = "discard"
     cache_salt: NonEmpty | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
@@ -195,6 +197,12 @@ class GenerationBody(Body):
                 ErrorKind.INVALID,
                 "history is kept by the server for a named conversation only",
                 "history",
+            )
+        if self.on_disconnect == "store" and not (self.stream and self.conversation_id is not None):
+            raise RequestError(
+                ErrorKind.INVALID,
+                "on_disconnect: store is allowed only with stream and a conversation",
+                "on_disconnect",
             )
         return self
 
@@ -234,6 +242,7 @@ class GenerationBody(Body):
         return Generate(
             conversation_id=self.conversation_id,
             server_history=self.server_history,
+            stores_partial=self.on_disconnect == "store",
             limit=self.max_tokens,
             truncates=self.truncates,
             stops=tuple(self.stop),
@@ -286,6 +295,12 @@ class ChoicesBody(GenerationBody):
                 ErrorKind.INVALID,
                 f"best_of is supported only if it equals n, which is {self.n}",
                 "best_of",
+            )
+        if self.on_disconnect == "store" and self.n > 1:
+            raise RequestError(
+                ErrorKind.INVALID,
+                "on_disconnect: store is allowed only with n = 1",
+                "on_disconnect",
             )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(

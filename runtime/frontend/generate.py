@@ -28,6 +28,7 @@ class Generate:
 
     conversation_id    the conversation that the turn is stored in
     server_history     the prompt or the messages continue the stored conversation
+    stores_partial     if the client hangs up, the reply ends and its turn is stored
     response           the history is that of the Responses API: `previous`, or the conversation
     previous           the id of the response that this one continues
     instructions       messages in front of the dialogue, which are not remembered
@@ -76,6 +77,7 @@ class Generate:
 
     conversation_id: str | None = None
     server_history: bool = False
+    stores_partial: bool = False
     response: bool = False
     previous: str | None = None
     instructions: tuple[Message, ...] = ()

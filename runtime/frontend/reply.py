@@ -100,6 +100,7 @@ class Reply:
         self._stop_token_ids = stop_token_ids
         self._special_stops = special_stops
         self._length = len(echoed)
+        self._client_gone = False
 
     @property
     def reason(self) -> str | None:
@@ -168,19 +169,31 @@ class Reply:
         offsets = tuple(self.offsets[start:])
         return Piece(parts.content, result, offsets, parts.calls, self.stop_reason, parts.thought)
 
+    def end_here(self) -> bool:
+        """Ends the reply, whose client has gone, with the text so far. Its last result comes later.
+        Returns False, and does nothing, if nothing of it could be shown yet."""
+        has_text = any(self.content) or any(self.thoughts) or bool(self.calls)
+        if not (has_text or (self._detokenizer is None and self.tokens)):
+            return False
+        if self.finish is None and not self._stopped:
+            self._client_gone = True
+            self._stream.finish(self.request.id, len(self.tokens))
+        return True
+
     def _end_parts(self, parts: ReplyParts, result: RowResult) -> None:
         """Ends the reader's text with the reply."""
         reader = self._reader
         if reader is None or result.finish is None:
             return
-        cut = self.finish is FinishReason.LENGTH or (self._stopped and reader.in_call)
+        unexpected = self._client_gone or self.finish is FinishReason.LENGTH
+        cut = unexpected or (self._stopped and reader.in_call)
         parts.add(reader.end(cut))
 
     @property
     def _stopped(self) -> bool:
-        """True if a stop string is complete. The engine may still be generating; its last output is
-        waited for."""
-        return self._matcher is not None and self._matcher.matched
+        """True if a stop string is complete, or the client has gone. The engine may still be
+        generating; its last output is waited for."""
+        return self._client_gone or (self._matcher is not None and self._matcher.matched)
 
     def _read(self, result: RowResult, parts: ReplyParts) -> tuple[int, str]:
         """Returns how many of the tokens belong to the reply (all, or those up to the one that

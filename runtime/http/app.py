@@ -2,7 +2,7 @@
 
 A call passes these stages: body -> `Generate` -> `GenerationCall` (checked, tokenized) -> requests
 to the engine loop -> `Answer` writes the outputs, whole or as server-sent events. If the client
-hangs up, its requests are aborted.
+hangs up, its requests are aborted, or end with `on_disconnect: store`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ... import __version__
+from ...builder.choices import GPU_TIER_NAMES
 from ...scheduler.types import ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
@@ -122,7 +123,7 @@ class Answer(Response):
         """Fills `replies` first. Raises ClientGone, and RequestError while no status has been
         sent."""
         stream = self._client.submit(self._call.requests, self._call.arrived)
-        watch = asyncio.create_task(_hang_up_with_client(receive, stream))
+        watch = asyncio.create_task(self._hang_up_with_client(receive, stream, replies))
         try:
             replies |= {
                 reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)
@@ -144,6 +145,16 @@ class Answer(Response):
         finally:
             watch.cancel()
             stream.close()
+
+    async def _hang_up_with_client(
+        self, receive: Receive, stream: OutputStream, replies: Mapping[int, Reply]
+    ) -> None:
+        """If the body wishes it, a reply that has begun ends here in the regular way. Otherwise
+        nothing of the call is stored."""
+        await _hung_up(receive)
+        first = next(iter(replies.values()), None)
+        if first is None or not (self._call.generate.stores_partial and first.end_here()):
+            stream.hang_up()
 
     async def _send_events(
         self, stream: OutputStream, replies: dict[int, Reply], send: Send
@@ -243,11 +254,6 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
-    await _hung_up(receive)
-    stream.hang_up()
-
-
 def create_app(
     client: EngineClient,
     ready: Ready,
@@ -293,14 +299,20 @@ def create_app(
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
     def about() -> dict[str, Any]:
-        """Which of several servers this is, where its histories are, what is wrong with them, and
-        whether there is room for KV on the disk."""
+        """Which of several servers this is, where its histories are, what is wrong with them,
+        whether there is room for KV on the disk, and what people call the tiers."""
         fault = histories.fault
         store: dict[str, Any] = {"store": histories.kind, "healthy": fault is None}
         if fault is not None:
             store["reason"] = fault
         full = client.metrics.disk.full > 0
-        return {"replica": settings.server, "histories": store, "kv_disk_full": full}
+        tiers = {"gpu": GPU_TIER_NAMES[ready.device], "host": "host", "disk": "disk"}
+        return {
+            "replica": settings.server,
+            "histories": store,
+            "kv_disk_full": full,
+            "tier_names": tiers,
+        }
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:

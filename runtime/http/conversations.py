@@ -156,9 +156,12 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
 
     @router.get("/{id:any}")
     async def look(id: str, request: Request) -> dict[str, Any]:
-        conversation, transcript = await histories.load(Name(owner_of(request), id))
+        name = Name(owner_of(request), id)
+        # first: messages that are read after the end of a turn contain it
+        in_flight = await histories.in_flight(name)
+        conversation, transcript = await histories.load(name)
         await client.refresh_all()
-        return sized(conversation, transcript)
+        return sized(conversation, transcript) | {"in_flight": in_flight}
 
     @router.post("/{id:any}")
     @router.patch("/{id:any}")

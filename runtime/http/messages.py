@@ -327,7 +327,12 @@ class PromptBody(Body):
             "workspace_id",
         }
     )
-    NEUTRAL: ClassVar = {"mcp_servers": ([],), "conversation": (), "history": ("client",)}
+    NEUTRAL: ClassVar = {
+        "mcp_servers": ([],),
+        "conversation": (),
+        "history": ("client",),
+        "on_disconnect": ("discard",),
+    }
 
     model: NonEmpty
     messages: Annotated[

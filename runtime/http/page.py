@@ -29,7 +29,7 @@ POLICY = "; ".join(
         "form-action 'none'",
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
+        "trusted-types dompurify",  # only its policy may make HTML of text
     )
 )
 HEADERS = {
@@ -51,12 +51,13 @@ KINDS = {
 }
 FOLDER = Path(__file__).parent / "ui"
 UI_FILES = {
-    "/ui" if path.name == "index.html" else f"/ui/{path.name}": File(
+    "/ui" if path.name == "index.html" else f"/ui/{path.relative_to(FOLDER).as_posix()}": File(
         KINDS[path.suffix], path.read_bytes()
     )
-    for path in sorted(FOLDER.iterdir())
+    for path in sorted(FOLDER.rglob("*.*"))
+    if path.suffix in KINDS
 }
-"""By URL path: a request's path never reaches the file system."""
+"""By URL path: a request's path never reaches the file system. Licenses are not served."""
 
 
 def add_ui(app: FastAPI, client: EngineClient, about: Callable[[], dict[str, Any]]) -> None:

@@ -92,6 +92,7 @@ class ResponseBody(GenerationBody):
         "context_management": ([],),
         "enable_response_messages": (False,),
         "image": (),
+        "on_disconnect": ("discard",),
         "previous_input_messages": ([],),
         "previous_response": (),
         "prompt": (),

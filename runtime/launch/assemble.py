@@ -132,6 +132,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         chunk_tokens=config.chunk_tokens,
         gpu_kv_chunks=config.gpu_kv_chunks,
         sampling=sampling,
+        device=settings.device,
     )
     if disk is not None:
         log.info(

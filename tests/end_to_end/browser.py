@@ -47,6 +47,14 @@ SUBJECTS = (
 )
 QUESTIONS = ("Tell me more.", "Why is that?", "What else do you know?", "Thank you! And then?")
 
+PATIENCE_MS = 120_000
+WATCH = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", (event) => {
+    window.violations.push(event.violatedDirective);
+});
+"""
+
 
 def launch(driver):
     return driver.chromium.launch(
@@ -64,6 +72,32 @@ def context_of(browser, size, scheme="light", **options):
         is_mobile=phone,
     )
     return browser.new_context(**options)
+
+
+@contextmanager
+def opened(browser, url, *, key=None, show=True, size=DESKTOP, **options):
+    """The page, which at its end has broken no rule of its policy and written no error."""
+    from playwright.sync_api import expect  # of the extra `test`; the other functions need none
+
+    context = context_of(browser, size, **options)
+    context.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
+    context.add_init_script(WATCH)
+    if key is not None:
+        context.add_init_script(f"sessionStorage.setItem('pensieve-api-key', {key!r})")
+    page = context.new_page()
+    faults = []
+    page.on(
+        "console", lambda message: faults.append(message.text) if message.type == "error" else None
+    )
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.faults = faults
+    if show:
+        page.goto(f"{url}/ui")
+    yield page
+    assert page.evaluate("window.violations") == []
+    assert faults == []
+    context.close()
 
 
 class VisitedServer(Server):

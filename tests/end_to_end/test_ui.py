@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import contextmanager
 
 import pytest
 
-from .browser import CHROMIUM, DESKTOP, PHONE, SUBJECTS, VisitedServer, context_of, launch
+from .browser import CHROMIUM, DESKTOP, PATIENCE_MS, PHONE, SUBJECTS, VisitedServer, launch
+from .browser import opened as opened_as
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,6 @@ expect = playwright.expect
 if CHROMIUM is None:
     pytest.skip("there is no Chromium (Debian: chromium-headless-shell)", allow_module_level=True)
 
-PATIENCE_MS = 120_000
 CONVERSATIONS = len(SUBJECTS)
 SMALL = (
     "--gpu-kv-chunks",
@@ -36,12 +35,6 @@ SMALL = (
     4,
 )
 KEY, OTHER_KEY, NEW_KEY = "of-the-visitors", "of-the-other", "of-a-newcomer"
-WATCH = """
-window.violations = [];
-document.addEventListener("securitypolicyviolation", (event) => {
-    window.violations.push(event.violatedDirective);
-});
-"""
 SIZES = pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 
 
@@ -66,28 +59,8 @@ def browser():
         chromium.close()
 
 
-@contextmanager
-def opened(browser, url, *, key=KEY, show=True, size=DESKTOP, **options):
-    """The page, which at its end has broken no rule of its policy and written no error."""
-    context = context_of(browser, size, **options)
-    context.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
-    context.add_init_script(WATCH)
-    if key is not None:
-        context.add_init_script(f"sessionStorage.setItem('pensieve-api-key', {key!r})")
-    page = context.new_page()
-    faults = []
-    page.on(
-        "console", lambda message: faults.append(message.text) if message.type == "error" else None
-    )
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.faults = faults
-    if show:
-        page.goto(f"{url}/ui")
-    yield page
-    assert page.evaluate("window.violations") == []
-    assert faults == []
-    context.close()
+def opened(browser, url, *, key=KEY, **options):
+    return opened_as(browser, url, key=key, **options)
 
 
 def message_box(page):
@@ -258,8 +231,8 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
         expect(chunks).to_have_attribute("aria-valuenow", "2")
         label = chunks.get_attribute("aria-valuetext")
         match = re.fullmatch(
-            r"(Tell me about [\w ]+\.): (\d+) on the GPU, (\d+) on the host, (\d+) on disk, (\d+) "
-            r"dropped",
+            r"(Tell me about [\w ]+\.): (\d+) on the device, (\d+) on the host, (\d+) on disk, "
+            r"(\d+) dropped",
             label,
         )
         assert sum(map(int, match.groups()[1:])) > 2
@@ -331,7 +304,7 @@ def test_a_reply_is_stopped_with_escape(server, browser):
         message.press("Enter")
         expect(page.locator("article.assistant p").first).not_to_be_empty()
         page.keyboard.press("Escape")
-        expect(page.locator(".note")).to_contain_text("Stopped")
+        expect(page.locator(".note")).to_contain_text("Stopped. This part is kept.")
         expect(page.get_by_role("button", name="Send")).to_be_visible()
         server.ask("DELETE", f"/v1/conversations/{page.locator('#id').text_content()}")
 
@@ -446,7 +419,7 @@ def test_an_empty_page_says_what_to_do(server, browser, size):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_has_no_serious_accessibility_fault(server, browser, size, scheme):
     """By axe-core's rules, whose script is allowed past the page's policy. The page shows a reply
-    with all elements, an error, and on a phone each panel."""
+    with all elements, a thought, a call, an edited message, an error, and on a phone each panel."""
     words = (
         "# Tea\n\n* [one](https://example.org)\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | "
         "`2` |\n\n> said"
@@ -460,17 +433,39 @@ def test_the_page_has_no_serious_accessibility_fault(server, browser, size, sche
         {"choices": [], "usage": usage},
     ]
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks)
+    function = {"name": "brew", "arguments": {"leaves": "green"}}
+    call = {"id": "1", "type": "function", "function": function}
+    stored = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Brew tea."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "It is ready.", "tool_call_id": "1"},
+    ]
+
+    def give(route):
+        answer = route.fetch().json()
+        route.fulfill(json=answer | {"messages": answer["messages"] + stored})
+
     options = dict(size=size, scheme=scheme, bypass_csp=True, reduced_motion="reduce")
-    with opened(browser, server.url, **options) as page:
+    with opened(browser, server.url, show=False, **options) as page:
+        page.route("**/v1/conversations/visitor*", give)
         page.route(
             "**/chat/completions",
             lambda route: route.fulfill(content_type="text/event-stream", body=events),
             times=1,
         )
+        page.goto(f"{server.url}/ui")
         ready(page)
+        stored += [
+            {"role": "user", "content": "Show me everything."},
+            {"role": "assistant", "content": words},
+        ]
         message_box(page).fill("Show me everything.")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".strip")).to_have_count(1)
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        for details in page.locator("article details").all():
+            details.locator("summary").click()
         page.route(
             "**/chat/completions", lambda route: route.fulfill(status=503, body="{}"), times=1
         )
@@ -479,6 +474,7 @@ def test_the_page_has_no_serious_accessibility_fault(server, browser, size, sche
         expect(page.get_by_role("alert")).to_be_visible()
         expect(page.locator("[data-box=gpu] small")).to_contain_text("of 64")
         page.faults.clear()
+        page.get_by_role("button", name="Edit").last.click()
         faults = serious(page)
         for button in ("Chats", "Cache") if size == PHONE else ():
             page.get_by_role("button", name=button).click()

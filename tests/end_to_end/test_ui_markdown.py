@@ -15,13 +15,18 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 if CHROMIUM is None:
     pytest.skip("there is no Chromium (Debian: chromium-headless-shell)", allow_module_level=True)
 
-SHOW = """async (texts) => {
+SHOW = r"""async (texts) => {
     const { Markdown } = await import("/ui/markdown.js");
     const place = document.createElement("div");
     const markdown = new Markdown(place);
     for (const text of texts) markdown.show(text);
-    return place.innerHTML;
+    return place.innerHTML.replace(/>\n/g, ">");
 }"""
+WATCH = """
+document.addEventListener("securitypolicyviolation", (event) => {
+    window.violations.push(event.violatedDirective);
+});
+"""
 LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer">{1}</a>'
 CODE_HEAD = '<div class="code-block"><div><span>{0}</span><button type="button">Copy</button></div>'
 WHOLE = """# Tea & *milk*
@@ -67,6 +72,7 @@ def page():
                 route.fulfill(body=file.content, content_type=file.kind, headers=dict(HEADERS))
 
         page.route("**/*", give)
+        page.add_init_script(WATCH)
         page.goto("http://localhost/blank")
         yield page
         chromium.close()
@@ -75,7 +81,7 @@ def page():
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("one\ntwo\n\nthree", "<p>one\ntwo</p><p>three</p>"),
+        ("one\ntwo\n\nthree", "<p>one<br>two</p><p>three</p>"),
         ("## Tea ##", "<h5>Tea</h5>"),
         (
             "**bold** and *em*, ~~not~~",
@@ -89,8 +95,8 @@ def page():
         (r"\*no\* **yes *and* more**", "<p>*no* <strong>yes <em>and</em> more</strong></p>"),
         ("- a\n- b\n  - c\n- d", "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>"),
         ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
-        ("* a\n\n* b\n\nend", "<ul><li>a</li><li>b</li></ul><p>end</p>"),
-        ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
+        ("* a\n\n* b\n\nend", "<ul><li><p>a</p></li><li><p>b</p></li></ul><p>end</p>"),
+        ("> a\n> b", "<blockquote><p>a<br>b</p></blockquote>"),
         ("a\n\n---\n\nb", "<p>a</p><hr><p>b</p>"),
         (
             "[tea](https://example.org/a_b)",
@@ -106,6 +112,13 @@ def page():
         ),
         ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
         ("[x](data:text/html,hi)", "<p>[x](data:text/html,hi)</p>"),
+        ("![x](javascript:alert(1))", "<p>![x](javascript:alert(1))</p>"),
+        ("<b onclick=alert(1)>\n\na", "<p>&lt;b onclick=alert(1)&gt;</p><p>a</p>"),
+        (
+            'see [tea]\n\n[tea]: https://example.org/?q="><script>',
+            f"<p>see {LINK.format('https://example.org/?q=%22%3E%3Cscript%3E', 'tea')}</p>",
+        ),
+        ("- [x] a\n- [ ] b", "<ul><li>☑ a</li><li>☐ b</li></ul>"),
         ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
         ("**not closed and `not closed", "<p>**not closed and `not closed</p>"),
         (
@@ -125,7 +138,26 @@ def page():
     ],
 )
 def test_how_it_is_shown(page, text, shown):
+    page.evaluate("window.violations = []")
     assert page.evaluate(SHOW, [text]) == shown
+    assert page.evaluate("window.violations") == []
+
+
+def test_only_listed_elements_and_attributes_pass(page):
+    """Behind the parser, which makes text of HTML, everything else is removed."""
+    clean = """async (html) => {
+        const { clean } = await import("/ui/markdown.js");
+        const place = document.createElement("div");
+        place.append(clean(html));
+        return place.innerHTML;
+    }"""
+    for html, left in (
+        ("<p onclick=x style=x id=x>a<script>b</script></p>", "<p>a</p>"),
+        ("<svg><style><img src=x onerror=alert(1)></style></svg>", ""),
+        ('<a href="javascript:alert(1)" name="x">a</a>', "<a>a</a>"),
+        ("<img src=https://example.org/x.png><form><input></form>", ""),
+    ):
+        assert page.evaluate(clean, html) == left
 
 
 def test_a_text_that_grows_ends_as_if_it_had_come_at_once(page):

@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
             name = unquote(address.path.split("/")[3])
             exists = name in self.server.conversations
             self._answer(
-                {"id": name} if exists else {"error": {"message": "unknown"}},
+                {"id": name, "in_flight": False} if exists else {"error": {"message": "unknown"}},
                 200 if exists else 404,
             )
         else:
@@ -114,6 +114,8 @@ class Handler(BaseHTTPRequestHandler):
                     self._event(delta={"content": "."})
                     self.server.stopped.wait(0.01)
             except OSError:
+                if body.get("on_disconnect") == "store":
+                    self.server.conversations.setdefault(body["conversation"], []).append(text)
                 self.server.stopped.set()
             return
         if text == "break":

@@ -228,10 +228,12 @@ def test_ctrl_c_stops_a_reply_and_a_second_one_leaves(server):
     terminal.type("wait\n")
     terminal.expect(r"\.\.\.")
     terminal.type("\x03")
-    terminal.expect("stopped")
+    terminal.expect("stopped; this part is kept")
     assert server.stopped.wait(60), "the server is told by the connection's end"
     terminal.expect("tea> ")
     terminal.type("still there?\n")
     terminal.expect("you said still there")
     terminal.expect("tea> ")
+    assert server.conversations == {"tea": ["wait", "still there?"]}
+    assert server.bodies[-1]["history"] == "server", "the reply that was stopped is in it"
     assert terminal.leave("\x03") == 0

@@ -5,7 +5,7 @@ import { Timeline } from "./charts.js";
 import { Chat } from "./chat.js";
 import { ConversationList } from "./conversations.js";
 import { ChunkMap } from "./map.js";
-import { showChunks } from "./strip.js";
+import { nameDevice, showChunks } from "./strip.js";
 import { Tiers } from "./tiers.js";
 
 const INTERVAL = 500; // ms between two looks at the server
@@ -34,6 +34,34 @@ async function attempt(work) {
   }
 }
 
+// The name in the page's address: "" for a new chat, null for a page that was opened without one.
+function addressed() {
+  return new URLSearchParams(location.search).get("c");
+}
+
+// Each chat has its address, so reload and the back button work.
+function setAddress(id) {
+  const before = addressed();
+  if (before === id) return;
+  const path = `?c=${encodeURIComponent(id)}`;
+  if (before === null) history.replaceState(null, "", path);
+  else history.pushState(null, "", path);
+}
+
+// Opens what the address names. If there is no such chat, a new one is open.
+async function openAddressed(id) {
+  try {
+    await chat.open(id);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    history.replaceState(null, "", "?c=");
+    chat.close();
+    chat.fail(`There is no chat ${id}.`);
+  }
+}
+
+addEventListener("popstate", () => attempt(() => (addressed() ? openAddressed(addressed()) : chat.close())));
+
 function open(id) {
   return attempt(async () => {
     await chat.open(id);
@@ -48,11 +76,20 @@ function show(conversation) {
   for (const name of ["fork", "pin", "delete"]) $(name).disabled = conversation === null;
   $("pin").setAttribute("aria-pressed", String(Boolean(conversation?.pinned_until)));
   if (conversation) list.update(conversation);
-  $("title").textContent = conversation ? list.title(conversation.id) : "New conversation";
+  const title = conversation ? list.title(conversation.id) : "New conversation";
+  $("title").textContent = title;
+  document.title = conversation ? `${title} · Pensieve` : "Pensieve";
+  setAddress(conversation?.id ?? "");
   $("id").textContent = conversation?.id ?? "";
   list.select(conversation?.id);
   map.select(conversation?.id);
   showMemory();
+}
+
+// These fields keep their values.
+for (const field of [$("max-tokens"), $("temperature")]) {
+  field.value = localStorage.getItem(`pensieve-${field.id}`) ?? field.value;
+  field.addEventListener("change", () => localStorage.setItem(`pensieve-${field.id}`, field.value));
 }
 
 function showMemory() {
@@ -157,6 +194,7 @@ async function poll() {
 }
 
 function draw(state) {
+  nameDevice(state.tier_names.gpu);
   chunkTokens = state.chunk_tokens;
   chunks = new Map(state.conversations.map(([id, gpu, host, dropped, disk]) => [id, { gpu, host, dropped, disk }]));
   const sums = map.update(state.conversations);
@@ -180,7 +218,7 @@ function showReplica({ replica, histories: { store, healthy, reason } }) {
   $("replica").classList.toggle("wrong", !healthy);
 }
 
-// The newest conversation opens, once.
+// Opens the conversation of the address, or the newest one.
 function start() {
   attempt(async () => {
     chat.model = (await ask("GET", "v1/models")).data[0].id;
@@ -188,7 +226,8 @@ function start() {
     const newest = list.entries.keys().next().value;
     if (!polling) poll();
     polling = true;
-    if (newest !== undefined && chat.id === null && !chat.abort) await chat.open(newest);
+    const first = addressed() ?? newest;
+    if (first && chat.id === null && !chat.abort) await openAddressed(first);
     if (!narrow.matches) $("text").focus();
   });
 }

@@ -9,7 +9,7 @@ const CHARTS = [
   { name: "Throughput", unit: "tokens/s", lines: ["generated", "prompts"], rates: throughput },
   { name: "Time to first token", unit: "ms", lines: ["mean"], rates: firstToken },
   { name: "Cache hits", unit: "% of prompt tokens", lines: ["found"], rates: hits, top: 100 },
-  { name: "Copies", unit: "MB/s", lines: ["to GPU", "to host"], rates: link },
+  { name: "Copies", unit: "MB/s", lines: ["swapped in", "swapped out"], rates: link },
 ];
 
 const sum = (numbers) => Object.values(numbers).reduce((total, number) => total + number, 0);

@@ -1,7 +1,7 @@
 // The live map: a bar for each conversation, its chunks by tier. The beginning is what is evicted first, so a bar reads
-// dropped, disk, host, GPU from left to right. Each tier has a pattern besides its colour.
+// dropped, disk, host, device from left to right. Each tier has a pattern besides its colour.
 
-import { TIERS } from "./strip.js";
+import { deviceName, TIERS } from "./strip.js";
 
 const nothing = () => Object.fromEntries(TIERS.map((tier) => [tier, 0]));
 const HEIGHTS = [18, 14, 10, 8, 6, 5, 4, 3];
@@ -131,7 +131,7 @@ export class ChunkMap {
   tell() {
     const goal = this.bars.get(this.cursor)?.goal;
     const words = goal
-      ? `${this.title(this.cursor)}: ${goal.gpu} on the GPU, ${goal.host} on the host, ${goal.disk} on disk, ${goal.dropped} dropped`
+      ? `${this.title(this.cursor)}: ${goal.gpu} on the ${deviceName()}, ${goal.host} on the host, ${goal.disk} on disk, ${goal.dropped} dropped`
       : `${this.bars.size} conversations`;
     if (this.readout.textContent === words) return;
     this.readout.textContent = words;

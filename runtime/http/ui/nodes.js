@@ -1,4 +1,4 @@
-// Elements that the page makes in several places: one with children, one that scrolls, a block of code with a copy button.
+// Elements that the page makes in several places: one with children, one that scrolls, a copy button, a block of code.
 
 export function node(name, children = []) {
   const made = document.createElement(name);
@@ -15,14 +15,21 @@ export function scrollable(element, className, label) {
   return element;
 }
 
-export function codeBlock(code, language) {
+// `description`: in words. `text()`: what is copied; `element` shows it.
+export function copyButton(description, text, element) {
   const copy = node("button", ["Copy"]);
   copy.type = "button";
+  copy.title = description;
   copy.addEventListener("click", async () => {
-    copy.textContent = (await copied(code, text)) ? "Copied" : "Not copied";
+    copy.textContent = (await copied(text(), element)) ? "Copied" : "Not copied";
     setTimeout(() => (copy.textContent = "Copy"), 2000);
   });
+  return copy;
+}
+
+export function codeBlock(code, language) {
   const text = node("code", [code]);
+  const copy = copyButton("Copy code", () => code, text);
   const bar = node("div", [node("span", [language || "code"]), copy]);
   const block = node("div", [bar, scrollable(node("pre", [text]), "text", `Code${language && ` in ${language}`}`)]);
   block.className = "code-block";

@@ -2,9 +2,19 @@
 // from. The order is the conversation's: its beginning is evicted first, so it stands on the left.
 
 export const TIERS = ["dropped", "disk", "host", "gpu"];
-const WORDS = { gpu: "GPU", host: "host", disk: "disk", dropped: "dropped", recomputed: "recomputed", new: "new" };
+const WORDS = { gpu: "device", host: "host", disk: "disk", dropped: "dropped", recomputed: "recomputed", new: "new" };
 const SOURCES = ["recomputed", "disk", "host", "gpu", "new"];
 const MOST_CELLS = 160; // beyond, a cell is several chunks
+
+// `name`: what people call the top tier. Without a GPU it is no GPU's memory.
+export function nameDevice(name) {
+  WORDS.gpu = name;
+  for (const place of document.querySelectorAll("[data-device]")) place.textContent = WORDS.gpu;
+}
+
+export function deviceName() {
+  return WORDS.gpu;
+}
 
 // Draws a conversation's chunks: `place` is a figure with a caption. `chunks`: their number by tier, undefined: unknown.
 export function showChunks(place, chunks, chunkTokens) {

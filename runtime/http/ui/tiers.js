@@ -34,7 +34,7 @@ export class Tiers {
     const meter = box.querySelector(".meter");
     meter.setAttribute("aria-valuemax", count + free);
     meter.setAttribute("aria-valuenow", count);
-    meter.style.setProperty("--full", `${(100 * count) / (count + free)}%`);
+    meter.style.setProperty("--full", `${(100 * count) / (count + free || 1)}%`);
     box.querySelector("small").textContent = `${count.toLocaleString("en")} of ${(count + free).toLocaleString("en")}`;
   }
 

@@ -42,6 +42,8 @@ OWN: dict[str, tuple[Any, Any, Effect]] = {
     "bad_words": (["ab", "c"], [" "], lambda request, answer: request.sampling.bad_words == WORDS),
     "return_sources": (True, "yes", lambda request, answer: "'recomputed': 0" in str(answer)),
     "conversation": ("a", 5, lambda request, answer: request.conversation is not None),
+    # `store` needs a stream: test_hang_ups.py
+    "on_disconnect": ("discard", 5, lambda request, answer: True),
     "return_token_ids": (True, 5, lambda request, answer: "'token_ids': [" in str(answer)),
 }
 REFUSED = {
