@@ -260,7 +260,7 @@ def _run(
 
 @contextmanager
 def registered(
-    pool: Tensor, shard: Shard, batches: list[ForwardBatch], chunk_tokens: int = CHUNK
+    pool: Tensor, shard: Shard, batches: list[ForwardBatch]
 ) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
     """Yields (the pool's handle, a function to call with a batch's segments before the batch
     runs)."""
@@ -273,7 +273,7 @@ def registered(
         capacity = Capacity(
             max(len(batch.token_ids) for batch in batches),
             max(len(batch.segments) for batch in batches),
-            batches[0].block_table.shape[1] * chunk_tokens,
+            batches[0].block_table.shape[1] * CHUNK,
         )
         work = make_work_list(
             capacity, shard.heads, shard.kv_heads, shard.config.head_dim, pool.dtype

@@ -24,10 +24,10 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -35,16 +35,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.builder.parity import SeatSpan, batch_of, registered
+from pensieve.builder.forward_batch import ForwardBatch
+from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.kv_forms.forms import FP8, Form
+from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, ContextWindow
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status
 
 from ..demo_model.data import END_OF_TEXT, TURN_START, Ids, read_chats, render, split
+
+if TYPE_CHECKING:
+    from pensieve.plugins.attention.work_list import WorkList  # only for CUDA
 
 OPT_CHECKPOINT = Path(__file__).parents[2] / "tests" / "demo_models" / "opt"
 CHUNK = 32
@@ -157,10 +161,31 @@ class Context:
         batch.positions.sub_(zero)
         batch.segments[:, 2] = seen
         batch = batch.map(lambda part: part.to(self.pool.device))
-        shard = Shard(self._engine.manifest.decoder)
-        with registered(self.pool, shard, [batch], CHUNK) as (handle, plan):
-            plan(batch.segments)
+        handle = register_pool(self.pool, work=self._work(batch))
+        try:
             return self._engine.forward(batch, handle)
+        finally:
+            release_pool(handle)
+
+    def _work(self, batch: ForwardBatch) -> WorkList | None:
+        """The work list that attention on a GPU reads."""
+        if not self.pool.is_cuda:
+            return None
+        # imported here because only CUDA installations have Triton
+        from pensieve.plugins.attention.kernel import make_work_list
+        from pensieve.plugins.attention.work_list import Capacity
+
+        config = self._engine.manifest.decoder
+        work = make_work_list(
+            Capacity(len(batch.token_ids), 1, len(self.pool) * CHUNK),
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            self._engine.dtype,
+            pool=self.pool,
+        )
+        work.build(batch.segments)
+        return work
 
     def copied(self, chunks: int, form: Form | None = None) -> Context:
         """A copy; its first `chunks` chunks have passed through a lower tier in that form. A chunk
@@ -216,7 +241,7 @@ def read_turns(
 def measure(
     model: str,
     ways: Sequence[QualityWay],
-    turns: list[QualityTurn],
+    turns: Iterable[QualityTurn],
     most: int,
     replies_only: bool = False,
 ) -> list[Quality]:

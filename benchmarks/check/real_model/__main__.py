@@ -2,10 +2,10 @@
 
     python -m benchmarks.check.real_model all --checkpoint PATH --data DIR --output DIR
 
-    exactness   greedy replies in float32 equal those of transformers, with each turn's history from
-                the GPU, HOST, DISK, or recomputed
-    losses      perplexity and greedy choices with KV and weights in fewer bits, and of contexts that
-                overflow
+    exactness   greedy replies in float32 equal those of transformers, with each turn's history
+                from the GPU, HOST, DISK, or recomputed
+    losses      perplexity and greedy choices with KV and weights in fewer bits
+    overflow    perplexity and greedy choices of contexts that overflow
     lookup      prompt lookup: accepted drafts and speed
     gaps        log probabilities of bfloat16 runs against float32's
 
@@ -40,6 +40,7 @@ from ...loop import table
 from .conversations import AGENTS, KINDS, SERVICE, ChatText, mixed, read_conversations
 from .exactness import TIE, measure_exactness
 from .gaps import measure_gaps, play_scored
+from .lookup import lookup_prompts, measure_lookup
 from .losses import (
     measure_fewer_bits,
     measure_overflow,
@@ -47,24 +48,25 @@ from .losses import (
     quality_rows,
     quality_turns,
 )
-from .lookup import lookup_prompts, measure_lookup
 from .play import PlayLimits
 from .reference import Reference
 
+PLAYED = ("exactness", "gaps")
 COUNTS = {
-    "conversations": (10, 200, "three short chats for each with a service agent"),
-    "turns": (3, 16, "most turns of a conversation"),
-    "reply_tokens": (16, 48, "most tokens of a reply"),
-    "context": (2048, 8000, "most tokens of a context"),
-    "rows": (8, 64, "requests at once"),
-    "scored_tokens": (64, 256, "losses: most tokens of a recorded reply"),
-    "overflow_context": (1024, 1024, "overflow: tokens that the model may see"),
-    "overflow_steps": (2, 4, "overflow: truncations in a text, each of half that context"),
-    "overflow_texts": (2, 16, "overflow: texts of each kind"),
-    "lookup_conversations": (3, 16, "lookup: conversations of each kind"),
-    "lookup_tokens": (48, 256, "lookup: most tokens of a reply"),
+    "conversations": ((*PLAYED, "losses"), 10, 200, "three short chats for each service agent's"),
+    "turns": (PLAYED, 3, 10, "most turns of a conversation"),
+    "reply_tokens": ((*PLAYED, "losses"), 16, 48, "most tokens of the model's replies"),
+    "rows": ((*PLAYED, "lookup"), 8, 64, "most requests at once"),
+    "context": ((*PLAYED, "losses", "lookup"), 2048, 8000, "most tokens of a context"),
+    "scored_turns": (("losses",), 10, 60, "last turns of conversations"),
+    "scored_tokens": (("losses",), 64, 256, "most tokens of a recorded reply"),
+    "overflow_context": (("overflow",), 1024, 1024, "tokens that the model may see"),
+    "overflow_steps": (("overflow",), 2, 4, "truncations in a text, each of half that context"),
+    "overflow_texts": (("overflow",), 2, 16, "texts of each kind"),
+    "lookup_conversations": (("lookup",), 3, 16, "conversations of each kind"),
+    "lookup_tokens": (("lookup",), 48, 256, "most tokens of a reply"),
 }
-"""Options: the defaults for a CPU and for a GPU, and in words."""
+"""Options: the parts that read them, the defaults for a CPU and for a GPU, and in words."""
 
 
 class PartResult(NamedTuple):
@@ -112,7 +114,15 @@ def losses(setting: Setting) -> PartResult:
     args = setting.args
     conversations = mixed(args.data, args.conversations)
     turns = quality_turns(setting.text, conversations, args.context, args.scored_tokens)
+    # evenly, so that both kinds are among them
+    turns = turns[:: max(1, len(turns) // args.scored_turns)][: args.scored_turns]
     rows, left_out = measure_fewer_bits(args.checkpoint, args.device, turns, args.reply_tokens)
+    remarks = [f"{len(turns)} turns.", *(f"Left out: {reason}." for reason in left_out)]
+    return PartResult({"KV and weights in fewer bits": rows}, remarks)
+
+
+def overflow(setting: Setting) -> PartResult:
+    args = setting.args
     length = args.overflow_context
     step = length // 2
     texts = [
@@ -127,30 +137,29 @@ def losses(setting: Setting) -> PartResult:
     ]
     if not texts:
         raise SettingError("--overflow-context", "no conversation is long enough; take less")
-    overflow = measure_overflow(setting.engine("float32"), texts, length, step)
-    tables = {
-        "KV and weights in fewer bits": rows,
-        f"Contexts that overflow {length} tokens": quality_rows(overflow),
-    }
-    remarks = [f"Left out: {reason}." for reason in left_out]
-    return PartResult(tables, [f"{len(turns)} turns, {len(texts)} long texts.", *remarks])
+    results = measure_overflow(setting.engine("float32"), texts, length, step)
+    title = f"Contexts that overflow {length} tokens"
+    remark = f"{len(texts)} texts of {length + args.overflow_steps * step} tokens."
+    return PartResult({title: quality_rows(results)}, [remark])
 
 
 def lookup(setting: Setting) -> PartResult:
     args = setting.args
     dtype = args.lookup_dtype or ("bfloat16" if args.device == "cuda" else "float32")
     engine = setting.engine(dtype)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    remarks = []
     for kind in KINDS:
         conversations = read_conversations(args.data, kind, args.lookup_conversations)
         longest = args.context - args.lookup_tokens
         prompts = lookup_prompts(setting.text, conversations, longest)
         if not prompts:
-            raise SettingError("--context", f"no prompt of {kind} has {longest} tokens or fewer")
+            remarks.append(f"Left out: {kind} has no prompt of at most {longest} tokens.")
+            continue
         limits = setting.limits(args.context, min(args.rows, len(prompts)))
         limits = replace(limits, reply_tokens=args.lookup_tokens)
         rows += measure_lookup(engine, kind, prompts, limits)
-    return PartResult({f"Prompt lookup, {dtype}": rows}, [])
+    return PartResult({f"Prompt lookup, {dtype}": rows}, remarks)
 
 
 def gaps(setting: Setting) -> PartResult:
@@ -167,6 +176,7 @@ def gaps(setting: Setting) -> PartResult:
 PARTS: dict[str, Callable[[Setting], PartResult]] = {
     "exactness": exactness,
     "losses": losses,
+    "overflow": overflow,
     "lookup": lookup,
     "gaps": gaps,
 }
@@ -188,17 +198,17 @@ def parser() -> argparse.ArgumentParser:
     option("--device", default="cpu", choices=("cpu", "cuda"), help="(default %(default)s)")
     option("--lookup-dtype", choices=("float32", "bfloat16"),
            help="lookup: the engine's (default float32, on a GPU bfloat16)")  # fmt: skip
-    for name, (on_cpu, on_gpu, words) in COUNTS.items():
-        words = f"{words} (default {on_cpu}, on a GPU {on_gpu})"
+    for name, (parts, on_cpu, on_gpu, words) in COUNTS.items():
+        words = f"{', '.join(parts)}: {words} (default {on_cpu}, on a GPU {on_gpu})"
         option(flag(name), type=int, metavar="N", help=words)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    for name, defaults in COUNTS.items():
+    for name, (_, on_cpu, on_gpu, _) in COUNTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, defaults[args.device == "cuda"])
+            setattr(args, name, on_gpu if args.device == "cuda" else on_cpu)
     return exit_status("check.real_model", lambda: run(args))
 
 
@@ -221,13 +231,12 @@ def run(args: argparse.Namespace) -> int:
 
 def write(args: argparse.Namespace, name: str, result: PartResult, seconds: float) -> None:
     """Prints the part's page and writes it beside the part's JSON."""
-    counts = {count: getattr(args, count) for count in COUNTS}
+    counts = {count: getattr(args, count) for count, (parts, *_) in COUNTS.items() if name in parts}
     about = {
         "part": name,
         "date": datetime.date.today().isoformat(),
         "model": args.checkpoint.name,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seconds": round(seconds),

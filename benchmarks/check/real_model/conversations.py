@@ -98,7 +98,7 @@ class ChatText:
 
     def prompt(self, messages: Chat) -> array[int]:
         """The conversation up to the beginning of the assistant's next message."""
-        return self._encode(messages, add_generation_prompt=True)
+        return self.tokenizer.encode_rendered(self.tokenizer.render_chat(messages))
 
     def text(self, reply: Sequence[int]) -> str:
         return self.tokenizer.decode(reply)
@@ -106,7 +106,8 @@ class ChatText:
     def replies(self, messages: Chat) -> ReplyTokens:
         """The marks around a message belong to no reply. A message counts as no reply if its text
         changes the tokens before it, which a tokenizer can do."""
-        tokens = self._encode(messages, add_generation_prompt=False)
+        rendered = self.tokenizer.render_chat(messages, add_generation_prompt=False)
+        tokens = self.tokenizer.encode_rendered(rendered)
         is_reply = [False] * len(tokens)
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -118,7 +119,5 @@ class ChatText:
 
     def until(self, messages: Chat) -> array[int]:
         """The conversation up to the end of its last message's text."""
-        return self._encode(messages, add_generation_prompt=False, continue_final_message=True)
-
-    def _encode(self, messages: Chat, **how: bool) -> array[int]:
-        return self.tokenizer.encode_rendered(self.tokenizer.render_chat(messages, **how))
+        text = self.tokenizer.render_chat(messages, False, continue_final_message=True)
+        return self.tokenizer.encode_rendered(text)

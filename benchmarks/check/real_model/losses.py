@@ -1,10 +1,10 @@
-"""What KV and weights in fewer bits and overflowing contexts cost, against the same model in float32
-with the whole context. The measure is `check.quality`'s, on the text of recorded replies.
+"""What KV and weights in fewer bits and overflowing contexts cost, against the same model in
+float32 with the whole context. The measure is `check.quality`'s, on the text of recorded replies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,18 +131,20 @@ def measure_fewer_bits(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows by way, and what is left out. Replies are greedy, at most `most` tokens."""
     chosen = fewer_bits(checkpoint, device)
-    results: list[Quality] = []
-    exact = chosen.ways[0]
-    for way in chosen.ways[1:]:
-        print(f"  {way.name}: {len(turns)} turns", flush=True)
-        pair = measure("", (exact, way), turns, most, replies_only=True)
-        results = [*(results or pair[:1]), pair[1]]
+    results = measure("", chosen.ways, counted(turns), most, replies_only=True)
     return quality_rows(results), chosen.left_out
+
+
+def counted(turns: Sequence[QualityTurn]) -> Iterator[QualityTurn]:
+    """Prints the number of each turn before it is measured."""
+    for number, turn in enumerate(turns, start=1):
+        print(f"  turn {number} of {len(turns)}: {len(turn.prompt)} tokens", flush=True)
+        yield turn
 
 
 def quality_rows(results: Sequence[Quality]) -> list[dict[str, Any]]:
     """The first result is the exact one."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for result in results:
         change = result.perplexity / results[0].perplexity - 1
         row = {
@@ -166,7 +168,7 @@ def overflow_rows(
     text: ChatText, conversations: Sequence[Conversation], tokens: int, most: int
 ) -> list[ReplyTokens]:
     """The first `tokens` tokens of at most `most` conversations that have so many."""
-    rows = []
+    rows: list[ReplyTokens] = []
     for one in conversations:
         whole = text.replies(one.messages)
         if len(rows) < most and len(whole.tokens) >= tokens:

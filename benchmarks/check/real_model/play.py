@@ -1,8 +1,8 @@
-"""Plays conversations on an engine, round by round, with pools so small that each next turn finds
-its history in one chosen tier.
+"""Plays conversations on an engine, round by round; each next turn finds its history in one chosen
+tier.
 
-In a round every conversation has its next turn. Before the first one has its turn again, all others
-have pushed its KV out of each tier that does not hold all conversations.
+In a round every conversation has its next turn. The tiers above the chosen one are small. Between
+two rounds random prompts fill them, and so push all conversations down to the chosen tier.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PlayedTurn:
 
 
 def pools(tier: str, contexts: Sequence[int], limits: PlayLimits, reuse: bool) -> SchedulerConfig:
-    """Pools that hold all conversations in that tier and few in the tiers above it.
+    """Pools that hold all conversations in that tier, and few in the tiers above it.
 
     contexts: most tokens of each conversation.
     """
@@ -82,8 +82,8 @@ def pools(tier: str, contexts: Sequence[int], limits: PlayLimits, reuse: bool) -
     few = max(-(-longest // CHUNK), every // 8) + limits.rows + SPARE_CHUNKS
     gpu, host, disk = {
         "gpu": (every, 0, 0),
-        "host": (few, every + few, 0),
-        "disk": (few, few, every + few),
+        "host": (few, every + 2 * few, 0),
+        "disk": (few, few, every + 4 * few),
         "recomputed": (few, 0, 0),
     }[tier]
     return SchedulerConfig(
@@ -135,6 +135,19 @@ def context_bounds(
     return bounds
 
 
+def push_down(loop: Loop, tier: str) -> None:
+    """Fills the tiers above that one with random tokens."""
+    config = loop.config
+    chunks = {"gpu": 0, "disk": config.gpu_kv_chunks + config.host_kv_chunks}
+    left = chunks.get(tier, config.gpu_kv_chunks)
+    most = config.max_model_len // CHUNK - 1
+    while left > 0:
+        count = min(left, most)
+        loop.add(loop.random_ids(count * CHUNK + 1), 1)
+        left -= count
+    loop.drain()
+
+
 def play(
     engine: Engine,
     text: ChatText,
@@ -151,6 +164,8 @@ def play(
     turns: list[PlayedTurn] = []
     with opened(engine, config) as loop:
         for turn in range(limits.turns):
+            if turn:
+                push_down(loop, tier)
             going = []
             for one in conversations:
                 if turn >= len(one.users) or one.name not in chats:

@@ -15,6 +15,8 @@ from .play import PlayedTurn
 BATCH_TOKENS = {"cpu": 1, "cuda": 16_384}
 """Tokens that are computed at once, padding included; at least one context."""
 
+SHOWN_TURNS = 20  # between two lines of progress
+
 
 class TurnLogits(NamedTuple):
     """`logits` [n, vocab] float32: of each of the n tokens of the turn's reply."""
@@ -58,7 +60,7 @@ class Reference:
                 first = places.index(ends[row])
                 yield TurnLogits(number, logits[row, first : first + counts[row]].float())
             done += len(batch)
-            if done // 100 > (done - len(batch)) // 100 or self._device == "cpu":
+            if done % SHOWN_TURNS < len(batch) or done == len(turns):
                 seconds = time.perf_counter() - started
                 print(f"  transformers: {done} of {len(turns)} turns, {seconds:.0f} s", flush=True)
 
