@@ -49,7 +49,7 @@ from .losses import (
     quality_turns,
 )
 from .play import PlayLimits
-from .reference import Reference
+from .reference import TransformersReference
 
 PLAYED = ("exactness", "gaps")
 COUNTS = {
@@ -99,7 +99,7 @@ def exactness(setting: Setting) -> PartResult:
     args = setting.args
     conversations = mixed(args.data, args.conversations)
     limits = setting.limits(args.context, args.rows)
-    reference = Reference(args.checkpoint, args.device)
+    reference = TransformersReference(args.checkpoint, args.device)
     rows, passed = measure_exactness(
         setting.engine("float32"), setting.text, conversations, limits, reference
     )
@@ -167,8 +167,8 @@ def gaps(setting: Setting) -> PartResult:
     conversations = mixed(args.data, args.conversations)
     limits = setting.limits(args.context, args.rows)
     by_way = play_scored(setting.engine("bfloat16"), setting.text, conversations, limits)
-    exact = Reference(args.checkpoint, args.device)
-    half = Reference(args.checkpoint, args.device, torch.bfloat16)
+    exact = TransformersReference(args.checkpoint, args.device)
+    half = TransformersReference(args.checkpoint, args.device, torch.bfloat16)
     title = "Log probabilities of bfloat16, absolute differences from float32"
     return PartResult({title: measure_gaps(by_way, exact, half)}, [])
 

@@ -26,7 +26,7 @@ KINDS = (CHATS, SERVICE, AGENTS)
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "user"}
 
 
-class Conversation(NamedTuple):
+class RecordedChat(NamedTuple):
     """A system message or none, then messages of the user and the assistant in turn."""
 
     name: str
@@ -42,7 +42,7 @@ class Conversation(NamedTuple):
         return [message for message in self.messages if message["role"] == "system"]
 
 
-def read_conversations(data: Path, kind: str, count: int) -> list[Conversation]:
+def read_conversations(data: Path, kind: str, count: int) -> list[RecordedChat]:
     """The first `count` conversations of a kind. SettingError if its file is missing or wrong."""
     path = data / f"{kind}_text.jsonl.gz"
     if not path.is_file():
@@ -52,7 +52,7 @@ def read_conversations(data: Path, kind: str, count: int) -> list[Conversation]:
         spoken = parse_json(line, where)
         if not isinstance(spoken, dict) or not isinstance(spoken.get("messages"), list):
             raise SettingError("--data", f"{where}: needs an object with messages")
-        conversations.append(Conversation(f"{kind}-{number}", _joined(spoken["messages"], where)))
+        conversations.append(RecordedChat(f"{kind}-{number}", _joined(spoken["messages"], where)))
     return conversations
 
 
@@ -70,7 +70,7 @@ def _joined(messages: Sequence[object], where: str) -> Chat:
     return chat
 
 
-def mixed(data: Path, count: int) -> list[Conversation]:
+def mixed(data: Path, count: int) -> list[RecordedChat]:
     """Three short chats for each conversation with a service agent."""
     services = max(1, count // 4)
     return [

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from pensieve.runtime.engine import Engine
 
-from ...loop import table
-from .conversations import ChatText, Conversation
+from .conversations import ChatText, RecordedChat
 from .play import TIERS, PlayedTurn, PlayLimits, play, sources
-from .reference import Reference
+from .reference import TransformersReference, distinct
 
 TIE = 1e-3
 """Between the logits of two tokens, in float32."""
@@ -63,29 +62,23 @@ class Agreement:
         return self.turns > 0 and not self.differing
 
 
-def compare(by_tier: dict[str, list[PlayedTurn]], reference: Reference) -> dict[str, Agreement]:
-    """A reply that several tiers gave to one prompt is computed once."""
-    alike: dict[tuple[bytes, tuple[int, ...]], list[str]] = {}
-    turns: dict[tuple[bytes, tuple[int, ...]], PlayedTurn] = {}
-    for tier, played in by_tier.items():
-        for turn in played:
-            key = (turn.prompt.tobytes(), turn.reply)
-            alike.setdefault(key, []).append(tier)
-            turns[key] = turn
+def compare(
+    by_tier: dict[str, list[PlayedTurn]], reference: TransformersReference
+) -> dict[str, Agreement]:
     agreements = {tier: Agreement() for tier in by_tier}
-    keys = list(turns)
-    for number, logits in reference.logits([turns[key] for key in keys]):
-        for tier in alike[keys[number]]:
-            agreements[tier].add(turns[keys[number]].reply, logits)
+    shared = distinct(by_tier)
+    for number, logits in reference.logits([one.turn for one in shared]):
+        for tier, _ in shared[number].places:
+            agreements[tier].add(shared[number].turn.reply, logits)
     return agreements
 
 
 def measure_exactness(
     engine: Engine,
     text: ChatText,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[RecordedChat],
     limits: PlayLimits,
-    reference: Reference,
+    reference: TransformersReference,
 ) -> tuple[list[dict[str, Any]], bool]:
     """A row for each tier; and whether all tokens are equal or ties, and each tier was used."""
     by_tier = {tier: play(engine, text, conversations, tier, limits) for tier in TIERS}
@@ -97,7 +90,3 @@ def measure_exactness(
         rows.append({"history from": tier, **sources(by_tier[tier]), **counts, "largest gap": gap})
     used = all(row[row["history from"]] > 0 for row in rows)
     return rows, used and all(one.equal for one in agreements.values())
-
-
-def exactness_table(rows: Sequence[dict[str, Any]]) -> str:
-    return table(rows)

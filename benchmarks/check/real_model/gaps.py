@@ -13,16 +13,16 @@ import torch
 from pensieve.runtime.engine import Engine
 from pensieve.scheduler.types import Sampling
 
-from .conversations import ChatText, Conversation
+from .conversations import ChatText, RecordedChat
 from .play import TIERS, PlayedTurn, PlayLimits, play, sources
-from .reference import Reference
+from .reference import TransformersReference, distinct
 
 SCORED = Sampling(logprobs=0)
 NO_REUSE = "nothing is reused"
 
 
 def play_scored(
-    engine: Engine, text: ChatText, conversations: Sequence[Conversation], limits: PlayLimits
+    engine: Engine, text: ChatText, conversations: Sequence[RecordedChat], limits: PlayLimits
 ) -> dict[str, list[PlayedTurn]]:
     """The same conversations by way, with log probabilities of the replies' tokens."""
     by_way = {tier: play(engine, text, conversations, tier, limits, SCORED) for tier in TIERS}
@@ -30,7 +30,9 @@ def play_scored(
     return by_way
 
 
-def token_logprobs(reference: Reference, turns: Sequence[PlayedTurn]) -> list[np.ndarray]:
+def token_logprobs(
+    reference: TransformersReference, turns: Sequence[PlayedTurn]
+) -> list[np.ndarray]:
     """For each turn [reply's tokens] float32: the reference's log probability of each of them."""
     scores: list[np.ndarray] = [np.empty(0)] * len(turns)
     for number, logits in reference.logits(turns):
@@ -52,19 +54,24 @@ def gap_row(way: str, gaps: np.ndarray, counts: dict[str, int]) -> dict[str, Any
 
 
 def measure_gaps(
-    by_way: dict[str, list[PlayedTurn]], exact: Reference, half: Reference
+    by_way: dict[str, list[PlayedTurn]], exact: TransformersReference, half: TransformersReference
 ) -> list[dict[str, Any]]:
     """A row for each way of `play_scored`; and one for `half`, with the tokens of the run without
     reuse."""
+    shared = distinct(by_way)
+    right = token_logprobs(exact, [one.turn for one in shared])
+    by_place = {
+        place: scores for one, scores in zip(shared, right, strict=True) for place in one.places
+    }
     rows = []
     for way, turns in by_way.items():
         own = [np.array([told.logprob for told in turn.logprobs]) for turn in turns]
-        right = token_logprobs(exact, turns)
-        rows.append(gap_row(way, _apart(own, right), sources(turns)))
-        if way == NO_REUSE:
-            theirs = token_logprobs(half, turns)
-            nothing = dict.fromkeys(sources(turns), 0)
-            rows.append(gap_row("transformers", _apart(theirs, right), nothing))
+        exact_ones = [by_place[way, number] for number in range(len(turns))]
+        rows.append(gap_row(way, _apart(own, exact_ones), sources(turns)))
+    turns = by_way[NO_REUSE]
+    theirs = token_logprobs(half, turns)
+    exact_ones = [by_place[NO_REUSE, number] for number in range(len(turns))]
+    rows.append(gap_row("transformers", _apart(theirs, exact_ones), sources([])))
     return rows
 
 

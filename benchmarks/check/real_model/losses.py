@@ -31,7 +31,7 @@ from ..quality import (
     truncated_logits,
 )
 from ..reuse import whole_of
-from .conversations import ChatText, Conversation, ReplyTokens
+from .conversations import ChatText, RecordedChat, ReplyTokens
 
 INT4_GROUPS = (128, 64, 32)
 """Inputs that share a scale: the largest number that divides every projection's inputs is used."""
@@ -44,7 +44,7 @@ OVERFLOW_WAYS = {"keep": KEEP, "recompute": RECOMPUTE, "restart positions": REST
 
 
 def quality_turns(
-    text: ChatText, conversations: Sequence[Conversation], context: int, most: int
+    text: ChatText, conversations: Sequence[RecordedChat], context: int, most: int
 ) -> list[QualityTurn]:
     """Of each conversation, the last turn whose context fits, with at most `most` tokens of its
     reply, if it has a history of at least two chunks."""
@@ -165,7 +165,7 @@ def quality_rows(results: Sequence[Quality]) -> list[dict[str, Any]]:
 
 
 def overflow_rows(
-    text: ChatText, conversations: Sequence[Conversation], tokens: int, most: int
+    text: ChatText, conversations: Sequence[RecordedChat], tokens: int, most: int
 ) -> list[ReplyTokens]:
     """The first `tokens` tokens of at most `most` conversations that have so many."""
     rows: list[ReplyTokens] = []

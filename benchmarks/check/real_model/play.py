@@ -27,7 +27,7 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.types import GREEDY, Sampling, TokenLogprobs, Usage
 
 from ...loop import Loop
-from .conversations import ChatText, Conversation
+from .conversations import ChatText, RecordedChat
 
 CHUNK = 32
 SPARE_CHUNKS = 8
@@ -121,7 +121,7 @@ def opened(
 
 
 def context_bounds(
-    text: ChatText, conversations: Sequence[Conversation], limits: PlayLimits
+    text: ChatText, conversations: Sequence[RecordedChat], limits: PlayLimits
 ) -> list[int]:
     """Most tokens of each conversation: its own messages, and replies as long as they may be."""
     bounds = []
@@ -151,7 +151,7 @@ def push_down(loop: Loop, tier: str) -> None:
 def play(
     engine: Engine,
     text: ChatText,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[RecordedChat],
     tier: str,
     limits: PlayLimits,
     sampling: Sampling = GREEDY,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class TurnLogits(NamedTuple):
     logits: Tensor
 
 
-class Reference:
+class TransformersReference:
     """A checkpoint as transformers reads it."""
 
     def __init__(self, checkpoint: Path, device: str, dtype: torch.dtype = torch.float32):
@@ -63,6 +63,23 @@ class Reference:
             if done % SHOWN_TURNS < len(batch) or done == len(turns):
                 seconds = time.perf_counter() - started
                 print(f"  transformers: {done} of {len(turns)} turns, {seconds:.0f} s", flush=True)
+
+
+class SharedTurn(NamedTuple):
+    """A prompt with a reply, and the places of all turns that have them, each (way, number)."""
+
+    turn: PlayedTurn
+    places: list[tuple[str, int]]
+
+
+def distinct(by_way: Mapping[str, Sequence[PlayedTurn]]) -> list[SharedTurn]:
+    """The prompts with their replies, each once: most ways give equal ones."""
+    shared: dict[tuple[bytes, tuple[int, ...]], SharedTurn] = {}
+    for way, turns in by_way.items():
+        for number, turn in enumerate(turns):
+            key = (turn.prompt.tobytes(), turn.reply)
+            shared.setdefault(key, SharedTurn(turn, [])).places.append((way, number))
+    return list(shared.values())
 
 
 def batches(turns: Sequence[PlayedTurn], most_tokens: int) -> Iterator[list[int]]:

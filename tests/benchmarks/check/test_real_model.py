@@ -17,7 +17,7 @@ from benchmarks.check.real_model.__main__ import PARTS, main
 from benchmarks.check.real_model.conversations import (
     KINDS,
     ChatText,
-    Conversation,
+    RecordedChat,
     mixed,
     read_conversations,
 )
@@ -36,7 +36,7 @@ from benchmarks.check.real_model.play import (
     context_bounds,
     pools,
 )
-from benchmarks.check.real_model.reference import Reference, TurnLogits, batches
+from benchmarks.check.real_model.reference import TransformersReference, TurnLogits, batches
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import SettingError, Usage
@@ -97,24 +97,24 @@ def test_the_text_of_replies_is_counted_and_nothing_else(text):
 
 
 def test_the_last_fitting_turn_is_measured(text):
-    (turn,) = quality_turns(text, [Conversation("x", spoken(1))], 400, 6)
+    (turn,) = quality_turns(text, [RecordedChat("x", spoken(1))], 400, 6)
     assert turn.history % CHUNK == 0 and 0 < turn.history < len(turn.prompt)
     assert turn.prompt == list(text.prompt(spoken(1)[:5])) and len(turn.reply) == 6
-    (shorter,) = quality_turns(text, [Conversation("x", spoken(1))], len(turn.prompt), 6)
+    (shorter,) = quality_turns(text, [RecordedChat("x", spoken(1))], len(turn.prompt), 6)
     assert shorter.prompt == list(text.prompt(spoken(1)[:3]))
-    assert quality_turns(text, [Conversation("x", spoken(1, turns=1))], 400, 6) == []
+    assert quality_turns(text, [RecordedChat("x", spoken(1, turns=1))], 400, 6) == []
 
 
 def test_the_longest_fitting_prompt_is_looked_up_in(text):
     prompts = [text.prompt(spoken(1)[:place]) for place in (1, 3, 5)]
-    conversation = Conversation("x", spoken(1))
+    conversation = RecordedChat("x", spoken(1))
     assert lookup_prompts(text, [conversation], len(prompts[2]) - 1) == [prompts[1]]
     assert lookup_prompts(text, [conversation], 1) == []
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_one_tier_holds_all_conversations(text, tier):
-    contexts = context_bounds(text, [Conversation("x", spoken(1))] * 40, LIMITS)
+    contexts = context_bounds(text, [RecordedChat("x", spoken(1))] * 40, LIMITS)
     chunks = sum(-(-tokens // CHUNK) for tokens in contexts)
     config = pools(tier, contexts, LIMITS, reuse=True)
     slots = {
@@ -127,7 +127,7 @@ def test_one_tier_holds_all_conversations(text, tier):
 
 
 def test_contexts_are_bounded_by_their_replies_and_the_limit(text):
-    conversation = Conversation("x", [SYSTEM, *spoken(1)])
+    conversation = RecordedChat("x", [SYSTEM, *spoken(1)])
     (bound,) = context_bounds(text, [conversation], LIMITS)
     played = [{"role": "assistant", "content": ""}]
     shown = [SYSTEM, conversation.users[0], *played, conversation.users[1]]
@@ -179,7 +179,7 @@ def test_batches_hold_as_many_tokens_as_allowed():
 
 
 def test_padding_changes_no_logits(monkeypatch):
-    reference = Reference(DEMO_CHECKPOINT, "cpu")
+    reference = TransformersReference(DEMO_CHECKPOINT, "cpu")
     turns = [played(list(range(40, 40 + length)), (7, 9)) for length in (5, 20, 12)]
     alone = dict(reference.logits(turns))
     monkeypatch.setitem(reference_file.BATCH_TOKENS, "cpu", 1000)
