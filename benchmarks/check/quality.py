@@ -195,11 +195,11 @@ class Context:
         other.pool.copy_(self.pool)
         if form is not None:
             shape = tuple(self.pool.shape)
-            records = form.encode(self.pool[:chunks].cpu())
+            records = form.encode(self.pool[:chunks])
             decoded = form.decode(records, shape, self.pool.dtype)
-            for slot, record in enumerate(records):
+            for slot, record in enumerate(records.cpu()):
                 if form.is_exact is None or form.is_exact(record.flatten().numpy(), shape):
-                    other.pool[slot] = decoded[slot].to(other.pool.device)
+                    other.pool[slot] = decoded[slot]
         return other
 
     def reply(self, prompt: list[int], start: int, most: int) -> list[int]:

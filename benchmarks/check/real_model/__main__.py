@@ -30,7 +30,8 @@ import torch
 import transformers
 
 from pensieve.builder.engine_cache import engine_for
-from pensieve.runtime.engine import open_engine
+from pensieve.builder.manifest import Manifest
+from pensieve.runtime.engine import Engine, open_engine
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
@@ -48,7 +49,7 @@ from .losses import (
     quality_rows,
     quality_turns,
 )
-from .play import PlayLimits
+from .play import CHUNK, PlayLimits
 from .reference import TransformersReference
 
 PLAYED = ("exactness", "gaps")
@@ -58,7 +59,7 @@ COUNTS = {
     "reply_tokens": ((*PLAYED, "losses"), 16, 48, "most tokens of the model's replies"),
     "rows": ((*PLAYED, "lookup"), 8, 64, "most requests at once"),
     "context": ((*PLAYED, "losses", "lookup"), 2048, 8000, "most tokens of a context"),
-    "scored_turns": (("losses",), 10, 60, "last turns of conversations"),
+    "scored_turns": (("losses",), 10, 40, "last turns of conversations"),
     "scored_tokens": (("losses",), 64, 256, "most tokens of a recorded reply"),
     "overflow_context": (("overflow",), 1024, 1024, "tokens that the model may see"),
     "overflow_steps": (("overflow",), 2, 4, "truncations in a text, each of half that context"),
@@ -67,6 +68,9 @@ COUNTS = {
     "lookup_tokens": (("lookup",), 48, 256, "most tokens of a reply"),
 }
 """Options: the parts that read them, the defaults for a CPU and for a GPU, and in words."""
+
+
+MOST_CONVERSATIONS = 200  # of a kind, among which long ones are looked for
 
 
 class PartResult(NamedTuple):
@@ -88,7 +92,7 @@ class Setting(NamedTuple):
         batch = 4096 if args.device == "cuda" else 512
         return PlayLimits(args.turns, args.reply_tokens, context, rows, batch)
 
-    def engine(self, dtype: str) -> Any:
+    def engine(self, dtype: str) -> Engine:
         args = self.args
         return open_engine(
             engine_for(args.checkpoint, dtype=dtype, device=args.device), args.device
@@ -104,8 +108,9 @@ def exactness(setting: Setting) -> PartResult:
         setting.engine("float32"), setting.text, conversations, limits, reference
     )
     remark = (
-        f"{'PASS' if passed else 'FAIL'}: {len(conversations)} conversations; ties are tokens less "
-        f"than {TIE} below the reference's best logit. Columns gpu to new are prompt tokens."
+        f"{'PASS' if passed else 'FAIL'}: {len(conversations)} conversations. Columns gpu to new "
+        "are prompt tokens by where their KV came from. Close: the two best logits are less than "
+        f"{TIE} apart. Ties: of these, transformers chooses the other token. Gap: between the two."
     )
     return PartResult({"Replies by where the history comes from": rows}, [remark], passed)
 
@@ -124,28 +129,22 @@ def losses(setting: Setting) -> PartResult:
 def overflow(setting: Setting) -> PartResult:
     args = setting.args
     length = args.overflow_context
-    step = length // 2
-    texts = [
-        text
-        for kind in (SERVICE, AGENTS)
-        for text in overflow_rows(
-            setting.text,
-            read_conversations(args.data, kind, 200),
-            length + args.overflow_steps * step + 1,
-            args.overflow_texts,
-        )
-    ]
+    tokens = overflow_tokens(args)
+    texts = []
+    for kind in (SERVICE, AGENTS):
+        conversations = read_conversations(args.data, kind, MOST_CONVERSATIONS)
+        texts += overflow_rows(setting.text, conversations, tokens, args.overflow_texts)
     if not texts:
-        raise SettingError("--overflow-context", "no conversation is long enough; take less")
-    results = measure_overflow(setting.engine("float32"), texts, length, step)
+        raise SettingError("--overflow-context", f"no conversation has {tokens} tokens; take less")
+    results = measure_overflow(setting.engine("float32"), texts, length, overflow_step(args))
     title = f"Contexts that overflow {length} tokens"
-    remark = f"{len(texts)} texts of {length + args.overflow_steps * step} tokens."
+    remark = f"{len(texts)} texts of {tokens - 1} tokens."
     return PartResult({title: quality_rows(results)}, [remark])
 
 
 def lookup(setting: Setting) -> PartResult:
     args = setting.args
-    dtype = args.lookup_dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
     engine = setting.engine(dtype)
     rows: list[dict[str, Any]] = []
     remarks = []
@@ -196,8 +195,6 @@ def parser() -> argparse.ArgumentParser:
     option("--data", required=True, type=Path, metavar="DIR", help="real conversations")
     option("--output", required=True, type=Path, metavar="DIR", help="gets JSON and Markdown")
     option("--device", default="cpu", choices=("cpu", "cuda"), help="(default %(default)s)")
-    option("--lookup-dtype", choices=("float32", "bfloat16"),
-           help="lookup: the engine's (default float32, on a GPU bfloat16)")  # fmt: skip
     for name, (parts, on_cpu, on_gpu, words) in COUNTS.items():
         words = f"{', '.join(parts)}: {words} (default {on_cpu}, on a GPU {on_gpu})"
         option(flag(name), type=int, metavar="N", help=words)
@@ -217,6 +214,7 @@ def run(args: argparse.Namespace) -> int:
     check_least(args, **dict.fromkeys(COUNTS, 1))
     names = list(PARTS) if "all" in args.parts else args.parts
     directory = engine_for(args.checkpoint, dtype="float32", device=args.device)
+    check_contexts(args, Manifest.read(directory).max_model_len)
     setting = Setting(args, ChatText(Tokenizer.load(directory)))
     args.output.mkdir(parents=True, exist_ok=True)
     passed = True
@@ -227,6 +225,30 @@ def run(args: argparse.Namespace) -> int:
         passed = passed and result.passed
         write(args, name, result, time.perf_counter() - started)
     return 0 if passed else 1
+
+
+def check_contexts(args: argparse.Namespace, most: int) -> None:
+    """SettingError if a context is longer than the model's, or too short to be truncated."""
+    if args.context > most:
+        raise SettingError("--context", f"must be at most the model's, {most}, not {args.context}")
+    length = args.overflow_context
+    if length < 2 * CHUNK:
+        raise SettingError("--overflow-context", f"must be at least {2 * CHUNK}, not {length}")
+    if overflow_tokens(args) > most:
+        raise SettingError(
+            "--overflow-steps",
+            f"texts would have {overflow_tokens(args)} tokens, and the model sees {most}",
+        )
+
+
+def overflow_step(args: argparse.Namespace) -> int:
+    """Tokens of a truncation: half of the context, in whole chunks."""
+    return args.overflow_context // 2 // CHUNK * CHUNK
+
+
+def overflow_tokens(args: argparse.Namespace) -> int:
+    """Tokens of each text, and the one that is predicted last."""
+    return args.overflow_context + args.overflow_steps * overflow_step(args) + 1
 
 
 def write(args: argparse.Namespace, name: str, result: PartResult, seconds: float) -> None:

@@ -9,7 +9,7 @@ greedy reply is this one. A tie is a token that it does not choose, but whose lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,10 +83,19 @@ def measure_exactness(
     """A row for each tier; and whether all tokens are equal or ties, and each tier was used."""
     by_tier = {tier: play(engine, text, conversations, tier, limits) for tier in TIERS}
     agreements = compare(by_tier, reference)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for tier, agreement in agreements.items():
-        counts = asdict(agreement)
-        gap = max(counts.pop("gaps"), default=0.0)
-        rows.append({"history from": tier, **sources(by_tier[tier]), **counts, "largest gap": gap})
+        rows.append(
+            {
+                "history from": tier,
+                **sources(by_tier[tier]),
+                "equal replies": f"{agreement.equal_turns} of {agreement.turns}",
+                "reply tokens": agreement.tokens,
+                "close": agreement.close,
+                "ties": agreement.ties,
+                "differing": agreement.differing,
+                "largest gap": max(agreement.gaps, default=0.0),
+            }
+        )
     used = all(row[row["history from"]] > 0 for row in rows)
     return rows, used and all(one.equal for one in agreements.values())

@@ -79,7 +79,7 @@ def pools(tier: str, contexts: Sequence[int], limits: PlayLimits, reuse: bool) -
     """
     longest = max(contexts)
     every = sum(-(-tokens // CHUNK) + 2 for tokens in contexts) + SPARE_CHUNKS
-    few = max(-(-longest // CHUNK), every // 8) + limits.rows + SPARE_CHUNKS
+    few = max(-(-longest // CHUNK), every // 16) + limits.rows + SPARE_CHUNKS
     gpu, host, disk = {
         "gpu": (every, 0, 0),
         "host": (few, every + 2 * few, 0),

@@ -228,7 +228,7 @@ def test_each_part_writes_its_tables(data, tmp_path, monkeypatch):
         assert all(title in (tmp_path / f"{part}.md").read_text() for title in report["tables"])
     (rows,) = reports["exactness"]["tables"].values()
     for row in rows:
-        assert row[row["history from"]] > 0 and row["equal_turns"] == row["turns"] == 8
+        assert row[row["history from"]] > 0 and row["equal replies"] == "8 of 8"
     (rows,) = reports["overflow"]["tables"].values()
     assert [row["way"] for row in rows][1:] == ["keep", "recompute", "restart positions"]
     (rows,) = reports["gaps"]["tables"].values()
