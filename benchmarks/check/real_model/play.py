@@ -31,6 +31,7 @@ from .conversations import ChatText, RecordedChat
 
 CHUNK = 32
 SPARE_CHUNKS = 8
+FILLER_CHUNKS = 32  # of a random prompt that fills a tier: longer ones take longer
 TIERS = ("gpu", "host", "disk", "recomputed")
 """Where a turn finds its history; `recomputed`: nowhere."""
 
@@ -77,7 +78,7 @@ def pools(tier: str, contexts: Sequence[int], limits: PlayLimits, reuse: bool) -
 
     contexts: most tokens of each conversation.
     """
-    longest = max(contexts)
+    longest = max(*contexts, 2 * CHUNK)  # room for a filling prompt
     every = sum(-(-tokens // CHUNK) + 2 for tokens in contexts) + SPARE_CHUNKS
     few = max(-(-longest // CHUNK), every // 16) + limits.rows + SPARE_CHUNKS
     gpu, host, disk = {
@@ -102,16 +103,14 @@ def pools(tier: str, contexts: Sequence[int], limits: PlayLimits, reuse: bool) -
 
 
 @contextmanager
-def opened(
-    engine: Engine, config: SchedulerConfig, cost: CostProfile = ALWAYS_LOAD
-) -> Iterator[Loop]:
+def opened(engine: Engine, config: SchedulerConfig) -> Iterator[Loop]:
     """A loop with a device of its own; its disk tier, if any, is a temporary directory."""
     with TemporaryDirectory(prefix="pensieve-kv-") as directory:
         disk = None
         if config.disk_kv_chunks:
             disk = DiskSettings(Path(directory), config.disk_kv_chunks, engine.manifest.fingerprint)
         device = assemble.make_device(engine.manifest.device)
-        loop = Loop(device, engine, config, cost, make_executor=partial(Executor, disk=disk))
+        loop = Loop(device, engine, config, ALWAYS_LOAD, make_executor=partial(Executor, disk=disk))
         try:
             yield loop
         finally:
@@ -140,7 +139,7 @@ def push_down(loop: Loop, tier: str) -> None:
     config = loop.config
     chunks = {"gpu": 0, "disk": config.gpu_kv_chunks + config.host_kv_chunks}
     left = chunks.get(tier, config.gpu_kv_chunks)
-    most = config.max_model_len // CHUNK - 1
+    most = min(config.max_model_len // CHUNK - 1, FILLER_CHUNKS)
     while left > 0:
         count = min(left, most)
         loop.add(loop.random_ids(count * CHUNK + 1), 1)
