@@ -19,6 +19,8 @@ from ...loop import Loop
 from .conversations import ChatText, RecordedChat
 from .play import PlayLimits, opened, pools
 
+MODES = ("off", "lookup")
+
 
 def lookup_prompts(
     text: ChatText, conversations: Sequence[RecordedChat], most_tokens: int
@@ -53,7 +55,7 @@ class Generated:
 def measure_lookup(
     engine: Engine, kind: str, prompts: Sequence[array[int]], limits: PlayLimits
 ) -> list[dict[str, Any]]:
-    """Two rows: each prompt alone, and as many at once as `limits.rows`."""
+    """A row for each prompt alone, and one for as many at once as `limits.rows`."""
     runs = {mode: _generate_all(engine, kind, prompts, limits, mode) for mode in MODES}
     return [
         _row(kind, at_once, off, on)
@@ -61,11 +63,8 @@ def measure_lookup(
     ]
 
 
-MODES = ("off", "lookup")
-
-
-def _at_once(limits: PlayLimits) -> tuple[int, ...]:
-    return (1, limits.rows)
+def _at_once(limits: PlayLimits) -> list[int]:
+    return sorted({1, limits.rows})
 
 
 def _row(kind: str, at_once: int, off: Generated, on: Generated) -> dict[str, Any]:
