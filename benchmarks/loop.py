@@ -12,7 +12,7 @@ import gc
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -263,13 +263,24 @@ class Loop:
         return random_ids(self._dice, self._vocab_size, count)
 
     def add(
-        self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0
+        self,
+        prompt: array[int],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        priority: int = 0,
+        stop_ids: Iterable[int] = (),
     ) -> LoopAnswer:
-        request = RequestId(len(self.answers) + 1)
-        self._session.add(
-            Request(request, prompt, max_tokens, sampling=sampling, priority=priority)
+        number = RequestId(len(self.answers) + 1)
+        request = Request(
+            number,
+            prompt,
+            max_tokens,
+            stop_ids=frozenset(stop_ids),
+            sampling=sampling,
+            priority=priority,
         )
-        answer = self.answers[request] = LoopAnswer()
+        self._session.add(request)
+        answer = self.answers[number] = LoopAnswer()
         return answer
 
     def step(self) -> bool:

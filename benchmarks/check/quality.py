@@ -24,10 +24,10 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -36,8 +36,9 @@ from torch.nn import functional as F
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.builder.forward_batch import ForwardBatch
 from pensieve.builder.parity import SeatSpan, batch_of
-from pensieve.plugins.kv_forms.fp8_reference import decode, encode
+from pensieve.plugins.kv_forms.forms import FP8, Form
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, ContextWindow
@@ -45,6 +46,9 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status
 
 from ..demo_model.data import END_OF_TEXT, TURN_START, Ids, read_chats, render, split
+
+if TYPE_CHECKING:
+    from pensieve.plugins.attention.work_list import WorkList  # only for CUDA
 
 OPT_CHECKPOINT = Path(__file__).parents[2] / "tests" / "demo_models" / "opt"
 CHUNK = 32
@@ -57,11 +61,19 @@ That is wrong."""
 
 class QualityTurn(NamedTuple):
     """Token ids: the history and the last message with the beginning of the reply, and the reply
-    itself."""
+    itself. `history` is the number of the history's tokens."""
 
     history: int
     prompt: list[int]
     reply: list[int]
+
+
+class QualityWay(NamedTuple):
+    """How a turn is computed: by this engine, with the history in that form (None: as computed)."""
+
+    name: str
+    engine: Engine
+    form: Form | None = None
 
 
 @dataclass
@@ -129,32 +141,65 @@ class Context:
 
     def __init__(self, engine: Engine, tokens: int):
         self._engine = engine
-        self.pool = torch.zeros(engine.kv_shape(-(-tokens // CHUNK), CHUNK), dtype=engine.kv_dtype)
+        self.pool = torch.zeros(
+            engine.kv_shape(-(-tokens // CHUNK), CHUNK),
+            dtype=engine.kv_dtype,
+            device=engine.manifest.device,
+        )
         self._table = torch.arange(len(self.pool), dtype=torch.int32).view(1, -1)
 
-    def compute(self, tokens: Sequence[int], start: int, seen: int = 0, zero: int = 0) -> Tensor:
-        """Returns logits [n, vocab] of the next token after each of `tokens`, which are at `start`
-        and on and see from `seen` on; the model counts positions from `zero`."""
+    def compute(
+        self, tokens: Sequence[int], start: int, seen: int = 0, zero: int = 0, scored: int = 0
+    ) -> Tensor:
+        """Returns logits [n, vocab] of the next token after each of `tokens` but the first `scored`
+        ones. The tokens are at `start` and on and see from `seen` on; the model counts positions
+        from `zero`."""
         count = len(tokens)
         piece = SeatSpan(0, start, start + count)
-        batch = batch_of([piece], torch.tensor(tokens), self._table, torch.arange(count), CHUNK)
+        rows = torch.arange(scored, count)
+        batch = batch_of([piece], torch.tensor(tokens), self._table, rows, CHUNK)
         batch.positions.sub_(zero)
         batch.segments[:, 2] = seen
-        handle = register_pool(self.pool)
+        batch = batch.map(lambda part: part.to(self.pool.device))
+        handle = register_pool(self.pool, work=self._work(batch))
         try:
             return self._engine.forward(batch, handle)
         finally:
             release_pool(handle)
 
-    def copied(self, chunks: int, coded: bool) -> Context:
-        """A copy; its first `chunks` chunks are in the form in which they return from a lower
-        tier."""
+    def _work(self, batch: ForwardBatch) -> WorkList | None:
+        """The work list that attention on a GPU reads."""
+        if not self.pool.is_cuda:
+            return None
+        # imported here because only CUDA installations have Triton
+        from pensieve.plugins.attention.kernel import make_work_list
+        from pensieve.plugins.attention.work_list import Capacity
+
+        config = self._engine.manifest.decoder
+        work = make_work_list(
+            Capacity(len(batch.token_ids), 1, len(self.pool) * CHUNK),
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            self._engine.dtype,
+            pool=self.pool,
+        )
+        work.build(batch.segments)
+        return work
+
+    def copied(self, chunks: int, form: Form | None = None) -> Context:
+        """A copy; its first `chunks` chunks have passed through a lower tier in that form. A chunk
+        that the form cannot hold exactly stays as it was, because a server does not use such a
+        copy."""
         other = Context(self._engine, self.pool.shape[0] * CHUNK)
         other.pool.copy_(self.pool)
-        if coded:
-            other.pool[:chunks] = decode(
-                encode(self.pool[:chunks]), self.pool.shape, self.pool.dtype
-            )
+        if form is not None:
+            shape = tuple(self.pool.shape)
+            records = form.encode(self.pool[:chunks])
+            decoded = form.decode(records, shape, self.pool.dtype)
+            for slot, record in enumerate(records.cpu()):
+                if form.is_exact is None or form.is_exact(record.flatten().numpy(), shape):
+                    other.pool[slot] = decoded[slot]
         return other
 
     def reply(self, prompt: list[int], start: int, most: int) -> list[int]:
@@ -194,33 +239,35 @@ def read_turns(
 
 
 def measure(
-    model: str, engines: tuple[Engine, Engine, Engine], turns: list[QualityTurn], most: int
+    model: str,
+    ways: Sequence[QualityWay],
+    turns: Iterable[QualityTurn],
+    most: int,
+    replies_only: bool = False,
 ) -> list[Quality]:
-    """engines: in float32, in bfloat16, and in float32 with a pool in eight bits. Returns the exact
-    result first; uses at most `most` tokens of each turn's reply."""
-    exact, *others = engines
-    results = [
-        Quality(model, way) for way in ("exact", "fp8", "exact, bfloat16", "fp8 on every tier")
-    ]
+    """Compares each way with the first one; uses at most `most` tokens of each turn's reply.
+
+    replies_only: known tokens are those of the reply; otherwise also those of the last message.
+    """
+    results = [Quality(model, way.name) for way in ways]
     for turn in turns:
         tokens = [*turn.prompt, *turn.reply]
         start = turn.history
-        targets = torch.tensor(tokens[turn.history + 1 :])
-        room = len(tokens) + most
-        context = Context(exact, room)
-        wanted = context.compute(tokens[:-1], 0)[start:]
-        ways = [
-            context.copied(start // CHUNK, coded=False),
-            context.copied(start // CHUNK, coded=True),
-        ]
-        logits = [wanted, ways[1].compute(tokens[start:-1], start)]
-        for other in others:
-            ways.append(Context(other, room))
-            logits.append(ways[-1].compute(tokens[:-1], 0)[start:].float())
-        replies = [way.reply(turn.prompt, start, most) for way in ways]
-        for result, got, reply in zip(results, logits, replies, strict=True):
-            result.compare(got, wanted, targets)
-            result.compare_replies(reply, replies[0])
+        first = len(turn.prompt) - 1 if replies_only else start
+        targets = torch.tensor(tokens[first + 1 :])
+        histories: dict[int, Context] = {}
+        exact: tuple[Tensor, list[int]] | None = None
+        for way, result in zip(ways, results, strict=True):
+            history = histories.get(id(way.engine))
+            if history is None:
+                history = histories[id(way.engine)] = Context(way.engine, len(tokens) + most)
+                history.compute(tokens[:start], 0, scored=start - 1)
+            context = history.copied(start // CHUNK, way.form)
+            logits = context.compute(tokens[start:-1], start, scored=first - start).cpu()
+            reply = context.reply(turn.prompt, start, most)
+            exact = exact or (logits, reply)
+            result.compare(logits, exact[0], targets)
+            result.compare_replies(reply, exact[1])
     return results
 
 
@@ -233,15 +280,20 @@ def measure_fp8(args: argparse.Namespace) -> None:
                 built = Path(directory) / f"{checkpoint.name}-{dtype}"
                 build_engine(checkpoint, built, dtype=dtype)
                 engines.append(open_engine(built))
-            engines.append(
-                open_engine(Path(directory) / f"{checkpoint.name}-float32", kv_cache_dtype="fp8")
+            exact, half = engines
+            everywhere = open_engine(
+                Path(directory) / f"{checkpoint.name}-float32", kv_cache_dtype="fp8"
             )
             tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-            longest = engines[0].manifest.max_model_len - args.reply_tokens
+            longest = exact.manifest.max_model_len - args.reply_tokens
             turns = read_turns(args.chats, tokenizer, longest, args.turns)
-            results += measure(
-                checkpoint.name, (engines[0], engines[1], engines[2]), turns, args.reply_tokens
+            ways = (
+                QualityWay("exact", exact),
+                QualityWay("fp8", exact, FP8),
+                QualityWay("exact, bfloat16", half),
+                QualityWay("fp8 on every tier", everywhere),
             )
+            results += measure(checkpoint.name, ways, turns, args.reply_tokens)
     print(HEADER)
     for result in results:
         print(result.row())
@@ -275,17 +327,27 @@ def stretches(windows: ContextWindow, count: int) -> Iterator[tuple[int, int]]:
         end = end + windows.step
 
 
+def truncated_logits(
+    context: Context, row: Ids, windows: ContextWindow
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (start, logits [n, vocab]) of the n positions from `start` on, for those positions
+    that do not see the whole context."""
+    for start, end in stretches(windows, len(row) - 1):
+        seen = windows.start(start)
+        begin = seen if windows.mode == RECOMPUTE else start
+        tokens = row[begin:end]
+        logits = context.compute(tokens, begin, seen, windows.zero(seen), scored=start - begin)
+        if seen:
+            yield start, logits
+
+
 def truncated_loss(context: Context, row: Ids, windows: ContextWindow) -> float:
     """The sum of the negative log probabilities of the tokens whose predecessors do not see the
     whole context."""
     total = 0.0
-    for start, end in stretches(windows, len(row) - 1):
-        seen = windows.start(start)
-        begin = seen if windows.mode == RECOMPUTE else start
-        logits = context.compute(row[begin:end], begin, seen, windows.zero(seen))
-        if seen:
-            targets = torch.tensor(row[start + 1 : end + 1])
-            total += F.cross_entropy(logits[start - begin :], targets, reduction="sum").item()
+    for start, logits in truncated_logits(context, row, windows):
+        targets = torch.tensor(row[start + 1 : start + 1 + len(logits)])
+        total += F.cross_entropy(logits, targets.to(logits.device), reduction="sum").item()
     return total
 
 

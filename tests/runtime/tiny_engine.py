@@ -72,6 +72,7 @@ class TinyEngine:
         self.config = CONFIGS[kind]
         self.vocab_size = self.config.vocab_size
         self.manifest = SimpleNamespace(
+            device=device,
             vocab_size=self.vocab_size,
             decoder=self.config,
             layers=self.config.layers,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.check.quality import CHUNK, Context, Quality, main
+from pensieve.plugins.kv_forms.forms import FP8
 from tests.runtime.tiny_engine import TinyEngine
 
 
@@ -36,7 +37,7 @@ def test_a_context_goes_on_from_its_history_exact_or_coded():
     whole = Context(engine, 4 * CHUNK)
     logits = whole.compute(tokens, 0)
     start = 2 * CHUNK
-    exact, coded = (whole.copied(2, coded=coded) for coded in (False, True))
+    exact, coded = (whole.copied(2, form) for form in (None, FP8))
     assert torch.allclose(exact.compute(tokens[start:], start), logits[start:], atol=1e-4)
     difference = (coded.compute(tokens[start:], start) - logits[start:]).norm() / logits[
         start:
