@@ -161,7 +161,9 @@ def multi_token_attention(
     return o
 
 
-def _group(segments: Tensor, block_table: Tensor, pool: Tensor, window: int, heads: int) -> SegmentGroup:
+def _group(
+    segments: Tensor, block_table: Tensor, pool: Tensor, window: int, heads: int
+) -> SegmentGroup:
     kv_heads, chunk_tokens = pool.shape[3:5]
     padded = reference.padded(segments, block_table, chunk_tokens, window)
     records = math.prod(pool.shape[1:4])  # rows of a slot: of each layer its keys, then its values
