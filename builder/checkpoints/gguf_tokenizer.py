@@ -272,9 +272,9 @@ def _vocabulary(fields: Mapping[str, Any], default_ids: Mapping[str, int]) -> Vo
     for role in (*ROLES, "eot", "eom"):
         if (token := fields.get(f"{PREFIX}{role}_token_id")) is not None:
             roles[role] = token
-    if wrong := {role: token for role, token in roles.items() if token >= len(texts)}:
-        role, token = wrong.popitem()
-        raise refusal(f"{PREFIX}{role}_token_id is {token}, but there are {len(texts)} tokens")
+    for role, token in roles.items():
+        if not 0 <= token < len(texts):
+            raise refusal(f"{PREFIX}{role}_token_id is {token}, but there are {len(texts)} tokens")
     texts = _without_space_signs(texts, types)
     if len(set(texts)) < len(texts):
         twice = next(text for at, text in enumerate(texts) if text in texts[:at])

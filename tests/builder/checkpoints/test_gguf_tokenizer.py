@@ -355,6 +355,7 @@ def test_a_file_without_tokenizer_has_no_files():
         ({"merges": ["a zzzz"]}, r"merges does not fit tokenizer\.ggml\.tokens"),
         ({"token_type": [1]}, r"token_type has 1 entries for \d+ tokens"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, but there are"),
+        ({"padding_token_id": -1}, "padding_token_id is -1, but there are"),
         ({"bos_token_id": None, "add_bos_token": True}, "a BOS token, but .*no .*bos_token_id"),
         ({"model": "llama"}, r"no tokenizer\.ggml\.scores"),
         ({"model": "llama", "scores": [0.0]}, r"scores has 1 entries for \d+ tokens"),
