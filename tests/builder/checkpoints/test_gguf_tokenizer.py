@@ -303,6 +303,14 @@ def test_the_tokens_around_a_text(name, more, begins, ends, tmp_path):
     assert (config["add_bos_token"], config["add_eos_token"]) == (begins, ends)
 
 
+def test_without_a_bos_token_only_the_file_can_demand_one(tmp_path):
+    """Falcon 3 splits like Llama 3, but has no BOS token."""
+    theirs = byte_level("llama-bpe")
+    fields = fields_of(theirs, "falcon3")
+    del fields["tokenizer.ggml.bos_token_id"]
+    assert list(load(fields, tmp_path).encode("ab")) == theirs.encode("ab").ids
+
+
 def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path):
     ours = load(fields_of(byte_level("smollm"), "smollm"), tmp_path)
     assert ours.special == {ours.added[text] for text in SPECIAL}
