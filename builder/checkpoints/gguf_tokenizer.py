@@ -8,6 +8,7 @@ of the kind "gpt2" splits a text before it merges bytes. The table below knows t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -76,7 +77,8 @@ class Splitting:
     nfc           the text is brought into Unicode's composed form first
     whole_pieces  a piece that is a token as a whole becomes that token, also where the merges do
                   not lead to it
-    adds_bos      each text begins with the BOS token, unless the file tells otherwise
+    adds_bos      each text begins with the BOS token, if there is one and unless the file tells
+                  otherwise
     """
 
     patterns: tuple[str, ...]
@@ -208,7 +210,7 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
         splitting = _splitting(fields.get(f"{PREFIX}pre"))
         vocabulary = _vocabulary(fields, {})
         tokenizer = _byte_level(vocabulary, _merges(fields), splitting)
-        adds_bos = splitting.adds_bos
+        adds_bos = splitting.adds_bos and "bos" in vocabulary.roles
     elif kind == SENTENCEPIECE:
         vocabulary = _vocabulary(fields, SENTENCEPIECE_IDS)
         tokenizer = _sentencepiece(vocabulary, fields)
@@ -272,12 +274,12 @@ def _vocabulary(fields: Mapping[str, Any], default_ids: Mapping[str, int]) -> Vo
     for role in (*ROLES, "eot", "eom"):
         if (token := fields.get(f"{PREFIX}{role}_token_id")) is not None:
             roles[role] = token
-    if wrong := {role: token for role, token in roles.items() if token >= len(texts)}:
-        role, token = wrong.popitem()
-        raise refusal(f"{PREFIX}{role}_token_id is {token}, but there are {len(texts)} tokens")
+    for role, token in roles.items():
+        if not 0 <= token < len(texts):
+            raise refusal(f"{PREFIX}{role}_token_id is {token}, but there are {len(texts)} tokens")
     texts = _without_space_signs(texts, types)
     if len(set(texts)) < len(texts):
-        twice = next(text for at, text in enumerate(texts) if text in texts[:at])
+        twice = next(text for text, count in Counter(texts).items() if count > 1)
         raise refusal(f"{PREFIX}tokens has {twice!r} twice; convert the model again")
     return Vocabulary(texts, types, roles)
 

@@ -303,6 +303,14 @@ def test_the_tokens_around_a_text(name, more, begins, ends, tmp_path):
     assert (config["add_bos_token"], config["add_eos_token"]) == (begins, ends)
 
 
+def test_without_a_bos_token_only_the_file_can_demand_one(tmp_path):
+    """Falcon 3 splits like Llama 3, but has no BOS token."""
+    theirs = byte_level("llama-bpe")
+    fields = fields_of(theirs, "falcon3")
+    del fields["tokenizer.ggml.bos_token_id"]
+    assert list(load(fields, tmp_path).encode("ab")) == theirs.encode("ab").ids
+
+
 def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path):
     ours = load(fields_of(byte_level("smollm"), "smollm"), tmp_path)
     assert ours.special == {ours.added[text] for text in SPECIAL}
@@ -355,6 +363,7 @@ def test_a_file_without_tokenizer_has_no_files():
         ({"merges": ["a zzzz"]}, r"merges does not fit tokenizer\.ggml\.tokens"),
         ({"token_type": [1]}, r"token_type has 1 entries for \d+ tokens"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, but there are"),
+        ({"padding_token_id": -1}, "padding_token_id is -1, but there are"),
         ({"bos_token_id": None, "add_bos_token": True}, "a BOS token, but .*no .*bos_token_id"),
         ({"model": "llama"}, r"no tokenizer\.ggml\.scores"),
         ({"model": "llama", "scores": [0.0]}, r"scores has 1 entries for \d+ tokens"),
