@@ -301,6 +301,7 @@ def test_another_file_is_refused(content, message, tmp_path):
     ("changes", "message"),
     [
         ({"context_length": None}, "lacks llama.context_length"),
+        ({"attention__head_count": [4, 2]}, "llama.attention.head_count differs between layers"),
         ({"logit_scale": 0.5}, "llama.logit_scale 0.5 is not supported"),
         ({"attention__causal": False}, "llama.attention.causal False is not supported"),
         ({"attention__sliding_window": 9}, "llama.attention.sliding_window 9 is not supported"),
