@@ -141,7 +141,9 @@ def build_engine(
         say("reading the weights")
         digests = tuple(map(weights_digest, watched(rounded, tensor_parallel * size, advance)))
         parts = Parts(digests, tokenizer, code_digest(), **versions())
-        stop_ids = _stop_ids(hf_config, aside / "generation_config.json")
+        # an error names the checkpoint's own file, and a GGUF file has none
+        generation = (aside if is_gguf(checkpoint) else checkpoint) / "generation_config.json"
+        stop_ids = _stop_ids(hf_config, generation)
         target = target_of(backend, device)
         manifest = Manifest(
             backend,

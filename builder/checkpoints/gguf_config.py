@@ -100,7 +100,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise refusal(f"{file.path} lacks {', '.join(missing)}")
     for key in _unsupported(fields, architecture):
         raise refusal(f"{file.path}: {name}.{key} {fields[key]!r} is not supported")
-    config = {ours: fields[key] for key, ours in (NEEDED | OPTIONAL).items() if key in fields}
+    config = {
+        ours: _of_all_layers(file, f"{name}.{key}", fields[key])
+        for key, ours in (NEEDED | OPTIONAL).items()
+        if key in fields
+    }
     config |= {
         "architectures": [architecture],
         "vocab_size": file.tensors[EMBEDDINGS].shape[0],
@@ -134,6 +138,14 @@ def _unsupported(fields: Mapping[str, Any], architecture: str) -> list[str]:
         for key, value in fields.items()
         if key not in read and not (key in WITH_ONE_VALUE and value == WITH_ONE_VALUE[key])
     ]
+
+
+def _of_all_layers(file: GgufFile, key: str, value: Any) -> Any:
+    """A value, or the only one of a list with one for each layer."""
+    values = value if isinstance(value, list) else [value]
+    if any(one != values[0] for one in values):
+        raise refusal(f"{file.path}: {key} differs between layers, and that is not supported")
+    return values[0]
 
 
 def _check_head_size(file: GgufFile, fields: Mapping[str, Any], head_dim: int) -> None:

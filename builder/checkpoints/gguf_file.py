@@ -7,6 +7,7 @@ reader needs 2.4 s for a vocabulary of 49,152 tokens, and this one 0.2 s.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -83,10 +84,10 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint at `path` can only be a GGUF file: it is a file, or a folder that has
-    such files and no weights of Hugging Face's format."""
+    """Whether a checkpoint at `path` can only be a GGUF file: it is a file, or is named like one,
+    or is a folder that has such files and no weights of Hugging Face's format."""
     if not path.is_dir():
-        return path.exists()
+        return path.exists() or path.suffix == ".gguf"
     return any(path.glob("*.gguf")) and not any((path / name).exists() for name in (SINGLE, INDEX))
 
 
@@ -240,10 +241,11 @@ class _Header:
             raise refusal(
                 f"{path}: tensor {name} ({sizes}, type {kind}) cannot be read: {error}"
             ) from None
-        size = int(np.prod(stored_shape))
+        size = math.prod(stored_shape)
         if start + size > len(self._data):
             raise _cut_off(
-                path, f"tensor {name} ends at byte {start + size}, and it has {len(self._data)}"
+                path,
+                f"tensor {name} ends at byte {start + size}, and the file has {len(self._data)}",
             )
         stored = np.frombuffer(self._data, np.uint8, size, start).reshape(stored_shape)
         return GgufTensor(name, stored_as, shape, stored)

@@ -273,8 +273,14 @@ def _report(
             "dequantised %d tensors, %.2f GiB instead of %.2f", count, needed / GIB, stored / GIB
         )
     if packed:
+        kinds = {
+            tensors[f"{module.name}.weight"].tensor.kind.name
+            for modules in packed.values()
+            for module in modules
+        }
+        exact = dtype == torch.float32 or (dtype == torch.float16 and "Q4_1" not in kinds)
         log.info(
             "%d projections stay in int4; their scales are %s",
             len(packed),
-            "exact" if dtype == torch.float32 else f"rounded to {str(dtype).partition('.')[2]}",
+            "exact" if exact else f"rounded to {str(dtype).removeprefix('torch.')}",
         )

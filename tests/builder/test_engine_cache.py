@@ -20,6 +20,7 @@ from pensieve.builder.engine_cache import cache_directory, engine_for
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
+from tests.gguf_files import write_gguf
 from tests.models import tiny_checkpoint
 
 KINDS = ("llama", "qwen3", "opt")
@@ -267,6 +268,19 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
         assert refused.value.setting == setting
 
 
+@pytest.mark.parametrize("named", ["folder/model.gguf", "folder"])
+def test_a_gguf_file_is_built_once_and_again_when_it_changes(named, checkpoint, tmp_path, builds):
+    file = tmp_path / "folder" / "model.gguf"
+    file.parent.mkdir()
+    write_gguf(checkpoint, file)
+    engine = engine_for(tmp_path / named)
+    assert engine.name == Path(named).stem
+    assert engine_for(tmp_path / named) == engine and builds == ["built"]
+    flip_a_bit(file)
+    assert engine_for(tmp_path / named) != engine and builds == ["built", "built"]
+    assert len(engines()) == 1
+
+
 @pytest.mark.parametrize(
     "path, message",
     [
@@ -278,6 +292,7 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
         ("/nowhere/at/all", "/nowhere/at/all does not exist"),
         ("./a/b", "./a/b does not exist"),
         ("empty", r"empty is no engine .* and no checkpoint \(no config.json, no GGUF file\)$"),
+        ("missing.gguf", "missing.gguf cannot be read: .*No such file"),
         ("several", "several has several GGUF files; name one of them: a.gguf, b.gguf"),
         ("notes.txt", "notes.txt is no GGUF file .*; name one, or the directory of an engine"),
     ],

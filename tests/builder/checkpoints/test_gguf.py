@@ -28,12 +28,14 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from pensieve import LLM, SamplingParams
+from pensieve.builder import build
 from pensieve.builder.build import build_engine, read_config
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.gguf_config import gguf_config
 from pensieve.builder.checkpoints.gguf_file import model_name, open_gguf
 from pensieve.builder.checkpoints.gguf_weights import read_gguf_weights
 from pensieve.builder.engine_cache import engine_for
+from pensieve.builder.manifest import Manifest
 from pensieve.builder.quantised import PROJECTIONS, dequantised, names_in_int4
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
@@ -184,6 +186,20 @@ def test_projections_in_q4_stay_in_int4_and_keep_their_values(tmp_path, caplog):
     assert "7 projections stay in int4; their scales are exact" in caplog.text
 
 
+def test_an_engine_with_projections_in_int4_computes_what_transformers_computes(
+    tmp_path, monkeypatch
+):
+    """Engines for the CPU have none, because its product would widen them in each step."""
+
+    def in_int4(*arguments, packed):
+        assert not packed
+        return read_gguf_weights(*arguments, packed=True)
+
+    monkeypatch.setattr(build, "read_gguf_weights", in_int4)
+    check_equal(tiny_file(LlamaConfig(**WIDE), tmp_path, mixed), tmp_path)
+    assert Manifest.read(tmp_path / "engine").int4 == 32
+
+
 def test_scales_in_int4_are_rounded_to_bfloat16_and_the_log_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     packed, plain = both(tiny_file(LlamaConfig(**WIDE), tmp_path, Kind.Q4_0), torch.bfloat16)
@@ -285,6 +301,7 @@ def test_another_file_is_refused(content, message, tmp_path):
     ("changes", "message"),
     [
         ({"context_length": None}, "lacks llama.context_length"),
+        ({"attention__head_count": [4, 2]}, "llama.attention.head_count differs between layers"),
         ({"logit_scale": 0.5}, "llama.logit_scale 0.5 is not supported"),
         ({"attention__causal": False}, "llama.attention.causal False is not supported"),
         ({"attention__sliding_window": 9}, "llama.attention.sliding_window 9 is not supported"),
