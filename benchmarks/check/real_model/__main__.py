@@ -136,7 +136,9 @@ def overflow(setting: Setting) -> PartResult:
         texts += overflow_rows(setting.text, conversations, tokens, args.overflow_texts)
     if not texts:
         raise SettingError("--overflow-context", f"no conversation has {tokens} tokens; take less")
-    results = measure_overflow(setting.engine("float32"), texts, length, overflow_step(args))
+    reference = TransformersReference(args.checkpoint, args.device)
+    engine = setting.engine("float32")
+    results = measure_overflow(engine, texts, length, overflow_step(args), reference)
     title = f"Contexts that overflow {length} tokens"
     remark = f"{len(texts)} texts of {tokens - 1} tokens."
     return PartResult({title: quality_rows(results)}, [remark])

@@ -32,11 +32,13 @@ from ..quality import (
 )
 from ..reuse import whole_of
 from .conversations import ChatText, RecordedChat, ReplyTokens
+from .reference import TransformersReference
 
 INT4_GROUPS = (128, 64, 32)
 """Inputs that share a scale: the largest number that divides every projection's inputs is used."""
 
 WHOLE = "whole context"
+WITH_FIRST = "keep, and the first token"
 OVERFLOW_WAYS = {"keep": KEEP, "recompute": RECOMPUTE, "restart positions": RESTART}
 
 
@@ -177,11 +179,19 @@ def overflow_rows(
 
 
 def measure_overflow(
-    engine: Engine, rows: Sequence[ReplyTokens], length: int, step: int
+    engine: Engine,
+    rows: Sequence[ReplyTokens],
+    length: int,
+    step: int,
+    reference: TransformersReference,
 ) -> list[Quality]:
     """Compares each way with the whole context, at the recorded replies' tokens that do not see
-    all of it under a limit of `length` tokens."""
-    names = [WHOLE, *OVERFLOW_WAYS]
+    all of it under a limit of `length` tokens.
+
+    `WITH_FIRST` is no way of a server: transformers computes what kept KV would be worth if the
+    context's first token stayed visible.
+    """
+    names = [WHOLE, *OVERFLOW_WAYS, WITH_FIRST]
     if engine.manifest.decoder.rotary is None:
         names.remove("keep")
     results = {name: Quality("", name) for name in names}
@@ -192,6 +202,9 @@ def measure_overflow(
         for name, result in results.items():
             if name == WHOLE:
                 pieces = [(length, exact)]
+            elif name == WITH_FIRST:
+                windows = ContextWindow(length, step)
+                pieces = [(length, reference.windowed_logits(row.tokens[:-1], windows, 1))]
             else:
                 windows = ContextWindow(length, step, OVERFLOW_WAYS[name])
                 pieces = list(truncated_logits(context, row.tokens, windows))

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pensieve.scheduler.context_window import ContextWindow
+
 from .play import PlayedTurn
 
 BATCH_TOKENS = {"cpu": 1, "cuda": 16_384}
@@ -63,6 +65,22 @@ class TransformersReference:
             if done % SHOWN_TURNS < len(batch) or done == len(turns):
                 seconds = time.perf_counter() - started
                 print(f"  transformers: {done} of {len(turns)} turns, {seconds:.0f} s", flush=True)
+
+    @torch.inference_mode()
+    def windowed_logits(self, tokens: Sequence[int], windows: ContextWindow, always: int) -> Tensor:
+        """Logits [n, vocab] float32 of the n positions behind the window's length. A position sees
+        its window, and the first `always` tokens beside it."""
+        position = torch.arange(len(tokens))
+        start = torch.tensor([windows.start(place) for place in range(len(tokens))])[:, None]
+        hidden = (position > position[:, None]) | ((position < start) & (position >= always))
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        outcome = self._model(
+            torch.tensor([tokens], device=self._device),
+            attention_mask=mask.to(self._device)[None, None],
+            use_cache=False,
+            logits_to_keep=position[windows.length :].to(self._device),
+        )
+        return outcome.logits[0].float()
 
 
 class SharedTurn(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.check.quality import CHUNK, Quality
+from benchmarks.check.quality import CHUNK, Context, Quality, truncated_logits
 from benchmarks.check.real_model import reference as reference_file
 from benchmarks.check.real_model.__main__ import PARTS, main
 from benchmarks.check.real_model.conversations import (
@@ -38,7 +38,10 @@ from benchmarks.check.real_model.play import (
 )
 from benchmarks.check.real_model.reference import TransformersReference, TurnLogits, batches
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.builder.engine_cache import engine_for
+from pensieve.runtime.engine import open_engine
 from pensieve.runtime.text.tokenizer import Tokenizer
+from pensieve.scheduler.context_window import ContextWindow
 from pensieve.scheduler.types import SettingError, Usage
 
 SYSTEM = {"role": "system", "content": "Answer in one short sentence, and never with a list. " * 4}
@@ -189,6 +192,24 @@ def test_padding_changes_no_logits(monkeypatch):
         assert torch.allclose(logits, together[number], atol=1e-3)
 
 
+def test_a_window_hides_what_lies_before_it_but_the_first_tokens(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reference = TransformersReference(DEMO_CHECKPOINT, "cpu")
+    engine = open_engine(engine_for(DEMO_CHECKPOINT, dtype="float32"))
+    tokens = [40 + place % 90 for place in range(150)]
+    windows = ContextWindow(64, 32)
+    pieces = truncated_logits(Context(engine, len(tokens)), tokens, windows)
+    ours = torch.cat([logits for _, logits in pieces])
+    hidden, seen, all_seen = (
+        reference.windowed_logits(tokens[:-1], windows, always) for always in (0, 1, 150)
+    )
+    assert torch.allclose(hidden, ours, atol=1e-3)
+    turn = played(tokens[:65], tuple(tokens[65:]))
+    ((_, whole),) = reference.logits([turn])
+    assert torch.allclose(all_seen, whole, atol=1e-3)
+    assert (seen - hidden).abs().max() > 1e-2
+
+
 def test_int4_has_sixteen_numbers_in_a_group():
     weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     weight[0, :64] = 0.25
@@ -230,7 +251,12 @@ def test_each_part_writes_its_tables(data, tmp_path, monkeypatch):
     for row in rows:
         assert row[row["history from"]] > 0 and row["equal replies"] == "8 of 8"
     (rows,) = reports["overflow"]["tables"].values()
-    assert [row["way"] for row in rows][1:] == ["keep", "recompute", "restart positions"]
+    assert [row["way"] for row in rows][1:] == [
+        "keep",
+        "recompute",
+        "restart positions",
+        "keep, and the first token",
+    ]
     (rows,) = reports["gaps"]["tables"].values()
     assert all(0 < row["largest"] < 1 for row in rows)
     (rows,) = reports["losses"]["tables"].values()
