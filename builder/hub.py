@@ -12,15 +12,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub import constants, errors, get_cached_repo_tree, snapshot_download
 
 from ..scheduler.types import SettingError
 from .manifest import TOKENIZER_FILES
-
-if TYPE_CHECKING:
-    from .model_names import Repository
 
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,13 +40,13 @@ MIB = 2**20
 Say = Callable[[str], None]
 
 
-def download(repository: Repository, say: Say) -> Path:
-    """Returns the checkpoint's directory in the cache of huggingface_hub, or its GGUF file.
+def download(name: str, tag: str | None, say: Say) -> Path:
+    """Returns the directory of the checkpoint ORG/NAME in the cache of huggingface_hub, or its GGUF
+    file.
 
     A tag that is the name of a quantisation (Q4_K_M, BF16) chooses among the GGUF files of the
     repository, if it has any; every other tag is a revision. SettingError names "PATH".
     """
-    name, tag = repository
     try:
         if tag is not None and QUANTISATION.fullmatch(tag):
             snapshot = _Snapshot(name, None, say)

@@ -56,7 +56,7 @@ def find_model(text: str, say: Callable[[str], None]) -> Model:
 
     repository = _repository(text)
     assert repository is not None
-    return Model(download(repository, say), repository.name, HUB + text.removeprefix(HUB))
+    return Model(download(*repository, say), repository.name, HUB + text.removeprefix(HUB))
 
 
 def check_name(text: str) -> None:

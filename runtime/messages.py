@@ -130,6 +130,7 @@ class Ready:
     `model` is the name in replies; requests may use `aliases` as well. `overflow`: contexts may
     outgrow `max_model_len` if their requests allow it. The GPU's pool holds `gpu_kv_chunks` chunks
     of `chunk_tokens` tokens.
+    `device`: where the engine runs, one of DEVICES.
     """
 
     model: str
@@ -142,6 +143,7 @@ class Ready:
     aliases: tuple[str, ...] = ()
     overflow: bool = True
     sampling: SamplingDefaults = SAMPLING_DEFAULTS
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from ..runtime.launch.attached import telling_model
-from ..runtime.launch.checks import check_settings
 from ..runtime.launch.command_line import ending_at_once
 from ..runtime.launch.options import early_options, parse_options
 from ..runtime.launch.settings import in_flags
@@ -25,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = parse_options(words)
             configure_logging(settings.log_format, settings.log_level)
             if not under_mpi():
+                from ..runtime.launch.checks import check_settings
+
                 check_settings(settings)
             from ..runtime.launch.command import run
 

@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ... import __version__
+from ...builder.choices import GPU_TIER_NAMES
 from ...scheduler.types import ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
@@ -293,14 +294,20 @@ def create_app(
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
     def about() -> dict[str, Any]:
-        """Which of several servers this is, where its histories are, what is wrong with them, and
-        whether there is room for KV on the disk."""
+        """Which of several servers this is, where its histories are, what is wrong with them,
+        whether there is room for KV on the disk, and what people call the tiers."""
         fault = histories.fault
         store: dict[str, Any] = {"store": histories.kind, "healthy": fault is None}
         if fault is not None:
             store["reason"] = fault
         full = client.metrics.disk.full > 0
-        return {"replica": settings.server, "histories": store, "kv_disk_full": full}
+        tiers = {"gpu": GPU_TIER_NAMES[ready.device], "host": "host", "disk": "disk"}
+        return {
+            "replica": settings.server,
+            "histories": store,
+            "kv_disk_full": full,
+            "tier_names": tiers,
+        }
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:

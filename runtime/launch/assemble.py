@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...builder.build import build_engine
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import record_bytes
 from ...scheduler.config import SchedulerConfig
@@ -132,6 +133,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         chunk_tokens=config.chunk_tokens,
         gpu_kv_chunks=config.gpu_kv_chunks,
         sampling=sampling,
+        device=settings.device,
     )
     if disk is not None:
         log.info(
@@ -141,9 +143,10 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
             len(records),
         )
     log.info(
-        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts "
+        "%s: %s cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts "
         "up to %d tokens",
         ready.model,
+        GPU_TIER_NAMES[settings.device],
         config.gpu_kv_chunks,
         engine.chunk_bytes(config.chunk_tokens),
         config.host_kv_chunks,

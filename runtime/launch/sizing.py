@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...builder.checkpoints.config import Shard
+from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
 from ...scheduler.config import SchedulerConfig
@@ -92,9 +93,10 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         fits = SchedulerConfig(max_model_len=1, **values).largest_context
         if fits < longest:
             log.warning(
-                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more",
+                "contexts are limited to %d tokens (the model's: %d): the %s cache holds no more",
                 fits,
                 longest,
+                GPU_TIER_NAMES[settings.device],
             )
         longest = min(fits, longest)
     elif settings.max_model_len > longest:

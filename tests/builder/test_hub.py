@@ -114,10 +114,10 @@ def find(find_all):
     """Returns the path, name and origin of a model, and what was shown; or the refusal."""
 
     def find(name, **environment):
-        found, shown = find_all(name, **environment)
-        if isinstance(found, str):
-            return found
-        path, *rest = found
+        answer, shown = find_all(name, **environment)
+        if isinstance(answer, str):
+            return answer
+        path, *rest = answer
         return Path(path), *rest, shown
 
     return find

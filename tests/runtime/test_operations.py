@@ -414,7 +414,12 @@ def test_health_and_the_page_say_which_replica_it_is_and_where_its_histories_are
 
     health, state = serve(FakeLoop(), ask, HTTPSettings(server="one-1"))
     histories = {"store": "SQLite", "healthy": True}
-    assert health == {"replica": "one-1", "histories": histories, "kv_disk_full": False}
+    assert health == {
+        "replica": "one-1",
+        "histories": histories,
+        "kv_disk_full": False,
+        "tier_names": {"gpu": "device", "host": "host", "disk": "disk"},
+    }
     assert state | health == state
 
 
