@@ -5,6 +5,7 @@ What takes seconds to import is imported once the options are known to be right.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from ..runtime.launch.settings import in_flags
 from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import under_mpi
 from ..scheduler.types import SettingError
+
+log = logging.getLogger("pensieve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from ..runtime.launch.checks import check_settings
 
                 check_settings(settings)
+                log.info("starting: loading PyTorch")
             from ..runtime.launch.command import run
 
             return run(settings, words)

@@ -167,7 +167,10 @@ def prepare(settings: ServeSettings) -> Prepared:
             "--engine",
             f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts",
         )
+    log.info("loading the weights of %s", directory)
+    began = time.monotonic()
     engine = open_engine(directory, settings.device, kv_cache_dtype=settings.kv_cache_dtype)
+    log_loaded(engine, began)
     return Prepared(directory, device, engine, scheduler_config(settings, engine, device))
 
 
@@ -176,7 +179,10 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     0. Pools have the smallest rank's sizes."""
     directory = settings.engine_directory
     make = partial(make_device, settings.device, settings.enforce_eager)
+    log.info("loading the weights of %s, of each rank its own", directory)
+    began = time.monotonic()
     device, engine = open_rank(directory, settings.device, make, ranks, settings.kv_cache_dtype)
+    log_loaded(engine, began)
     config = ranks.together(lambda: scheduler_config(settings, engine, device))
     gpu, host, disk, longest = ranks.smallest(
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
@@ -188,6 +194,11 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
         config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest
     )
     return Prepared(directory, device, engine, agreed)
+
+
+def log_loaded(engine: Engine, began: float) -> None:
+    size = engine.manifest.weight_bytes / 2**20
+    log.info("%.1f MiB of weights are loaded after %.1f s", size, time.monotonic() - began)
 
 
 def host_record_bytes(settings: ServeSettings, engine: Engine) -> int:
