@@ -81,17 +81,26 @@ def check_local(text: str) -> None:
             )
     elif not path.exists():
         raise _missing(text)
-    elif path.suffix != GGUF:
+    elif not _is_gguf(path):
         raise SettingError(
             "PATH",
-            f"{text} is a file; name the directory of an engine or a checkpoint, or a GGUF file",
+            f"{text} is a file, and no GGUF file (it does not begin with GGUF); name one, or the "
+            "directory of an engine or a checkpoint",
         )
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise SettingError("PATH", f"{path} cannot be read: {error.strerror}") from error
 
 
 def _local(path: Path) -> Model:
     path = Path(os.path.abspath(path))
     real = path.resolve()
-    if path.suffix == GGUF and path.is_file():
+    if path.is_file():
         return Model(path, PART.sub("", path.stem), str(real))
     # an engine keeps the name of its own directory, wherever links to it are
     return Model(path, real.name if (path / MANIFEST).exists() else path.name, str(real))

@@ -272,7 +272,7 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
     [
         ("/nowhere/at/all", "/nowhere/at/all does not exist"),
         ("empty", r"empty is no engine .* and no checkpoint"),
-        ("model.bin", "model.bin is a file"),
+        ("model.bin", "model.bin is a file, and no GGUF file"),
     ],
 )
 def test_a_path_that_is_no_model_says_what_to_do(path, message, tmp_path, monkeypatch):

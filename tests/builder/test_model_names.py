@@ -22,7 +22,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "quantised").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "quantised" / "x.gguf").touch()
-    (tmp_path / "tiny-Q4_1-00001-of-00002.gguf").touch()
+    (tmp_path / "tiny-Q4_1-00001-of-00002.gguf").write_bytes(b"GGUF...")
+    (tmp_path / "sha256-12").write_bytes(b"GGUF")  # as Ollama keeps them
     (tmp_path / "notes.txt").touch()
     (tmp_path / "link").symlink_to("engine")
     return tmp_path
@@ -36,6 +37,7 @@ def here(tmp_path, monkeypatch):
         ("org/name", "name", "org/name"),
         ("quantised", "quantised", "quantised"),
         ("tiny-Q4_1-00001-of-00002.gguf", "tiny-Q4_1", "tiny-Q4_1-00001-of-00002.gguf"),
+        ("sha256-12", "sha256-12", "sha256-12"),
         ("link", "engine", "engine"),
     ],
 )
@@ -57,7 +59,7 @@ def test_a_path_that_exists_is_the_model(text, name, real, here):
         ("https://huggingface.co/a/b", "a model of the Hugging Face Hub is named as ORG/NAME"),
         ("hf://gpt2", "a model of the Hugging Face Hub is named as ORG/NAME"),
         ("empty", r"empty is no engine .* and no checkpoint \(it has neither config.json nor"),
-        ("notes.txt", "notes.txt is a file; name the directory"),
+        ("notes.txt", "notes.txt is a file, and no GGUF file"),
     ],
 )
 def test_a_path_without_a_model_is_an_error_of_the_path(text, message):
