@@ -1,4 +1,4 @@
-# make serve   installs on first use, then serves the demo model on http://127.0.0.1:8000
+# make serve   installs on first use, then serves a small chat model on http://127.0.0.1:8000 (ARGS="--engine demo": the tiny one that comes along)
 # make test    installs on first use, then lints and runs the tests, all but the slow ones: ARGS="-m ''" runs every test
 # make pytest  the same without the lint: ARGS="tests/builder" runs some of them
 # make setup   installs only (.venv in this folder; PYTHON=python3.13 VENV=.venv-3.13 for another Python beside it)
@@ -20,18 +20,21 @@ setup: $(VENV)/.installed
 
 # torch comes first: it decides between the CPU and the CUDA build, and nothing after it may replace it.
 $(VENV)/.installed: pyproject.toml
-	@echo "== installing Pensieve and its tests into $(VENV) (a few minutes the first time)"
+	@echo "== installing Pensieve and its tests into $(VENV) (a few minutes the first time, 3 GB and more)"
 	@$$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo $(PYTHON)) \
 		-c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: remove $(VENV) if it is there, and name one, as PYTHON=python3.12"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@echo "== 1 of 2: torch"
+	$(VENV)/bin/pip install --disable-pip-version-check 'torch>=2.11,<2.14' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "== 2 of 2: Pensieve and all that its tests need"
+	$(VENV)/bin/pip install --disable-pip-version-check --editable '.[test]'
 	@touch $@
+	@echo "== installed in $$(( $$(date +%s) - $(shell date +%s) )) s"
 
 serve: setup
-	@echo "== serving the demo model on http://127.0.0.1:8000 (make serve ARGS='--port 9000' for other settings)"
-	$(VENV)/bin/pensieve serve --engine demo $(ARGS)
+	@echo "== starting a server; its log gives the address (make serve ARGS='--port 9000' for other settings)"
+	$(VENV)/bin/pensieve serve $(ARGS)
 
 triton-server: setup
 	@echo "== installing tritonserver into $(VENV)/triton-server (223 MB)"

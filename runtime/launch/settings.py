@@ -179,7 +179,7 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     served_model_name: tuple[str, ...] | None = _http(
         None,
         "the names clients may use, the first one is told",
-        "the engine's directory name",
+        "ORG/NAME of the Hub, else the name of the directory or file",
         unit="NAME",
         common=True,
     )
