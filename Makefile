@@ -4,6 +4,7 @@
 # make setup   installs only (.venv in this folder; PYTHON=python3.13 VENV=.venv-3.13 for another Python beside it)
 # make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   with a torch for CPUs, where pip's own is for CUDA
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
+# make small-model   downloads the model that `make serve` serves, for its test (93 MB)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
 # make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
@@ -14,7 +15,7 @@ VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates clients
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates small-model clients
 
 setup: $(VENV)/.installed
 
@@ -48,6 +49,9 @@ litellm aiperf: setup
 
 chat-templates: setup
 	$(VENV)/bin/pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat-templates trl==1.16.0 axolotl==0.19.0
+
+small-model: setup
+	$(VENV)/bin/python -c 'from pensieve.builder.small_model import small_model; print(small_model(print))'
 
 ray: setup
 	@echo "== installing ray into $(VENV)/ray (two minutes)"

@@ -170,7 +170,8 @@ def check(args: argparse.Namespace) -> None:
 
 def checkpoint(text: str, say: Callable[[str], None]) -> Path:
     """Returns the checkpoint of that name, which is downloaded if need be. SettingError."""
-    with _of_checkpoint():
+    # without `ending_at_once` Ctrl-C waits for the end of a download
+    with _of_checkpoint(), ending_at_once("build_engine"):
         return find_model(text, say).path
 
 

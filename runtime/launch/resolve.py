@@ -18,6 +18,7 @@ from ...scheduler.types import SettingError
 from ..conversations.databases import stored_tokenizer
 from ..text.tokenizer import Tokenizer
 from .assemble import demo_engine
+from .command_line import ending_at_once
 from .settings import HISTORY_FILE, ServeSettings, default_state_dir
 
 log = logging.getLogger("pensieve")
@@ -54,11 +55,12 @@ def resolved(settings: ServeSettings) -> ServeSettings:
 def _model(text: str | None) -> Model | None:
     """The model that the text names; without a text the small model, or None, the demo model, if
     it cannot be downloaded."""
-    if text is not None:
-        return find_model(text, log.info)
     try:
-        return find_model(SMALL_MODEL, log.info)
+        with ending_at_once("pensieve serve"):  # else Ctrl-C waits for the end of a download
+            return find_model(SMALL_MODEL if text is None else text, log.info)
     except SettingError as error:
+        if text is not None:
+            raise
         log.warning("serving the tiny demo model instead of %s: %s", SMALL_MODEL, error.message)
         return None
 

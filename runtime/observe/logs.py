@@ -56,6 +56,8 @@ def configure_logging(form: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for client in ("httpx", "httpx2"):  # huggingface_hub's: they log each request
+        logging.getLogger(client).setLevel(logging.WARNING)
 
 
 @contextmanager
