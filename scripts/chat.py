@@ -148,7 +148,7 @@ class Chat:
         self._server = server
         self._options = options
         self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
-        self._tier_names: dict[str, str] = server.ask("GET", "/health")["tier_names"]
+        self._tier_names: dict[str, str] = server.ask("GET", "/health").get("tier_names", {})
         self._turns: list[ReplyFigures] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         self.conversation = ""
