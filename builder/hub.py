@@ -59,7 +59,7 @@ def download(name: str, tag: str | None, say: Say) -> Path:
         raise _unreachable(name, error) from error
     except (OSError, errors.XetDownloadError, NETWORK_ERROR) as error:
         raise SettingError(
-            "PATH", f"{name} cannot be downloaded: {error}; the next start goes on with the rest"
+            "PATH", f"{name} cannot be downloaded: {error}; the next start downloads the rest"
         ) from error
     except errors.HFValidationError as error:
         raise SettingError("PATH", f"{name} is no name of the Hugging Face Hub: {error}") from error
@@ -72,8 +72,17 @@ class _Snapshot:
         self._name = name
         self._say = say
         self._folder = _in_cache(name, revision, [ALWAYS_THERE, *SMALL_FILES])
-        files = get_cached_repo_tree(name, revision=self._folder.name)
-        self._sizes = {file.path: file.size for file in files}
+        self._sizes = self._listing()
+
+    def _listing(self) -> dict[str, int]:
+        """The repository's files with their sizes."""
+        try:
+            files = get_cached_repo_tree(self._name, revision=self._folder.name)
+            return {file.path: file.size for file in files}
+        except errors.CachedRepoTreeNotFoundError:
+            # there is no network, and an older huggingface_hub made the cache: what is in it
+            paths = (path for path in self._folder.rglob("*") if path.is_file())
+            return {str(path.relative_to(self._folder)): path.stat().st_size for path in paths}
 
     @property
     def gguf_files(self) -> list[str]:
