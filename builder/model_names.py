@@ -15,6 +15,7 @@ from .small_model import SMALL_MODEL, small_model
 
 CONFIG = "config.json"
 GGUF = ".gguf"
+GGUF_STARTS = (b"GGUF", b"vers")  # or a pointer of Git LFS, which the reader explains
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # the end of the name of one of several GGUF files
 HUB = "hf://"
 REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w./-]+))?", re.ASCII)
@@ -92,7 +93,7 @@ def check_local(text: str) -> None:
 def _is_gguf(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
+            return file.read(4) in GGUF_STARTS
     except OSError as error:
         raise SettingError("PATH", f"{path} cannot be read: {error.strerror}") from error
 
