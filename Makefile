@@ -1,9 +1,10 @@
-# make serve   installs on first use, then serves the demo model on http://127.0.0.1:8000
+# make serve   installs on first use, then serves a small chat model on http://127.0.0.1:8000 (ARGS="--engine demo": the tiny one that comes along)
 # make test    installs on first use, then lints and runs the tests, all but the slow ones: ARGS="-m ''" runs every test
 # make pytest  the same without the lint: ARGS="tests/builder" runs some of them
 # make setup   installs only (.venv in this folder; PYTHON=python3.13 VENV=.venv-3.13 for another Python beside it)
 # make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   with a torch for CPUs, where pip's own is for CUDA
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
+# make small-model   downloads the model that `make serve` serves, for its test (93 MB)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
 # make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
@@ -14,24 +15,27 @@ VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates clients
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates small-model clients
 
 setup: $(VENV)/.installed
 
 # torch comes first: it decides between the CPU and the CUDA build, and nothing after it may replace it.
 $(VENV)/.installed: pyproject.toml
-	@echo "== installing Pensieve and its tests into $(VENV) (a few minutes the first time)"
+	@echo "== installing Pensieve and its tests into $(VENV) (a few minutes the first time, 3 GB and more)"
 	@$$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo $(PYTHON)) \
 		-c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: remove $(VENV) if it is there, and name one, as PYTHON=python3.12"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@echo "== 1 of 2: torch"
+	$(VENV)/bin/pip install --disable-pip-version-check 'torch>=2.11,<2.14' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "== 2 of 2: Pensieve and all that its tests need"
+	$(VENV)/bin/pip install --disable-pip-version-check --editable '.[test]'
 	@touch $@
+	@echo "== installed in $$(( $$(date +%s) - $(shell date +%s) )) s"
 
 serve: setup
-	@echo "== serving the demo model on http://127.0.0.1:8000 (make serve ARGS='--port 9000' for other settings)"
-	$(VENV)/bin/pensieve serve --engine demo $(ARGS)
+	@echo "== starting a server; its log gives the address (make serve ARGS='--port 9000' for other settings)"
+	$(VENV)/bin/pensieve serve $(ARGS)
 
 triton-server: setup
 	@echo "== installing tritonserver into $(VENV)/triton-server (223 MB)"
@@ -45,6 +49,9 @@ litellm aiperf: setup
 
 chat-templates: setup
 	$(VENV)/bin/pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat-templates trl==1.16.0 axolotl==0.19.0
+
+small-model: setup
+	$(VENV)/bin/python -c 'from pensieve.builder.small_model import small_model; print(small_model(print))'
 
 ray: setup
 	@echo "== installing ray into $(VENV)/ray (two minutes)"

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
@@ -30,18 +29,18 @@ from typing import Any
 
 from ..scheduler.types import SettingError
 from .build import build_engine, check_settings, read_config, target_of
-from .checkpoints.gguf_file import check_start, gguf_parts, is_gguf, model_name
+from .checkpoints.gguf_file import gguf_parts, is_gguf, model_name
 from .checkpoints.hugging_face import INDEX, weight_files
 from .checkpoints.tensorrt_llm import is_legacy, legacy_weight_files
 from .inductor.lock import locked
 from .manifest import MANIFEST, TOKENIZER_FILES, Manifest, files_digest, versions
+from .model_names import CONFIG, check_local
 from .progress import Progress
+from .small_model import user_cache
 from .weights import PIECE, Advance
 
-CONFIG = "config.json"
 SMALL_FILES = (*TOKENIZER_FILES, CONFIG, INDEX, "vocab.json", "merges.txt", "added_tokens.json")
 DTYPE_NAMES = {"auto": None, "half": "float16", "float": "float32"}  # vLLM's name: ours
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SETTINGS = {  # the argument of `build_engine`: the caller's name for it
     "--checkpoint": "PATH",
     "--output": "XDG_CACHE_HOME",
@@ -76,8 +75,8 @@ def engine_for(
     backend: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`. That
-    engine is built first unless the cache has it.
+    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`, a
+    directory or a GGUF file. That engine is built first unless the cache has it.
 
     dtype            one of DTYPES, or vLLM's name for it; None or "auto": the checkpoint's own
     quantization     "fp8" rounds a checkpoint's weights; None, or the method in which they are
@@ -90,7 +89,7 @@ def engine_for(
     the same engine, one builds it and the others wait. SettingError names "PATH", "XDG_CACHE_HOME",
     or the option of `pensieve serve` at fault.
     """
-    check_model(path)
+    check_local(str(path))
     directory = Path(os.path.abspath(path))
     dtype = DTYPE_NAMES.get(dtype, dtype) if dtype is not None else None
     if (directory / MANIFEST).exists():
@@ -115,21 +114,9 @@ def engine_for(
             shown.close()
 
 
-def check_model(path: str | Path) -> None:
-    """SettingError names "PATH" if it is neither an engine nor a checkpoint."""
-    directory = Path(os.path.abspath(path))
-    if (directory / MANIFEST).exists():
-        return
-    if is_gguf(directory):
-        with _settings_renamed():
-            check_start(directory)
-    elif not (directory / CONFIG).exists():
-        raise _no_model(str(path), directory)
-
-
 def cache_directory() -> Path:
     """The directory of this user's engines."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve" / "engines"
+    return user_cache() / "engines"
 
 
 class _Place:
@@ -333,24 +320,6 @@ def _check_engine(
             raise SettingError(
                 setting, f"the engine {directory} was built with {actual}; leave the option out"
             )
-
-
-def _no_model(typed: str, directory: Path) -> SettingError:
-    if directory.is_dir():
-        return SettingError(
-            "PATH",
-            f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG}, no GGUF "
-            "file)",
-        )
-    if HUB_NAME.fullmatch(typed):
-        local = typed.rpartition("/")[2]
-        return SettingError(
-            "PATH",
-            f"there is no directory {typed}, and nothing is downloaded here; if it is a name of "
-            "the Hugging Face Hub, "
-            f"run `hf download {typed} --local-dir {local}` first, and then name {local}",
-        )
-    return SettingError("PATH", f"{typed} does not exist")
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
 from .launch.settings import HISTORY_FILE
 from .messages import SAMPLING_DEFAULTS, Forget, Fork, Keep
+from .observe.logs import shown_while_open
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
 from .offline.prompts import (
@@ -111,12 +112,13 @@ class LLM:
             )
         hold_streams()
         args = read_settings(model, state_dir, options)
-        engine = model_engine(
-            model, dtype=dtype, quantization=quantization, backend=backend, device=args.device
-        )
-        args = replace(args, engine=str(engine))
         self._closing = ExitStack()
-        with ExitStack() as opened:
+        with shown_while_open(), ExitStack() as opened:
+            began = time.monotonic()
+            engine = model_engine(
+                model, dtype=dtype, quantization=quantization, backend=backend, device=args.device
+            )
+            args = replace(args, engine=str(engine))
             history = ":memory:"
             if state_dir is not None:
                 opened.enter_context(locked_directories(args))
@@ -156,6 +158,7 @@ class LLM:
             )
             opened.callback(self._session.spill, CLOSING_SECONDS)
             self._closing = opened.pop_all()
+            log.info("ready after %.1f s", time.monotonic() - began)
 
     def __enter__(self) -> LLM:
         return self

@@ -7,10 +7,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..builder.choices import BACKENDS, DEFAULT_BACKEND, DEVICES, DTYPES, WEIGHTS
+from ..builder.model_names import check_name, find_model
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
 from ..runtime.system import hold_streams
 from ..scheduler.types import SettingError
@@ -65,7 +68,8 @@ def parser() -> CommandParser:
     command.add_argument(
         "--checkpoint",
         metavar="PATH",
-        help="a folder with config.json, *.safetensors and tokenizer files, or a GGUF file",
+        help="a directory of config.json, *.safetensors and tokenizer files; a GGUF file; or "
+        "ORG/NAME of the Hugging Face Hub",
     )
     command.add_argument(
         "--output", required=True, metavar="DIR", help="the engine directory to make or replace"
@@ -118,6 +122,7 @@ def parser() -> CommandParser:
 
 def build(args: argparse.Namespace) -> Built:
     """Raises SettingError."""
+    check(args)
     with ending_at_once("build_engine"):
         from ..builder.build import build_engine, build_random_engine  # and torch
     how = dict(
@@ -130,6 +135,16 @@ def build(args: argparse.Namespace) -> Built:
         say=lambda stage: print(f"build_engine: {stage}", file=sys.stderr, flush=True),
     )
     if args.random_weights:
+        return build_random_engine(
+            args.config, args.output, overrides(args.set or []), args.seed or 0, **how
+        )
+    return build_engine(checkpoint(args.checkpoint, how["say"]), args.output, **how)
+
+
+def check(args: argparse.Namespace) -> None:
+    """SettingError for options that are wrong together, and for files that do not exist. Takes no
+    time, as the build's own imports do."""
+    if args.random_weights:
         if args.checkpoint is not None:
             raise SettingError(
                 "--checkpoint", "not with --random-weights, which takes its shape from --config"
@@ -138,9 +153,10 @@ def build(args: argparse.Namespace) -> Built:
             raise SettingError(
                 "--config", "must name the config.json that --random-weights follows"
             )
-        return build_random_engine(
-            args.config, args.output, overrides(args.set or []), args.seed or 0, **how
-        )
+        if not Path(args.config).exists():
+            raise SettingError("--config", f"{args.config} does not exist")
+        overrides(args.set or [])
+        return
     for name in ("config", "set", "seed"):
         if getattr(args, name) is not None:
             raise SettingError(f"--{name}", "only with --random-weights")
@@ -148,7 +164,24 @@ def build(args: argparse.Namespace) -> Built:
         raise SettingError(
             "--checkpoint", "must name a checkpoint (or use --random-weights and --config)"
         )
-    return build_engine(args.checkpoint, args.output, **how)
+    with _of_checkpoint():
+        check_name(args.checkpoint)
+
+
+def checkpoint(text: str, say: Callable[[str], None]) -> Path:
+    """Returns the checkpoint of that name, which is downloaded if need be. SettingError."""
+    # without `ending_at_once` Ctrl-C waits for the end of a download
+    with _of_checkpoint(), ending_at_once("build_engine"):
+        return find_model(text, say).path
+
+
+@contextmanager
+def _of_checkpoint() -> Iterator[None]:
+    """Errors that name a model's PATH name the option instead."""
+    try:
+        yield
+    except SettingError as error:
+        raise SettingError("--checkpoint", error.message) from error
 
 
 def overrides(settings: list[str]) -> dict[str, Any]:

@@ -12,20 +12,20 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ..runtime.launch.command_line import INTERRUPTED, CommandParser
 
-SOURCES = {"gpu": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed", "new": "new"}
+SOURCES = ("gpu", "host", "disk", "recomputed", "new")
 CONNECT_SECONDS = 10
 STORE_SECONDS = 10
 LIST_PAGE = 100
 HELP = """\
 /new [name]    begin a conversation, or go on with the one of that name
-/list          conversations on the server
+/list          conversations on the server, with their titles
 /fork [name]   go on in a copy of this conversation
 /drop [name]   delete a conversation (this one)
 /stats         tokens and times since the start, and how busy the server is
@@ -128,10 +128,10 @@ class ReplyFigures:
     generating: float = 0.0
     has_text: bool = False
 
-    def line(self) -> str:
+    def line(self, tier_names: Mapping[str, str]) -> str:
         came = " · ".join(
-            f"{shown} {self.sources.get(name, 0)}"
-            for name, shown in SOURCES.items()
+            f"{tier_names.get(name, name)} {self.sources.get(name, 0)}"
+            for name in SOURCES
             if name != "disk" or self.sources.get(name)
         )
         rate = (
@@ -151,6 +151,7 @@ class Chat:
         self._server = server
         self._options = options
         self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
+        self._tier_names: dict[str, str] = server.ask("GET", "/health").get("tier_names", {})
         self._turns: list[ReplyFigures] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         self.conversation = ""
@@ -212,7 +213,7 @@ class Chat:
             return
         self._turns.append(turn)
         self._stored = True
-        print("\n" + self._faint(turn.line()), flush=True)
+        print("\n" + self._faint(turn.line(self._tier_names)), flush=True)
 
     def _show(self, events: Iterator[dict[str, Any]], turn: ReplyFigures) -> None:
         sent = time.perf_counter()
@@ -270,7 +271,9 @@ class Chat:
             page = self._server.ask("GET", f"/v1/conversations?limit={LIST_PAGE}{after}")
             for entry in page["data"]:
                 mark = "*" if entry["id"] == self.conversation else " "
-                print(f"{mark} {entry['id']}", self._faint(f"({entry['tokens']} tokens)"))
+                title = f"{entry['title']} " if entry["title"] else ""
+                about = self._faint(f"{title}({entry['tokens']} tokens)")
+                print(f"{mark} {entry['id']}", about)
             more = page.get("has_more", False)
             after = f"&after={quote(page['data'][-1]['id'], safe='')}" if more else ""
 
@@ -290,7 +293,7 @@ class Chat:
     def command_stats(self, _: str) -> None:
         turns = self._turns
         sources = sum((Counter(turn.sources) for turn in turns), Counter())
-        came = " · ".join(f"{shown} {sources[name]}" for name, shown in SOURCES.items())
+        came = " · ".join(f"{self._tier_names.get(name, name)} {sources[name]}" for name in SOURCES)
         print(
             f"{len(turns)} replies, {sum(turn.generated for turn in turns)} tokens; prompts: {came}"
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..builder.choices import DEVICES
+from ..builder.manifest import Manifest
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
 from ..runtime.launch.settings import DEFAULTS
 from .command import add_kv_cache_dtype, check_above_0, check_matplotlib, exit_status, subplots
@@ -105,10 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises SettingError for numbers that cannot be, or figures that cannot be drawn."""
+    """Raises SettingError for numbers that cannot be, figures that cannot be drawn, or a directory
+    without an engine."""
     check_above_0(args, ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"))
     if args.plots is not None:
         check_matplotlib("--plots")  # known to be there before anything is measured
+    Manifest.read(args.engine)
 
 
 def work(args: argparse.Namespace, bench: StepBench, engine: Engine, rank: int) -> None:

@@ -5,6 +5,7 @@ What takes seconds to import is imported once the options are known to be right.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,10 @@ from ..runtime.launch.command_line import ending_at_once
 from ..runtime.launch.options import early_options, parse_options
 from ..runtime.launch.settings import in_flags
 from ..runtime.observe.logs import configure_logging
+from ..runtime.ranks.launch import under_mpi
 from ..scheduler.types import SettingError
+
+log = logging.getLogger("pensieve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ending_at_once("pensieve serve"), telling_model(early_options(words).attach):
             settings = parse_options(words)
             configure_logging(settings.log_format, settings.log_level)
+            if not under_mpi():
+                from ..runtime.launch.checks import check_settings
+
+                check_settings(settings)
+                log.info("starting: loading PyTorch")
             from ..runtime.launch.command import run
 
             return run(settings, words)

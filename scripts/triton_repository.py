@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..builder.model_names import check_name
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import early_options, parse_options, parser
 from ..runtime.launch.settings import in_flags
@@ -97,10 +98,10 @@ def checked(options: Sequence[str]) -> list[str]:
         "disk-dir": args.disk_dir,
         "trace": args.trace,
     }
-    if args.engine != "demo":
-        paths["engine"] = directory = Path(args.engine)
-        if not directory.is_dir():
-            raise SettingError("--engine", f"there is no directory {args.engine}")
+    if args.engine not in (None, "demo"):
+        check_name(args.engine)
+        if Path(args.engine).exists():
+            paths["engine"] = Path(args.engine)
     relative = {
         name: path for name, path in paths.items() if path is not None and not path.is_absolute()
     }

@@ -16,7 +16,8 @@ import threading
 import time
 from types import FrameType
 
-from pensieve.runtime.http.process import listen, serve_http
+from pensieve.runtime.http.listener import listen
+from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.launch.assemble import assemble
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.options import parse_options

@@ -15,11 +15,6 @@ from ..frontend.errors import error_response
 OWNER = "pensieve.owner"
 
 
-def key_digest(key: str) -> str:
-    """The form of a key that the server keeps; also the name of the key's owner."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
 def owner_of(request: Request) -> str:
     """The owner of the data that the request creates and may see; "" if no keys are needed."""
     return str(request.scope.get(OWNER, ""))

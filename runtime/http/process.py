@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import signal
@@ -17,7 +16,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...scheduler.types import ErrorKind, RequestError, SettingError
+from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.engine_client import EngineClient
@@ -37,31 +36,6 @@ EARLY_PROBES = {"/health": 503, "/ping": 503, "/ready": 503, "/live": 200}
 KEEP_ALIVE_SECONDS = 75
 """The time that a connection may be idle. Balancers keep theirs for 60 s (nginx, AWS). They must
 close first; otherwise a request that arrives at that moment is lost."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. It is made before the model is loaded, so that a taken port is
-    reported at once. Port 0: any free one.
-
-    Raises SettingError. The parent closes its copy after the HTTP process has started.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OverflowError as error:
-        raise SettingError("--port", f"must be between 0 and 65535, not {port}") from error
-    except OSError as error:
-        message = f"cannot listen on {host}:{port}: {error.strerror}"
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise SettingError(
-                "--port", f"{message}; take another port, or 0 for any free one"
-            ) from error
-        raise SettingError("--host", message) from error
-    # Connections inherit it. Without it a token would wait up to 40 ms until the client's kernel
-    # has acknowledged the one before. asyncio sets it too, but only on sockets that were created
-    # with the protocol's number.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 def serve_http(

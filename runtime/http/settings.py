@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,7 +85,7 @@ class HTTPSettings(HTTPOptions):
     """The options, and what their files hold.
 
     chat_template   its source, None: the engine's own
-    api_keys        digests of the keys (`auth.key_digest`), one of which every call needs; none:
+    api_keys        digests of the keys (`key_digest`), one of which every call needs; none:
                     no keys
     histories       where histories are stored (`databases.open_database`); ":memory:" stores
                     nothing
@@ -98,3 +99,8 @@ class HTTPSettings(HTTPOptions):
 
 
 DEFAULTS = HTTPSettings()
+
+
+def key_digest(key: str) -> str:
+    """The form of a key that the server keeps; also the name of the key's owner."""
+    return hashlib.sha256(key.encode()).hexdigest()

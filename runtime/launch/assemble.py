@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...builder.build import build_engine
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import record_bytes
 from ...scheduler.config import SchedulerConfig
@@ -32,6 +33,7 @@ from ..messages import Ready
 from ..observe.chrome_trace import TraceFile
 from ..step.grammar import Grammars, open_grammars
 from ..text.tokenizer import Tokenizer
+from .checks import pool_setting
 from .generation_config import sampling_defaults
 from .http_options import read_chat_template
 from .ranks import open_rank
@@ -41,7 +43,6 @@ from .sizing import (
     disk_settings,
     estimated_cost,
     host_form,
-    pool_setting,
     scheduler_config,
     with_disk_speed,
 )
@@ -142,9 +143,10 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
             len(records),
         )
     log.info(
-        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts "
+        "%s: %s cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts "
         "up to %d tokens",
         ready.model,
+        GPU_TIER_NAMES[settings.device],
         config.gpu_kv_chunks,
         engine.chunk_bytes(config.chunk_tokens),
         config.host_kv_chunks,
@@ -158,23 +160,29 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
 def prepare(settings: ServeSettings) -> Prepared:
     """Raises SettingError, also for an engine of several ranks."""
     device = make_device(settings.device, settings.enforce_eager)
-    directory = Path(settings.engine)
+    directory = settings.engine_directory
     divided = Manifest.read(directory).tensor_parallel
     if divided != 1:
         raise SettingError(
             "--engine",
             f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts",
         )
+    log.info("loading the weights of %s", directory)
+    began = time.monotonic()
     engine = open_engine(directory, settings.device, kv_cache_dtype=settings.kv_cache_dtype)
+    log_loaded(engine, began)
     return Prepared(directory, device, engine, scheduler_config(settings, engine, device))
 
 
 def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank
     0. Pools have the smallest rank's sizes."""
-    directory = Path(settings.engine)
+    directory = settings.engine_directory
     make = partial(make_device, settings.device, settings.enforce_eager)
+    log.info("loading the weights of %s, of each rank its own", directory)
+    began = time.monotonic()
     device, engine = open_rank(directory, settings.device, make, ranks, settings.kv_cache_dtype)
+    log_loaded(engine, began)
     config = ranks.together(lambda: scheduler_config(settings, engine, device))
     gpu, host, disk, longest = ranks.smallest(
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
@@ -186,6 +194,11 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
         config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest
     )
     return Prepared(directory, device, engine, agreed)
+
+
+def log_loaded(engine: Engine, began: float) -> None:
+    size = engine.manifest.weight_bytes / 2**20
+    log.info("%.1f MiB of weights are loaded after %.1f s", size, time.monotonic() - began)
 
 
 def host_record_bytes(settings: ServeSettings, engine: Engine) -> int:

@@ -7,38 +7,29 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...builder.manifest import Manifest
-from ..http.process import listen
 from ..ranks.launch import run_ranks, under_mpi
 from ..system import dump_stacks_on_signal
 from .assemble import locked_directories
 from .attached import telling_model
 from .command_line import interrupts_raise
-from .http_options import client_settings
 from .ranks import run_rank
-from .resolve import check_engine, resolved
+from .resolve import resolved
 from .serving import follow_rank, serve, serve_attached
 from .settings import ServeSettings
-from .sizing import check_values
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
 
 
 def run(settings: ServeSettings, words: Sequence[str]) -> int:
-    """Serves with `settings`, parsed from `words`. Returns the exit status. Raises SettingError."""
-    if not under_mpi():  # mistakes are known before a build, which takes minutes
-        check_engine(settings)
-        check_values(settings)
-        client_settings(settings)
-        if settings.attach is None:
-            listen(settings.host, settings.port).close()
+    """Serves with `settings`, parsed from `words` and checked. Returns the exit status. Raises
+    SettingError."""
     with interrupts_raise():  # a build removes its files
         settings = resolved(settings)
-    ranks = Manifest.read(Path(settings.engine)).tensor_parallel
+    ranks = Manifest.read(settings.engine_directory).tensor_parallel
     if under_mpi():
         return run_rank("pensieve serve", ranks, partial(serve_rank, settings))
     if ranks > 1:
@@ -52,7 +43,12 @@ def run(settings: ServeSettings, words: Sequence[str]) -> int:
 def settled_words(settings: ServeSettings) -> list[str]:
     """Options with the resolved values, the same for all ranks. They are appended, because the last
     ones count."""
-    return [f"--engine={settings.engine}", f"--state-dir={settings.state_dir}"]
+    names = settings.served_model_name
+    return [
+        f"--engine={settings.engine}",
+        f"--state-dir={settings.state_dir}",
+        *(["--served-model-name", *names] if names else []),
+    ]
 
 
 def serve_rank(settings: ServeSettings, ranks: Ranks) -> int:

@@ -12,6 +12,7 @@ from ..messages import SAMPLING_DEFAULTS, SamplingDefaults
 
 SETTING = "--generation-config"
 FILE = "generation_config.json"
+NO_FOLDER = ("auto", "vllm")
 FIELDS = {name: name for name in SamplingDefaults._fields} | {"max_tokens": "max_new_tokens"}
 """The file's field for each default."""
 
@@ -30,7 +31,7 @@ def sampling_defaults(source: str, engine: Path) -> SamplingDefaults:
     path = (engine if source == "auto" else Path(source)) / FILE
     if source == "auto" and not path.exists():
         return SAMPLING_DEFAULTS
-    given = _read(path)
+    given = read_fields(path)
     try:
         defaults = SamplingDefaults(**given)
         Sampling(**{name: value for name, value in given.items() if name != "max_tokens"})
@@ -42,8 +43,8 @@ def sampling_defaults(source: str, engine: Path) -> SamplingDefaults:
     return defaults
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file's values that are not null. Raises SettingError."""
+def read_fields(path: Path) -> dict[str, Any]:
+    """The values of a generation_config.json that are not null. Raises SettingError."""
     try:
         fields = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

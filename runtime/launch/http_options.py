@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 from ...scheduler.types import SettingError
 from ..conversations.databases import has_password, is_url
-from ..http.auth import key_digest
-from ..http.settings import HTTPOptions, HTTPSettings
+from ..http.settings import HTTPOptions, HTTPSettings, key_digest
 from ..text.tokenizer import ChatTemplate
 from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 

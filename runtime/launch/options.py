@@ -9,7 +9,7 @@ import argparse
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import UnionType
@@ -30,8 +30,9 @@ GROUPS = {
 """In the order of the help, with the sentence below the heading."""
 
 PATH_HELP = (
-    "an engine, a Hugging Face checkpoint or a GGUF file, of which an engine is built on first "
-    "use; `demo`: a small model that comes along"
+    "an engine, or a Hugging Face checkpoint or GGUF file, of which an engine is built on first "
+    "use; ORG/NAME, ORG/NAME:REVISION or ORG/NAME:Q4_K_M of the Hugging Face Hub; smollm2: a small "
+    "chat model, downloaded on first use; demo: a tiny one that comes along (default: smollm2)"
 )
 
 ALIASES = {
@@ -67,7 +68,7 @@ ELSEWHERE = {
     "--enable-lora": "LoRA adapters are not supported; merge them into the checkpoint",
     "--lora-modules": "LoRA adapters are not supported; merge them into the checkpoint",
     "--load-format": "a checkpoint's weights are safetensors",
-    "--revision": "nothing is downloaded; PATH is a directory",
+    "--revision": "PATH takes it: ORG/NAME:REVISION",
     "--backend": "`build_engine` makes an engine with another backend; then serve its directory",
     "--pipeline-parallel-size": "--tensor-parallel-size divides a model over several GPUs",
     "-pp": "--tensor-parallel-size divides a model over several GPUs",
@@ -78,8 +79,8 @@ ELSEWHERE = {
     "--enable-log-requests": "the log has each request, except with --log-level=warning",
     "--ssl-keyfile": "put a proxy with TLS before the server",
     "--ssl-certfile": "put a proxy with TLS before the server",
-    "--hf-token": "nothing is downloaded; PATH is a directory",
-    "--download-dir": "nothing is downloaded; PATH is a directory",
+    "--hf-token": "HF_TOKEN of the environment is used, or that of `hf auth login`",
+    "--download-dir": "HF_HUB_CACHE of the environment names it",
     "--max-batch-size": "use --max-num-seqs",
     "--max-num-tokens": "use --max-num-batched-tokens",
     "--max-seq-len": "use --max-model-len",
@@ -170,9 +171,7 @@ def _options() -> tuple[Option, ...]:
             hint = get_args(hint)[0]
         several = get_origin(hint) is tuple
         kind = get_args(hint)[0] if several else hint
-        if default is MISSING:  # `settings_of` says what is missing
-            default = None
-        elif default == ():
+        if default == ():
             default = []  # which repeated flags extend
         elif kind is bool and declared.choices:
             default = declared.choices[not default]
@@ -204,12 +203,6 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
     """SettingError for impossible values."""
-    if args.engine is None:
-        raise SettingError(
-            "PATH",
-            "name an engine, a checkpoint's directory or a GGUF file (pensieve serve PATH), or "
-            "`demo` for a small model",
-        )
     return ServeSettings(**{one.name: one.read(getattr(args, one.name)) for one in OPTIONS})
 
 
@@ -225,7 +218,7 @@ def early_options(argv: Sequence[str]) -> argparse.Namespace:
 def parser(prog: str = "pensieve serve") -> CommandParser:
     commands = CommandParser(
         prog=prog,
-        usage="%(prog)s PATH [options]",
+        usage="%(prog)s [PATH] [options]",
         description=(
             "Serves a model over HTTP (OpenAI API), with a KV cache that survives between turns."
         ),

@@ -10,12 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from ...builder.engine_cache import check_model, engine_for
-from ...scheduler.declaration import flag
+from ...builder.engine_cache import engine_for
+from ...builder.model_names import Model, find_model
+from ...builder.progress import Progress
+from ...builder.small_model import SMALL_MODEL
 from ...scheduler.types import SettingError
 from ..conversations.databases import stored_tokenizer
 from ..text.tokenizer import Tokenizer
 from .assemble import demo_engine
+from .checks import check_engine
+from .command_line import ending_at_once
 from .settings import HISTORY_FILE, ServeSettings, default_state_dir
 
 log = logging.getLogger("pensieve")
@@ -26,35 +30,41 @@ OWNER_FILE = "belongs-to"  # in `default_state_dir`: names the state directory t
 def resolved(settings: ServeSettings) -> ServeSettings:
     """Returns the settings with an engine's directory, built if needed, and a state directory.
     Raises SettingError."""
-    if settings.engine == "demo":
+    model = None if settings.engine == "demo" else _model(settings.engine)
+    if model is None:
+        check_engine(replace(settings, engine="demo"))
         state = settings.state_dir or state_directory(
             "demo", "demo", lambda: tokenizer_digest(DEMO_CHECKPOINT)
         )
         return replace(settings, engine=str(demo_engine(state, settings.device)), state_dir=state)
     engine = engine_for(
-        settings.engine,
+        model.path,
         dtype=settings.dtype,
         quantization=settings.quantization,
         tensor_parallel=settings.tensor_parallel_size,
         device=settings.device,
+        progress=Progress(model.name),
     )
-    path = Path(settings.engine).resolve()
     state = settings.state_dir or state_directory(
-        path.name, str(path), lambda: tokenizer_digest(engine)
+        Path(model.origin).name, model.origin, lambda: tokenizer_digest(engine)
     )
-    return replace(settings, engine=str(engine), state_dir=state)
+    names = settings.served_model_name
+    if names is None and settings.attach is None and model.name != engine.resolve().name:
+        names = (model.name,)
+    return replace(settings, engine=str(engine), state_dir=state, served_model_name=names)
 
 
-def check_engine(settings: ServeSettings) -> None:
-    """SettingError if there is no such model, or an option is not for it."""
-    if settings.engine != "demo":
-        check_model(settings.engine)
-        return
-    for name in ("dtype", "quantization", "tensor_parallel_size"):
-        if settings.changed(name):
-            raise SettingError(
-                flag(name), "is for a checkpoint; the demo engine is always the same"
-            )
+def _model(text: str | None) -> Model | None:
+    """The model that the text names; without a text the small model, or None, the demo model, if
+    it cannot be downloaded."""
+    try:
+        with ending_at_once("pensieve serve"):  # else Ctrl-C waits for the end of a download
+            return find_model(SMALL_MODEL if text is None else text, log.info)
+    except SettingError as error:
+        if text is not None:
+            raise
+        log.warning("serving the tiny demo model instead of %s: %s", SMALL_MODEL, error.message)
+        return None
 
 
 def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Path:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from ...scheduler.step_timing import StepTiming
 from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
-from ..http.process import listen, serve_http
+from ..http.listener import listen
+from ..http.process import serve_http
 from ..http.settings import HTTPSettings
 from ..messages import TritonSettings
 from ..ranks.launch import DRAIN, tell_serving

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...builder.choices import DEVICES, DTYPES, KV_CACHE_DTYPES
+from ...builder.small_model import SMALL_MODEL
 from ...scheduler.config import BATCH, CACHE, SchedulerConfig, SchedulerSettings
 from ...scheduler.declaration import SERVERS, Declaration, User, check_declared, flag, setting
 from ...scheduler.types import SettingError
@@ -56,9 +57,10 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     neither a file nor the engine is needed.
     """
 
-    engine: str = _engine(
-        MISSING,
+    engine: str | None = _engine(
+        None,
         "PATH as an option; the last one counts",
+        f"{SMALL_MODEL}, or demo if that cannot be downloaded",
         unit="PATH",
         users=SERVERS,
     )
@@ -177,7 +179,7 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     served_model_name: tuple[str, ...] | None = _http(
         None,
         "the names clients may use, the first one is told",
-        "the engine's directory name",
+        "ORG/NAME of the Hub, else the name of the directory or file",
         unit="NAME",
         common=True,
     )
@@ -248,6 +250,12 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     def changed(self, name: str) -> bool:
         """True if the option is not at its default."""
         return bool(getattr(self, name) != DEFAULTS[name])
+
+    @property
+    def engine_directory(self) -> Path:
+        """The engine's directory; only allowed after it is resolved."""
+        assert self.engine is not None
+        return Path(self.engine)
 
     @property
     def state_directory(self) -> Path:

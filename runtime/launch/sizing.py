@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...builder.checkpoints.config import Shard
+from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
-from ...scheduler.config import SchedulerConfig, SchedulerSettings
+from ...scheduler.config import SchedulerConfig
 from ...scheduler.context_window import KEEP, RECOMPUTE
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
@@ -26,6 +27,7 @@ from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
 from ..disk.store import DiskSettings
 from ..engine import Engine
+from .checks import check_disk_has_host, kv_chunks, plain_values, pool_setting
 from .settings import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings
 
 if TYPE_CHECKING:
@@ -44,8 +46,6 @@ ESTIMATES = {
 # takes 150 to 500 bytes, a chunk of KV about a megabyte. Agents share long prompts, so logs of
 # sessions are many times larger than their KV.
 LOGGED_FOR_EACH_HELD = 32
-
-MANY_CHUNKS = 2**40  # more than any GPU holds
 
 
 def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
@@ -93,9 +93,10 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         fits = SchedulerConfig(max_model_len=1, **values).largest_context
         if fits < longest:
             log.warning(
-                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more",
+                "contexts are limited to %d tokens (the model's: %d): the %s cache holds no more",
                 fits,
                 longest,
+                GPU_TIER_NAMES[settings.device],
             )
         longest = min(fits, longest)
     elif settings.max_model_len > longest:
@@ -108,43 +109,6 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
     config = SchedulerConfig(max_model_len=longest, **values)
     refuse_idle_options(settings, config)
     return config
-
-
-def plain_values(settings: ServeSettings) -> dict[str, Any]:
-    """Those of SchedulerConfig's values that do not depend on the engine."""
-    return {one.name: getattr(settings, one.name) for one in fields(SchedulerSettings)}
-
-
-def check_values(settings: ServeSettings) -> None:
-    """SettingError for a value that is wrong with any engine: known before a port or a directory is
-    taken."""
-    gpu, host, disk = (
-        kv_chunks(settings, tier, default, 1)
-        for tier, default in (
-            (Tier.GPU, DEFAULT_GPU_KV),
-            (Tier.HOST, DEFAULT_HOST_KV),
-            (Tier.DISK, DEFAULT_DISK_KV),
-        )
-    )
-    if gpu < 1:
-        raise SettingError(pool_setting(settings, Tier.GPU), "must be at least one chunk")
-    check_disk_has_host(settings, host, disk)
-    if settings.gpu_kv_chunks is None:
-        gpu = MANY_CHUNKS  # their size is not known yet
-    length = 1 if settings.max_model_len is None else settings.max_model_len
-    plain = plain_values(settings)
-    SchedulerConfig(
-        gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=length, **plain
-    )
-
-
-def check_disk_has_host(settings: ServeSettings, host_chunks: int, disk_chunks: int) -> None:
-    if disk_chunks > 0 and not host_chunks:
-        why = "all KV to and from the disk passes through host memory"
-        raise SettingError(
-            pool_setting(settings, Tier.DISK),
-            f"needs {pool_setting(settings, Tier.HOST)} above 0: {why}",
-        )
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:
@@ -205,31 +169,6 @@ def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> i
         *(size / GIB for size in (memory.total, *division)),
     )
     return division.kv
-
-
-def pool_setting(settings: ServeSettings, tier: Tier) -> str:
-    """The option that sets the size of a tier's pool."""
-    name = tier.name.lower()
-    return (
-        f"--{name}-kv-bytes"
-        if getattr(settings, f"{name}_kv_chunks") is None
-        else f"--{name}-kv-chunks"
-    )
-
-
-def kv_chunks(settings: ServeSettings, tier: Tier, default: int, record: int) -> int:
-    name = tier.name.lower()
-    chunks: int | None = getattr(settings, f"{name}_kv_chunks")
-    if chunks is not None:
-        return chunks
-    given: int | None = getattr(settings, f"{name}_kv_bytes")
-    size = default if given is None else given
-    if 0 < size < record:
-        raise SettingError(
-            pool_setting(settings, tier),
-            f"{size} bytes are less than one chunk, which takes {record} bytes",
-        )
-    return size // record
 
 
 def host_form(lower_tier_kv: str, chunk_tokens: int, engine: Engine) -> Form | None:

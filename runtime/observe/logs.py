@@ -10,6 +10,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 LOG_FORMATS = ("text", "json")
@@ -54,6 +56,28 @@ def configure_logging(form: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for client in ("httpx", "httpx2"):  # huggingface_hub's: they log each request
+        logging.getLogger(client).setLevel(logging.WARNING)
+
+
+@contextmanager
+def shown_while_open() -> Iterator[None]:
+    """Shows the program's own messages on standard error while this is open, if nothing else does:
+    for programs that use the library and have set up no logging."""
+    logger = logging.getLogger("pensieve")
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("pensieve: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

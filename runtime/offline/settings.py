@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any, NoReturn
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
+from ...builder.model_names import find_model
+from ...builder.progress import Progress
 from ...scheduler.declaration import User
 from ...scheduler.types import SettingError
 from ..launch.options import ALIASES, ELSEWHERE, parser, settings_of
 from ..launch.settings import DECLARED, ServeSettings
 
 DEMO = "demo"
+
+log = logging.getLogger("pensieve")
 
 ARGUMENTS = frozenset(
     {"model", "dtype", "quantization", "backend", "tensor_parallel_size", "state_dir"}
@@ -104,8 +109,14 @@ def model_engine(
         model = DEMO_CHECKPOINT
         dtype = dtype or "float32"
     try:
+        place = find_model(str(model), log.info)
         return engine_for(
-            model, dtype=dtype, quantization=quantization, backend=backend, device=device
+            place.path,
+            dtype=dtype,
+            quantization=quantization,
+            backend=backend,
+            device=device,
+            progress=Progress(place.name),
         )
     except SettingError as error:
         if error.setting != "PATH":

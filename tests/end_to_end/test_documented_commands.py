@@ -3,8 +3,8 @@ model.
 
 Each fenced block of a shell, of Python or of a terminal session is run, or `NOT_RUN` gives the
 reason. A page is run from its first block to its last, in its own directory that looks like the
-repository's root. Only addresses and ports change, and commands that test for ten minutes do so for
-a few seconds.
+repository's root. Only addresses, ports and models change, and commands that test for ten minutes
+do so for a few seconds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NOT_RUN = {
     ("README.md", "make serve"): "installs into the checkout; CI runs `make test`",
     (
         "README.md",
-        ".venv/bin/pensieve serve path",
-    ): "needs a checkpoint of the reader's, and 20 GiB for KV",
+        ".venv/bin/pensieve serve Qwen",
+    ): "downloads a model, and needs 20 GiB for KV",
     (
         "anthropic.md",
         "export ANTHROPIC_BASE_URL",
@@ -94,8 +94,9 @@ def test_every_reason_names_one_block():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """For the pages that do not start a server themselves."""
-    with Server(tmp_path_factory.mktemp("state")) as running:
+    """For the pages that do not start a server themselves; README.md's model is the demo model."""
+    names = ("--served-model-name", "demo", "SmolLM2-135M-Instruct")
+    with Server(tmp_path_factory.mktemp("state"), *names) as running:
         yield running
 
 
@@ -122,6 +123,7 @@ class Reader:
 
     def follow(self, block: Block) -> None:
         text = re.sub(r"http://127\.0\.0\.1:(8000|8123)\b", self._url, block.text)
+        text = text.replace('LLM("smollm2")', 'LLM("demo")')
         text = re.sub(r"--(seconds|max-time) 600\b", r"--\1 3", text)
         if block.language == "python":
             self._run([sys.executable, "-c", text])

@@ -73,7 +73,7 @@ def test_a_checkpoint_is_divided_and_cast_as_asked(environment, tmp_path):
     with Server(None, *options, engine=None, environment=environment) as server:
         assert len(first_tokens(server, "my-llama")) == 8
         assert server.stop() == 0
-    assert sum("my-llama: GPU cache" in line for line in server.log) == 1
+    assert sum("my-llama: device cache" in line for line in server.log) == 1
 
 
 @pytest.mark.slow

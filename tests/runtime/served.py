@@ -17,8 +17,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
-from pensieve.runtime.http.auth import key_digest
-from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.http.settings import HTTPSettings, key_digest
 from pensieve.runtime.messages import Ready, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import Request

@@ -22,10 +22,10 @@ from pensieve.runtime.frontend import grammar_check
 from pensieve.runtime.frontend.chat_messages import MOST_MESSAGES
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
-from pensieve.runtime.http.auth import OWNER, key_digest
+from pensieve.runtime.http.auth import OWNER
 from pensieve.runtime.http.limits import ClientLimit
 from pensieve.runtime.http.process import FrontDoor
-from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings
+from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings, key_digest
 from pensieve.runtime.messages import Draining, Fatal, Submit
 from pensieve.runtime.system import children
 from pensieve.runtime.text.tokenizer import Tokenizer

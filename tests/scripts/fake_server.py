@@ -22,6 +22,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), handler or Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.conversations = {}
+        self.titles = {}
         self.bodies = []
         self.keys = []
         self.stopped = threading.Event()
@@ -53,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
                 b'# HELP x\npensieve:num_requests_running 1.0\npensieve:kv_slots{tier="gpu"} '
                 b"7.0\nother 1\n",
             )
+        elif address.path == "/health":
+            self._answer({"tier_names": {"gpu": "device", "host": "host", "disk": "disk"}})
         elif address.path != "/v1/conversations":
             name = unquote(address.path.split("/")[3])
             exists = name in self.server.conversations
@@ -67,7 +70,10 @@ class Handler(BaseHTTPRequestHandler):
             page = ids[first : first + 2]  # the fake's pages are short
             self._answer(
                 {
-                    "data": [{"id": name, "tokens": 7} for name in page],
+                    "data": [
+                        {"id": name, "tokens": 7, "title": self.server.titles.get(name)}
+                        for name in page
+                    ],
                     "has_more": first + 2 < len(ids),
                 }
             )

@@ -19,7 +19,7 @@ from pensieve.scripts.chat import main
 from .fake_server import FakeServer
 
 CHAT = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat"]
-LINE = r"GPU 128 · host 64 · recomputed 5 · new 17 \| first token \d+ ms \| \d+ tokens at \d+/s"
+LINE = r"device 128 · host 64 · recomputed 5 · new 17 \| first token \d+ ms \| \d+ tokens at \d+/s"
 
 
 @pytest.fixture
@@ -108,7 +108,8 @@ def test_commands(server):
     (third,) = (name for name in server.conversations if name.startswith("chat-"))
     assert server.conversations == {third: ["three"], "fourth": ["four"]}
     assert (
-        "4 replies, 15 tokens; prompts: GPU 512 · host 256 · disk 0 · recomputed 20 · new 68" in out
+        "4 replies, 15 tokens; prompts: device 512 · host 256 · disk 0 · recomputed 20 · new 68"
+        in out
     )
     assert "first token: median" in out
     assert 'num_requests_running 1.0\nkv_slots{tier="gpu"} 7.0\n' in out and "other" not in out
@@ -131,9 +132,12 @@ def test_a_stored_conversation_goes_on(server):
     assert [body.get("history") for body in server.bodies] == ["server", None, "server"]
 
 
-def test_long_lists_come_in_pages(server):
+def test_long_lists_come_in_pages_with_titles(server):
     server.conversations = {f"c{n}": [] for n in range(5)}
-    assert piped(server, "/list").stdout.splitlines() == [f"  c{n} (7 tokens)" for n in range(5)]
+    server.titles["c3"] = "How is tea made?"
+    assert piped(server, "/list").stdout.splitlines() == [
+        f"  c{n} {'How is tea made? ' if n == 3 else ''}(7 tokens)" for n in range(5)
+    ]
 
 
 def test_what_the_server_refuses_is_told_and_the_chat_goes_on(server):
@@ -215,7 +219,7 @@ def test_a_terminal_shows_a_prompt_and_a_dim_line(server):
     terminal.expect("tea> ")
     terminal.type("hello there\n")
     terminal.expect("you said hello there")
-    assert re.search(LINE, terminal.expect(r"\x1b\[2mGPU .*\x1b\[0m"))
+    assert re.search(LINE, terminal.expect(r"\x1b\[2mdevice .*\x1b\[0m"))
     terminal.expect("tea> ")
     terminal.type("/new coffee\n")
     terminal.expect("coffee> ")

@@ -96,17 +96,6 @@ def test_a_wrong_value_is_one_line() -> None:
     assert not imported & HEAVY
 
 
-@pytest.mark.parametrize("words", [(), ("--port", "1")])
-def test_a_server_of_nothing_is_told_what_to_do(words: tuple[str, ...]) -> None:
-    done, imported, _ = answer("serve", *words)
-    assert (
-        done.returncode == 2
-        and "`demo` for a small model" in done.stderr
-        and done.stderr.count("\n") == 1
-    )
-    assert not imported & HEAVY
-
-
 def test_tensorrt_llms_names_of_options_are_known() -> None:
     from pensieve.scripts.build_engine import parser
 

@@ -19,7 +19,8 @@ import pytest
 
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
-from pensieve.runtime.http.process import listen, serve_http
+from pensieve.runtime.http.listener import listen
+from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.options import parse_options

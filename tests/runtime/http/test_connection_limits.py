@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pensieve.runtime.http.connection_limits import PatientProtocol
-from pensieve.runtime.http.process import listen, serve_http
+from pensieve.runtime.http.listener import listen
+from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Abort, Submit
 

@@ -14,7 +14,7 @@ import pytest
 
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
-from pensieve.runtime.http.auth import key_digest
+from pensieve.runtime.http.settings import key_digest
 from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.turns.conversations import common_prefix

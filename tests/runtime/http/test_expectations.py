@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend.bodies import CompletionBody, parse
-from pensieve.runtime.http.auth import key_digest
 from pensieve.runtime.http.request_body import MOST_LOGGED
-from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.http.settings import HTTPSettings, key_digest
 from pensieve.runtime.messages import Submit
 
 from ..fake_loop import FIRST_BYTE, FakeLoop

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from array import array
+from pathlib import Path
 
 import pytest
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.manifest import Manifest
+from pensieve.builder.model_names import Model
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import Transcript
+from pensieve.runtime.launch import resolve
+from pensieve.runtime.launch.checks import check_engine
+from pensieve.runtime.launch.command import settled_words
 from pensieve.runtime.launch.resolve import (
-    check_engine,
     resolved,
     state_directory,
     tokenizer_digest,
@@ -148,9 +152,46 @@ def test_an_engine_is_what_it_was_built_as(engine, options, message):
         check_engine(ServeSettings("demo", **options))
 
 
-def test_a_name_of_the_hub_says_how_to_download_it():
-    with pytest.raises(
-        SettingError,
-        match=r"PATH: there is no directory Qwen/Qwen3-0.6B.* `hf download Qwen/Qwen3-0.6B",
-    ):
-        resolved(ServeSettings("Qwen/Qwen3-0.6B"))
+def named(monkeypatch, model):
+    """Lets every name be that of `model`, or refuses it."""
+
+    def find(text, say):
+        if isinstance(model, SettingError):
+            raise model
+        return model
+
+    monkeypatch.setattr(resolve, "find_model", find)
+
+
+def test_a_model_of_the_hub_is_served_by_its_name(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "0123abcd"  # as snapshots are named
+    tiny_checkpoint("llama", checkpoint)
+    named(monkeypatch, Model(checkpoint, "org/tiny", "hf://org/tiny:v1"))
+    settings = resolved(ServeSettings("org/tiny:v1"))
+    assert settings.served_model_name == ("org/tiny",)
+    assert settings.state_dir.name.startswith("tiny:v1-")
+    own = ServeSettings("org/tiny:v1", served_model_name=("mine",))
+    assert resolved(own).served_model_name == ("mine",)
+    assert settled_words(settings)[2:] == ["--served-model-name", "org/tiny"]
+
+
+def test_without_a_name_the_small_model_is_served(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "small"
+    tiny_checkpoint("llama", checkpoint)
+    named(monkeypatch, Model(checkpoint, "SmolLM2-135M-Instruct", "/cache/small"))
+    settings = resolved(ServeSettings(None))
+    assert settings.served_model_name == ("SmolLM2-135M-Instruct",)
+    assert Path(settings.engine).name == "small"
+
+
+def test_a_small_model_that_cannot_be_downloaded_is_replaced_by_the_demo(monkeypatch, caplog):
+    named(monkeypatch, SettingError("PATH", "pip says no"))
+    settings = resolved(ServeSettings(None))
+    assert Path(settings.engine).name == "demo" and settings.served_model_name is None
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "serving the tiny demo model instead of smollm2: pip says no"
+    ]
+    with pytest.raises(SettingError, match="PATH: pip says no"):
+        resolved(ServeSettings("smollm2"))
+    with pytest.raises(SettingError, match="--dtype: is for a checkpoint"):
+        resolved(ServeSettings(None, dtype="float16"))

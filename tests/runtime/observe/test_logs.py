@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pensieve.runtime.observe.logs import configure_logging
+from pensieve.runtime.observe.logs import configure_logging, shown_while_open
 
 Configured = Callable[[str, str], io.StringIO]
 
@@ -76,3 +76,16 @@ def test_levels(configured: Configured, level: str, lines: int) -> None:
     log.debug("one")
     log.info("two")
     assert len(out.getvalue().splitlines()) == lines
+
+
+def test_a_library_shows_its_start_where_no_logging_is_set_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("pensieve")
+    with shown_while_open():
+        logger.info("for the handlers of the program")
+    monkeypatch.setattr(logger, "propagate", False)  # those of pytest do not count
+    with shown_while_open():
+        logging.getLogger("pensieve.runtime.llm").info("ready after 1.0 s")
+    logger.info("later")
+    assert capsys.readouterr().err == "pensieve: ready after 1.0 s\n"
