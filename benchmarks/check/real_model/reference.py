@@ -34,9 +34,11 @@ class TransformersReference:
         # imported here because it takes seconds
         from transformers import AutoModelForCausalLM
 
-        where, file = checkpoint, {}
+        where = checkpoint
+        file = {}
         if checkpoint.is_file():  # GGUF
-            where, file = checkpoint.parent, {"gguf_file": checkpoint.name}
+            where = checkpoint.parent
+            file = {"gguf_file": checkpoint.name}
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **file)
         self._model = model.to(device).eval()
         self._device = device

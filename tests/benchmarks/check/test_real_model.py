@@ -215,7 +215,8 @@ def test_int4_has_sixteen_numbers_in_a_group():
     weight[0, :64] = 0.25
     rounded = round_to_int4(weight, 64)
     assert torch.equal(rounded[0, :64], weight[0, :64])
-    grouped, before = rounded.unflatten(1, (2, 64)), weight.unflatten(1, (2, 64))
+    grouped = rounded.unflatten(1, (2, 64))
+    before = weight.unflatten(1, (2, 64))
     assert max(len(group.unique()) for group in grouped.flatten(0, 1)) <= 16
     step = (before.amax(-1) - before.amin(-1)) / 15
     assert ((grouped - before).abs().amax(-1) <= step / 2 + 1e-6).all()
