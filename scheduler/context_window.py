@@ -41,7 +41,7 @@ class ContextWindow:
 
     length: int
     step: int
-    mode: str = KEEP
+    mode: str
 
     def start(self, position: int, context_start: int = 0) -> int:
         """The first position that `position` sees."""
