@@ -283,8 +283,7 @@ def test_a_stored_conversation_goes_on_under_the_other_mode(mode):
     assert cached("long", other) >= WINDOW - STEP
     assert cached("short", mode) >= 16
     assert cached("short", other) >= 16
-    harness.logs |= logs
-    talk(harness, "long", 8)
+    harness.turn([*logs["long"], 1], WINDOW, "long", truncate=True)
     harness.drain()
 
 
