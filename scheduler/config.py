@@ -108,8 +108,8 @@ class SchedulerSettings:
     )
     overflow: str = _cache(
         RECOMPUTE,
-        "when a context outgrows the model's: recompute the half that is left, or keep its KV, "
-        "which takes no time, but most models write worse without their first token",
+        "when a context outgrows the model's: recompute the half that is left, or keep its KV: "
+        "takes no time, but most models lose quality without their first token",
         choices=OVERFLOW_MODES,
         page="docs/use/long-conversations.md",
     )
