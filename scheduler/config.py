@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from .context_window import KEEP, OVERFLOW_MODES, ContextWindow
+from .context_window import OVERFLOW_MODES, RECOMPUTE, ContextWindow
 from .declaration import SERVERS, check_declared, setting
 from .types import SettingError
 
@@ -106,10 +106,10 @@ class SchedulerSettings:
         "requests join while a larger share of the GPU's KV is free",
         **SHARE,
     )
-    overflow: str | None = _cache(
-        None,
-        "when a context outgrows the model's: keep its latest tokens' KV, or compute it again",
-        "keep with rotary positions, else recompute",
+    overflow: str = _cache(
+        RECOMPUTE,
+        "when a context outgrows the model's: recompute the half that is left, or keep its KV: "
+        "takes no time, but most models lose quality without their first token",
         choices=OVERFLOW_MODES,
         page="docs/use/long-conversations.md",
     )
@@ -193,7 +193,7 @@ class SchedulerConfig(SchedulerSettings):
         chunks and cannot overflow."""
         dropped = int(self.overflow_ratio * self.max_model_len)
         step = dropped // self.chunk_tokens * self.chunk_tokens
-        return ContextWindow(self.max_model_len, step, self.overflow or KEEP) if step else None
+        return ContextWindow(self.max_model_len, step, self.overflow) if step else None
 
     @property
     def swap_out_chunks(self) -> int:

@@ -26,7 +26,8 @@ LONGEST_LOG = 2**20
 of the prompt is hashed: for this length in about eighty steps."""
 
 KEEP, RECOMPUTE = OVERFLOW_MODES = ("keep", "recompute")
-"""keep         kept KV stays valid: positions continue, which rotary embeddings allow
+"""keep         kept KV stays valid: positions continue, which rotary embeddings allow. Most models
+                lose quality when their first token leaves the window
 recompute       each window is a context of its own, and the model counts positions from its start:
                 all of it is recomputed
 """
@@ -41,7 +42,7 @@ class ContextWindow:
 
     length: int
     step: int
-    mode: str = KEEP
+    mode: str
 
     def start(self, position: int, context_start: int = 0) -> int:
         """The first position that `position` sees."""

@@ -39,6 +39,7 @@ from pensieve.runtime.loop import EngineLoop
 from pensieve.runtime.measure.profile import profile_engine
 from pensieve.runtime.measure.step_bench import StepBench
 from pensieve.scheduler.config import EVICTION_POLICIES, SchedulerConfig
+from pensieve.scheduler.context_window import KEEP
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepPlan, StepResult
 from pensieve.scheduler.sim.simulator import Content, Report, Session, Simulator, VirtualDevice
@@ -161,6 +162,7 @@ def replay(args: argparse.Namespace) -> tuple[Report, Report]:
         chunk_tokens=CHUNK_TOKENS,
         eviction=args.eviction,
         conversation_ttl=TTL_THINKS * args.think_s,
+        overflow=KEEP,
     )
     with tempfile.TemporaryDirectory() as folder:
         engine = open_engine(args.engine or small_engine(Path(folder)), "cpu")

@@ -16,7 +16,7 @@ from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.context_window import KEEP, RECOMPUTE
+from ...scheduler.context_window import KEEP
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
@@ -50,6 +50,7 @@ LOGGED_FOR_EACH_HELD = 32
 
 def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
     """SettingError names the flag at fault."""
+    check_overflow(settings.overflow, engine.manifest)
     record = engine.chunk_bytes(settings.chunk_tokens)
     if (
         settings.device == "cuda"
@@ -84,7 +85,6 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         disk_kv_chunks=disk_chunks,
         owner_kv_chunks=None if quota is None else quota // record,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),
-        overflow=overflow_mode(settings.overflow, engine.manifest),
         copies_may_fail=form is not None and form.is_exact is not None,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )
@@ -136,17 +136,14 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
             raise SettingError(flag(name), needs)
 
 
-def overflow_mode(mode: str | None, manifest: Manifest) -> str:
+def check_overflow(mode: str, manifest: Manifest) -> None:
     """Kept KV stays valid only with relative positions; a table of learned positions also has an
     end."""
-    if manifest.decoder.rotary is not None:
-        return mode or KEEP
-    if mode == KEEP:
+    if mode == KEEP and manifest.decoder.rotary is None:
         message = (
             f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
         )
         raise SettingError("--overflow", message)
-    return mode or RECOMPUTE
 
 
 def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> int:

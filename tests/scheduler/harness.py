@@ -293,9 +293,11 @@ class Harness:
 
     # -- lives
 
-    def restart(self, outcomes=()):
+    def restart(self, outcomes=(), **settings):
         """Restarts the process: writes in progress are torn, except those of `outcomes` (DISK
-        slots)."""
+        slots). `settings` replace those of before."""
+        self.config = replace(self.config, **settings)
+        self.windows = self.config.windows
         for slot in list(self.device.work):
             self.device.finish(slot, slot in outcomes)
         records = [

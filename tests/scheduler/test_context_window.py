@@ -18,7 +18,7 @@ SHAPES = [(16, 8), (18, 8), (16, 4), (15, 12), (9, 4)]
 @pytest.mark.parametrize(("length", "step"), SHAPES)
 @pytest.mark.parametrize("base", [0, 1, 3])
 def test_windows_move_on_by_a_step_whenever_they_are_full(length, step, base):
-    windows = ContextWindow(length, step)
+    windows = ContextWindow(length, step, KEEP)
     base = base * step
     start = base
     for position in range(base, base + 100):
@@ -30,7 +30,7 @@ def test_windows_move_on_by_a_step_whenever_they_are_full(length, step, base):
 
 
 def test_bases_are_the_starts_of_windows_up_to_the_last_ones_own():
-    windows = ContextWindow(16, 8)
+    windows = ContextWindow(16, 8, KEEP)
     assert list(windows.context_starts(15)) == [0]
     assert list(windows.context_starts(40)) == [0, 8, 16, 24, 32]
     assert list(windows.context_starts(40, lowest=16)) == [16, 24, 32]
@@ -55,7 +55,7 @@ def test_the_model_counts_positions_from_zero_where_kv_is_kept():
 def test_the_reach_of_what_is_missing(missing, start):
     """`start(40)` is 32: each missing position needs the positions that it saw, and those need
     theirs."""
-    reach = ContextWindow(16, 8).reach(
+    reach = ContextWindow(16, 8, KEEP).reach(
         40, 0, lambda first: min((p for p in missing if p >= first), default=41)
     )
     assert reach == start
@@ -66,9 +66,9 @@ def test_contexts_too_short_for_a_step_of_whole_chunks_do_not_overflow():
         return SchedulerConfig(64, 0, chunk_tokens=SIZE, **settings).windows
 
     assert windows(max_model_len=7) is None
-    assert windows(max_model_len=8) == ContextWindow(8, 4)
-    assert windows(max_model_len=70, overflow_ratio=0.3, overflow=RECOMPUTE) == ContextWindow(
-        70, 20, RECOMPUTE
+    assert windows(max_model_len=8) == ContextWindow(8, 4, RECOMPUTE)
+    assert windows(max_model_len=70, overflow_ratio=0.3, overflow=KEEP) == ContextWindow(
+        70, 20, KEEP
     )
 
 
@@ -101,7 +101,7 @@ def test_windows_enter_a_chain_at_the_first_chunk_that_sees_less(length, step):
 
 
 def test_a_base_begins_a_chain_of_its_own():
-    windows = ContextWindow(16, 8)
+    windows = ContextWindow(16, 8, KEEP)
     chunk_keys = {base: keys_of(windows, base) for base in (0, 8, 16)}
     for base, keys in chunk_keys.items():
         before = base // SIZE
@@ -113,8 +113,8 @@ def test_a_base_begins_a_chain_of_its_own():
 
 def test_a_chain_goes_on_where_it_ended():
     for base in (0, 8):
-        chunk_keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8))
+        chunk_keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8, KEEP))
         keys = []
         for end in (3, 9, 16, 17, 40, len(TOKENS)):
             chunk_keys.extend(keys, base, b"salt", TOKENS, end)
-        assert keys == keys_of(ContextWindow(16, 8), base)
+        assert keys == keys_of(ContextWindow(16, 8, KEEP), base)

@@ -89,17 +89,19 @@ def test_a_reply_alone_goes_on_in_its_next_window_though_nothing_else_happens(ba
     harness.drain()
 
 
-def test_a_client_without_an_id_finds_the_same_chunks():
-    harness = a_harness()
+@pytest.mark.parametrize("mode", OVERFLOW_MODES)
+def test_a_client_without_an_id_finds_the_same_chunks(mode):
+    harness = a_harness(overflow=mode)
     talk(harness, "a", 12)
     usage = harness.turn([*harness.logs["a"], 1, 2, 3], 2, truncate=True)
     assert usage["gpu"] >= 12 and usage["new"] <= 4 + 3  # the log's tail is its conversation's own
 
 
-def test_both_find_what_began_at_another_base():
+@pytest.mark.parametrize("mode", OVERFLOW_MODES)
+def test_both_find_what_began_at_another_base(mode):
     """A prompt longer than all windows begins a new context; the id remembers its start, without
     one each base is tried."""
-    harness = a_harness()
+    harness = a_harness(overflow=mode)
     prompt = list(range(100))
     assert harness.turn(prompt, 6, "a", truncate=True) == {"new": 100 - 80}
     assert harness.bases[1] == 80
@@ -110,8 +112,9 @@ def test_both_find_what_began_at_another_base():
     assert usages[1]["gpu"] >= 24
 
 
-def test_a_fork_goes_on_beside_the_original():
-    harness = a_harness()
+@pytest.mark.parametrize("mode", OVERFLOW_MODES)
+def test_a_fork_goes_on_beside_the_original(mode):
+    harness = a_harness(overflow=mode)
     talk(harness, "a", 12)
     harness.fork("a", "b")
     for name in ("a", "b", "a"):
@@ -120,8 +123,9 @@ def test_a_fork_goes_on_beside_the_original():
     harness.drain()
 
 
-def test_a_branch_back_into_an_older_window():
-    harness = a_harness()
+@pytest.mark.parametrize("mode", OVERFLOW_MODES)
+def test_a_branch_back_into_an_older_window(mode):
+    harness = a_harness(overflow=mode)
     talk(harness, "a", 12)
     for kept in (70, 33, 20):
         harness.turn([*harness.logs["a"][:kept], 5, 6], 6, "a", truncate=True)
@@ -130,7 +134,7 @@ def test_a_branch_back_into_an_older_window():
 
 
 def test_what_only_older_positions_saw_is_not_claimed():
-    harness = a_harness()
+    harness = a_harness(overflow=KEEP)
     talk(harness, "a", 20)
     conversation = harness.scheduler.conversations.get("a")
     assert conversation.first * 4 == harness.windows.start(len(harness.logs["a"]) - 1)
@@ -143,7 +147,7 @@ def test_what_only_older_positions_saw_is_not_claimed():
 @pytest.mark.parametrize("host", [0, 40])
 def test_an_older_windows_chunk_that_is_lost_costs_the_visible_context(host):
     """It cannot be recomputed alone, because the positions that it saw are gone as well."""
-    harness = a_harness(host_kv_chunks=host)
+    harness = a_harness(overflow=KEEP, host_kv_chunks=host)
     talk(harness, "a", 12)
     seen = harness.scheduler.conversations.get("a").chunks
     harness.lose(lambda idle: [chunk for chunk in idle if chunk is seen[0] or chunk not in seen])
@@ -154,7 +158,7 @@ def test_an_older_windows_chunk_that_is_lost_costs_the_visible_context(host):
 
 
 def test_a_newer_chunk_that_is_lost_is_computed_alone():
-    harness = a_harness()
+    harness = a_harness(overflow=KEEP)
     talk(harness, "a", 12)
     seen = harness.scheduler.conversations.get("a").chunks
     last = seen[-1]
@@ -241,15 +245,45 @@ def test_nothing_is_left_of_a_deleted_conversation(mode):
     assert not [chunk for chunk in harness.scheduler._store.resident_chunks() if chunk.resident]
 
 
-def test_chunks_on_disk_serve_contexts_that_overflow():
+def test_kept_chunks_on_disk_serve_contexts_that_overflow():
     """They are read at any cost, because they cannot be recomputed alone."""
-    harness = a_harness(host_kv_chunks=8, disk_kv_chunks=80, gpu_kv_chunks=10)
+    harness = a_harness(overflow=KEEP, host_kv_chunks=8, disk_kv_chunks=80, gpu_kv_chunks=10)
     for _ in range(3):
         for name in ("a", "b", "c"):
             talk(harness, name, 5)
     assert harness.counts["disk tokens"] > 40 and harness.counts["moved on"] > 8
     # of 45: tails do not go to DISK, and some are lost
     assert list(harness.bases.values()).count(0) > 30
+    harness.drain()
+
+
+@pytest.mark.parametrize("mode", OVERFLOW_MODES)
+def test_a_stored_conversation_goes_on_under_the_other_mode(mode):
+    """DISK has KV of both modes after that. Neither mode finds the other's, except that of contexts
+    that have not overflowed."""
+    (other,) = {*OVERFLOW_MODES} - {mode}
+    harness = a_harness(overflow=mode, host_kv_chunks=40, disk_kv_chunks=120)
+    talk(harness, "short", 2)
+    talk(harness, "long", 12)
+
+    logs = dict(harness.logs)
+
+    def cached(name, mode):
+        """Tokens that the next turn finds after a restart."""
+        for _ in range(50):
+            harness.tick()
+        harness.restart(overflow=mode)
+        log = logs[name]
+        usage = harness.turn([*log, 1, 2, 3], 1, name, truncate=True, stored_tokens=len(log))
+        assert usage["new"] <= 3
+        return usage.get("host", 0) + usage.get("disk", 0)
+
+    assert cached("long", other) == 0
+    assert cached("long", mode) >= WINDOW - STEP
+    assert cached("long", other) >= WINDOW - STEP
+    assert cached("short", mode) >= 16
+    assert cached("short", other) >= 16
+    harness.turn([*logs["long"], 1], WINDOW, "long", truncate=True)
     harness.drain()
 
 

@@ -203,7 +203,7 @@ def measure_overflow(
             if name == WHOLE:
                 pieces = [(length, exact)]
             elif name == WITH_FIRST:
-                windows = ContextWindow(length, step)
+                windows = ContextWindow(length, step, KEEP)
                 pieces = [(length, reference.windowed_logits(row.tokens[:-1], windows, 1))]
             else:
                 windows = ContextWindow(length, step, OVERFLOW_WAYS[name])

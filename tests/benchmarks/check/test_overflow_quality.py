@@ -46,7 +46,7 @@ def row(seed=0):
 
 
 def test_stretches_end_where_windows_do():
-    windows = ContextWindow(LENGTH, STEP)
+    windows = ContextWindow(LENGTH, STEP, KEEP)
     assert list(stretches(windows, COUNT)) == [(0, 64), (64, 96), (96, 128), (128, 150)]
     for start, end in stretches(windows, COUNT):
         assert windows.start(start) == windows.start(end - 1)

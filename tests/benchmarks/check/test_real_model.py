@@ -41,7 +41,7 @@ from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.engine_cache import engine_for
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.text.tokenizer import Tokenizer
-from pensieve.scheduler.context_window import ContextWindow
+from pensieve.scheduler.context_window import KEEP, ContextWindow
 from pensieve.scheduler.types import SettingError, Usage
 
 SYSTEM = {"role": "system", "content": "Answer in one short sentence, and never with a list. " * 4}
@@ -197,7 +197,7 @@ def test_a_window_hides_what_lies_before_it_but_the_first_tokens(tmp_path, monke
     reference = TransformersReference(DEMO_CHECKPOINT, "cpu")
     engine = open_engine(engine_for(DEMO_CHECKPOINT, dtype="float32"))
     tokens = [40 + place % 90 for place in range(150)]
-    windows = ContextWindow(64, 32)
+    windows = ContextWindow(64, 32, KEEP)
     pieces = truncated_logits(Context(engine, len(tokens)), tokens, windows)
     ours = torch.cat([logits for _, logits in pieces])
     hidden, seen, all_seen = (

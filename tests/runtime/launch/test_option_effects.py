@@ -184,7 +184,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Refused("--link in-first", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
     ),
     "overflow": (
-        Effect("--overflow recompute", "config.overflow"),
+        Effect("--overflow keep", "config.overflow"),
         Refused("--overflow keep", "no context can overflow", "--max-model-len 60"),
     ),
     "overflow_ratio": (

@@ -19,11 +19,13 @@ from pensieve.runtime.launch.options import ALIASES, ELSEWHERE, parse_options, p
 from pensieve.runtime.launch.settings import ServeSettings, in_flags
 from pensieve.runtime.launch.sizing import (
     check_disk_holds,
+    check_overflow,
     disk_settings,
-    overflow_mode,
     scheduler_config,
     with_disk_speed,
 )
+from pensieve.runtime.offline.settings import read_settings
+from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
 
@@ -359,25 +361,25 @@ def test_eager_steps_are_a_gpus_own():
         ServeSettings("demo", enforce_eager=True)
 
 
-@pytest.mark.parametrize(
-    ("rotary", "setting", "mode"),
-    [
-        (True, None, "keep"),
-        (True, "recompute", "recompute"),
-        (False, None, "recompute"),
-        (False, "keep", None),
-    ],
-)
-def test_kv_is_kept_where_positions_run_on(rotary, setting, mode):
-    decoder = SimpleNamespace(architecture="OPTForCausalLM", rotary=object() if rotary else None)
-    manifest = SimpleNamespace(decoder=decoder)
-    if mode is None:
-        with pytest.raises(
-            SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"
-        ):
-            overflow_mode(setting, manifest)
-    else:
-        assert overflow_mode(setting, manifest) == mode
+def test_a_context_that_overflows_is_recomputed_unless_its_kv_shall_be_kept():
+    assert parse_options([]).overflow == "recompute"
+    assert read_settings("demo", None, {}).overflow == "recompute"
+    assert read_settings("demo", None, {"overflow": "keep"}).overflow == "keep"
+
+
+def test_kv_is_kept_only_where_positions_run_on():
+    def manifest(rotary):
+        return SimpleNamespace(
+            decoder=SimpleNamespace(architecture="OPTForCausalLM", rotary=rotary)
+        )
+
+    for mode in OVERFLOW_MODES:
+        check_overflow(mode, manifest(object()))
+    check_overflow("recompute", manifest(None))
+    with pytest.raises(
+        SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"
+    ):
+        check_overflow("keep", manifest(None))
 
 
 def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_with_the_other():

@@ -120,7 +120,8 @@ def test_a_conversation_outgrows_its_context_if_it_may():
     session = Session("c", 0.0, tuple(SessionTurn(20 * turn, 12, 8, 1.0) for turn in range(8)))
     with pytest.raises(RequestError):
         simulate(CONFIG, COST, [session])
-    report = Simulator(CONFIG, replace(COST, attention=((4, 4.0),)), [session], truncate=True).run()
+    config = replace(CONFIG, overflow="keep")
+    report = Simulator(config, replace(COST, attention=((4, 4.0),)), [session], truncate=True).run()
     # Nothing is computed twice: 12 tokens of each prompt, and the last one of the reply before it.
     assert report.usage.recomputed == 0 and report.usage.new == 8 * 12 + 7
     assert report.usage.cached < sum(20 * turn for turn in range(8)) - 7, (
