@@ -36,7 +36,7 @@ class KVPool:
     `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in
     is complete (or will be complete before later work on the same stream). `work` is a GPU's list
     of one step's attention: the code that uploads a step's segments builds it, once, on the stream
-    of the step and before its launch. `plans` are a CPU's, cleared before each step; without them
+    of the step and before its launch. `plans` are a CPU's, cleared behind each step; without them
     each layer makes its own. `events` are the handles of the CUDA events behind the gates,
     by layer, for engines that run without Python.
     """

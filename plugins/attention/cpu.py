@@ -24,7 +24,7 @@ T = TypeVar("T")
 class StepPlans:
     """What the layers of one step share: the places of its tokens and the plans of its attention.
 
-    It describes the inputs of one step. The code that changes them calls `clear` before the step.
+    It describes the inputs of one step. The code that runs the step calls `clear` behind it.
     """
 
     def __init__(self) -> None:

@@ -276,8 +276,10 @@ class CpuDevice:
             token_ids[: inputs.generated] = self._last_samples[seats]
             batch = ForwardBatch(**packed, block_table=self._block_table)
             assert self._handle is not None
-            self._plans.clear()
-            self._logits = self._engine.forward(batch, self._handle)
+            try:
+                self._logits = self._engine.forward(batch, self._handle)
+            finally:
+                self._plans.clear()  # they are of this step, and large for long prompts
             if self._report is not None:
                 self._report(Work(Lane.COMPUTE, started, time.perf_counter(), len(token_ids)))
 
