@@ -20,6 +20,9 @@ from urllib.parse import quote, urlsplit
 from ..runtime.launch.command_line import INTERRUPTED, CommandParser
 
 SOURCES = ("gpu", "host", "disk", "recomputed", "new")
+STORED_PARTS = ("content", "reasoning_content", "tool_calls")
+"""Parts of a reply, of which one makes the server store the turn if the user stops it."""
+
 CONNECT_SECONDS = 10
 STORE_SECONDS = 10
 LIST_PAGE = 100
@@ -126,7 +129,7 @@ class ReplyFigures:
     generated: int = 0
     first_token: float = 0.0
     generating: float = 0.0
-    has_text: bool = False
+    has_begun: bool = False
 
     def line(self, tier_names: Mapping[str, str]) -> str:
         came = " · ".join(
@@ -206,7 +209,7 @@ class Chat:
             with contextlib.closing(self._server.events("/v1/chat/completions", body)) as events:
                 self._show(events, turn)
         except KeyboardInterrupt:
-            kept = turn.has_text and self._is_stored()
+            kept = turn.has_begun and self._is_stored()
             self._stored = self._stored or kept
             part = "this part is kept" if kept else "nothing is kept of this turn"
             print(self._faint(f"\n(stopped; {part})"))
@@ -222,7 +225,8 @@ class Chat:
             turn.first_token = turn.first_token or now - sent
             for choice in event["choices"]:
                 text = choice["delta"].get("content") or ""
-                turn.has_text = turn.has_text or bool(text)
+                begun = any(choice["delta"].get(part) for part in STORED_PARTS)
+                turn.has_begun = turn.has_begun or begun
                 print(text, end="", flush=True)
                 turn.generating = now - sent - turn.first_token
             if event.get("usage"):

@@ -237,7 +237,7 @@ def _argument(text: str, schema: Mapping[str, Any]) -> Any:
     try:
         value = _finite(json.loads(text))
     except (ValueError, RecursionError):
-        value = {"True": True, "False": False, "None": None}.get(text, text)
+        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
     return text if "string" in types and not types & _type_of(value) else value
 
 
@@ -643,6 +643,7 @@ def _read_tagged(text: str, tags: Tags, tool: str, tools: Schemas) -> Tagged:
     values = _Values(text)
     arguments: dict[str, Any] = {}
     declared = _argument_names(tools, tool)
+    mark = tags.before_value.strip()
     ends = re.compile(
         rf"(.*?){re.escape(tags.close)}(?=\s*(?:{re.escape(tags.opening)}|</function>|\Z))",
         re.DOTALL,
@@ -652,7 +653,8 @@ def _read_tagged(text: str, tags: Tags, tool: str, tools: Schemas) -> Tagged:
         try:
             values.need(re.escape(tags.opening))
             name = values.name(declared, tags.behind_name, r"[^\n<>]{1,256}")
-            values.need(re.escape(tags.before_value.strip()))
+            if mark:  # without one, white space belongs to the value
+                values.need(re.escape(mark))
         except ValueError:
             return Tagged(arguments, text[at:])
         schema = _argument_schema(tools, tool, name)

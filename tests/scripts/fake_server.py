@@ -8,12 +8,19 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+ENDLESS = {
+    "wait": {"content": "."},
+    "think": {"content": None, "reasoning_content": "."},
+    "call": {"tool_calls": [{"index": 0, "function": {"arguments": "."}}]},
+}
+
 
 class FakeServer(ThreadingHTTPServer):
     """A context manager. `conversations`: id -> messages, by creation; `bodies`: all received
     bodies.
 
-    The message "wait" gets an endless answer: `stopped` is set when the client hangs up.
+    The messages of `ENDLESS` get an endless answer: `stopped` is set when the client hangs up. Then
+    the turn is in flight for one more request.
     """
 
     daemon_threads = True
@@ -25,6 +32,7 @@ class FakeServer(ThreadingHTTPServer):
         self.titles = {}
         self.bodies = []
         self.keys = []
+        self.in_flight = set()
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
 
@@ -59,9 +67,10 @@ class Handler(BaseHTTPRequestHandler):
         elif address.path != "/v1/conversations":
             name = unquote(address.path.split("/")[3])
             exists = name in self.server.conversations
+            about = {"id": name, "in_flight": name in self.server.in_flight}
+            self.server.in_flight.discard(name)
             self._answer(
-                {"id": name, "in_flight": False} if exists else {"error": {"message": "unknown"}},
-                200 if exists else 404,
+                about if exists else {"error": {"message": "unknown"}}, 200 if exists else 404
             )
         else:
             query = parse_qs(address.query)
@@ -114,13 +123,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        if text == "wait":
+        if text in ENDLESS:
             try:
                 while True:
-                    self._event(delta={"content": "."})
+                    self._event(delta=ENDLESS[text])
                     self.server.stopped.wait(0.01)
             except OSError:
                 if body.get("on_disconnect") == "store":
+                    self.server.in_flight.add(body["conversation"])
                     self.server.conversations.setdefault(body["conversation"], []).append(text)
                 self.server.stopped.set()
             return

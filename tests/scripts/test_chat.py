@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pty
 import re
@@ -14,7 +16,7 @@ from importlib.resources import files
 
 import pytest
 
-from pensieve.scripts.chat import main
+from pensieve.scripts.chat import Server, main
 
 from .fake_server import FakeServer
 
@@ -241,3 +243,23 @@ def test_ctrl_c_stops_a_reply_and_a_second_one_leaves(server):
     assert server.conversations == {"tea": ["wait", "still there?"]}
     assert server.bodies[-1]["history"] == "server", "the reply that was stopped is in it"
     assert terminal.leave("\x03") == 0
+
+
+@pytest.mark.parametrize("message", ["think", "call"])
+def test_a_turn_that_is_stopped_in_a_thought_or_a_call_is_kept(
+    server, message, monkeypatch, capsys
+):
+    class StoppedServer(Server):
+        def events(self, path, body):
+            with contextlib.closing(super().events(path, body)) as events:
+                for event in events:
+                    yield event
+                    if body["messages"][-1]["content"] == message:
+                        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{message}\nhello\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 0
+    assert "stopped; this part is kept" in capsys.readouterr().out
+    assert server.conversations == {"tea": [message, "hello"]}
+    assert server.bodies[-1]["history"] == "server", "the turn that was stopped is in it"

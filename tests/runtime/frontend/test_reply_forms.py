@@ -318,6 +318,44 @@ def test_text_stays_text_where_the_schema_allows_it() -> None:
         assert json.loads(call.arguments) == {"zip": value}
 
 
+@pytest.mark.parametrize(
+    ("call_form", "text"),
+    [
+        (
+            form("qwen3_coder"),
+            "<tool_call>\n<function=now>\n<parameter=a>{}</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            form("glm45"),
+            "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("\n    return x\n", "    return x"),
+        ("\n\n    return y\n\n", "\n    return y\n"),
+        ("  x ", "  x "),
+        ("\n  \n", "  "),
+        ("\n\t\n\n", "\t\n"),
+        ("\n", ""),
+        ("", ""),
+        ("\n  True\n", True),
+        (" None ", None),
+        ("\n  3 \n", 3),
+    ],
+)
+def test_a_text_keeps_its_white_space(
+    call_form: CallForm, text: str, written: str, value: Any
+) -> None:
+    kind = {"type": "string"} if isinstance(value, str) else {}
+    parameters = {"properties": {"a": kind}}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    reader = ReplyForms(None, call_form).reader(tools, 9, "")
+    assert calls_in(reader.push(text.format(written))) == [("now", {"a": value})]
+
+
 def test_special_tokens_have_no_text_without_tools() -> None:
     forms = ReplyForms(THINK, form("mistral"), kept={5: "[TOOL_CALLS]", 6: "</think>"})
     for size in (1, 40):
