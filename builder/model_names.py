@@ -52,12 +52,17 @@ def find_model(text: str, say: Callable[[str], None]) -> Model:
     if Path(text).exists():
         return _local(Path(text))
     if text == SMALL_MODEL:
-        return _local(small_model(say))
+        return find_small_model(say)
     from .hub import download  # and huggingface_hub, which no other name needs
 
     repository = _repository(text)
     assert repository is not None
     return Model(download(*repository, say), repository.name, HUB + text.removeprefix(HUB))
+
+
+def find_small_model(say: Callable[[str], None]) -> Model:
+    """Like `find_model` of its name, but also where a path has that name."""
+    return _local(small_model(say))
 
 
 def check_name(text: str) -> None:
