@@ -137,9 +137,15 @@ class _Snapshot:
             return []
         try:
             index = json.loads((self._folder / INDEX).read_text("utf-8"))
-            return sorted(set(index["weight_map"].values()))
+            named = set(index["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingError("PATH", f"{self._name}: {INDEX} cannot be read: {error}") from error
+        if missing := named - self._sizes.keys():
+            names = _listed(sorted(map(str, missing)))
+            raise SettingError(
+                "PATH", f"{self._name}: its index names {names}, which it does not have"
+            )
+        return sorted(named)
 
     def _complete(self, paths: Sequence[str]) -> None:
         missing = [path for path in paths if not (self._folder / path).exists()]

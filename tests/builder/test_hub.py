@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.builder.hub import QUANTISATION
+from pensieve.builder.hub import INDEX, QUANTISATION
 from tests.hub_server import HubRepository, HubServer
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
@@ -51,6 +51,13 @@ GGUF = {
     "tiny-F16-00001-of-00003.gguf": b"part 1 of 3",
     "mmproj-tiny-Q4_K_M.gguf": b"of images",
 }
+STRAYING = {
+    "config.json": b"{}",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "there.safetensors", "b": "../../../../etc/passwd", "c": "x/y"}}
+    ).encode(),
+    "there.safetensors": b"1",
+}
 FIND = """
 import json, sys
 from pensieve.builder.model_names import find_model
@@ -71,6 +78,8 @@ def hub():
         "org/tiny-GGUF": HubRepository({"main": GGUF}),
         "org/one-GGUF": HubRepository({"main": {"one.Q4_1.gguf": b"1"}}),
         "org/pickles": HubRepository({"main": {"config.json": b"{}", "model.bin": b"1"}}),
+        "org/straying": HubRepository({"main": STRAYING}),
+        "org/odd": HubRepository({"main": STRAYING | {INDEX: b'{"weight_map": {"a": 1}}'}}),
         "org/halves": HubRepository({"main": CHECKPOINT, "bf16": SHARDED}),
         "org/gated": HubRepository({"main": CHECKPOINT}, gate=401),
         "org/waiting": HubRepository({"main": CHECKPOINT}, gate=403),
@@ -192,6 +201,8 @@ def test_a_refusal_says_what_to_do(find_all):
         "org/tiny-GGUF:Q5_K_M": ["has no GGUF file of Q5_K_M", "tiny-Q4_K_M.gguf"],
         "org/tiny-GGUF:F16": ["has only 1 of 3 parts"],
         "org/pickles": ["has neither config.json with model.safetensors", "model.bin"],
+        "org/straying": ["its index names ../../../../etc/passwd, x/y, which it does not have"],
+        "org/odd": ["its index names 1, which it does not have"],
         "org/chat:v2": ["org/chat has no revision v2"],
         "org/caht": ["neither a directory org/caht here nor a repository http", "HF_TOKEN"],
         "org/gated": ["org/gated is gated: accept its terms at http", "HF_TOKEN"],
