@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -230,6 +231,31 @@ def test_without_network_and_cache_the_refusal_names_both(find):
 def test_a_model_of_the_cache_needs_no_network(find):
     folder = find("org/chat")[0]
     assert find("org/chat", HF_ENDPOINT="http://127.0.0.1:9")[0] == folder
+
+
+def test_a_hub_that_never_answers_is_not_waited_for_long(find, find_all):
+    folder = find("org/chat")[0]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "1"}
+        cached, missing, shown = find_all("org/chat", "org/one-GGUF", **environment)
+        silent.setblocking(False)
+        while (connection := accepted(silent)) is not None:
+            connection.close()
+        environment["HF_HUB_OFFLINE"] = "1"
+        *_, offline = find("org/chat", **environment)
+        assert "asking" not in offline and accepted(silent) is None
+    assert cached[0] == str(folder)
+    assert f"asking {url} for the state of org/chat (HF_HUB_OFFLINE=1 asks nothing)" in shown
+    assert f"{url} cannot be reached (ReadTimeout)" in missing
+
+
+def accepted(server):
+    """A connection that waits at the server, or None."""
+    try:
+        return server.accept()[0]
+    except BlockingIOError:
+        return None
 
 
 def test_a_connection_that_breaks_is_resumed_where_it_broke(hub, find):
