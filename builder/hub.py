@@ -2,7 +2,8 @@
 
 huggingface_hub does the work, with its cache, its progress bars and its settings: HF_ENDPOINT,
 HF_TOKEN, HF_HUB_OFFLINE, HF_HOME. Files that its cache has are not downloaded again. If the Hub
-cannot be reached, the cache's latest state of the repository counts.
+cannot be reached, or does not answer in HF_HUB_ETAG_TIMEOUT seconds (10), the cache's latest state
+of the repository counts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from huggingface_hub import constants, errors, get_cached_repo_tree, snapshot_download
+from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree, snapshot_download
 
 from ..scheduler.types import SettingError
 from .manifest import TOKENIZER_FILES
@@ -71,8 +72,29 @@ class _Snapshot:
     def __init__(self, name: str, revision: str | None, say: Say):
         self._name = name
         self._say = say
-        self._folder = _in_cache(name, revision, [ALWAYS_THERE, *SMALL_FILES])
+        self._folder = self._small_files(revision)
         self._sizes = self._listing()
+
+    def _small_files(self, revision: str | None) -> Path:
+        """Returns the snapshot's folder. If the Hub does not answer, the cache's state counts."""
+        patterns = [ALWAYS_THERE, *SMALL_FILES]
+        if constants.HF_HUB_OFFLINE:
+            return _in_cache(self._name, revision, patterns)
+        self._say(
+            f"asking {constants.ENDPOINT} for the state of {self._name} (HF_HUB_OFFLINE=1 asks "
+            "nothing)"
+        )
+        try:
+            # snapshot_download sends the same request, but waits without a limit
+            HfApi().repo_info(self._name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except errors.HfHubHTTPError:
+            pass  # an answer: snapshot_download gets it too, and looks into the cache
+        except NETWORK_ERROR as unreachable:
+            try:
+                return _in_cache(self._name, revision, patterns, only=True)
+            except errors.LocalEntryNotFoundError as error:
+                raise error from unreachable
+        return _in_cache(self._name, revision, patterns)
 
     def _listing(self) -> dict[str, int]:
         """The repository's files with their sizes."""
@@ -137,9 +159,15 @@ class _Snapshot:
             return []
         try:
             index = json.loads((self._folder / INDEX).read_text("utf-8"))
-            return sorted(set(index["weight_map"].values()))
+            named = set(index["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingError("PATH", f"{self._name}: {INDEX} cannot be read: {error}") from error
+        if missing := named - self._sizes.keys():
+            names = _listed(sorted(map(str, missing)))
+            raise SettingError(
+                "PATH", f"{self._name}: its index names {names}, which it does not have"
+            )
+        return sorted(named)
 
     def _complete(self, paths: Sequence[str]) -> None:
         missing = [path for path in paths if not (self._folder / path).exists()]
@@ -154,8 +182,15 @@ class _Snapshot:
         self._say(f"downloaded {self._name} into {self._folder}")
 
 
-def _in_cache(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+def _in_cache(
+    name: str, revision: str | None, patterns: Sequence[str], *, only: bool = False
+) -> Path:
+    """Downloads what the cache lacks, unless it is `only` looked up."""
+    return Path(
+        snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), local_files_only=only
+        )
+    )
 
 
 def _names(path: str, quantisation: str) -> bool:

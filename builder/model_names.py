@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ def find_model(text: str, say: Callable[[str], None]) -> Model:
     if Path(text).exists():
         return _local(Path(text))
     if text == SMALL_MODEL:
-        return _local(small_model(say))
+        return find_small_model(say)
     from .hub import download  # and huggingface_hub, which no other name needs
 
     repository = _repository(text)
@@ -60,42 +61,56 @@ def find_model(text: str, say: Callable[[str], None]) -> Model:
     return Model(download(*repository, say), repository.name, HUB + text.removeprefix(HUB))
 
 
+def find_small_model(say: Callable[[str], None]) -> Model:
+    """Like `find_model` of its name, but also where a path has that name."""
+    return _local(small_model(say))
+
+
 def check_name(text: str) -> None:
     """SettingError names "PATH" if it is neither a model of this machine nor the name of one that
     can be downloaded. Does not use the network."""
-    if Path(text).exists():
+    with _system_errors_named(text):
+        exists = Path(text).exists()
+    if exists:
         check_local(text)
     elif text != SMALL_MODEL and _repository(text) is None:
         raise _missing(text)
 
 
 def check_local(text: str) -> None:
-    """SettingError names "PATH" if no engine and no checkpoint is there."""
+    """SettingError names "PATH" if no engine and no checkpoint is there, or if it cannot be
+    read."""
     path = Path(text)
-    if path.is_dir():
-        names = (MANIFEST, CONFIG)
-        if not any((path / name).exists() for name in names) and not any(path.glob("*" + GGUF)):
+    with _system_errors_named(text):
+        if path.is_dir():
+            names = (MANIFEST, CONFIG)
+            if not any((path / name).exists() for name in names) and not any(path.glob("*" + GGUF)):
+                raise SettingError(
+                    "PATH",
+                    f"{text} is no engine (it has no {MANIFEST}) and no checkpoint (it has neither "
+                    f"{CONFIG} nor a GGUF file)",
+                )
+        elif not path.exists():
+            raise _missing(text)
+        elif not _is_gguf(path):
             raise SettingError(
                 "PATH",
-                f"{text} is no engine (it has no {MANIFEST}) and no checkpoint (it has neither "
-                f"{CONFIG} nor a GGUF file)",
+                f"{text} is a file, and no GGUF file (it does not begin with GGUF); name one, or "
+                "the directory of an engine or a checkpoint",
             )
-    elif not path.exists():
-        raise _missing(text)
-    elif not _is_gguf(path):
-        raise SettingError(
-            "PATH",
-            f"{text} is a file, and no GGUF file (it does not begin with GGUF); name one, or the "
-            "directory of an engine or a checkpoint",
-        )
+
+
+@contextmanager
+def _system_errors_named(text: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SettingError("PATH", f"{text} cannot be read: {error.strerror}") from error
 
 
 def _is_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) in GGUF_STARTS
-    except OSError as error:
-        raise SettingError("PATH", f"{path} cannot be read: {error.strerror}") from error
+    with path.open("rb") as file:
+        return file.read(4) in GGUF_STARTS
 
 
 def _local(path: Path) -> Model:

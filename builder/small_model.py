@@ -83,8 +83,10 @@ def _wheel(folder: Path) -> Path:
     """Downloads the wheel into the folder. pip shows its progress on standard error."""
     if importlib.util.find_spec("pip") is None:
         raise SettingError("PATH", f"{sys.executable} has no pip to download {REQUIREMENT}")
+    # -P: without it, a pip.py in the current directory would run
+    pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check"]
     # of five retries each waits for its own timeout: too long where there is no network
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download"]
+    pip += ["--retries=1", "download"]
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", f"--dest={folder}"]
     done = subprocess.run(
         [*pip, *options, REQUIREMENT],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
-from ...builder.model_names import Model, find_model
+from ...builder.model_names import Model, find_model, find_small_model
 from ...builder.progress import Progress
 from ...builder.small_model import SMALL_MODEL
 from ...scheduler.types import SettingError
@@ -59,7 +59,7 @@ def _model(text: str | None) -> Model | None:
     it cannot be downloaded."""
     try:
         with ending_at_once("pensieve serve"):  # else Ctrl-C waits for the end of a download
-            return find_model(SMALL_MODEL if text is None else text, log.info)
+            return find_small_model(log.info) if text is None else find_model(text, log.info)
     except SettingError as error:
         if text is not None:
             raise

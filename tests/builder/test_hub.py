@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.builder.hub import QUANTISATION
+from pensieve.builder.hub import INDEX, QUANTISATION
 from tests.hub_server import HubRepository, HubServer
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
@@ -51,6 +52,13 @@ GGUF = {
     "tiny-F16-00001-of-00003.gguf": b"part 1 of 3",
     "mmproj-tiny-Q4_K_M.gguf": b"of images",
 }
+STRAYING = {
+    "config.json": b"{}",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "there.safetensors", "b": "../../../../etc/passwd", "c": "x/y"}}
+    ).encode(),
+    "there.safetensors": b"1",
+}
 FIND = """
 import json, sys
 from pensieve.builder.model_names import find_model
@@ -71,6 +79,8 @@ def hub():
         "org/tiny-GGUF": HubRepository({"main": GGUF}),
         "org/one-GGUF": HubRepository({"main": {"one.Q4_1.gguf": b"1"}}),
         "org/pickles": HubRepository({"main": {"config.json": b"{}", "model.bin": b"1"}}),
+        "org/straying": HubRepository({"main": STRAYING}),
+        "org/odd": HubRepository({"main": STRAYING | {INDEX: b'{"weight_map": {"a": 1}}'}}),
         "org/halves": HubRepository({"main": CHECKPOINT, "bf16": SHARDED}),
         "org/gated": HubRepository({"main": CHECKPOINT}, gate=401),
         "org/waiting": HubRepository({"main": CHECKPOINT}, gate=403),
@@ -192,6 +202,8 @@ def test_a_refusal_says_what_to_do(find_all):
         "org/tiny-GGUF:Q5_K_M": ["has no GGUF file of Q5_K_M", "tiny-Q4_K_M.gguf"],
         "org/tiny-GGUF:F16": ["has only 1 of 3 parts"],
         "org/pickles": ["has neither config.json with model.safetensors", "model.bin"],
+        "org/straying": ["its index names ../../../../etc/passwd, x/y, which it does not have"],
+        "org/odd": ["its index names 1, which it does not have"],
         "org/chat:v2": ["org/chat has no revision v2"],
         "org/caht": ["neither a directory org/caht here nor a repository http", "HF_TOKEN"],
         "org/gated": ["org/gated is gated: accept its terms at http", "HF_TOKEN"],
@@ -219,6 +231,31 @@ def test_without_network_and_cache_the_refusal_names_both(find):
 def test_a_model_of_the_cache_needs_no_network(find):
     folder = find("org/chat")[0]
     assert find("org/chat", HF_ENDPOINT="http://127.0.0.1:9")[0] == folder
+
+
+def test_a_hub_that_never_answers_is_not_waited_for_long(find, find_all):
+    folder = find("org/chat")[0]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "1"}
+        cached, missing, shown = find_all("org/chat", "org/one-GGUF", **environment)
+        silent.setblocking(False)
+        while (connection := accepted(silent)) is not None:
+            connection.close()
+        environment["HF_HUB_OFFLINE"] = "1"
+        *_, offline = find("org/chat", **environment)
+        assert "asking" not in offline and accepted(silent) is None
+    assert cached[0] == str(folder)
+    assert f"asking {url} for the state of org/chat (HF_HUB_OFFLINE=1 asks nothing)" in shown
+    assert f"{url} cannot be reached (ReadTimeout)" in missing
+
+
+def accepted(server):
+    """A connection that waits at the server, or None."""
+    try:
+        return server.accept()[0]
+    except BlockingIOError:
+        return None
 
 
 def test_a_connection_that_breaks_is_resumed_where_it_broke(hub, find):

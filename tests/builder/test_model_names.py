@@ -3,13 +3,16 @@ long."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pensieve.builder.model_names import Model, check_name, find_model
+from pensieve.builder.engine_cache import engine_for
+from pensieve.builder.model_names import Model, check_local, check_name, find_model
 from pensieve.scheduler.types import SettingError
 
 
@@ -65,6 +68,24 @@ def test_a_path_that_exists_is_the_model(text, name, real, here):
 def test_a_path_without_a_model_is_an_error_of_the_path(text, message):
     with pytest.raises(SettingError, match=f"^PATH: .*{message}"):
         find_model(text, pytest.fail)
+
+
+def test_a_path_that_cannot_be_read_is_an_error_of_the_path(here, monkeypatch):
+    name = "x" * 300
+    for text in (name, f"org/{name}"):
+        with pytest.raises(SettingError, match=f"^PATH: {text} cannot be read: File name too long"):
+            check_name(text)
+    own_stat = Path.stat
+
+    def stat(path, **options):
+        if path.name == "config.json":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return own_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    for check in (check_name, check_local, engine_for):
+        with pytest.raises(SettingError, match=r"^PATH: .*cannot be read: Permission"):
+            check("checkpoint")
 
 
 @pytest.mark.parametrize("text", ["a/b", "a/b:Q4_K_M", "hf://a/b:refs/pr/1", "smollm2"])

