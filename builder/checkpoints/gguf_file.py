@@ -31,6 +31,8 @@ OF_IMAGES = "mmproj"
 """The beginning of the names of files with the part of a model that takes images."""
 
 ALIGNMENT = 32  # bytes, of a file that sets none
+MOST_DIMENSIONS = 4
+MOST_NESTED = 8  # arrays in each other
 STRING, ARRAY = 8, 9
 SCALARS = {
     0: "B",
@@ -183,9 +185,9 @@ def _open_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise refusal(f"{path} cannot be read: {error}") from None
-    header = _Header(data, len(start))
+    header = _Header(path, data, len(start))
     try:
-        return header.fields_and_tensors(path)
+        return header.fields_and_tensors()
     except (struct.error, EOFError):
         raise _cut_off(path, f"its metadata goes beyond its {len(data)} bytes") from None
     except UnicodeDecodeError as error:
@@ -199,11 +201,12 @@ def _cut_off(path: Path, why: str) -> Exception:
 class _Header:
     """Reads a file from its start. Raises EOFError or struct.error at the file's end."""
 
-    def __init__(self, data: mmap.mmap, at: int):
+    def __init__(self, path: Path, data: mmap.mmap, at: int):
+        self._path = path
         self._data = data
         self._at = at
 
-    def fields_and_tensors(self, path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def fields_and_tensors(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         tensor_count = self._scalar("Q")
         field_count = self._scalar("Q")
         fields = {}
@@ -212,9 +215,13 @@ class _Header:
             fields[key] = self._value(self._scalar("I"))
         places = [self._tensor_place() for _ in range(tensor_count)]
         alignment = fields.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise refusal(
+                f"{self._path} has general.alignment {alignment!r}, which must be a number of bytes"
+            )
         start = -(-self._at // alignment) * alignment
         tensors = {
-            name: self._tensor(path, name, shape, kind, start + offset)
+            name: self._tensor(name, shape, kind, start + offset)
             for name, shape, kind, offset in places
         }
         return fields, tensors
@@ -223,13 +230,19 @@ class _Header:
         """A tensor's name, its shape, the number of its type, and where it begins behind the
         header."""
         name = self._string()
-        dimensions = self._scalars("Q", self._scalar("I"))
+        count = self._scalar("I")
+        if not 1 <= count <= MOST_DIMENSIONS:
+            raise refusal(
+                f"{self._path}: tensor {name} has {count} dimensions; possible are 1 to "
+                f"{MOST_DIMENSIONS}"
+            )
+        dimensions = self._scalars("Q", count)
+        if 0 in dimensions:
+            raise refusal(f"{self._path}: tensor {name} has a dimension of size 0")
         kind = self._scalar("I")
         return name, dimensions[::-1], kind, self._scalar("Q")
 
-    def _tensor(
-        self, path: Path, name: str, shape: tuple[int, ...], kind: int, start: int
-    ) -> GgufTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
         from gguf import GGMLQuantizationType
         from gguf.quants import quant_shape_to_byte_shape
 
@@ -239,33 +252,36 @@ class _Header:
         except ValueError as error:
             sizes = "x".join(map(str, shape))
             raise refusal(
-                f"{path}: tensor {name} ({sizes}, type {kind}) cannot be read: {error}"
+                f"{self._path}: tensor {name} ({sizes}, type {kind}) cannot be read: {error}"
             ) from None
         size = math.prod(stored_shape)
         if start + size > len(self._data):
             raise _cut_off(
-                path,
+                self._path,
                 f"tensor {name} ends at byte {start + size}, and the file has {len(self._data)}",
             )
         stored = np.frombuffer(self._data, np.uint8, size, start).reshape(stored_shape)
         return GgufTensor(name, stored_as, shape, stored)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, nested: int = 0) -> Any:
+        """`nested`: in how many arrays the value is."""
         if kind == STRING:
             return self._string()
         if kind == ARRAY:
+            if nested >= MOST_NESTED:
+                raise refusal(f"{self._path} has arrays in more than {MOST_NESTED} arrays")
             of = self._scalar("I")
-            return self._array(of, self._scalar("Q"))
+            return self._array(of, self._scalar("Q"), nested + 1)
         if kind not in SCALARS:
-            raise refusal(f"a GGUF file has metadata of an unknown type, {kind}")
+            raise refusal(f"{self._path} has metadata of an unknown type, {kind}")
         return self._scalar(SCALARS[kind])
 
-    def _array(self, kind: int, count: int) -> list[Any]:
+    def _array(self, kind: int, count: int, nested: int) -> list[Any]:
         if kind in SCALARS:
             return list(self._scalars(SCALARS[kind], count))
         if kind == STRING:
             return [self._string() for _ in range(count)]
-        return [self._value(kind) for _ in range(count)]
+        return [self._value(kind, nested) for _ in range(count)]
 
     def _string(self) -> str:
         start = self._at + 8

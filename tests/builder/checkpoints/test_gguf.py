@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 from pathlib import Path
 
 import gguf
@@ -294,6 +295,40 @@ def test_a_file_that_is_cut_off_is_refused(share, tmp_path):
 def test_another_file_is_refused(content, message, tmp_path):
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(SettingError, match=message):
+        open_gguf(tmp_path / "model.gguf")
+
+
+def field(key, kind, value):
+    return struct.pack(f"<Q{len(key)}sI", len(key), key, kind) + value
+
+
+def dimensions(*sizes):
+    """A tensor's place with these dimensions."""
+    numbers = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    return struct.pack("<Q1s", 1, b"t") + numbers + struct.pack("<IQ", 0, 0)
+
+
+NESTED = struct.pack("<IQ", 9, 1) * 5000
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "message"),
+    [
+        ([field(b"general.alignment", 4, bytes(4))], [], "general.alignment 0, which must be a"),
+        ([field(b"general.alignment", 7, b"\1")], [], "general.alignment True, which"),
+        ([field(b"general.alignment", 8, bytes(8))], [], "general.alignment '', which"),
+        ([field(b"a", 9, NESTED)], [], "arrays in more than 8 arrays"),
+        ([field(b"a", 99, b"")], [], "metadata of an unknown type, 99"),
+        ([], [dimensions()], "tensor t has 0 dimensions; possible are 1 to 4"),
+        ([], [dimensions(1, 1, 1, 1, 1)], "tensor t has 5 dimensions; possible are 1 to 4"),
+        ([], [dimensions(2**63, 0)], "tensor t has a dimension of size 0"),
+    ],
+)
+def test_a_damaged_header_is_refused(fields, tensors, message, tmp_path):
+    counts = struct.pack("<QQ", len(tensors), len(fields))
+    content = b"".join([b"GGUF\3\0\0\0", counts, *fields, *tensors, bytes(64)])
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(SettingError, match=rf"model\.gguf.*{message}"):
         open_gguf(tmp_path / "model.gguf")
 
 
