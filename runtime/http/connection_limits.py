@@ -119,7 +119,10 @@ class PatientProtocol(H11Protocol):
                 self._cut()
                 return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:  # an answer to HEAD has no text; its head is sent
+                self.transport.close()
         self._close_soon()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -332,6 +332,15 @@ def test_half_a_request_is_no_error_of_the_server(server: Server) -> None:
     server.check()
 
 
+def test_a_broken_body_of_a_head_request_gets_an_answer_without_text(server: Server) -> None:
+    with server.connect() as wire:
+        wire.sendall(
+            b"HEAD /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n"
+        )
+        assert received(wire).startswith(b"HTTP/1.1 400 ")
+    server.check()
+
+
 @pytest.mark.parametrize("path, status", [("/nothing", 404), ("/health", 405)])
 def test_a_broken_body_after_the_answer_ends_the_connection_quietly(
     server: Server, path: str, status: int
