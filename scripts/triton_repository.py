@@ -99,7 +99,10 @@ def checked(options: Sequence[str]) -> list[str]:
         "trace": args.trace,
     }
     if args.engine not in (None, "demo"):
-        check_name(args.engine)
+        try:
+            check_name(args.engine)
+        except SettingError as error:  # this command has no PATH
+            raise SettingError("--engine", error.message) from error
         if Path(args.engine).exists():
             paths["engine"] = Path(args.engine)
     relative = {

@@ -396,6 +396,7 @@ def test_a_wrong_option_writes_nothing_and_is_named(tmp_path, capsys, options, s
 def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "built").mkdir()
+    (tmp_path / "built" / "manifest.json").touch()
     given = {"engine": "built", "state-dir": "state", "disk-dir": "kv", "trace": "steps.json"}
     options = [word for name, path in given.items() for word in (f"--{name}", path)]
     assert (
