@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from .call_forms import CallForm, Schemas, WrittenCall
 
 MOST_HEADER = 256  # characters of a message's header in gpt-oss's form
+MOST_CLOSES = 64
+"""Closing markers inside the values of a call: at each one the whole call is read."""
 
 
 class ToolCall(NamedTuple):
@@ -139,6 +141,7 @@ class ReplyReader:
         self.in_call = False
         self._held = ""
         self._searched = 0  # of the held characters: they contain no marker that counts
+        self._passed_closes = 0  # closing markers inside the values of this call
         self._blank = True  # no content has been returned
         self._begun = False  # characters of this thought have been returned
 
@@ -210,6 +213,7 @@ class ReplyReader:
         elif self._form is not None and marker == self._form.open:
             self.in_call = True
             self._searched = 0
+            self._passed_closes = 0
         else:
             self._held = self._held.replace(marker, "", 1)
         return True
@@ -281,8 +285,10 @@ class ReplyReader:
         written = self._held[:cut].lstrip().removeprefix(form.open)
         read = form.read(written, self._tools)
         end = cut + len(form.close)
-        if not read.whole and form.goes_on(written, self._tools):
+        may_go_on = not read.whole and self._passed_closes < MOST_CLOSES
+        if may_go_on and form.goes_on(written, self._tools):
             self._searched = end
+            self._passed_closes += 1
             return True
         if read.whole and self._calls.may_be(read.calls):
             self._calls.add(parts, read.calls)

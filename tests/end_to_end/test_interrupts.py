@@ -117,12 +117,14 @@ def test_a_server_that_starts_is_interrupted(times, template, tmp_path):
     "words",
     [
         (*PENSIEVE, "serve", "demo"),
-        (*PENSIEVE, "profile", "--engine", "nowhere"),
-        (*BUILD, "--checkpoint", "nowhere", "--output", "nowhere"),
+        (*PENSIEVE, "profile", "--engine", "engine"),
+        (*BUILD, "--checkpoint", DEMO_CHECKPOINT, "--output", "built"),
     ],
     ids=["serve", "profile", "build_engine"],
 )
-def test_imports_are_interrupted(words):
+def test_imports_are_interrupted(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build_engine(DEMO_CHECKPOINT, tmp_path / "engine")  # a wrong one is refused before all imports
     command = Command(*words, flags=("-X", "importtime"))
     wait_for(lambda: command.printed("torch.") or command.process.poll() is not None)
     command.interrupt()
@@ -153,8 +155,9 @@ def test_ranks_that_start_are_interrupted(template, tmp_path):
     with read_at_last(template, 1):
         server.interrupt()
     assert server.status() == 130
-    (line,) = server.lines
+    *before, line = server.lines
     assert line.endswith("ended by SIGINT before the ranks served")
+    assert all(" INFO " in one for one in before), before
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import json
 import random
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 
-from pensieve.runtime.frontend.call_forms import CALL_FORMS, HARMONY, CallForm
+from pensieve.runtime.frontend.call_forms import CALL_FORMS, HARMONY, HERMES, CallForm
 from pensieve.runtime.frontend.reply_forms import (
     HARMONY_THOUGHTS,
     NONE,
@@ -22,7 +23,7 @@ from pensieve.runtime.frontend.reply_forms import (
     ReplyForms,
     reply_forms,
 )
-from pensieve.runtime.frontend.reply_reader import Reader, ReplyParts
+from pensieve.runtime.frontend.reply_reader import MOST_CLOSES, Reader, ReplyParts
 from pensieve.runtime.step.grammar import Grammars, json_grammar, lark_grammar
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
 from pensieve.scheduler.types import SettingError
@@ -282,6 +283,55 @@ def test_hostile_text_is_read_in_linear_time(call_form: CallForm) -> None:
     for text in HOSTILE:
         read(ReplyForms(THINK, call_form), text, len(text))
     assert time.thread_time() - began < 2
+
+
+UNCLOSED = (
+    '{"name": "',
+    '[{"name": "',
+    "<function=f><parameter=a>",
+    "f<arg_key>a</arg_key><arg_value>",
+    deepseek('f<|tool~sep|>{"a": "'),
+    deepseek('function<|tool~sep|>f\n```json\n{"a": "'),
+    'call:f{a:<|"|>',
+    "call:f{a:<escape>",
+    "[f(a='",
+)
+
+
+CLOSED = [form for form in CALL_FORMS if form.close and form is not HARMONY]
+
+
+@pytest.mark.parametrize("call_form", CLOSED, ids=[form.names[0] for form in CLOSED])
+def test_many_closing_markers_in_a_value_are_read_in_linear_time(call_form: CallForm) -> None:
+    reads = 0
+
+    def counting(text: str, tools: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return call_form.read(text, tools)
+
+    most = 0
+    for begun in UNCLOSED:
+        text = f"{call_form.open}{begun}" + call_form.close * 4000
+        for size in (1000, len(text)):
+            reads = 0
+            parts = read(ReplyForms(None, replace(call_form, read=counting)), text, size)
+            assert (parts.content, parts.calls) == (text, [])
+            assert reads <= MOST_CLOSES + 1
+            most = max(most, reads)
+    assert most == MOST_CLOSES + 1, "a text of this form is among them"
+
+
+def test_a_value_has_so_many_closing_markers_at_most() -> None:
+    for count in (MOST_CLOSES, MOST_CLOSES + 1):
+        value = HERMES.close * count
+        call = json.dumps({"name": "now", "arguments": {"a": value}})
+        text = f"{HERMES.open}{call}{HERMES.close}"
+        parts = read(ReplyForms(None, HERMES), text, len(text))
+        if count == MOST_CLOSES:
+            assert (parts.content, calls_in(parts)) == ("", [("now", {"a": value})])
+        else:
+            assert (parts.content, parts.calls) == (text, [])
 
 
 @pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
