@@ -221,7 +221,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         (["--random-weights", "--config", "a.json", "--set", "a=1", "--set", "a=2"], "--set"),
     ],
 )
-def test_flags_that_do_not_go_together(arguments, setting, tmp_path, capsys):
+def test_flags_that_do_not_go_together(arguments, setting, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.json", "b"):
+        (tmp_path / name).write_text("{}")
     assert main([*arguments, "--output", str(tmp_path / "engine")]) == 2
     assert capsys.readouterr().err.startswith(f"build_engine: {setting}:")
 

@@ -1,5 +1,5 @@
-"""The examples of the README and of the page about the API, as printed, against a server of the
-demo model."""
+"""The examples of the README and of the page about the API against a server of the demo model,
+which takes the place of the README's."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def run(page: Path, begin: str, end: str, url: str) -> list[str]:
     outputs = []
     for language, example in re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL):
         example = example.replace("http://127.0.0.1:8000", url)
+        example = example.replace("SmolLM2-135M-Instruct", "demo").replace("smollm2", "demo")
         command = (
             ["bash", "-c", FAILING + example]
             if language == "sh"
