@@ -499,11 +499,19 @@ class _Values:
             return self.several(self.value, r"\)")
         if self.take(r"\{") is not None:
             return dict(self.several(self.pair, r"\}"))
-        if (text := self.take(_STRING)) is not None:
-            return _string(text)
-        if self.take("[\"']") is not None:
-            self.in_text = True
+        if (text := self.strings()) is not None:
+            return text
         return _word(self.need(r"[+-]?[\w.]+(?:(?<=[eE])[+-]\d+)?"))
+
+    def strings(self) -> str | None:
+        """Literals of text in a row, which are one text. None if there is none."""
+        texts: list[str] = []
+        while (literal := self.take(_STRING)) is not None:
+            texts.append(_string(literal))
+        if self.take(_STRING_BEGIN) is not None:
+            self.in_text = True
+            raise ValueError("a literal of text does not end")
+        return "".join(texts) if texts else None
 
     def pair(self) -> tuple[str, Any]:
         """An entry of a dictionary."""
@@ -512,7 +520,14 @@ class _Values:
         return str(key), self.value()
 
 
-_STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
+_STRING_BEGIN = re.compile(r"[rRuU]?[\"']")
+_STRING = re.compile(
+    r"""[rRuU]?(?:
+    \"{3}(?:[^"\\]|\\.|"(?!""))*+\"{3} | '{3}(?:[^'\\]|\\.|'(?!''))*+'{3}
+    | "(?!"")(?:[^"\\]|\\.)*+" | '(?!'')(?:[^'\\]|\\.)*+'
+    )""",
+    re.DOTALL | re.VERBOSE,
+)
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -521,7 +536,13 @@ def _string(text: str) -> str:
     try:
         return str(json.loads(text, strict=False))
     except ValueError:
-        return str(_python_literal(text.replace("\n", "\\n")))
+        pass
+    quoted = text.lstrip("rRuU")
+    quotes = 3 if quoted.startswith(('"""', "'''")) else 1
+    if text[0] in "rR":
+        return quoted[quotes:-quotes]
+    quoted = quoted.replace("\r", "\\r")  # Python makes a line feed of it
+    return str(_python_literal(quoted if quotes == 3 else quoted.replace("\n", "\\n")))
 
 
 def _word(text: str) -> Any:
