@@ -235,7 +235,7 @@ def _argument(text: str, schema: Mapping[str, Any]) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = _finite(json.loads(text))
+        value = _finite(json.loads(text, strict=False))
     except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
     return text if "string" in types and not types & _type_of(value) else value
@@ -262,7 +262,8 @@ def _argument_schema(tools: Schemas, tool: str, name: str) -> Mapping[str, Any]:
 
 _BEFORE_OBJECT = re.compile(r"[\s,;]*+(\[?)\s*+(?=\{)")
 _LIST_END = re.compile(r"\s*\]")
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)
+"""It takes strings with raw line feeds, which models write."""
 
 
 def _read_objects(text: str, tools: Schemas) -> Read:
@@ -309,7 +310,7 @@ def _call(name: str, arguments: dict[str, Any]) -> WrittenCall | None:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -318,7 +319,7 @@ def _object(text: str) -> dict[str, Any] | None:
 def _ends_in_string(text: str, tools: Schemas) -> bool:
     """Whether the JSON text ends inside a string."""
     try:
-        json.loads(text)
+        json.loads(text, strict=False)
     except json.JSONDecodeError as error:
         return error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError):

@@ -783,6 +783,51 @@ def test_python_s_and_json_s_literals_are_read(text: str, value: Any) -> None:
     assert calls_in(parts) == [("now", {"class": value})]
 
 
+@pytest.mark.parametrize(
+    ("call_form", "text"),
+    [
+        (form("hermes"), '<tool_call>{"name": "now", "arguments": {}}</tool_call>'),
+        (form("mistral", 0), "[TOOL_CALLS]now[ARGS]{}"),
+        (form("mistral", 1), '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+        (form("granite"), '<|tool_call|>[{"name": "now", "arguments": {}}]'),
+        (form("jamba"), '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>'),
+        (
+            form("cohere"),
+            '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+        ),
+        (form("llama3_json"), '{"name": "now", "parameters": {}}'),
+        (
+            form("deepseek_v3"),
+            deepseek(
+                "<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>now\n```json\n{}\n```"
+                "<|tool~call~end|><|tool~calls~end|>"
+            ),
+        ),
+        (
+            form("deepseek_v31"),
+            deepseek(
+                "<|tool~calls~begin|><|tool~call~begin|>now<|tool~sep|>{}<|tool~call~end|>"
+                "<|tool~calls~end|>"
+            ),
+        ),
+        (
+            form("qwen3_coder"),
+            "<tool_call><function=now><parameter=a>\n{}\n</parameter></function></tool_call>",
+        ),
+        (HARMONY, "<|channel|>commentary to=functions.now <|message|>{}<|call|>"),
+    ],
+)
+def test_a_text_of_json_may_have_raw_line_feeds(call_form: CallForm, text: str) -> None:
+    inside = {HARMONY: "", form("qwen3_coder"): "</parameter>"}.get(call_form, call_form.close)
+    value = f"a\n\tb{inside}\nc"
+    written = text.replace("{}", f'{{"text": "{value}"}}')
+    for size in (1, len(written)):
+        parts = read(ReplyForms(None, call_form), written, size)
+        ((name, own),) = calls_in(parts)
+        assert (name, parts.content) == ("now", "")
+        assert own.get("a", own) == {"text": value}
+
+
 def test_a_text_of_python_may_contain_markers_of_calls() -> None:
     lfm2 = form("lfm2")
     for value in (f"'''a'{lfm2.close}\nb'''", f"'a' '{lfm2.close}b'", f"r'{lfm2.close}'"):
