@@ -235,7 +235,7 @@ def _argument(text: str, schema: Mapping[str, Any]) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = _finite(json.loads(text))
+        value = _finite(json.loads(text, strict=False))
     except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
     return text if "string" in types and not types & _type_of(value) else value
@@ -262,7 +262,8 @@ def _argument_schema(tools: Schemas, tool: str, name: str) -> Mapping[str, Any]:
 
 _BEFORE_OBJECT = re.compile(r"[\s,;]*+(\[?)\s*+(?=\{)")
 _LIST_END = re.compile(r"\s*\]")
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)
+"""It takes strings with raw line feeds, which models write."""
 
 
 def _read_objects(text: str, tools: Schemas) -> Read:
@@ -309,7 +310,7 @@ def _call(name: str, arguments: dict[str, Any]) -> WrittenCall | None:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -318,7 +319,7 @@ def _object(text: str) -> dict[str, Any] | None:
 def _ends_in_string(text: str, tools: Schemas) -> bool:
     """Whether the JSON text ends inside a string."""
     try:
-        json.loads(text)
+        json.loads(text, strict=False)
     except json.JSONDecodeError as error:
         return error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError):
@@ -499,11 +500,19 @@ class _Values:
             return self.several(self.value, r"\)")
         if self.take(r"\{") is not None:
             return dict(self.several(self.pair, r"\}"))
-        if (text := self.take(_STRING)) is not None:
-            return _string(text)
-        if self.take("[\"']") is not None:
-            self.in_text = True
+        if (text := self.strings()) is not None:
+            return text
         return _word(self.need(r"[+-]?[\w.]+(?:(?<=[eE])[+-]\d+)?"))
+
+    def strings(self) -> str | None:
+        """Literals of text in a row, which are one text. None if there is none."""
+        texts: list[str] = []
+        while (literal := self.take(_STRING)) is not None:
+            texts.append(_string(literal))
+        if self.take(_STRING_BEGIN) is not None:
+            self.in_text = True
+            raise ValueError("a literal of text does not end")
+        return "".join(texts) if texts else None
 
     def pair(self) -> tuple[str, Any]:
         """An entry of a dictionary."""
@@ -512,7 +521,14 @@ class _Values:
         return str(key), self.value()
 
 
-_STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
+_STRING_BEGIN = re.compile(r"[rRuU]?[\"']")
+_STRING = re.compile(
+    r"""[rRuU]?(?:
+    \"{3}(?:[^"\\]|\\.|"(?!""))*+\"{3} | '{3}(?:[^'\\]|\\.|'(?!''))*+'{3}
+    | "(?!"")(?:[^"\\]|\\.)*+" | '(?!'')(?:[^'\\]|\\.)*+'
+    )""",
+    re.DOTALL | re.VERBOSE,
+)
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -521,7 +537,13 @@ def _string(text: str) -> str:
     try:
         return str(json.loads(text, strict=False))
     except ValueError:
-        return str(_python_literal(text.replace("\n", "\\n")))
+        pass
+    quoted = text.lstrip("rRuU")
+    quotes = 3 if quoted.startswith(('"""', "'''")) else 1
+    if text[0] in "rR":
+        return quoted[quotes:-quotes]
+    quoted = quoted.replace("\r", "\\r")  # Python makes a line feed of it
+    return str(_python_literal(quoted if quotes == 3 else quoted.replace("\n", "\\n")))
 
 
 def _word(text: str) -> Any:

@@ -422,7 +422,7 @@ class HarmonyReader:
     def _end_call(self, parts: ReplyParts, body: str, content: str) -> None:
         """`content`: if the body is no call."""
         try:
-            arguments = json.loads(body)
+            arguments = json.loads(body, strict=False)
             json.dumps(arguments, allow_nan=False)
         except (ValueError, RecursionError):
             arguments = None

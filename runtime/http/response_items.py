@@ -269,8 +269,8 @@ KINDS = frozenset(
 
 
 def _items(given: Any, info: ValidationInfo) -> Any:
-    """A text becomes the user's message, and items without a type are messages. Raises
-    RequestError that names an item of a type that is not known."""
+    """A text becomes the user's message, and items without a type are messages or references.
+    Raises RequestError that names an item of a type that is not known."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
     if not isinstance(given, list):
@@ -278,7 +278,7 @@ def _items(given: Any, info: ValidationInfo) -> Any:
     items = []
     for at, item in enumerate(given):
         if isinstance(item, dict):
-            kind = item.get("type") or "message"
+            kind = item.get("type") or _untyped_kind(item)
             if isinstance(kind, str) and kind in LEFT_OUT:
                 leave_out(f"input.{kind}", info.context)
                 item = {"type": "left_out"}
@@ -287,6 +287,11 @@ def _items(given: Any, info: ValidationInfo) -> Any:
                 item = {**item, "type": kind}
         items.append(item)
     return items
+
+
+def _untyped_kind(item: dict[str, Any]) -> str:
+    is_message = "role" in item or "content" in item or "id" not in item
+    return "message" if is_message else "item_reference"
 
 
 def _check_kind(kind: Any, at: int) -> None:

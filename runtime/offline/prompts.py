@@ -43,11 +43,11 @@ def read_template(given: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         is_text = isinstance(given, str) and "{" in given
         return tokenizer.other_template(str(given) if is_text else Path(given).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"{name}: cannot read {str(given)!r}: {error}"
-        raise RequestError(ErrorKind.INVALID, message, name) from error
     except SettingError as error:
         raise RequestError(ErrorKind.INVALID, str(error), name) from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or NUL in the path
+        message = f"{name}: cannot read {str(given)!r}: {error}"
+        raise RequestError(ErrorKind.INVALID, message, name) from error
 
 
 def read_params(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:

@@ -231,7 +231,15 @@ def test_a_chat_ends_its_prompt_where_the_caller_wants(llm):
 
 
 @pytest.mark.parametrize(
-    "template", ["{% for", "nowhere.jinja", Path("nowhere.jinja"), "{{ raise_exception('no') }}"]
+    "template",
+    [
+        "{% for",
+        "nowhere.jinja",
+        "nul\0",
+        Path("nul\0"),
+        Path("nowhere.jinja"),
+        "{{ raise_exception('no') }}",
+    ],
 )
 def test_a_bad_template_of_a_chat_is_named(llm, template):
     with pytest.raises(RequestError, match="template"):

@@ -3,6 +3,7 @@ where it is cut, forced calls have the form that is read, and templates write wh
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import time
@@ -271,6 +272,9 @@ HOSTILE = (
     "[" + "-" * 50_000 + "1]",
     "[f(a=" + "-" * 50_000 + "1)]",
     "[f(a='" + "\\" * 50_000 + ")]",
+    "[f(a=" + "'a' " * 20_000,
+    "[f(a='''" + "''x" * 20_000,
+    '[f(a="""' + "\\" * 50_000,
     "[TOOL_CALLS]" + " " * 20_000 + "[" + " " * 20_000,
     "<|tool_call|>" + ", " * 10_000 + "[" + " " * 20_000,
     "<tool_call><function=f><parameter=a>" + "</parameter> " * 4000 + "x</tool_call>",
@@ -760,11 +764,80 @@ def test_text_behind_a_call_is_content(call_form: CallForm, text: str, cut: bool
         (r"'it\'s \x41'", "it's A"),
         ("('a', [1.5, -2], {'b': None, 3: true})", ["a", [1.5, -2], {"b": None, "3": True}]),
         ("0x10", 16),
+        ("'''x'''", "x"),
+        ('"""a\nb"""', "a\nb"),
+        ('"""say "hi" or ""\n"""', 'say "hi" or ""\n'),
+        (r"'''it's \''' \x41'''", "it's ''' A"),
+        ("'''a\r\nb'''", "a\r\nb"),
+        ("'a' 'b'", "ab"),
+        ("""("a"\n '''b''' "",)""", ["ab"]),
+        (r"r'\d+\'' 'x'", r"\d+\'x"),
+        ("r'''\\d\r\n'''", "\\d\r\n"),
+        ('u"a"', "a"),
+        ('""', ""),
+        ('""""""', ""),
     ],
 )
 def test_python_s_and_json_s_literals_are_read(text: str, value: Any) -> None:
     parts = read(ReplyForms(None, form("pythonic")), f"[now(class={text})]", 1)
     assert calls_in(parts) == [("now", {"class": value})]
+
+
+@pytest.mark.parametrize(
+    ("call_form", "text"),
+    [
+        (form("hermes"), '<tool_call>{"name": "now", "arguments": {}}</tool_call>'),
+        (form("mistral", 0), "[TOOL_CALLS]now[ARGS]{}"),
+        (form("mistral", 1), '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+        (form("granite"), '<|tool_call|>[{"name": "now", "arguments": {}}]'),
+        (form("jamba"), '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>'),
+        (
+            form("cohere"),
+            '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+        ),
+        (form("llama3_json"), '{"name": "now", "parameters": {}}'),
+        (
+            form("deepseek_v3"),
+            deepseek(
+                "<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>now\n```json\n{}\n```"
+                "<|tool~call~end|><|tool~calls~end|>"
+            ),
+        ),
+        (
+            form("deepseek_v31"),
+            deepseek(
+                "<|tool~calls~begin|><|tool~call~begin|>now<|tool~sep|>{}<|tool~call~end|>"
+                "<|tool~calls~end|>"
+            ),
+        ),
+        (
+            form("qwen3_coder"),
+            "<tool_call><function=now><parameter=a>\n{}\n</parameter></function></tool_call>",
+        ),
+        (HARMONY, "<|channel|>commentary to=functions.now <|message|>{}<|call|>"),
+    ],
+)
+def test_a_text_of_json_may_have_raw_line_feeds(call_form: CallForm, text: str) -> None:
+    inside = {HARMONY: "", form("qwen3_coder"): "</parameter>"}.get(call_form, call_form.close)
+    value = f"a\n\tb{inside}\nc"
+    written = text.replace("{}", f'{{"text": "{value}"}}')
+    for size in (1, len(written)):
+        parts = read(ReplyForms(None, call_form), written, size)
+        ((name, own),) = calls_in(parts)
+        assert (name, parts.content) == ("now", "")
+        assert own.get("a", own) == {"text": value}
+
+
+def test_a_text_of_python_may_contain_markers_of_calls() -> None:
+    lfm2 = form("lfm2")
+    for value in (f"'''a'{lfm2.close}\nb'''", f"'a' '{lfm2.close}b'", f"r'{lfm2.close}'"):
+        text = f"{lfm2.open}[now(a={value})]{lfm2.close}"
+        for size in (1, len(text)):
+            parts = read(ReplyForms(None, lfm2), text, size)
+            assert calls_in(parts) == [("now", {"a": ast.literal_eval(value)})]
+            assert not parts.content
+    unclosed = f"{lfm2.open}[now(a='1)]{lfm2.close}"
+    assert read(ReplyForms(None, lfm2), unclosed, 1).content == unclosed
 
 
 @pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])

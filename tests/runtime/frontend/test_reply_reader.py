@@ -62,7 +62,16 @@ TEXTS = [
     (call("a", x=1) + OPEN, OPEN, [A]),
     (call("a", x=QUOTED) + call("b"), "", [("a", {"x": QUOTED}), B]),
     (f'{OPEN}{{"name": "a{CLOSE}', f'{OPEN}{{"name": "a{CLOSE}', []),
-    (f'{OPEN}\n{{"name": "a\n{CLOSE} then {call("b")}', f'{OPEN}\n{{"name": "a\n{CLOSE} then', [B]),
+    (
+        call("a", x="1\n2\t3").replace("\\n", "\n").replace("\\t", "\t"),
+        "",
+        [("a", {"x": "1\n2\t3"})],
+    ),
+    (
+        f'{OPEN}\n{{"name": "a\n{CLOSE} then {call("b")}',
+        f'{OPEN}\n{{"name": "a\n{CLOSE} then {call("b")}',
+        [],
+    ),
     (f'{OPEN}{{"name": "a"{CLOSE}{call("b")}', f'{OPEN}{{"name": "a"{CLOSE}', [B]),
     ("<<tool_call" + call("b"), "<<tool_call", [B]),
 ]

@@ -500,9 +500,11 @@ def test_a_reference_stands_for_its_stored_item(serve: Any, stream: bool) -> Non
                 {"type": "custom_tool_call_output", "call_id": items[-1]["call_id"], "output": "b"},
             ]
             references = [{"type": "item_reference", "id": item["id"]} for item in items]
-            for past in (items, references):
+            bare = [{"id": item["id"]} for item in items]
+            untyped = [{"type": None, "id": item["id"]} for item in items]
+            for past in (items, references, bare, untyped):
                 await respond(server, input=[USER, *past, *outputs, USER], tools=tools)
-            assert server.requests[-1].prompt == server.requests[-2].prompt
+            assert len({tuple(request.prompt) for request in server.requests[-4:]}) == 1
 
     run(work())
 
