@@ -37,7 +37,6 @@ def compile_apart(
     backend = Manifest.read(directory).backend
     command = [
         sys.executable,
-        "-P",  # nothing of the current directory
         "-m",
         f"pensieve.builder.{backend}.compile",
         str(directory),
