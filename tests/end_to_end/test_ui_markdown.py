@@ -28,7 +28,10 @@ document.addEventListener("securitypolicyviolation", (event) => {
 });
 """
 LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer">{1}</a>'
-CODE_HEAD = '<div class="code-block"><div><span>{0}</span><button type="button" title="Copy code">Copy</button></div>'
+CODE_HEAD = (
+    '<div class="code-block"><div><span>{0}</span>'
+    '<button type="button" title="Copy code">Copy</button></div>'
+)
 WHOLE = """# Tea & *milk*
 
 Boil **water**, then wait:
