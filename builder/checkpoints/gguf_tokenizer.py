@@ -170,8 +170,8 @@ class Vocabulary:
 
     @property
     def uncut(self) -> list[AddedToken]:
-        """The tokens that are recognised before a text is split, in the order of their ids. Special
-        are control tokens, and those that begin and end texts."""
+        """The tokens that a text is searched for before it is split, in the order of their ids.
+        Control tokens are special, and so are the tokens that begin and end texts."""
         framing = {self.roles[role] for role in ("bos", "eos", "eot", "eom") if role in self.roles}
         special = [
             kind in (TokenType.CONTROL, TokenType.UNKNOWN) or at in framing

@@ -659,7 +659,7 @@ def sampled(matcher: Any, markers: list[str], chance: random.Random) -> str | No
 
 @pytest.mark.parametrize("call_form", CALL_FORMS, ids=[form.names[0] for form in CALL_FORMS])
 def test_what_a_grammar_allows_is_read(call_form: CallForm, grammars: Grammars) -> None:
-    """Names are those that OpenAI's API allows: any text for an argument."""
+    """OpenAI's API allows any text as the name of an argument."""
     texts = 0
     for seed in range(12):
         chance = random.Random(f"{call_form.names}/{seed}")
