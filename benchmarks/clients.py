@@ -71,6 +71,12 @@ class LoadTally:
                       open requests at these times
     busy              share of a core that the busiest client process used: near 1 the client
                       measures its own limit
+    first_waits, later_waits
+                      for a first token, of conversations' first requests and of the others; also
+                      the waits so far of requests that failed, or wait at the window's end
+    session_seconds   latencies of all turns, without think times: conversations that began with
+                      their first turn and ended in the window
+    sessions          conversations with a wait in the window
     """
 
     sent: int = 0
@@ -82,10 +88,14 @@ class LoadTally:
     open_at_start: int = 0
     open_at_end: int = 0
     busy: float = 0.0
+    sessions: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     first_token: array[float] = field(default_factory=lambda: array("d"))
     per_token: array[float] = field(default_factory=lambda: array("d"))
     gaps: array[float] = field(default_factory=lambda: array("d"))
+    first_waits: array[float] = field(default_factory=lambda: array("d"))
+    later_waits: array[float] = field(default_factory=lambda: array("d"))
+    session_seconds: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, other: LoadTally) -> None:
         for name in self.__slots__:
@@ -211,16 +221,21 @@ class Client:
         """Plays one turn after the other. A failure ends the conversation: its user leaves."""
         turns = arrival.dialogue.turns
         prompt = self._words.history(arrival)
+        name = self._words.name(arrival)
+        session = Session(whole=arrival.turn == 0 and not arrival.done)
         for index in range(arrival.turn, len(turns)):
             wanted = turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
             left = arrival.think_s if index == arrival.turn else None
             # a history that is sent for one token is not measured
             tally = self.tally if left is None else LoadTally()
-            reply = await self._ask(prompt, wanted, self._words.name(arrival), tally)
+            reply = await self._ask(prompt, wanted, name, session, tally)
             if left is not None:
                 self.tally.errors += tally.errors
             if reply is None or index + 1 == len(turns):
-                return
+                break
+            if left is not None:
+                session = Session(whole=False)
+            session.later = True
             following = turns[index + 1]
             log = prompt + reply.token_ids(self._encode)
             prompt = log[: following.history_tokens] + self._words.input(arrival, index + 1)
@@ -228,20 +243,33 @@ class Client:
                 await asyncio.sleep(following.think_s)
             else:
                 await _until(self._start + arrival.at + left)
+        if reply is not None and session.whole and self._measured(clock()):
+            self.tally.session_seconds.append(session.seconds)
 
     async def _ask(
-        self, prompt: list[int], wanted: int, conversation: str, tally: LoadTally
+        self,
+        prompt: list[int],
+        wanted: int,
+        conversation: str,
+        session: Session,
+        tally: LoadTally,
     ) -> StreamedReply | None:
         reply = StreamedReply()
         sent = clock()
         tally.sent += self._measured(sent)
         try:
             await self._stream(
-                body(self._target, prompt, wanted, conversation), reply, sent, len(prompt), tally
+                body(self._target, prompt, wanted, conversation),
+                reply,
+                sent,
+                len(prompt),
+                session,
+                tally,
             )
             now = clock()
             if reply.length < wanted:
                 raise Failed("short reply")
+            session.seconds += now - sent
             if self._measured(now):
                 tally.completed += 1
                 tally.per_token.append((now - sent) / reply.length)
@@ -256,6 +284,8 @@ class Client:
             now = clock()
             tally.open_at_start += sent < self._begin <= now
             tally.open_at_end += sent < self._end <= now
+            if not reply.tokens and sent < self._end and now >= self._begin:
+                session.wait(min(now, self._end) - sent, tally)
 
     async def _stream(
         self,
@@ -263,6 +293,7 @@ class Client:
         reply: StreamedReply,
         sent: float,
         prompt_tokens: int,
+        session: Session,
         tally: LoadTally,
     ) -> None:
         """Raises Failed with the kind of the failure."""
@@ -278,6 +309,8 @@ class Client:
                     first = not reply.tokens
                     brought = reply.read(data)
                     if self._measured(now):
+                        if brought and first:
+                            session.wait(now - sent, tally)
                         _count(tally, brought, now, last, prompt_tokens if first else None, sent)
                     if brought:
                         last = now
@@ -290,6 +323,28 @@ class Client:
 
     def _measured(self, now: float) -> bool:
         return self._begin <= now < self._end
+
+
+@dataclass(slots=True)
+class Session:
+    """One conversation as its user sees it.
+
+    whole     it began with its first turn: `seconds`, of its replies so far, lack no turn
+    later     the server has answered it before
+    counted   it is one of the tally's `sessions`
+    """
+
+    whole: bool
+    later: bool = False
+    counted: bool = False
+    seconds: float = 0.0
+
+    def wait(self, seconds: float, tally: LoadTally) -> None:
+        """Counts a wait for a first token."""
+        waits = tally.later_waits if self.later else tally.first_waits
+        waits.append(seconds)
+        tally.sessions += not self.counted
+        self.counted = True
 
 
 def _count(

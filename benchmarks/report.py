@@ -14,6 +14,8 @@ from pensieve.scheduler.sim.simulator import percentile
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import result_line, subplots, title_line
 
+from .goodput import Promise, Record, goodput_table
+
 if TYPE_CHECKING:
     from .clients import LoadTally  # and aiohttp
 
@@ -44,6 +46,8 @@ class RateReport:
                         requests in the server at the window's edges: it keeps up if they are about
                         equal
     client_busy         share of a core that the busiest client process used
+    sessions, first_waits_ms, later_waits_ms, session_s, replies_ms_per_token
+                        for judgements that pool several windows (`goodput`): see LoadTally
     gpu_seconds         the server's own count, or the window's length
     dollars             of them
     """
@@ -73,6 +77,11 @@ class RateReport:
     gpu_seconds: float | None = None
     dollars: float | None = None
     dollars_per_million_output_tokens: float | None = None
+    sessions: int = 0
+    first_waits_ms: Sequence[int] = ()
+    later_waits_ms: Sequence[int] = ()
+    session_s: Sequence[float] = ()
+    replies_ms_per_token: Sequence[float] = ()
 
     @property
     def failed_share(self) -> float:
@@ -126,6 +135,11 @@ def report(
         dollars_per_million_output_tokens=1e6 * dollars / tokens
         if dollars is not None and tokens
         else None,
+        sessions=tally.sessions,
+        first_waits_ms=sorted(round(1e3 * wait) for wait in tally.first_waits),
+        later_waits_ms=sorted(round(1e3 * wait) for wait in tally.later_waits),
+        session_s=sorted(round(seconds, 1) for seconds in tally.session_seconds),
+        replies_ms_per_token=sorted(round(1e3 * seconds, 1) for seconds in tally.per_token),
     )
 
 
@@ -215,12 +229,14 @@ def read_records(path: Path, option: str, command: str, row_of: Callable[[Any], 
 def read_reports(path: Path, option: str) -> list[RateReport]:
     """The lines that `json_line` wrote. SettingError names the option and the line."""
     names = [each.name for each in fields(RateReport)]
-    return read_records(
-        path,
-        option,
-        "benchmarks.serving",
-        lambda row: RateReport(**{name: row[name] for name in names}),
-    )
+    needed = names[: names.index("errors")]
+
+    def rate_report(row: Any) -> RateReport:
+        if absent := [name for name in needed if name not in row]:
+            raise KeyError(*absent)
+        return RateReport(**{name: row[name] for name in names if name in row})
+
+    return read_records(path, option, "benchmarks.serving", rate_report)
 
 
 def plot(curves: Mapping[str, Sequence[RateReport]], path: Path) -> None:
@@ -267,8 +283,6 @@ TITLES = (
     "failed",
 )
 
-Record = Mapping[str, Any]
-
 
 def read_runs(paths: Sequence[Path]) -> list[Record]:
     """SettingError names the line that cannot be read."""
@@ -302,24 +316,37 @@ def write_report(records: Sequence[Record], page: Path | None, picture: Path | N
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
-    """A workload's runs, then its rows by run and rate: only results of one run may be compared."""
+    """A workload's tables of goodput, then older runs by run and rate: only results of one run may
+    be compared there."""
+    judged: dict[tuple[str, str], list[Record]] = {}
+    older: dict[str, list[Record]] = {}
+    for record in records:
+        if "slo" in record:
+            judged.setdefault((record["workload"], record["title"]), []).append(record)
+        else:
+            older.setdefault(record["workload"], []).append(record)
     lines = []
-    for workload in dict.fromkeys(record["workload"] for record in records):
-        rows = [record for record in records if record["workload"] == workload]
-        lines += ["", f"**{workload}**, times in ms", ""]
-        runs = {record["run"]: record for record in rows}
-        lines += [f"* run {name}: {_about(record)}" for name, record in runs.items()]
+    for (workload, title), rows in judged.items():
+        lines += ["", f"**{workload}{': ' if title else ''}{title}**", "", *_runs(rows), ""]
+        lines += goodput_table(rows, Promise(*rows[-1]["slo"]))
+    for workload, rows in older.items():
+        lines += ["", f"**{workload}**, times in ms", "", *_runs(rows)]
         lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
-        places = {name: place for place, name in enumerate(runs)}
+        runs = list(dict.fromkeys(record["run"] for record in rows))
         rows.sort(
             key=lambda record: (
-                places[record["run"]],
+                runs.index(record["run"]),
                 record["result"]["rate"],
                 record["result"]["seed"],
             )
         )
         lines += [f"| {' | '.join(_row(record))} |" for record in rows]
     return [*lines, ""]
+
+
+def _runs(rows: Sequence[Record]) -> list[str]:
+    runs = {record["run"]: record for record in rows}
+    return [f"* run {name}: {_about(record)}" for name, record in runs.items()]
 
 
 def _about(record: Record) -> str:
@@ -333,8 +360,10 @@ def _about(record: Record) -> str:
         parts.append(f"bf16 product {machine['product_tflop_s']:.0f} TFLOP/s")
     parts.append(f"torch {versions['torch']}")
     parts.append(f"Pensieve {versions['pensieve']}")
-    if "vllm" in versions:
-        parts.append(f"vLLM {versions['vllm']['vllm']} with torch {versions['vllm']['torch']}")
+    for package, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        if package in versions:
+            own = versions[package]
+            parts.append(f"{name} {own[package]} with torch {own['torch']}")
     windows = (
         f"ramp {result['ramp_s']:g}, warm-up {result['warm_up_s']:g}, measured "
         f"{result['seconds']:g} s"

@@ -1,17 +1,20 @@
-"""Pensieve and vLLM under one load: the same GPU, model, client and arrivals, KV and host bytes,
-one after the other.
+"""Pensieve, vLLM and SGLang under one load: the same GPU, model, client and arrivals, KV and host
+bytes, one after the other.
 
-    python -m benchmarks.versus --workload chats --vllm VENV/bin/python --output
-    docs/measured/versus-DATE.jsonl python -m benchmarks.versus --report
-    docs/measured/versus-*.jsonl --page docs/measured/versus.md --plot FILE
+    python -m benchmarks.versus --workload chats --vllm VENV/bin/python --sglang VENV/bin/python
+        --output docs/measured/versus-DATE.jsonl
+    python -m benchmarks.versus --report docs/measured/versus-*.jsonl
+        --page docs/measured/versus.md --plot FILE
 
 Servers: `pensieve`, `vllm` (no offload), `vllm-offload` (its OffloadingConnector, with replies),
-`vllm-simple-offload` (its SimpleCPUOffloadConnector). Rates of one server alone stand behind an @
-(vllm@4,5), more of its own options behind a colon: "pensieve:--queue-order arrival".
+`vllm-simple-offload` (its SimpleCPUOffloadConnector), `sglang` (its hierarchical cache),
+`sglang-gpu` (without). Rates of one server alone stand behind an @ (vllm@4,5), more of its own
+options behind a colon: "pensieve:--queue-order arrival".
 
-Each server starts once and serves all rates. Every rate has other token ids, so it finds no KV of
-an earlier rate. That KV takes room until it is evicted. A result is appended to --output as soon as
-its window ends.
+Each server starts once and serves all rates. Every window has other token ids, so it finds no KV of
+an earlier one. That KV takes room until it is evicted. A result is appended to --output as soon as
+its window ends. A rate gets windows, each with another seed, until they have --sessions
+conversations.
 """
 
 from __future__ import annotations
@@ -31,9 +34,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pensieve.builder.checkpoints.hugging_face import read_json
 from pensieve.runtime.launch.options import parse_bytes
@@ -41,87 +43,25 @@ from pensieve.runtime.launch.settings import default_state_dir
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status
 
+from .compared import (
+    ComparedServer,
+    Model,
+    Place,
+    pensieve_command,
+    sglang_command,
+    sglang_variables,
+    vllm_command,
+)
+from .goodput import ENOUGH_SESSIONS, Promise
 from .report import read_runs, write_report
-from .servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
+from .servers import PIECE, run, serving, tell_end, use_memory
+from .workloads import WORKLOADS
 
 SHAPES = Path(__file__).parent / "shapes"
-VLLM_SERVER = Path(__file__).with_name("vllm_server.py")
-START_SECONDS = 300.0  # longest start of a server
+START_SECONDS = 600.0  # longest start of a server
 CLIENT_SECONDS = 15.0  # of the client beside its windows
-NO_VLLM = "install vLLM (python -m venv DIR; DIR/bin/pip install vllm) and name DIR/bin/python"
-VERSIONS = (
-    "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in ('vllm', "
-    "'torch')}))"
-)
-
-
-class Preset(NamedTuple):
-    """A workload, and what the servers are told for it.
-
-    windows     ramp, warm-up, measured, s
-    load        options of benchmarks.serving; none: a trace is needed
-    pensieve    its options for this load
-    profile     Pensieve's costs are measured before it starts
-    """
-
-    shape: str
-    max_model_len: int
-    rates: tuple[float, ...]
-    windows: tuple[float, float, float]
-    load: tuple[str, ...]
-    max_num_seqs: int
-    pensieve: tuple[str, ...]
-    profile: bool
-
-
-BEST_VLLM = "vllm-simple-offload"
-"""Of chats and agents, see docs/measured/versus.md."""
-
-PRESETS = {
-    "chats": Preset(
-        shape="llama-2-13b-gqa.json",
-        max_model_len=16384,
-        rates=(4, 5, 5.75),
-        windows=(60, 90, 35),
-        load=("--synthetic", "sharegpt", "--turn-counts", "uniform", "--think-s", "15"),
-        max_num_seqs=256,
-        pensieve=(
-            "--max-num-batched-tokens",
-            "384",
-            "--swap-out-below",
-            "0.04",
-            "--generation-reserve",
-            "0.02",
-        ),
-        profile=False,
-    ),
-    "agents": Preset(
-        shape="llama-3-8b.json",
-        max_model_len=40960,
-        rates=(0.3, 0.6),
-        windows=(60, 100, 80),
-        load=(),
-        max_num_seqs=128,
-        pensieve=("--max-num-batched-tokens", "2048"),
-        profile=True,
-    ),
-    "documents": Preset(
-        shape="llama-3.1-8b.json",
-        max_model_len=131072,
-        rates=(0.16,),
-        windows=(60, 80, 70),
-        load=("--synthetic", "documents", "--turn-counts", "uniform", "--think-s", "30"),
-        max_num_seqs=128,
-        pensieve=("--max-num-batched-tokens", "2048"),
-        profile=True,
-    ),
-}
-
-CONNECTORS: dict[str, tuple[str, dict[str, Any]] | None] = {
-    "vllm": None,
-    "vllm-offload": ("OffloadingConnector", {"offload_prompt_only": False}),
-    "vllm-simple-offload": ("SimpleCPUOffloadConnector", {}),
-}
+SEEDS = (0, 1, 2)
+ALL_MEMORY = "all"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,12 +69,13 @@ def parser() -> argparse.ArgumentParser:
         prog="versus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    option("--workload", choices=PRESETS, default="chats", help="(default %(default)s)")
+    option("--workload", choices=WORKLOADS, default="chats", help="(default %(default)s)")
     option(
         "--servers",
         nargs="+",
         metavar="NAME[@RATES][:OPTIONS]",
-        help=f"(default: pensieve {BEST_VLLM})",
+        default=["pensieve"],
+        help="(default: pensieve)",
     )
     option(
         "--rates",
@@ -143,11 +84,24 @@ def parser() -> argparse.ArgumentParser:
         metavar="R",
         help="conversations/s (default: the workload's)",
     )
+    for name in ("vllm", "sglang"):
+        option(
+            f"--{name}",
+            type=Path,
+            metavar="PATH",
+            help="a Python with it, or a folder of packages (default: this Python)",
+        )
     option(
-        "--vllm",
-        type=Path,
-        metavar="PATH",
-        help="a Python with vLLM, or a folder of packages (default: this one)",
+        "--slo",
+        metavar="BOUNDS",
+        help="first=15,later=5,token=50: most seconds to the first token of first and later turns "
+        "(p95), most ms/token (p90) (default: the workload's)",
+    )
+    option(
+        "--title",
+        default="",
+        metavar="TEXT",
+        help="of a table of its own, for the results of this run: tuning, ablation, ...",
     )
     option(
         "--output",
@@ -172,9 +126,17 @@ def parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         nargs="+",
-        default=[0],
+        default=list(SEEDS),
         metavar="N",
-        help="of arrivals and lengths; all rates with each (default: 0)",
+        help="of arrivals and lengths, in this order (default: 0 1 2)",
+    )
+    option(
+        "--sessions",
+        type=int,
+        default=ENOUGH_SESSIONS,
+        metavar="N",
+        help="a rate's other seeds are left out once its windows have so many (default "
+        "%(default)s)",
     )
     for name in ("ramp", "warm-up", "measure"):
         option(
@@ -190,13 +152,13 @@ def parser() -> argparse.ArgumentParser:
         "--gpu-kv-bytes",
         default="38147MiB",
         metavar="SIZE",
-        help="of each server (default %(default)s)",
+        help="of each server; `all`: what each takes by its defaults (default %(default)s)",
     )
     option(
         "--host-kv-bytes",
         default="64GiB",
         metavar="SIZE",
-        help="of each but `vllm` (default %(default)s)",
+        help="of each but `vllm` and `sglang-gpu` (default %(default)s)",
     )
     option("--shape", type=Path, metavar="FILE", help="a config.json (default: the workload's)")
     option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
@@ -241,45 +203,16 @@ def tell(args: argparse.Namespace) -> None:
     print(write_report(read_runs(args.report), args.page, args.plot))
 
 
-class ComparedServer(NamedTuple):
-    """`shown` in tables; `rates` empty: those of the run."""
-
-    kind: str
-    rates: tuple[float, ...]
-    options: list[str]
-    shown: str
-
-    @classmethod
-    def read(cls, text: str) -> ComparedServer:
-        """Of KIND[@RATES][:OPTIONS]; SettingError."""
-        head, colon, options = text.partition(":")
-        kind, _, rates = head.partition("@")
-        if kind not in ("pensieve", *CONNECTORS):
-            raise SettingError(
-                "--servers", f"{kind!r} is none of pensieve, {', '.join(CONNECTORS)}"
-            )
-        try:
-            own = tuple(float(rate) for rate in rates.split(",") if rate)
-        except ValueError:
-            raise SettingError(
-                "--servers", f"{text!r}: {rates!r} are no rates with commas between"
-            ) from None
-        return cls(kind, own, shlex.split(options), f"{kind}{colon}{options}")
-
-
 class Versus:
     """One run: a workload, servers and rates."""
 
     def __init__(self, args: argparse.Namespace):
         """SettingError before anything starts."""
         self._args = args
-        self._preset = preset = PRESETS[args.workload]
+        self._workload = workload = WORKLOADS[args.workload]
         self._deadline = time.monotonic() + args.seconds
-        self._servers = [
-            ComparedServer.read(text) for text in args.servers or ("pensieve", BEST_VLLM)
-        ]
-        kinds = {server.kind for server in self._servers}
-        if not preset.load and args.trace is None:
+        self._servers = [ComparedServer.read(text) for text in args.servers]
+        if not workload.load and args.trace is None:
             raise SettingError(
                 "--trace",
                 f"{args.workload} need one: lengths, as callanjfox/kv-cache-tester has them",
@@ -289,22 +222,35 @@ class Versus:
         windows = args.ramp_s, args.warm_up_s, args.measure_s
         self._windows = [
             own if given is None else given
-            for given, own in zip(windows, preset.windows, strict=True)
+            for given, own in zip(windows, workload.windows, strict=True)
         ]
-        self._rates = args.rates or preset.rates
-        self._gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
-        self._host_bytes = parse_bytes(args.host_kv_bytes, "--host-kv-bytes")
+        self._rates = args.rates or workload.rates
+        self._promise = Promise.read(args.slo) if args.slo else workload.promise
         self._output = args.output or Path(f"versus-{time.strftime('%Y-%m-%d')}.jsonl")
-        self._dtype = "bfloat16" if args.device == "cuda" else "float32"
-        self._model = args.work / args.workload
-        self._shape = read_json(args.shape or SHAPES / preset.shape, "--shape")
+        every_byte = args.gpu_kv_bytes == ALL_MEMORY
+        self._model = Model(
+            directory=args.work / args.workload,
+            config={
+                "model_type": "llama",
+                **read_json(args.shape or SHAPES / workload.shape, "--shape"),
+                "max_position_embeddings": workload.max_model_len,
+            },
+            dtype="bfloat16" if args.device == "cuda" else "float32",
+            device=args.device,
+            gpu_bytes=None if every_byte else parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes"),
+            host_bytes=parse_bytes(args.host_kv_bytes, "--host-kv-bytes"),
+            max_num_seqs=workload.max_num_seqs,
+        )
+        self._places = {
+            package: Place.of(package, getattr(args, package))
+            for package in dict.fromkeys(server.package for server in self._servers)
+            if package is not None
+        }
         self._versions = {
             "pensieve": args.revision or revision(),
             "torch": importlib.metadata.version("torch"),
+            **{package: place.versions for package, place in self._places.items()},
         }
-        self._python, self._variables = vllm_python(args.vllm)
-        if kinds - {"pensieve"}:
-            self._versions["vllm"] = vllm_versions(self._python, self._variables)
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end too
@@ -314,10 +260,12 @@ class Versus:
             machine = pool.apply(measure_machine, (args.device,))
         print(f"{args.workload}:", json.dumps(machine), flush=True)
         if args.device == "cuda":
-            use_memory(self._host_bytes + PIECE)
+            use_memory(self._model.host_bytes + PIECE)
         about = {
             "run": secrets.token_hex(4),
             "workload": args.workload,
+            "title": args.title,
+            "slo": self._promise,
             "machine": machine,
             "versions": self._versions,
         }
@@ -327,164 +275,99 @@ class Versus:
         return 1 if missing else 0
 
     def _make_model(self) -> None:
-        """One config.json for both, and of it Pensieve's engine."""
+        """One config.json for all, and of it Pensieve's engine, with its measured costs."""
         model = self._model
-        preset = self._preset
-        device = self._args.device
-        model.mkdir(parents=True, exist_ok=True)
-        config = {
-            "model_type": "llama",
-            **self._shape,
-            "max_position_embeddings": preset.max_model_len,
-        }
-        (model / "config.json").write_text(json.dumps(config, indent=1))
+        model.directory.mkdir(parents=True, exist_ok=True)
+        (model.directory / "config.json").write_text(json.dumps(model.config, indent=1))
         for engine, kv_type in {
             self._engine(server) for server in self._servers if server.kind == "pensieve"
         }:
             run("pensieve.scripts.build_engine", "--random-weights",
-                "--config", model / "config.json", "--output", engine,
-                "--backend", "reference", "--dtype", self._dtype, "--device", device)  # fmt: skip
-            if preset.profile and not (engine / "profile.json").exists():
-                run(
-                    "pensieve.scripts.profile_engine",
-                    "--engine",
-                    engine,
-                    "--device",
-                    device,
-                    "--seconds",
-                    0.02,
-                    "--max-num-seqs",
-                    preset.max_num_seqs,
-                    *preset.pensieve,
-                    "--kv-cache-dtype",
-                    kv_type,
-                )
+                "--config", model.directory / "config.json", "--output", engine,
+                "--backend", "reference", "--dtype", model.dtype,
+                "--device", model.device)  # fmt: skip
+            if not (engine / "profile.json").exists():
+                run("pensieve.scripts.profile_engine", "--engine", engine,
+                    "--device", model.device, "--seconds", 0.02,
+                    "--max-num-seqs", model.max_num_seqs,
+                    "--kv-cache-dtype", kv_type)  # fmt: skip
 
     def _engine(self, server: ComparedServer) -> tuple[Path, str]:
         """The engine's directory and its pool's `--kv-cache-dtype`: the profile in it is measured
         with that type."""
-        options = server.options
-        kv_type = (
-            options[options.index("--kv-cache-dtype") + 1]
-            if "--kv-cache-dtype" in options
-            else "auto"
-        )
-        return self._model / ("engine" if kv_type == "auto" else f"engine-{kv_type}"), kv_type
+        kv_type = server.option("--kv-cache-dtype", "auto")
+        name = "engine" if kv_type == "auto" else f"engine-{kv_type}"
+        return self._model.directory / name, kv_type
 
     def _measure(self, server: ComparedServer, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
         log = self._args.work / (re.sub(r"[^\w.=-]+", "_", server.shown) + ".log")
-        ready, variables = (
-            (READY, {}) if server.kind == "pensieve" else ("/health", self._variables)
-        )
+        variables = self._variables(server)
         try:
             with tempfile.TemporaryDirectory() as state:
-                command = self.command(server, Path(state))
+                command, ready = self.command(server, Path(state))
                 seconds = min(START_SECONDS, self._left())
+                heading = {
+                    "server": server.shown,
+                    "serve": shlex.join(command),
+                    "variables": variables,
+                }
                 with serving(command, log, seconds, ready, {**os.environ, **variables}) as url:
-                    for rate, seed in product(server.rates or self._rates, self._args.seed):
-                        if self._left() < sum(self._windows[1:]) + CLIENT_SECONDS:
-                            print(f"{server.shown}: no time left for {rate:g}", flush=True)
-                            return False
-                        load = self.load(server, rate, seed)
-                        heading = {
-                            "server": server.shown,
-                            "serve": shlex.join(command),
-                            "variables": variables,
-                        }
-                        self._append(
-                            {
-                                **about,
-                                **heading,
-                                "load": shlex.join(load),
-                                "result": self._play(load, url),
-                            }
-                        )
+                    return all(
+                        self._measure_rate(server, rate, url, {**about, **heading})
+                        for rate in server.rates or self._rates
+                    )
         except (TimeoutError, subprocess.SubprocessError) as error:
             tell_end(log, error)
             return False
+
+    def _measure_rate(
+        self, server: ComparedServer, rate: float, url: str, heading: dict[str, Any]
+    ) -> bool:
+        """False if the time did not suffice for as many sessions as are needed."""
+        sessions = 0
+        for seed in self._args.seed:
+            if self._left() < sum(self._windows[1:]) + CLIENT_SECONDS:
+                print(f"{server.shown}: no time left for {rate:g}", flush=True)
+                return False
+            load = self.load(server, rate, seed)
+            result = self._play(load, url)
+            self._append({**heading, "load": shlex.join(load), "result": result})
+            sessions += result["sessions"]
+            if sessions >= self._args.sessions:
+                break
         return True
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def command(self, server: ComparedServer, state: Path) -> list[str]:
-        """But for the port."""
-        rows = ["--max-num-seqs", str(self._preset.max_num_seqs)]
-        if server.kind == "pensieve":
-            where = [
-                "--engine",
-                str(self._engine(server)[0]),
-                "--device",
-                self._args.device,
-                "--state-dir",
-                str(state),
-            ]
-            sizes = [
-                "--gpu-kv-bytes",
-                str(self._gpu_bytes),
-                "--host-kv-bytes",
-                str(self._host_bytes),
-            ]
-            return [
-                *SERVE,
-                *where,
-                *sizes,
-                *rows,
-                "--shutdown-timeout",
-                "1",
-                *self._preset.pensieve,
-                *server.options,
-            ]
-        words = [
-            "--model",
-            str(self._model),
-            "--load-format",
-            "dummy",
-            "--skip-tokenizer-init",
-            "--dtype",
-            self._dtype,
-        ]
-        words += [
-            "--kv-cache-memory-bytes",
-            str(self._gpu_bytes),
-            "--attention-backend",
-            "FLASH_ATTN",
-        ]
-        words += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        if offload := CONNECTORS[server.kind]:
-            extra = {"cpu_bytes_to_use": self._host_bytes, **offload[1]}
-            transfer = {
-                "kv_connector": offload[0],
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
-            words += ["--kv-transfer-config", json.dumps(transfer)]
-        return [*self._python, str(VLLM_SERVER), *words, *rows, *server.options]
+    def _variables(self, server: ComparedServer) -> dict[str, str]:
+        if server.package is None:
+            return {}
+        place = self._places[server.package]
+        return sglang_variables(place) if server.package == "sglang" else place.variables
+
+    def command(self, server: ComparedServer, state: Path) -> tuple[list[str], str]:
+        """But for the port; and the path that answers when the server is ready."""
+        if server.package is None:
+            return pensieve_command(server, self._model, self._engine(server)[0], state)
+        place = self._places[server.package]
+        build = sglang_command if server.package == "sglang" else vllm_command
+        return build(server, self._model, place)
 
     def load(self, server: ComparedServer, rate: float, seed: int) -> list[str]:
         """benchmarks.serving's options: equal for all servers, except that Pensieve gets the
         conversations' names."""
         args = self._args
-        words = [*self._preset.load] if args.trace is None else ["--trace", str(args.trace)]
+        words = [*self._workload.load] if args.trace is None else ["--trace", str(args.trace)]
         for name, value in zip(
             ("--ramp-s", "--warm-up-s", "--measure-s"), self._windows, strict=True
         ):
             words += [name, f"{value:g}"]
-        words += [
-            "--vocabulary",
-            str(self._shape["vocab_size"]),
-            "--rate",
-            f"{rate:g}",
-            "--seed",
-            str(seed),
-        ]
-        words += [
-            "--max-context",
-            str(self._preset.max_model_len),
-            "--processes",
-            str(args.processes),
-        ]
+        words += ["--vocabulary", str(self._model.config["vocab_size"])]
+        words += ["--rate", f"{rate:g}", "--seed", str(seed)]
+        words += ["--max-context", str(self._workload.max_model_len)]
+        words += ["--processes", str(args.processes)]
         words += shlex.split(args.load)
         return [*words, "--conversations"] if server.kind == "pensieve" else words
 
@@ -501,31 +384,6 @@ class Versus:
         with self._output.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
         write_report(read_runs([self._output]), self._output.with_suffix(".md"), None)
-
-
-def vllm_python(path: Path | None) -> tuple[list[str], dict[str, str]]:
-    """How a Python with vLLM starts, and variables: packages that Pensieve alone needs are not on
-    its path."""
-    # it would be compiled at the start; greedy sampling needs none
-    variables = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    if path is None:
-        return [sys.executable, "-P"], variables
-    if path.is_dir():
-        return [sys.executable, "-P"], {**variables, "PYTHONPATH": str(path.resolve())}
-    if not path.is_file():
-        raise SettingError("--vllm", f"there is no {path}: {NO_VLLM}")
-    return [str(path.absolute()), "-P"], {**variables, "PYTHONPATH": ""}
-
-
-def vllm_versions(python: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
-    """SettingError if vLLM is missing."""
-    completed = subprocess.run(
-        [*python, "-c", VERSIONS], env={**os.environ, **variables}, capture_output=True, text=True
-    )
-    if completed.returncode:
-        raise SettingError("--vllm", f"{completed.stderr.strip().splitlines()[-1]}: {NO_VLLM}")
-    versions: dict[str, str] = json.loads(completed.stdout)
-    return versions
 
 
 def revision() -> str:

@@ -245,7 +245,8 @@ def versus(
         HOST_BYTES,
     )
     windows = WINDOWS if think_s == THINK_S else SLOW_WINDOWS
-    words += (*windows.split(), "--servers", *servers, "--output", "{output}", "--vllm", "{vllm}")
+    words += (*windows.split(), "--servers", *servers, "--seed", "0")
+    words += ("--output", "{output}", "--vllm", "{vllm}")
     return Measurement(tuple(claim.figure for claim in claims), words, versus_values(claims))
 
 

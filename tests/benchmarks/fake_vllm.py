@@ -13,9 +13,10 @@ from tests.benchmarks.fake_completions import CompletionsServer
 ROOT = Path(__file__).parents[2]
 
 
-def make_site(site):
-    """A folder of packages with it. Each server that starts writes its words and its process's
-    number to `started`."""
+def make_site(site, name="vllm", version="0.23.0"):
+    """A folder of packages with it, or with the version alone of another package.
+
+    Each server that starts writes its words and its process's number to `started`."""
     module = site / "vllm" / "entrypoints" / "openai" / "api_server.py"
     module.parent.mkdir(parents=True)
     module.write_text(
@@ -27,10 +28,9 @@ def make_site(site):
     loader.write_text(
         "def initialize_dummy_weights(module, model_config):\n    module.filled = True\n"
     )
-    (site / "vllm-0.23.0.dist-info").mkdir()
-    (site / "vllm-0.23.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.0\n"
-    )
+    metadata = site / f"{name}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return site
 
 

@@ -165,6 +165,8 @@ def test_a_turn_repeats_what_really_came(monkeypatch):
         assert (len(first), len(second)) == (FIRST, FIRST + REPLY + NEXT)
         assert second[: FIRST + REPLY] == [*first, *range(900, 900 + REPLY)]
     assert len({tuple(first) for first, _ in turns.values()}) == len(turns) == 10
+    assert (len(tally.first_waits), len(tally.later_waits), tally.sessions) == (10, 10, 10)
+    assert len(tally.session_seconds) == 10 and max(tally.session_seconds) > 0
 
 
 def test_a_history_that_is_sent_is_not_measured(monkeypatch):
@@ -177,6 +179,33 @@ def test_a_history_that_is_sent_is_not_measured(monkeypatch):
     assert len(server.bodies) == 8
     assert sorted(body["max_tokens"] for body in server.bodies) == [1] * 4 + [REPLY] * 4
     assert tally.prompt_tokens == 4 * (FIRST + REPLY + NEXT)
+    # the server has seen the histories, and a part of these conversations was not played
+    assert (len(tally.first_waits), len(tally.later_waits), tally.sessions) == (0, 4, 4)
+    assert not tally.session_seconds
+
+
+def test_the_waits_of_failed_requests_count(monkeypatch):
+    with CompletionsServer(fail="silent", fail_after=0) as server:
+        arrivals = [Arrival(0.0, TWO_TURNS, index) for index in range(3)]
+        (tally,) = play(monkeypatch, arrivals, 3, client(server, timeout_s=0.3))
+        server.stopped.set()
+    assert tally.errors == {"timeout": 3} and not tally.first_token
+    assert len(tally.first_waits) == tally.sessions == 3 and min(tally.first_waits) >= 0.3
+
+
+def test_a_wait_that_the_end_cuts_off_counts_so_far(monkeypatch):
+    with CompletionsServer(fail="silent", fail_after=0) as server:
+
+        async def until(moment):
+            while bench_clients.clock() < moment and len(server.bodies) < 3:
+                await asyncio.sleep(0.005)
+
+        monkeypatch.setattr(bench_clients, "_until", until)
+        arrivals = [Arrival(0.0, TWO_TURNS, index) for index in range(3)]
+        tally = asyncio.run(client(server).run(arrivals))
+        server.stopped.set()
+    assert len(tally.first_waits) == tally.sessions == 3
+    assert not tally.errors and not tally.later_waits
 
 
 def test_a_history_that_fails_is_counted(monkeypatch):

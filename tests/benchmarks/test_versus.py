@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import versus
+from benchmarks.compared import CONNECTORS, ComparedServer
 from benchmarks.report import BEGIN, END, read_runs, write_report
-from benchmarks.versus import CONNECTORS, ComparedServer, Versus, main, parser
+from benchmarks.versus import Versus, main, parser
+from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.fake_vllm import make_site
 from tests.models import LLAMA_SHAPE
 
@@ -77,12 +79,13 @@ def test_the_readmes_command_has_all_that_its_workload_needs():
     python, _, _, *words = shlex.split(line)
     args = parser().parse_args(words)
     assert python == ".venv/bin/python" and args.vllm == Path("VLLM/bin/python")
-    assert versus.PRESETS[args.workload].load or args.trace == Path("TRACE")
+    assert WORKLOADS[args.workload].load or args.trace == Path("TRACE")
 
 
 def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
-    bench = Versus(parser().parse_args(options))
-    ours = bench.command(ComparedServer.read("pensieve:--queue-order arrival"), tmp_path)
+    words = ["--servers", "pensieve", "vllm"]
+    bench = Versus(parser().parse_args([*options, *words]))
+    ours, _ = bench.command(ComparedServer.read("pensieve:--queue-order arrival"), tmp_path)
     assert (int(value(ours, "--gpu-kv-bytes")), int(value(ours, "--host-kv-bytes"))) == (GPU, HOST)
     assert ours[-2:] == ["--queue-order", "arrival"]
     connectors = {}
@@ -93,7 +96,8 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
             (3, 4.5),
             f"{name}:--max-num-batched-tokens 2048",
         )
-        theirs = bench.command(server, tmp_path)
+        theirs, ready = bench.command(server, tmp_path)
+        assert ready == "/health"
         assert int(value(theirs, "--kv-cache-memory-bytes")) == GPU
         assert value(theirs, "--max-num-seqs") == value(ours, "--max-num-seqs") == "256"
         assert theirs[-2:] == ["--max-num-batched-tokens", "2048"]
@@ -116,6 +120,48 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     }
 
 
+def test_sglang_has_the_same_bytes_in_whole_pages(options, tmp_path):
+    site = make_site(tmp_path / "sglang", "sglang", "0.5.17")
+    servers = ["--sglang", str(site), "--servers", "sglang-gpu"]
+    bench = Versus(parser().parse_args([*options, *servers]))
+    server = ComparedServer.read("sglang:--hicache-write-policy write_back")
+    command, ready = bench.command(server, tmp_path)
+    assert ready == "/health" and command[-2:] == ["--hicache-write-policy", "write_back"]
+    bytes_per_token = 2 * 2 * LLAMA_SHAPE["num_hidden_layers"] * LLAMA_SHAPE["hidden_size"]
+    bytes_per_token //= LLAMA_SHAPE["num_attention_heads"]
+    bytes_per_token *= LLAMA_SHAPE["num_key_value_heads"]
+    tokens = int(value(command, "--max-total-tokens"))
+    assert tokens == GPU // (64 * bytes_per_token) * 64
+    on_host = tokens * float(value(command, "--hicache-ratio")) * bytes_per_token
+    assert on_host == pytest.approx(HOST, rel=1e-4)
+    alone, _ = bench.command(ComparedServer.read("sglang-gpu"), tmp_path)
+    assert "--enable-hierarchical-cache" not in alone
+    assert bench._variables(server)["PYTHONPATH"] == str(site)
+    assert bench._versions["sglang"]["sglang"] == "0.5.17"
+
+
+def test_all_memory_leaves_each_server_its_own_default(options, tmp_path):
+    words = ["--servers", "vllm", "--gpu-kv-bytes", "all"]
+    bench = Versus(parser().parse_args([*options, *words]))
+    for name in ("pensieve", "vllm"):
+        command, _ = bench.command(ComparedServer.read(name), tmp_path)
+        assert not {"--gpu-kv-bytes", "--kv-cache-memory-bytes"} & set(command)
+
+
+def test_a_rate_gets_seeds_until_it_has_enough_sessions(options, tmp_path, monkeypatch):
+    words = ["--seed", "0", "1", "2", "--sessions", "60", "--title", "tuning"]
+    bench = Versus(parser().parse_args([*options, *words]))
+    results = iter([dict(record("x", 4)["result"], sessions=number) for number in (40, 25, 70)])
+    monkeypatch.setattr(bench, "_play", lambda load, url: next(results))
+    server = ComparedServer.read("pensieve")
+    heading = {key: value for key, value in record("pensieve", 4).items() if key != "result"}
+    assert bench._measure_rate(server, 4, "url", heading)
+    assert bench._measure_rate(server, 5, "url", heading)
+    records = read_runs([tmp_path / "out" / "versus.jsonl"])
+    assert [value(shlex.split(each["load"]), "--rate") for each in records] == ["4", "4", "5"]
+    assert [value(shlex.split(each["load"]), "--seed") for each in records] == ["0", "1", "0"]
+
+
 def test_the_clients_options_override_the_workloads(options):
     bench = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
     assert bench.load(ComparedServer.read("vllm"), 4, 0)[-4:] == [
@@ -129,17 +175,17 @@ def test_the_clients_options_override_the_workloads(options):
 def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for words, error in (
-        (["--servers", "sglang"], "--servers: 'sglang' is none of pensieve, vllm,"),
+        (["--servers", "lmdeploy"], "--servers: 'lmdeploy' is none of pensieve, vllm,"),
         (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
         (["--workload", "agents"], "--trace: agents need one"),
         (["--workload", "agents", "--trace", "none.gz"], "--trace: there is no none.gz"),
         (["--shape", "none.json"], "--shape: none.json does not exist"),
         (
-            ["--vllm", str(tmp_path / "empty")],
+            ["--servers", "vllm", "--vllm", str(tmp_path / "empty")],
             "PackageNotFoundError: No package metadata was found for vllm: install",
         ),
         (
-            ["--vllm", str(tmp_path / "nowhere")],
+            ["--servers", "vllm", "--vllm", str(tmp_path / "nowhere")],
             f"--vllm: there is no {tmp_path / 'nowhere'}: install",
         ),
     ):
@@ -156,7 +202,7 @@ def test_the_commands_that_a_run_calls_exist(options, tmp_path, monkeypatch, wor
     trace.touch()
     run = Versus(parser().parse_args([*options, "--workload", workload, "--trace", str(trace)]))
     run._make_model()
-    assert ("pensieve.scripts.profile_engine" in called) == (workload == "agents")
+    assert "pensieve.scripts.profile_engine" in called
     assert called and all(importlib.util.find_spec(name) for name in called)
 
 
@@ -181,7 +227,7 @@ def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeyp
     ):
         engine = tmp_path / "work" / "agents" / name
         assert profiled[engine] == kv_type
-        assert str(engine) in run.command(server, tmp_path)
+        assert str(engine) in run.command(server, tmp_path)[0]
     assert len(profiled) == 2
 
 
@@ -244,7 +290,7 @@ def test_pensieve_and_vllm_in_one_run(options, tmp_path):
         "--measure-s",
         "3",
     ]
-    servers += ["--seed", "7", "8"]
+    servers += ["--seed", "7", "8", "--sessions", "1000"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     ended = subprocess.run(
         [*RUN, *options, *servers], env=environment, capture_output=True, text=True, timeout=300
@@ -343,6 +389,39 @@ def test_a_table_has_each_run_with_its_machine(tmp_path):
         "30, 50, 0, 15, 5",
     ]
     assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[4][4] == "-, 1.5"
+
+
+def judged(server, rate, title="", **result):
+    """A record that goodput reads: 40 sessions, whose waits are a second and three."""
+    samples = dict(
+        sessions=40,
+        first_waits_ms=[3000] * 40,
+        later_waits_ms=[1000] * 60,
+        session_s=[20.0] * 5,
+        replies_ms_per_token=[30.0] * 90,
+        output_tokens_per_s=400.0,
+        prompt_tokens_per_s=30000.0,
+    )
+    row = record(server, rate, workload="agents", **(samples | result))
+    return row | {"slo": [15, 5, 50], "title": title}
+
+
+def test_goodput_has_a_table_of_its_own_and_one_for_each_title():
+    records = [
+        judged("pensieve", 0.15, sessions=70),
+        judged("pensieve", 0.185, later_waits_ms=[9000] * 60),
+        judged("sglang", 0.15, title="tuning"),
+        record("vllm", 0.3, workload="agents"),
+    ]
+    text = write_report(records, None, None)
+    own, tuning, older = text.split("**agents")[1:]
+    assert "Promise: TTFT p95 at most 15 s for first turns and 5 s for later ones" in own
+    assert "* `pensieve`: 0.15 (fails at 0.185)" in own
+    assert "| 0.15 | `pensieve` | yes | 3.00, 1.00 | 30.0 | 400, 30,000 | 21.50 |" in own
+    assert "| 0.185 | `pensieve` | no: later turns | 3.00, 9.00 |" in own
+    assert "weak evidence" in own, "the second row has 40 sessions"
+    assert tuning.startswith(": tuning**") and "`sglang`: at least 0.15" in tuning
+    assert "times in ms" in older and "`vllm`" in older
 
 
 def test_a_page_is_filled_between_its_marks(tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.versus import VLLM_SERVER
+from benchmarks.compared import VLLM_SERVER
 from tests.benchmarks.fake_vllm import make_site
 
 
