@@ -1,15 +1,17 @@
-"""Times the attention kernel on a GPU beside FlashAttention-3's measured times and three other ways
-to the same result.
+"""Times the attention kernel on a GPU beside other ways to the same result.
 
-    python -m benchmarks.kernels [--heads 40/10 ...] [--shapes decode ...] [--queries 1 2 4] [--plot
-    FILE] python -m benchmarks.kernels --sharing
+    python -m benchmarks.kernels [--heads 40/10 ...] [--shapes decode ...] [--queries 1 2 4]
+        [--flash-attention-3] [--plot FILE]
+    python -m benchmarks.kernels --sharing
 
 Ways: `ours`, over scattered chunks; `in a row`, ours in a graph of eight layers, per layer;
 `contiguous`, PyTorch's FlashAttention-2 over KV that lies contiguous for free; `copy out`, the same
 behind a copy out of the chunks; `one token`, one launch of our kernel that takes each query token
 for a request of its own; `rounds`, where each request has the same few query tokens: one launch
-after the other, for the first query token of each request, then the second. Each is a captured
-graph, launched with a cold L2 and timed by events; the median counts. The last line is JSON.
+after the other, for the first query token of each request, then the second; `fa3` and `fa3 in a
+row`, with `--flash-attention-3`: FlashAttention-3 of SGLang's wheel, with our chunks as its pages.
+Each is a captured graph, launched with a cold L2 and timed by events; the median counts. `error`
+and `fa3 error` are relative differences from FlashAttention-2 and from ours. The last line is JSON.
 
 `--sharing`: generating rows whose contexts begin with the same chunks, ours with stacks and
 without, beside the time to read each chunk once.
@@ -22,7 +24,8 @@ import itertools
 import json
 import random
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,26 +35,28 @@ from torch import Tensor
 from pensieve.plugins.attention import fp8_pool
 from pensieve.plugins.attention import kernel as attention_kernel
 from pensieve.plugins.attention.work_list import Capacity, WorkList
-from pensieve.scripts.command import add_kv_cache_dtype, subplots
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts.command import add_kv_cache_dtype, exit_status, subplots
 
 CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5
 HEADS = ("40/40", "40/10", "32/8")
 UNCOUNTED = 3  # first times
 MOST_ROUNDS = 32  # each round has a work list of its own
+WIDEST = torch.complex128  # 16 bytes
+OTHER_WAYS = ("contiguous", "copy out", "one token", "rounds")
+FLASH_ATTENTION_3 = ("fa3", "fa3 in a row")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by
-    HEADS, if known.
+    """Requests as (query tokens, context).
 
     shared   how many leading tokens all requests have in the same chunks
     """
 
     name: str
     requests: tuple[tuple[int, int], ...]
-    fa3: tuple[int, int, int] | None = None
     shared: int = 0
 
     @property
@@ -72,16 +77,16 @@ def _mixed() -> tuple[tuple[int, int], ...]:
 
 
 SHAPES = (
-    KernelShape("append 32 x 8 at 512", ((8, 512),) * 32, (103, 41, 34)),
-    KernelShape("append 32 x 8 at 2048", ((8, 2048),) * 32, (320, 103, 83)),
-    KernelShape("append 32 x 8 at 8192", ((8, 8192),) * 32, (1180, 336, 256)),
-    KernelShape("append 32 x 8 at 16384", ((8, 16384),) * 32, (2338, 647, 488)),
-    KernelShape("decode 64 at 2048", ((1, 2048),) * 64, (612, 173, 143)),
-    KernelShape("decode 256 at 1024", ((1, 1024),) * 256, (1218, 341, 273)),
-    KernelShape("decode 1 at 16384", ((1, 16384),), (99, 40, 35)),
-    KernelShape("prefill 4 x 2048", ((2048, 2048),) * 4, (360, 346, 272)),
-    KernelShape("prefill 512 at 8192", ((512, 8192),), (220, 212, 116)),
-    KernelShape("mixed 96 decode + 16 append", _mixed(), (1227, 416, 340)),
+    KernelShape("append 32 x 8 at 512", ((8, 512),) * 32),
+    KernelShape("append 32 x 8 at 2048", ((8, 2048),) * 32),
+    KernelShape("append 32 x 8 at 8192", ((8, 8192),) * 32),
+    KernelShape("append 32 x 8 at 16384", ((8, 16384),) * 32),
+    KernelShape("decode 64 at 2048", ((1, 2048),) * 64),
+    KernelShape("decode 256 at 1024", ((1, 1024),) * 256),
+    KernelShape("decode 1 at 16384", ((1, 16384),)),
+    KernelShape("prefill 4 x 2048", ((2048, 2048),) * 4),
+    KernelShape("prefill 512 at 8192", ((512, 8192),)),
+    KernelShape("mixed 96 decode + 16 append", _mixed()),
 )
 
 
@@ -108,17 +113,18 @@ class Batch:
     """The tensors of one shape, whose chunks lie in random order in the first slots of a pool."""
 
     def __init__(self, shape: KernelShape, heads: int, pool: Tensor):
+        device = pool.device
         self.shape = shape
         self.pool = pool
         blocks = [-(-context // CHUNK) for _, context in shape.requests]
         common = shape.shared // CHUNK
         own = [blocks[0], *(count - common for count in blocks[1:])]
-        order = torch.randperm(shape.slots, device="cuda").int()
-        self.block_table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device="cuda")
+        order = torch.randperm(shape.slots, device=device).int()
+        self.block_table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device=device)
         for seat, (count, end) in enumerate(zip(own, itertools.accumulate(own), strict=True)):
             self.block_table[seat, blocks[seat] - count : blocks[seat]] = order[end - count : end]
         self.block_table[1:, :common] = self.block_table[0, :common].clone()
-        self.sharing = torch.full((len(blocks), 2), shape.shared, dtype=torch.int32, device="cuda")
+        self.sharing = torch.full((len(blocks), 2), shape.shared, dtype=torch.int32, device=device)
         self.sharing[:, 0] = torch.arange(len(blocks))
         self.sharing[0, 1] = 0
         starts = [0, *itertools.accumulate(queries for queries, _ in shape.requests)]
@@ -128,7 +134,7 @@ class Batch:
         ]
         single = [(at + j, 1, 0, end - n + j + 1, i) for at, n, _, end, i in rows for j in range(n)]
         self.segments, self.single = (
-            torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, single)
+            torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, single)
         )
         queries = shape.requests[0][0]
         self.rounds = (
@@ -136,7 +142,7 @@ class Batch:
             if shape.uniform and queries <= MOST_ROUNDS
             else []
         )
-        self.q = torch.randn(starts[-1], heads, HEAD_DIM, device="cuda").to(torch.bfloat16)
+        self.q = torch.randn(starts[-1], heads, HEAD_DIM, device=device).to(torch.bfloat16)
         self.ends = [0, *itertools.accumulate(context for _, context in shape.requests)]
         self.starts = starts
 
@@ -158,13 +164,18 @@ class Batch:
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Slot and offset of every context's tokens, one behind the other."""
-        contexts = [torch.arange(context, device="cuda") for _, context in self.shape.requests]
+        device = self.pool.device
+        contexts = [torch.arange(context, device=device) for _, context in self.shape.requests]
         slots = [self.block_table[i].long()[x // CHUNK] for i, x in enumerate(contexts)]
         return torch.cat(slots), torch.cat(contexts) % CHUNK
 
     def copied(self, places: tuple[Tensor, Tensor], layer: int) -> Tensor:
-        """Keys and values out of the chunks: [tokens, 2, kv_heads, head_dim]."""
-        return self.pool[places[0], layer, :, :, places[1]]
+        """Keys and values out of the chunks: [tokens, 2, kv_heads, head_dim].
+
+        The gather's time grows with its elements, so these are as wide as a thread can move.
+        """
+        words = self.pool.view(WIDEST)[places[0], layer, :, :, places[1]]
+        return words.view(self.pool.dtype)
 
     def flash(self) -> Callable[[Tensor], Tensor]:
         """FlashAttention-2 over contiguous KV [tokens, 2, kv_heads, head_dim]."""
@@ -183,7 +194,8 @@ class Batch:
                 )
 
             return uniform
-        ends = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.starts, self.ends)]
+        device = self.pool.device
+        ends = [torch.tensor(x, dtype=torch.int32, device=device) for x in (self.starts, self.ends)]
         most = [max(x) for x in zip(*self.shape.requests, strict=True)]
 
         def ragged(kv: Tensor) -> Tensor:
@@ -191,6 +203,43 @@ class Batch:
             return op(self.q, *kv.unbind(1), *ends, *most, 0.0, True, False, scale=SCALE)[0]
 
         return ragged
+
+    def flash_attention_3(self) -> Callable[[int], Tensor]:
+        """FlashAttention-3 over the chunks of a layer, each of them a page. SettingError if it is
+        not installed."""
+        attend = imported_flash_attention_3()
+        queries, contexts = zip(*self.shape.requests, strict=True)
+        device = self.pool.device
+        starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
+
+        def paged(layer: int) -> Tensor:
+            # [slots, kv_heads, tokens, head_dim] as [pages, tokens, kv_heads, head_dim]: a view
+            keys, values = (x.transpose(1, 2) for x in self.pool[:, layer].unbind(1))
+            return attend(
+                self.q,
+                keys,
+                values,
+                page_table=self.block_table,
+                cache_seqlens=lengths,
+                cu_seqlens_q=starts,
+                max_seqlen_q=max(queries),
+                softmax_scale=SCALE,
+                causal=True,
+            )
+
+        return paged
+
+
+def imported_flash_attention_3() -> Callable[..., Tensor]:
+    try:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    except ImportError as error:
+        raise SettingError(
+            "--flash-attention-3",
+            f"needs SGLang's kernels: install sglang-kernel for this torch ({error})",
+        ) from error
+    return flash_attn_with_kvcache
 
 
 def random_pool(slots: int, kv_heads: int, fp8: bool, layers: int = LAYERS) -> Tensor:
@@ -250,19 +299,32 @@ def ceilings(flush: Tensor) -> dict[str, float]:
     }
 
 
-def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
-    """Microseconds by way; `error` of ours relative to FlashAttention-2's result."""
+def in_a_row(attend: Callable[[int], Tensor], flush: Tensor) -> float:
+    """Microseconds of a layer, of eight one after the other."""
+    return microseconds(lambda: [attend(i % LAYERS) for i in range(8)], flush, 9) / 8
+
+
+def difference(result: Tensor, reference: Tensor) -> float:
+    """Relative to the reference, root mean square."""
+    reference = reference.float()
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+def measure(batch: Batch, flush: Tensor, others: bool, flash_attention_3: bool) -> dict[str, float]:
+    """Microseconds by way, and the differences of their results."""
     work = batch.work(batch.segments)
-    times = {"ours": microseconds(lambda: batch.attend(work, 1), flush)}
-    times["in a row"] = (
-        microseconds(lambda: [batch.attend(work, i % LAYERS) for i in range(8)], flush, 9) / 8
-    )
+    ours = partial(batch.attend, work)
+    times = {"ours": microseconds(lambda: ours(1), flush), "in a row": in_a_row(ours, flush)}
+    if flash_attention_3:
+        paged = batch.flash_attention_3()
+        times["fa3 error"] = difference(paged(1), ours(1))
+        times["fa3"] = microseconds(lambda: paged(1), flush)
+        times["fa3 in a row"] = in_a_row(paged, flush)
     if others:
         flash = batch.flash()
         places = batch.places()
         kv = batch.copied(places, 1)
-        difference = batch.attend(work, 1).float() - flash(kv).float()
-        times["error"] = float(difference.norm() / flash(kv).float().norm())
+        times["error"] = difference(ours(1), flash(kv))
         times["contiguous"] = microseconds(lambda: flash(kv), flush)
         times["copy out"] = microseconds(lambda: flash(batch.copied(places, 1)), flush, 9)
         alone = batch.work(batch.single)
@@ -316,8 +378,9 @@ def plot(results: list[dict], path: str) -> None:
     """Pensieve's figure 12: appending at growing contexts, by way."""
     figure, axes = subplots("--plot", 1, len(HEADS), figsize=(15, 4))
     for heads, axis in zip(HEADS, axes, strict=True):
-        rows = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
-        for way in ("ours", "contiguous", "copy out", "one token", "rounds", "fa3"):
+        appends = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
+        for way in ("ours", *OTHER_WAYS, "fa3"):
+            rows = [r for r in appends if way in r]
             axis.plot(
                 [int(r["shape"].split()[-1]) for r in rows],
                 [r[way] for r in rows],
@@ -335,8 +398,10 @@ def plot(results: list[dict], path: str) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="times the attention kernel beside others")
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.kernels", description="times the attention kernel beside others"
+    )
     parser.add_argument(
         "--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads/key heads"
     )
@@ -351,13 +416,32 @@ def main() -> None:
         help="also 32 requests of that many query tokens at 8,192",
     )
     parser.add_argument("--only-ours", action="store_true", help="leave the other ways out")
+    parser.add_argument(
+        "--flash-attention-3",
+        action="store_true",
+        help="time FlashAttention-3 too, with --only-ours as well; needs sglang-kernel",
+    )
     add_kv_cache_dtype(parser)
     parser.add_argument(
         "--sharing", action="store_true", help="only rows that share chunks, heads 32/8"
     )
     parser.add_argument("--plot", help="file for the figure")
-    options = parser.parse_args()
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    return exit_status("benchmarks.kernels", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
     fp8 = options.kv_cache_dtype != "auto"  # only for our kernel
+    if options.flash_attention_3:
+        if fp8 or options.sharing:
+            raise SettingError(
+                "--flash-attention-3", "has no rows with --sharing or --kv-cache-dtype fp8"
+            )
+        imported_flash_attention_3()  # before anything is measured
     torch.manual_seed(0)
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     limits = ceilings(flush)
@@ -373,17 +457,17 @@ def main() -> None:
     chosen += map(queries_shape, options.queries)
     slots = max(shape.slots for shape in chosen)
     results = []
-    ways = ("contiguous", "copy out", "one token", "rounds")
-    columns = "".join(f"{way:>11}" for way in ways)
-    print(f"{'shape':28} heads   FA3 us   ours  ratio  in a row  TB/s TFLOP/s {columns}    error")
+    ways = (*OTHER_WAYS, *FLASH_ATTENTION_3)
+    columns = "".join(f"{way:>13}" for way in ways)
+    print(f"{'shape':28} heads    ours  in a row  TB/s TFLOP/s {columns}    error")
     for heads in options.heads:
         q_heads, kv_heads = map(int, heads.split("/"))
         pool = random_pool(slots, kv_heads, fp8)
         for shape in chosen:
             row = {"shape": shape.name, "heads": heads}
-            if shape.fa3:
-                row["fa3"] = shape.fa3[HEADS.index(heads)]
-            row |= measure(Batch(shape, q_heads, pool), flush, not (options.only_ours or fp8))
+            batch = Batch(shape, q_heads, pool)
+            others = not (options.only_ours or fp8)
+            row |= measure(batch, flush, others, options.flash_attention_3)
             read = (
                 sum(context for _, context in shape.requests)
                 * kv_heads
@@ -398,11 +482,10 @@ def main() -> None:
                 * 4
             )
             row |= {"tb_s": read / row["ours"] / 1e6, "tflop_s": work / row["ours"] / 1e6}
-            others = "".join(f"{row.get(way, 0):11.0f}" for way in ways)
-            fa3 = row.get("fa3", 0)
+            times = "".join(f"{row.get(way, 0):13.0f}" for way in ways)
             print(
-                f"{shape.name:28} {heads:6} {fa3:6} {row['ours']:8.1f} {fa3 / row['ours']:5.2f} "
-                f"{row['in a row']:8.1f} {row['tb_s']:6.2f} {row['tflop_s']:7.0f} {others} "
+                f"{shape.name:28} {heads:6} {row['ours']:8.1f} "
+                f"{row['in a row']:8.1f} {row['tb_s']:6.2f} {row['tflop_s']:7.0f} {times} "
                 f"{row.get('error', 0):9.2g}",
                 flush=True,
             )
@@ -414,4 +497,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -499,8 +499,7 @@ def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
         word.format(engine="engine", output="output", vllm="site") for word in measurement.words
     )
     command = importlib.import_module(name)
-    if name != "benchmarks.kernels":  # it parses in its main
-        assert command.parser().parse_args(words)
+    assert command.parser().parse_args(words)
     if name == "benchmarks.versus":
         assert Path(words[words.index("--shape") + 1]).is_file()
 
