@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
+from benchmarks.tables import __main__ as tables
+from benchmarks.tables.records import markdown, read_rows
 from pensieve.scheduler.types import SettingError
 
 NO_TABLES = {"papers.md": "sentences about the numbers of the other pages"}
@@ -87,10 +88,15 @@ def test_settings_and_examples_need_no_records():
 HEADING = '{"table": "t", "date": "d", "hardware": "h", "command": "c"}\n'
 
 
-def test_records_become_markdown(tmp_path):
+def test_records_are_rows_by_table(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text(HEADING + '{"row": {"a": "1", "": ""}}\n{"row": {"a": "", "": "x"}}\n')
-    assert tables.read_tables(path) == {"t": "| a | |\n|---|---|\n| 1 | |\n| | x |"}
+    assert read_rows(path) == {"t": [{"a": "1", "": ""}, {"a": "", "": "x"}]}
+
+
+def test_an_empty_cell_is_one_space():
+    table = markdown(["a", ""], [["1", ""], ["", "x"]])
+    assert table == "| a | |\n|---|---|\n| 1 | |\n| | x |"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path, lines, number, words):
     path = tmp_path / "records.jsonl"
     path.write_text(lines)
     with pytest.raises(SettingError, match=words) as error:
-        tables.read_tables(path)
+        read_rows(path)
     assert f"{path}, line {number}: " in str(error.value)
 
 
@@ -118,4 +124,4 @@ def test_a_table_without_rows_is_named(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text(HEADING)
     with pytest.raises(SettingError, match="the table t has no rows"):
-        tables.read_tables(path)
+        read_rows(path)
