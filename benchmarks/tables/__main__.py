@@ -43,7 +43,8 @@ NOT_MEASURED = (
     "| | chats | agents |",
     "| rows | other options |",
 )
-MARKED = re.compile(r"^(<!-- the table of `(.+?)` -->\n)(.*?)(\n<!-- its end -->)$", re.M | re.S)
+BEGIN = r"^(<!-- the table of `(.+?)` -->\n)"
+MARKED = re.compile(BEGIN + r"((?:(?!<!--).)*)(\n<!-- its end -->)$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 BELOW_COLUMNS = re.compile(r"\|[-:| ]+\|")
 

@@ -79,6 +79,18 @@ def test_a_table_needs_marks_records_and_a_place(page, capsys):
     assert capsys.readouterr().out == f"{page}: two tables have the name `first-token`\n"
 
 
+def test_a_table_without_its_end_loses_nothing_behind_it():
+    text = "<!-- the table of `a` -->\n| a |\n|---|\n\nWords.\n\n"
+    text += "<!-- the table of `b` -->\n| b |\n|---|\n<!-- its end -->\n"
+    tables_by_name = {"a": "new", "b": "new"}
+    written = tables.regenerated(text, tables_by_name)
+    assert written == text.replace("| b |\n|---|", "new")
+    assert list(tables.problems(written, tables_by_name)) == [
+        "no marks have the name `a`",
+        "the table | a | has no marks and no records",
+    ]
+
+
 def test_settings_and_examples_need_no_records():
     settings = f"{tables.NOT_MEASURED[0]}\n|---|---|---|\n| a | b | c |\n"
     example = "```\n| a |\n|---|\n| b |\n```\n"
