@@ -43,7 +43,7 @@ NOT_MEASURED = (
     "| | chats | agents |",
     "| rows | other options |",
 )
-BEGIN = r"^(<!-- the table of `(.+?)` -->\n)"
+BEGIN = r"^(<!-- the table of `([^`\n]+)` -->\n)"
 MARKED = re.compile(BEGIN + r"((?:(?!<!--).)*)(\n<!-- its end -->)$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 BELOW_COLUMNS = re.compile(r"\|[-:| ]+\|")
