@@ -193,11 +193,11 @@ def steps_table(page: Path) -> str:
     results = {
         (record["run"], record["server"]): record["result"]
         for record in lines("versus-*.jsonl")
-        if record["result"]["rate"] == 5
+        if (record["run"], record["server"]) in STEPS and record["result"]["rate"] == 5
     }
     rows = []
-    for key, step in STEPS.items():
-        result = results[key]
+    for run_and_server, step in STEPS.items():
+        result = results[run_and_server]
         rows.append(
             [
                 step,
