@@ -25,12 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.scheduler.declaration import flag
+from pensieve.scheduler.sim.simulator import Report
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import check_least, check_matplotlib, exit_status, title_line
 from pensieve.scripts.command import numbers as parse_numbers
 
 from . import cachedattention, device, pensieve
-from .report import append, draw, gathered, read_figures, read_records, table, today, write_page
+from .report import (
+    Figure,
+    ValuesByFigure,
+    append,
+    draw,
+    gathered,
+    read_figures,
+    read_records,
+    table,
+    today,
+    write_page,
+)
 
 PAPERS = ("pensieve", "cachedattention")
 CACHED_ONLY = ("models", "sessions", "warm_up", "sample")
@@ -258,9 +270,25 @@ def cached_cases(args: argparse.Namespace, chosen: Sequence[str], files: Sequenc
 
 
 def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
+    if args.paper == "cachedattention":
+        print(title_line(cachedattention.COLUMNS))
+        for case, one in cached_reports(args, read_records(files, args.paper)).items():
+            print(cachedattention.case_line(case, one))
+    figures, values = figures_and_values(args, files)
+    print(text := table(figures, values))
+    if args.page:
+        write_page(args.page, text)
+    if args.plot:
+        draw(figures, values, args.plot)
+
+
+def figures_and_values(
+    args: argparse.Namespace, files: Sequence[Path]
+) -> tuple[list[Figure], ValuesByFigure]:
+    """The paper's figures, and what the files have of each. Raises SettingError."""
     records = read_records(files, args.paper)
-    trace = str(args.trace or "")
     if args.paper == "pensieve":
+        trace = str(args.trace or "")
         runs = {
             pensieve.PensieveCase(**record["case"]): record["found"]
             for record in records
@@ -269,27 +297,25 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
         runs = {replaced(case): values for case, values in runs.items() if case.trace == trace}
         simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)
     else:
-        key = cached_key(args)
-        reports = {
-            cachedattention.CachedAttentionCase(**record["case"]): cachedattention.read_report(
-                record["found"]
-            )
-            for record in records
-            if same_run(record, key)
-        }
-        reports = {replaced(case): one for case, one in reports.items() if case.trace == trace}
-        print(title_line(cachedattention.COLUMNS))
-        for case, one in reports.items():
-            print(cachedattention.case_line(case, one))
-        simulated = cachedattention.values(reports)
+        simulated = cachedattention.values(cached_reports(args, records))
     computed = cachedattention.COMPUTED if args.paper == "cachedattention" else ()
-    figures = read_figures(args.paper)
-    values = gathered(simulated, records, computed)
-    print(text := table(figures, values))
-    if args.page:
-        write_page(args.page, text)
-    if args.plot:
-        draw(figures, values, args.plot)
+    return read_figures(args.paper), gathered(simulated, records, computed)
+
+
+def cached_reports(
+    args: argparse.Namespace, records: Sequence[Mapping[str, Any]]
+) -> dict[cachedattention.CachedAttentionCase, Report]:
+    """Of the simulated runs with these options."""
+    key = cached_key(args)
+    reports = {
+        cachedattention.CachedAttentionCase(**record["case"]): cachedattention.read_report(
+            record["found"]
+        )
+        for record in records
+        if same_run(record, key)
+    }
+    trace = str(args.trace or "")
+    return {replaced(case): one for case, one in reports.items() if case.trace == trace}
 
 
 def replaced(case: Any) -> Any:

@@ -29,6 +29,13 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert house.tuple_assignments([source]) == ["source.py:5"]
 
 
+def test_comments_are_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    monkeypatch.setattr(house, "PAGES", ("README.md",))
+    (tmp_path / "README.md").write_text("one\n<!-- the table of `a` -->\ntwo\n<!-- its end -->\n")
+    assert house.words() == 2
+
+
 def test_no_line_is_too_long_and_none_assigns_unlike_things() -> None:
     assert house.long_lines(house.sources(*house.PYTHON)) == []
     assert house.tuple_assignments(house.sources(*house.PYTHON)) == []

@@ -1,0 +1,1 @@
+"""The measured tables of the pages, from their records."""
