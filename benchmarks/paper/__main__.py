@@ -233,7 +233,7 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
         files,
         [replace(case, seed=seed) for seed in seeds for case in cases],
         pensieve.run,
-        {},
+        pensieve.SETTINGS,
     )
 
 
@@ -264,7 +264,7 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
         runs = {
             pensieve.PensieveCase(**record["case"]): record["found"]
             for record in records
-            if "case" in record
+            if same_run(record, pensieve.SETTINGS)
         }
         runs = {replaced(case): values for case, values in runs.items() if case.trace == trace}
         simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)

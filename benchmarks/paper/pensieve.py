@@ -25,6 +25,8 @@ from .overlap import A100
 CONTEXT, CHUNK, ROWS, STEP_TOKENS = 16_384, 32, 256, 512
 GPU_BYTES, HOST_BYTES = 40e9, 220e9  # a GPU
 SECONDS, MEASURE_S, RAMP_S = 300.0, 100.0, 60.0
+SETTINGS = {"queue_order": "arrival", "swap_out_below": 0.25, "generation_reserve": 0.1}
+"""The paper's (sections 4.2, 4.3.2 and 4.3.5). Every record has them."""
 SHAPES = {
     **MODELS,
     "opt-66b": ModelShape(65_720_000_000, 64, 72, 72),
@@ -146,8 +148,7 @@ def run(case: PensieveCase) -> dict[str, float]:
         eviction="lru" if case.server == "lru" else "retention",
         batching="separate" if case.server in ("stateless", "separate") else "unified",
         reuse=case.server != "stateless",
-        swap_out_below=0.04,
-        generation_reserve=0.02,
+        **SETTINGS,
     )
     windows = seconds, MEASURE_S, case.think_s
     report = simulate_load(
