@@ -33,6 +33,7 @@ from . import cachedattention, device, pensieve
 from .report import append, draw, gathered, read_figures, read_records, table, today, write_page
 
 PAPERS = ("pensieve", "cachedattention")
+PENSIEVE_KEY = {"settings": pensieve.SETTINGS}
 CACHED_ONLY = ("models", "sessions", "warm_up", "sample")
 
 
@@ -233,7 +234,7 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
         files,
         [replace(case, seed=seed) for seed in seeds for case in cases],
         pensieve.run,
-        pensieve.SETTINGS,
+        PENSIEVE_KEY,
     )
 
 
@@ -264,7 +265,7 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
         runs = {
             pensieve.PensieveCase(**record["case"]): record["found"]
             for record in records
-            if same_run(record, pensieve.SETTINGS)
+            if same_run(record, PENSIEVE_KEY)
         }
         runs = {replaced(case): values for case, values in runs.items() if case.trace == trace}
         simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)

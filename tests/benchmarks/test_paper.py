@@ -323,7 +323,8 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
 def test_pensieves_runs_have_the_papers_settings_and_no_record_of_others_counts(
     monkeypatch, capsys, tmp_path
 ):
-    """First come, first served; KV is copied out below 25% of free slots, 10% are reserved."""
+    """First come, first served; KV is copied out below 25% of free slots, 10% are reserved. The
+    stateless server has whole prompts in a step, and reserves 1%."""
     configs = []
 
     def simulated(run):
@@ -333,18 +334,14 @@ def test_pensieves_runs_have_the_papers_settings_and_no_record_of_others_counts(
     monkeypatch.setattr(pensieve, "simulate_load", simulated)
     case = pensieve.PensieveCase(pensieve.OPT, "sharegpt", "pensieve", 0.65)
     point = pensieve.run(case)
-    (config,) = configs
-    assert (config.queue_order, config.swap_out_below, config.generation_reserve) == (
-        "arrival",
-        0.25,
-        0.1,
-    )
+    pensieve.run(replace(case, server="stateless"))
+    ours, stateless = configs
+    assert ours.queue_order == stateless.queue_order == "arrival"
+    assert (ours.swap_out_below, ours.generation_reserve) == (0.25, 0.1)
+    assert (stateless.max_num_batched_tokens, stateless.generation_reserve) == (16_384, 0.01)
     heading = {"paper": "pensieve", "how": "simulated"}
-    for server, settings in (
-        ("lru", pensieve.SETTINGS),
-        ("pensieve", {}),
-        ("pensieve", pensieve.SETTINGS),
-    ):
+    key = {"settings": pensieve.SETTINGS}
+    for server, settings in (("lru", key), ("pensieve", {}), ("pensieve", key)):
         record = {"case": asdict(replace(case, server=server)), "found": point}
         append(tmp_path / "runs", {**heading, **settings, **record})
         reported = main(["pensieve", "--report", "--results", str(tmp_path / "runs")])
