@@ -98,7 +98,7 @@ FIGURES: dict[str, list[PensieveCase]] = {
     ],
     "11b": [
         *curve("llama-2-70b", "sharegpt", "pensieve", 0.9, 1.2, 1.35, 1.5, 1.65, 1.8, 2.4),
-        *curve("llama-2-70b", "sharegpt", "stateless", 0.25, 0.4, 0.55, 0.7, 0.85, 1.0),
+        *curve("llama-2-70b", "sharegpt", "stateless", 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15),
     ],
     "13": [*CHATS_LLAMA, *curve(LLAMA, "sharegpt", "separate", 1.0, 1.4, 1.6)],
     "14": [*CHATS_OPT, *curve(OPT, "sharegpt", "lru", 0.6, 0.65, 0.7, 0.75, 0.8)],
