@@ -34,6 +34,13 @@ from .simulation.models import MODELS
 from .simulation.traces import CHATS, read_trace, synthetic
 
 PRESETS = ("trace", "load")
+LOAD_SETTINGS = (
+    "eviction",
+    "queue_order",
+    "max_num_batched_tokens",
+    "swap_out_below",
+    "generation_reserve",
+)
 POSITIVE = (
     "sessions_per_s",
     "think_s",
@@ -260,8 +267,9 @@ def load_lines(args: argparse.Namespace) -> Iterator[str]:
             raise SettingError(
                 "--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile"
             )
+        setting = {name: getattr(run.config, name) for name in LOAD_SETTINGS}
         yield (
-            json.dumps({"bench": "simulate_load", **line})
+            json.dumps({"bench": "simulate_load", **setting, **line})
             if args.json
             else result_line(LOAD_COLUMNS, line)
         )

@@ -45,6 +45,7 @@ from .report import (
 )
 
 PAPERS = ("pensieve", "cachedattention")
+PENSIEVE_KEY = {"settings": pensieve.SETTINGS}
 CACHED_ONLY = ("models", "sessions", "warm_up", "sample")
 
 
@@ -245,7 +246,7 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
         files,
         [replace(case, seed=seed) for seed in seeds for case in cases],
         pensieve.run,
-        {},
+        PENSIEVE_KEY,
     )
 
 
@@ -292,7 +293,7 @@ def figures_and_values(
         runs = {
             pensieve.PensieveCase(**record["case"]): record["found"]
             for record in records
-            if "case" in record
+            if same_run(record, PENSIEVE_KEY)
         }
         runs = {replaced(case): values for case, values in runs.items() if case.trace == trace}
         simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)

@@ -3,7 +3,7 @@
 A100s with 40 GB of KV and 220 GB of host memory each, ShareGPT's and UltraChat's means, a think
 time of 60 s, contexts to 16,384 tokens. Conversations are in the middle of their lives at the
 start. A stateless server is the same one without reuse, with prompts and generation in separate
-steps, as vLLM 0.2.0 had them.
+steps and whole prompts in a step, as vLLM 0.2.0 had them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.sim.simulator import longest_context
@@ -22,9 +23,24 @@ from pensieve.scripts.simulation.models import MODELS, ModelShape
 
 from .overlap import A100
 
-CONTEXT, CHUNK, ROWS, STEP_TOKENS = 16_384, 32, 256, 512
+CONTEXT, CHUNK, ROWS = 16_384, 32, 256
 GPU_BYTES, HOST_BYTES = 40e9, 220e9  # a GPU
 SECONDS, MEASURE_S, RAMP_S = 300.0, 100.0, 60.0
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pensieve": {
+        "queue_order": "arrival",
+        "swap_out_below": 0.25,
+        "generation_reserve": 0.1,
+        "max_num_batched_tokens": 512,
+    },
+    "stateless": {
+        "queue_order": "arrival",
+        "generation_reserve": 0.01,
+        "max_num_batched_tokens": CONTEXT,
+    },
+}
+"""The paper's (sections 4.2, 4.3.2 and 4.3.5; it does not tell a step's tokens) and vLLM 0.2.0's.
+Every record has them."""
 SHAPES = {
     **MODELS,
     "opt-66b": ModelShape(65_720_000_000, 64, 72, 72),
@@ -66,7 +82,7 @@ FIGURES: dict[str, list[PensieveCase]] = {
     "10b": [
         *CHATS_LLAMA,
         *curve(LLAMA, "sharegpt", "gpu-cache", 0.6, 1.0, 1.2),
-        *curve(LLAMA, "sharegpt", "stateless", 0.4, 0.6, 0.8, 0.9),
+        *curve(LLAMA, "sharegpt", "stateless", 0.4, 0.6, 0.8, 0.9, 1.0, 1.1),
     ],
     "10c": [
         *curve(OPT, "ultrachat", "pensieve", 0.8, 0.95, 1.1, 1.3),
@@ -82,7 +98,7 @@ FIGURES: dict[str, list[PensieveCase]] = {
     ],
     "11b": [
         *curve("llama-2-70b", "sharegpt", "pensieve", 0.9, 1.2, 1.35, 1.5, 1.65, 1.8, 2.4),
-        *curve("llama-2-70b", "sharegpt", "stateless", 0.25, 0.4, 0.55, 0.7, 0.85, 1.0),
+        *curve("llama-2-70b", "sharegpt", "stateless", 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15),
     ],
     "13": [*CHATS_LLAMA, *curve(LLAMA, "sharegpt", "separate", 1.0, 1.4, 1.6)],
     "14": [*CHATS_OPT, *curve(OPT, "sharegpt", "lru", 0.6, 0.65, 0.7, 0.75, 0.8)],
@@ -139,15 +155,13 @@ def run(case: PensieveCase) -> dict[str, float]:
         host_kv_chunks=int(HOST_BYTES * gpus // cost.chunk_bytes) if held else 0,
         max_model_len=CONTEXT,
         max_num_seqs=ROWS,
-        max_num_batched_tokens=STEP_TOKENS,
         chunk_tokens=CHUNK,
         conversation_ttl=inf,
         max_queue=30 * len(sessions),
         eviction="lru" if case.server == "lru" else "retention",
         batching="separate" if case.server in ("stateless", "separate") else "unified",
         reuse=case.server != "stateless",
-        swap_out_below=0.04,
-        generation_reserve=0.02,
+        **SETTINGS["stateless" if case.server == "stateless" else "pensieve"],
     )
     windows = seconds, MEASURE_S, case.think_s
     report = simulate_load(

@@ -320,6 +320,36 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
     )
 
 
+def test_pensieves_runs_have_the_papers_settings_and_no_record_of_others_counts(
+    monkeypatch, capsys, tmp_path
+):
+    """First come, first served; KV is copied out below 25% of free slots, 10% are reserved. The
+    stateless server has whole prompts in a step, and reserves 1%."""
+    configs = []
+
+    def simulated(run):
+        configs.append(run.config)
+        return {**POINT, "ms_per_token": 50.0}
+
+    monkeypatch.setattr(pensieve, "simulate_load", simulated)
+    case = pensieve.PensieveCase(pensieve.OPT, "sharegpt", "pensieve", 0.65)
+    point = pensieve.run(case)
+    pensieve.run(replace(case, server="stateless"))
+    ours, stateless = configs
+    assert ours.queue_order == stateless.queue_order == "arrival"
+    assert (ours.swap_out_below, ours.generation_reserve) == (0.25, 0.1)
+    assert (stateless.max_num_batched_tokens, stateless.generation_reserve) == (16_384, 0.01)
+    heading = {"paper": "pensieve", "how": "simulated"}
+    key = {"settings": pensieve.SETTINGS}
+    for server, settings in (("lru", key), ("pensieve", {}), ("pensieve", key)):
+        record = {"case": asdict(replace(case, server=server)), "found": point}
+        append(tmp_path / "runs", {**heading, **settings, **record})
+        reported = main(["pensieve", "--report", "--results", str(tmp_path / "runs")])
+        assert reported == 0
+        told = "host hits, points above LRU's, at 0.65/s: up to 4.4, 0<br>"
+        assert (told in capsys.readouterr().out) == (server == "pensieve" and bool(settings))
+
+
 def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
     """The throughput at figure 10's limit is read from these rates too."""
     options = [
@@ -339,7 +369,7 @@ def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
         for case in set(cases):
             ms = 100 * (case.rate - 1) * (1 if case.server == "pensieve" else 1.1)
             assert case.seed in (0, 4)
-            heading = {"paper": "pensieve", "how": "simulated", "case": asdict(case)}
+            heading = {"paper": "pensieve", "how": "simulated", **key, "case": asdict(case)}
             append(
                 files[-1],
                 {**heading, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}},

@@ -61,6 +61,12 @@ def test_every_rate_with_every_seed_has_a_line(capsys):
     assert {len(text) for text in (titles, *lines)} == {len(titles)}
 
 
+def test_a_json_line_tells_the_settings_of_its_run(capsys):
+    (line,) = runs(capsys, "--rate", "1", "--eviction", "retention", "--queue-order", "arrival")
+    assert (line["eviction"], line["queue_order"]) == ("retention", "arrival")
+    assert (line["swap_out_below"], line["generation_reserve"]) == (0.12, 0.1)
+
+
 def test_a_target_bounds_the_time_between_tokens(capsys):
     """A chunk of 64 tokens beside generation takes 7.5 ms or more."""
     options = ["--rate", "4", "--start", "middle", "--ramp-s", "4", "--chunk-tokens", "64"]
