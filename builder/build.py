@@ -216,7 +216,7 @@ def _write_tokenizer(checkpoint: Path, engine: Path, decoder: DecoderConfig) -> 
     texts = tokenizer_files(open_gguf(checkpoint).fields)
     for name, text in texts.items():
         (engine / name).write_text(text, encoding="utf-8")
-    return bool(texts)
+    return "tokenizer.json" in texts
 
 
 def _rounded(

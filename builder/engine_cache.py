@@ -2,9 +2,10 @@
 engine.
 
     engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of its build
-                         settings, NAME the name of the checkpoint
-    engines/PLACE.json   for one checkpoint's path and one set of build settings: its state when
-                         its engine was built
+                         settings, NAME that of the model: a snapshot of the Hub has its
+                         repository's, because each commit has a directory of its own
+    engines/PLACE.json   for one checkpoint's path, its NAME and one set of build settings: its
+                         state when its engine was built
 
 A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these
 differ from PLACE.json, the weights are read: equal content keeps the same engine, which
@@ -68,6 +69,7 @@ class BuildSettings:
 def engine_for(
     path: str | Path,
     *,
+    name: str | None = None,
     dtype: str | None = None,
     quantization: str | None = None,
     tensor_parallel: int | None = None,
@@ -78,6 +80,7 @@ def engine_for(
     """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`, a
     directory or a GGUF file. That engine is built first unless the cache has it.
 
+    name             the model's, of which the last part becomes the engine's; None: that of `path`
     dtype            one of DTYPES, or vLLM's name for it; None or "auto": the checkpoint's own
     quantization     "fp8" rounds a checkpoint's weights; None, or the method in which they are
                      stored, keeps them
@@ -101,9 +104,10 @@ def engine_for(
         settings = BuildSettings(
             backend or "reference", dtype, ranks, device, _weights(quantization, config)
         )
-        shown = progress or Progress(model_name(directory))
+        name = name or model_name(directory)
+        shown = progress or Progress(name)
         try:
-            return _Place(directory, settings).engine(shown)
+            return _Place(directory, name, settings).engine(shown)
         except OSError as error:
             if error.errno is None:
                 raise  # not a system error: a library that cannot be loaded
@@ -122,12 +126,13 @@ def cache_directory() -> Path:
 class _Place:
     """One checkpoint's path with one set of build settings."""
 
-    def __init__(self, checkpoint: Path, settings: BuildSettings):
+    def __init__(self, checkpoint: Path, name: str, settings: BuildSettings):
         self._checkpoint = checkpoint
         self._settings = settings
         self._cache = cache_directory()
-        self._record = self._cache / f"{_digest([str(checkpoint), asdict(settings)])}.json"
-        self._name = model_name(checkpoint)
+        self._name = Path(name).name
+        place = [str(checkpoint), self._name, asdict(settings)]
+        self._record = self._cache / f"{_digest(place)}.json"
         self._weights = _weight_files(checkpoint)
 
     def engine(self, progress: Progress) -> Path:

@@ -13,8 +13,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree, snapshot_download
+from huggingface_hub import (
+    constants,
+    errors,
+    get_cached_repo_tree,
+    get_session,
+    snapshot_download,
+)
 
 from ..scheduler.types import SettingError
 from .manifest import TOKENIZER_FILES
@@ -85,16 +92,14 @@ class _Snapshot:
             "nothing)"
         )
         try:
-            # snapshot_download sends the same request, but waits without a limit
-            HfApi().repo_info(self._name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return _in_cache(self._name, revision, patterns)
         except errors.HfHubHTTPError:
-            pass  # an answer: snapshot_download gets it too, and looks into the cache
+            raise  # an answer
         except NETWORK_ERROR as unreachable:
             try:
                 return _in_cache(self._name, revision, patterns, only=True)
             except errors.LocalEntryNotFoundError as error:
                 raise error from unreachable
-        return _in_cache(self._name, revision, patterns)
 
     def _listing(self) -> dict[str, int]:
         """The repository's files with their sizes."""
@@ -186,11 +191,22 @@ def _in_cache(
     name: str, revision: str | None, patterns: Sequence[str], *, only: bool = False
 ) -> Path:
     """Downloads what the cache lacks, unless it is `only` looked up."""
+    hooks = get_session().event_hooks["request"]
+    if _limit_wait not in hooks:
+        hooks.append(_limit_wait)
     return Path(
         snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=only
         )
     )
+
+
+def _limit_wait(request: Any) -> None:
+    """Gives a request the time limit that it lacks: huggingface_hub sets none where it asks for a
+    repository's state and for the list of its files."""
+    limits = request.extensions["timeout"]
+    for phase, seconds in limits.items():
+        limits[phase] = constants.HF_HUB_ETAG_TIMEOUT if seconds is None else seconds
 
 
 def _names(path: str, quantisation: str) -> bool:

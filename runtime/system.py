@@ -43,6 +43,21 @@ def dump_stacks_on_signal() -> None:
 
 
 @contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Processes that start in the block import nothing of the current directory, also those that
+    multiprocessing spawns: it passes no -P to them."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+@contextlib.contextmanager
 def give_up_after(seconds: float) -> Iterator[None]:
     """Ends this process, and mpirun all others, if the block takes longer than `seconds`. Prints
     where each thread is. Only one such block at a time."""

@@ -20,9 +20,6 @@ from urllib.parse import quote, urlsplit
 from ..runtime.launch.command_line import INTERRUPTED, CommandParser
 
 SOURCES = ("gpu", "host", "disk", "recomputed", "new")
-STORED_PARTS = ("content", "reasoning_content", "tool_calls")
-"""Parts of a reply, of which one makes the server store the turn if the user stops it."""
-
 CONNECT_SECONDS = 10
 STORE_SECONDS = 10
 LIST_PAGE = 100
@@ -129,7 +126,6 @@ class ReplyFigures:
     generated: int = 0
     first_token: float = 0.0
     generating: float = 0.0
-    has_begun: bool = False
 
     def line(self, tier_names: Mapping[str, str]) -> str:
         came = " · ".join(
@@ -157,8 +153,6 @@ class Chat:
         self._tier_names: dict[str, str] = server.ask("GET", "/health").get("tier_names", {})
         self._turns: list[ReplyFigures] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
-        self.conversation = ""
-        self._stored = False
         self._go_to(options.conversation)
 
     def run(self, lines: Iterator[str]) -> int:
@@ -196,7 +190,7 @@ class Chat:
             "model": self._model,
             "messages": [{"role": "user", "content": text}],
             "conversation": self.conversation,
-            **({"history": "server"} if self._stored else {}),
+            "history": "server",
             "max_tokens": self._options.max_tokens,
             "temperature": self._options.temperature,
             "stream": True,
@@ -205,17 +199,14 @@ class Chat:
             "on_disconnect": "store",
         }
         turn = ReplyFigures()
+        before = self._messages()
         try:
             with contextlib.closing(self._server.events("/v1/chat/completions", body)) as events:
                 self._show(events, turn)
         except KeyboardInterrupt:
-            kept = turn.has_begun and self._is_stored()
-            self._stored = self._stored or kept
-            part = "this part is kept" if kept else "nothing is kept of this turn"
-            print(self._faint(f"\n(stopped; {part})"))
+            print(self._faint(f"\n(stopped; {self._kept(before)})"))
             return
         self._turns.append(turn)
-        self._stored = True
         print("\n" + self._faint(turn.line(self._tier_names)), flush=True)
 
     def _show(self, events: Iterator[dict[str, Any]], turn: ReplyFigures) -> None:
@@ -225,8 +216,6 @@ class Chat:
             turn.first_token = turn.first_token or now - sent
             for choice in event["choices"]:
                 text = choice["delta"].get("content") or ""
-                begun = any(choice["delta"].get(part) for part in STORED_PARTS)
-                turn.has_begun = turn.has_begun or begun
                 print(text, end="", flush=True)
                 turn.generating = now - sent - turn.first_token
             if event.get("usage"):
@@ -239,28 +228,42 @@ class Chat:
     def _go_to(self, name: str | None) -> None:
         """Switches to the conversation of that name, which may be stored on the server, or to a new
         one."""
-        self._stored = self._exists(name) if name else False
         self.conversation = name or new_name()
+        self._exists = False  # until the server tells
 
-    def _is_stored(self) -> bool:
-        """Waits until the server has stored the turn that was stopped. It stores what it has
-        generated when it notices that the connection has ended."""
+    def _messages(self) -> int:
+        """Returns how many messages the server has of the conversation, which begins with the first
+        message."""
+        if not self._exists:
+            self._create()
+        return len(self._about()["messages"])
+
+    def _create(self) -> None:
+        """Creates the conversation, unless it exists."""
+        try:
+            self._about()
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            self._server.ask("POST", "/v1/conversations", {"id": self.conversation})
+        self._exists = True
+
+    def _kept(self, before: int) -> str:
+        """Tells what the server has stored of a turn that was stopped behind `before` messages. The
+        server may have generated more than has arrived here, and stores it when it notices that the
+        connection has ended."""
         until = time.monotonic() + STORE_SECONDS
         while time.monotonic() < until:
-            with contextlib.suppress(ServerError):  # a new conversation is not there yet
-                if not self._server.ask("GET", self._path(self.conversation))["in_flight"]:
-                    return True
+            about = self._about()
+            if not about["in_flight"]:
+                kept = len(about["messages"]) > before
+                return "this part is kept" if kept else "nothing is kept of this turn"
             time.sleep(0.05)
-        return False
+        return "the server has not ended this turn yet"
 
-    def _exists(self, name: str) -> bool:
-        try:
-            self._server.ask("GET", self._path(name))
-        except ServerError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
+    def _about(self) -> dict[str, Any]:
+        about: dict[str, Any] = self._server.ask("GET", self._path(self.conversation))
+        return about
 
     # -- commands, by their names
 

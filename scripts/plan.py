@@ -24,6 +24,7 @@ from statistics import median
 
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import parse_bytes
+from ..runtime.system import safe_path
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.ring import fullest_share
 from ..scheduler.types import SettingError
@@ -128,7 +129,8 @@ def plan(args: argparse.Namespace) -> None:
     sizes = sorted(parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(","))
     cost, source = describe(args)
     cases = list(product(sizes, seeds))
-    with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(cases))) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with safe_path(), spawn.Pool(min(args.jobs, len(cases))) as pool:
         case_rates = pool.starmap(partial(largest_rate, args, cost), cases, chunksize=1)
     rates = {
         size: [rate for case, rate in zip(cases, case_rates, strict=True) if case[0] == size]

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import parse_bytes
+from ..runtime.system import safe_path
 from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
@@ -279,7 +280,8 @@ def in_processes(
     work: Callable[[Any], Any], runs: Sequence[Any], jobs: int
 ) -> Iterator[tuple[Any, Any]]:
     """Each run and its result, in their order."""
-    with multiprocessing.get_context("spawn").Pool(max(1, min(jobs, len(runs)))) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with safe_path(), spawn.Pool(max(1, min(jobs, len(runs)))) as pool:
         yield from zip(runs, pool.imap(work, runs), strict=True)
 
 

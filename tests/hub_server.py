@@ -40,11 +40,13 @@ class HubRepository:
 @dataclass
 class HubServer:
     """A context manager. `requests`: method, path and range of each; `cut`: paths of which the next
-    answer ends in the middle, with the event to wait for before it ends (None: at once)."""
+    answer ends in the middle, with the event to wait for before it ends (None: at once); `held`:
+    kinds of requests of which the next is not answered before the event."""
 
     repositories: dict[str, HubRepository]
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     cut: dict[str, threading.Event | None] = field(default_factory=dict)
+    held: dict[str, threading.Event] = field(default_factory=dict)
     half_sent: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> HubServer:
@@ -88,6 +90,8 @@ class HubServer:
             )
             return
         _, kind, revision, name = match.groups()
+        if kind in self.held:
+            self.held.pop(kind).wait()
         commit = repository.commit(revision or "main")
         if commit is None:
             self._refuse(to, 404, "RevisionNotFound")

@@ -1,4 +1,5 @@
-"""Makes the tokenizer files of a Hugging Face checkpoint from the metadata of a GGUF file.
+"""Makes the tokenizer files of a Hugging Face checkpoint, and its generation_config.json, from the
+metadata of a GGUF file.
 
 A GGUF file has a tokenizer's vocabulary, but of its rules no more than names:
 `tokenizer.ggml.model` is the kind of the tokenizer, and `tokenizer.ggml.pre` the way in which one
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -32,8 +34,19 @@ TEMPLATE = "tokenizer.chat_template"
 BYTE_LEVEL = "gpt2"
 SENTENCEPIECE = "llama"
 WITHOUT_TOKENIZER = (None, "none", "no_vocab")
+GENERATION = "generation_config.json"
 SPACE = "\u2581"  # stands for a space in sentencepiece's tokens
 CURE = "take the model's original checkpoint, in safetensors"
+
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""The sampling that a file recommends, and the fields of generation_config.json. What else
+llama.cpp knows (mirostat, XTC) has no counterpart here."""
 
 # The ids that llama.cpp takes for a sentencepiece tokenizer whose file has none.
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -198,14 +211,15 @@ class Vocabulary:
 
 def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
     """The texts of Hugging Face's files by name: tokenizer.json, tokenizer_config.json (roles of
-    tokens, chat templates), and generation_config.json (ends of replies).
+    tokens, chat templates), and generation_config.json (sampling, ends of replies).
 
-    `fields`: a GGUF file's metadata by key. Empty if the file has no tokenizer. SettingError names
-    a kind of tokenizer that is not supported, or the field that is wrong.
+    `fields`: a GGUF file's metadata by key. A file without a tokenizer has at most the sampling.
+    SettingError names a kind of tokenizer that is not supported, or the field that is wrong.
     """
+    sampling = _sampling(fields)
     kind = fields.get(f"{PREFIX}model")
     if kind in WITHOUT_TOKENIZER:
-        return {}
+        return {GENERATION: json.dumps(sampling)} if sampling else {}
     if kind == BYTE_LEVEL:
         splitting = _splitting(fields.get(f"{PREFIX}pre"))
         vocabulary = _vocabulary(fields, {})
@@ -242,9 +256,20 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2),
     }
-    if ends := vocabulary.ends():
-        files["generation_config.json"] = json.dumps({"eos_token_id": ends})
+    ends = vocabulary.ends()
+    if generation := sampling | ({"eos_token_id": ends} if ends else {}):
+        files[GENERATION] = json.dumps(generation)
     return files
+
+
+def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The shortest numbers of the same value in float32, the file's type: 0.95 instead of
+    0.949999988."""
+    given = {ours: fields[key] for key, ours in SAMPLING.items() if key in fields}
+    return {
+        ours: float(str(np.float32(value))) if type(value) is float else value
+        for ours, value in given.items()
+    }
 
 
 def _splitting(name: str | None) -> Splitting:

@@ -37,6 +37,7 @@ def compile_apart(
     backend = Manifest.read(directory).backend
     command = [
         sys.executable,
+        "-P",  # nothing of the current directory
         "-m",
         f"pensieve.builder.{backend}.compile",
         str(directory),

@@ -30,7 +30,7 @@ class ServerProcess:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         state_dir, self._lock = claim_state_dir(states)
-        self._command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", *options]
+        self._command = [sys.executable, "-P", "-m", "pensieve.scripts.pensieve", "serve", *options]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--state-dir", str(state_dir)]
         self._ended = ended
         self._stopping = False

@@ -63,6 +63,11 @@ NO_TEMPLATE = (
     "--chat-template FILE gives a template"
 )
 
+FLOAT16_ON_CPU = (
+    "%s computes in float16, which is slow on most CPUs: build it, or serve its checkpoint, with "
+    "--dtype float32 or --dtype bfloat16"
+)
+
 
 class Prepared(NamedTuple):
     """The parts of one rank, with the same sizes on all ranks."""
@@ -115,6 +120,8 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         )
     else:
         log.warning(NO_TOKENIZER, directory)
+    if settings.device == "cpu" and engine.manifest.dtype == "float16":
+        log.warning(FLOAT16_ON_CPU, directory)
     sampling = sampling_defaults(settings.generation_config, directory)
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     disk = disk_settings(settings, config, ranks)

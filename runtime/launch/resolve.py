@@ -12,7 +12,6 @@ from pathlib import Path
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
 from ...builder.model_names import Model, find_model, find_small_model
-from ...builder.progress import Progress
 from ...builder.small_model import SMALL_MODEL
 from ...scheduler.types import SettingError
 from ..conversations.databases import stored_tokenizer
@@ -39,11 +38,11 @@ def resolved(settings: ServeSettings) -> ServeSettings:
         return replace(settings, engine=str(demo_engine(state, settings.device)), state_dir=state)
     engine = engine_for(
         model.path,
+        name=model.name,
         dtype=settings.dtype,
         quantization=settings.quantization,
         tensor_parallel=settings.tensor_parallel_size,
         device=settings.device,
-        progress=Progress(model.name),
     )
     state = settings.state_dir or state_directory(
         Path(model.origin).name, model.origin, lambda: tokenizer_digest(engine)

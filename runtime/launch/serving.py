@@ -20,7 +20,7 @@ from ..http.settings import HTTPSettings
 from ..messages import TritonSettings
 from ..ranks.launch import DRAIN, tell_serving
 from ..service import Service
-from ..system import DUMP_STACKS
+from ..system import DUMP_STACKS, safe_path
 from .assemble import Assembled, assemble, make_executor, prepare_rank
 from .attached import connect
 from .http_options import http_settings
@@ -50,11 +50,12 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     # From here on the loop alone handles these signals. mpirun and a terminal send them to the HTTP
     # process too, which inherits this mask. Started later, the process that multiprocessing starts
     # would remove the mask.
-    resource_tracker.ensure_running()
-    ours_alone = [*ENDS, DUMP_STACKS]
-    signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
-    http.start()  # its imports run while the weights load
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
+    with safe_path():
+        resource_tracker.ensure_running()
+        ours_alone = [*ENDS, DUMP_STACKS]
+        signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
+        http.start()  # its imports run while the weights load
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
     listener.close()
     theirs.close()
     try:

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
 from ...builder.model_names import find_model
-from ...builder.progress import Progress
 from ...scheduler.declaration import User
 from ...scheduler.types import SettingError
 from ..launch.options import ALIASES, ELSEWHERE, parser, settings_of
@@ -112,11 +111,11 @@ def model_engine(
         place = find_model(str(model), log.info)
         return engine_for(
             place.path,
+            name=place.name,
             dtype=dtype,
             quantization=quantization,
             backend=backend,
             device=device,
-            progress=Progress(place.name),
         )
     except SettingError as error:
         if error.setting != "PATH":

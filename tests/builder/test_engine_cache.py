@@ -170,6 +170,16 @@ def test_an_engine_that_another_checkpoint_has_too_is_kept(checkpoint, tmp_path)
     assert len(engines()) == 2
 
 
+def test_a_name_replaces_that_of_the_directory(checkpoint, tmp_path, builds):
+    """Snapshots of the Hub are named by their commits."""
+    engine = engine_for(checkpoint, name="org/chat")
+    snapshot = checkpoint.rename(tmp_path / "0123abcd")
+    assert engine.name == "chat" and engine_for(snapshot, name="org/chat") == engine
+    assert builds == ["built", "reused"]
+    assert engine_for(snapshot).name == "0123abcd" and len(engines()) == 2
+    assert engine_for(snapshot, name="org/chat") == engine and len(builds) == 3
+
+
 def test_a_damaged_engine_is_built_again(checkpoint, builds):
     engine = engine_for(checkpoint)
     flip_a_bit(engine / WEIGHTS)

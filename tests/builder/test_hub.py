@@ -250,6 +250,17 @@ def test_a_hub_that_never_answers_is_not_waited_for_long(find, find_all):
     assert f"{url} cannot be reached (ReadTimeout)" in missing
 
 
+def test_a_list_of_files_that_never_comes_is_not_waited_for_long(hub, find):
+    """Newer versions of huggingface_hub ask for it again at once."""
+    goes_on = threading.Event()
+    hub.held["tree"] = goes_on
+    answer = find("org/chat", HF_HUB_ETAG_TIMEOUT="1")
+    assert isinstance(answer, tuple) or "cannot be reached (ReadTimeout)" in answer
+    assert not hub.held
+    goes_on.set()
+    assert (find("org/chat")[0] / "model.safetensors").read_bytes() == WEIGHTS
+
+
 def accepted(server):
     """A connection that waits at the server, or None."""
     try:

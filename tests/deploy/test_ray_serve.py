@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -245,6 +246,17 @@ def test_the_replica_is_told_that_its_server_has_ended(parent):
     process, server = parent
     os.kill(server, signal.SIGKILL)
     assert process.stdout.readline() == "ended\n"
+
+
+def test_the_server_imports_nothing_of_the_current_directory(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$1" > "{tmp_path}/flag"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    ended = threading.Event()
+    ServerProcess(["demo"], tmp_path / "states", ended.set)
+    assert ended.wait(60)
+    assert (tmp_path / "flag").read_text() == "-P\n"
 
 
 def settings(text):

@@ -12,15 +12,18 @@ ENDLESS = {
     "wait": {"content": "."},
     "think": {"content": None, "reasoning_content": "."},
     "call": {"tool_calls": [{"index": 0, "function": {"arguments": "."}}]},
+    "late": {"role": "assistant", "content": ""},
+    "never": {"role": "assistant", "content": ""},
 }
+NOTHING_TO_STORE = "never"
 
 
 class FakeServer(ThreadingHTTPServer):
-    """A context manager. `conversations`: id -> messages, by creation; `bodies`: all received
-    bodies.
+    """A context manager. `conversations`: id -> the user's messages, by creation; `bodies`: all
+    received bodies, except those that create conversations.
 
-    The messages of `ENDLESS` get an endless answer: `stopped` is set when the client hangs up. Then
-    the turn is in flight for one more request.
+    The messages of `ENDLESS` get an endless answer: `stopped` is set when the client hangs up. The
+    turn is stored then, except that of `NOTHING_TO_STORE`, and is in flight for one more request.
     """
 
     daemon_threads = True
@@ -67,8 +70,14 @@ class Handler(BaseHTTPRequestHandler):
         elif address.path != "/v1/conversations":
             name = unquote(address.path.split("/")[3])
             exists = name in self.server.conversations
-            about = {"id": name, "in_flight": name in self.server.in_flight}
-            self.server.in_flight.discard(name)
+            messages = [
+                {"role": role, "content": text}
+                for text in self.server.conversations.get(name, [])
+                for role in ("user", "assistant")
+            ]
+            about = {"id": name, "in_flight": name in self.server.in_flight, "messages": messages}
+            if self.server.stopped.is_set():
+                self.server.in_flight.discard(name)
             self._answer(
                 about if exists else {"error": {"message": "unknown"}}, 200 if exists else 404
             )
@@ -89,6 +98,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/conversations":
+            self.server.conversations[body["id"]] = []
+            self._answer({"id": body["id"]})
+            return
         self.server.bodies.append(body)
         self.server.keys.append(self.headers["Authorization"])
         if self.path.endswith("/fork"):
@@ -124,13 +137,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         if text in ENDLESS:
+            self.server.in_flight.add(body["conversation"])
             try:
                 while True:
                     self._event(delta=ENDLESS[text])
                     self.server.stopped.wait(0.01)
             except OSError:
-                if body.get("on_disconnect") == "store":
-                    self.server.in_flight.add(body["conversation"])
+                if body.get("on_disconnect") == "store" and text != NOTHING_TO_STORE:
                     self.server.conversations.setdefault(body["conversation"], []).append(text)
                 self.server.stopped.set()
             return

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from importlib.resources import files
 
 import pytest
 
-from pensieve.scripts.chat import Server, main
+from pensieve.scripts.chat import Chat, Server, main
 
-from .fake_server import FakeServer
+from .fake_server import ENDLESS, NOTHING_TO_STORE, FakeServer
 
 CHAT = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat"]
 LINE = r"device 128 · host 64 · recomputed 5 · new 17 \| first token \d+ ms \| \d+ tokens at \d+/s"
@@ -74,9 +75,7 @@ def test_a_script_talks_through_a_pipe(server):
     assert body["messages"] == [{"role": "user", "content": "and now?"}], (
         "the server keeps the history"
     )
-    assert "history" not in first and body["history"] == "server", (
-        "there is none before the first turn"
-    )
+    assert first["history"] == body["history"] == "server"
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 9, 0.0)
     assert body["return_sources"] and body["stream_options"] == {"include_usage": True}
 
@@ -131,7 +130,7 @@ def test_a_stored_conversation_goes_on(server):
         options=("--conversation", "tea"),
     )
     assert server.conversations == {"tea": ["before", "after", "at last"], "coffee": ["black"]}
-    assert [body.get("history") for body in server.bodies] == ["server", None, "server"]
+    assert [body["history"] for body in server.bodies] == ["server"] * 3
 
 
 def test_long_lists_come_in_pages_with_titles(server):
@@ -245,21 +244,54 @@ def test_ctrl_c_stops_a_reply_and_a_second_one_leaves(server):
     assert terminal.leave("\x03") == 0
 
 
-@pytest.mark.parametrize("message", ["think", "call"])
-def test_a_turn_that_is_stopped_in_a_thought_or_a_call_is_kept(
+class StoppedServer(Server):
+    """The user presses Ctrl-C at the first event of the answer to an endless message."""
+
+    def events(self, path, body):
+        with contextlib.closing(super().events(path, body)) as events:
+            for event in events:
+                yield event
+                if body["messages"][-1]["content"] in ENDLESS:
+                    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("message", ["think", "call", "late"])
+def test_a_turn_that_is_stopped_before_its_content_is_shown_may_be_kept(
     server, message, monkeypatch, capsys
 ):
-    class StoppedServer(Server):
-        def events(self, path, body):
-            with contextlib.closing(super().events(path, body)) as events:
-                for event in events:
-                    yield event
-                    if body["messages"][-1]["content"] == message:
-                        raise KeyboardInterrupt
-
+    """In a thought, in a call, or before what the server has generated has arrived."""
     monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{message}\nhello\n"))
     assert main(["--url", server.url, "--conversation", "tea"]) == 0
     assert "stopped; this part is kept" in capsys.readouterr().out
     assert server.conversations == {"tea": [message, "hello"]}
     assert server.bodies[-1]["history"] == "server", "the turn that was stopped is in it"
+
+
+@pytest.mark.parametrize("before", [[], ["one"]])
+def test_a_turn_of_which_the_server_stores_nothing_is_not_kept(server, before, monkeypatch, capsys):
+    monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
+    lines = [*before, NOTHING_TO_STORE, "hello"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 0
+    assert "stopped; nothing is kept of this turn" in capsys.readouterr().out
+    assert server.conversations == {"tea": [*before, "hello"]}
+
+
+def test_a_turn_that_the_server_does_not_end_is_not_called_lost(server, monkeypatch, capsys):
+    monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
+    monkeypatch.setattr("pensieve.scripts.chat.STORE_SECONDS", 0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("late\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 0
+    assert "stopped; the server has not ended this turn yet" in capsys.readouterr().out
+
+
+def test_a_conversation_that_is_gone_is_told_and_not_begun_again(server, capsys):
+    def lines():
+        yield "one"
+        server.conversations.clear()  # it has expired
+        yield "two"
+
+    options = Namespace(model=None, conversation="tea", max_tokens=9, temperature=0.0)
+    assert Chat(Server(server.url, None), options).run(lines()) == 1
+    assert "error: unknown" in capsys.readouterr().err and not server.conversations

@@ -7,12 +7,15 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer
 
 from pensieve.builder.checkpoints.gguf_tokenizer import SPLITTINGS, tokenizer_files
+from pensieve.runtime.launch.generation_config import sampling_defaults
+from pensieve.runtime.messages import SamplingDefaults
 from pensieve.runtime.text.tokenizer import Detokenizer
 from pensieve.runtime.text.tokenizer import Tokenizer as Loaded
 from pensieve.scheduler.types import SettingError
@@ -330,6 +333,22 @@ def test_all_ends_of_a_reply_are_stop_tokens():
     end = fields["tokenizer.ggml.eos_token_id"]
     files = tokenizer_files(fields | more)
     assert json.loads(files["generation_config.json"]) == {"eos_token_id": [end, count, count + 2]}
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_recommended_sampling_gives_the_defaults_of_requests(has_tokenizer, tmp_path):
+    """llama.cpp's converter writes the values of generation_config.json, in float32."""
+    given = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "penalty_repeat": 1.05}
+    fields = {
+        f"general.sampling.{name}": float(np.float32(value)) if type(value) is float else value
+        for name, value in given.items()
+    }
+    fields |= {"general.sampling.penalty_last_n": 64, "general.sampling.sequence": "penalties"}
+    tokenizer = fields_of(byte_level("smollm"), "smollm") if has_tokenizer else {}
+    files = tokenizer_files(tokenizer | fields)
+    assert ("tokenizer.json" in files) == has_tokenizer
+    (tmp_path / "generation_config.json").write_text(files["generation_config.json"])
+    assert sampling_defaults("auto", tmp_path) == SamplingDefaults(0.6, 0.95, 20, 0.01, 1.05)
 
 
 def test_chat_templates(tmp_path):

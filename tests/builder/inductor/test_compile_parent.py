@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 import threading
 from collections import namedtuple
 
@@ -45,12 +46,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    """Runs a shell script in place of Python; $3 is the directory of the unfinished engine."""
+    """Runs a shell script in place of Python; $engine is the directory of the unfinished engine."""
     (tmp_path / "bin").mkdir()
 
     def write(script):
         path = tmp_path / "bin" / "child"
-        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.write_text(f"#!/bin/sh\nengine=$4\n{script}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setattr(compiler_module.sys, "executable", str(path))
 
@@ -72,7 +73,7 @@ def nothing_left(tmp_path):
 def test_what_the_compiler_brought_is_in_the_manifest_and_not_in_the_fingerprint(
     checkpoint, tmp_path, child
 ):
-    script = f'test -e "$3/manifest.json" && echo code > "$3/{PACKAGE}" || exit 1'
+    script = f'test -e "$engine/manifest.json" && echo code > "$engine/{PACKAGE}" || exit 1'
     child("\n".join((script, says(stage="compiling"), says(compiled=COMPILED))))
     stages = []
     first = built(checkpoint, tmp_path, say=stages.append)
@@ -90,7 +91,7 @@ def test_what_the_compiler_brought_is_in_the_manifest_and_not_in_the_fingerprint
     "script, named",
     [
         (
-            f'echo code > "$3/{PACKAGE}"; kill -SEGV $$',
+            f'echo code > "$engine/{PACKAGE}"; kill -SEGV $$',
             r"crashes when it is loaded \(SIGSEGV\).*set CXX",
         ),
         ("kill -SEGV $$", r"compiling was killed \(SIGSEGV\)"),
@@ -98,7 +99,7 @@ def test_what_the_compiler_brought_is_in_the_manifest_and_not_in_the_fingerprint
             "echo 'No space left on device' >&2; exit 1",
             r"compiling failed.*No space left on device",
         ),
-        (f'echo code > "$3/{PACKAGE}"; exit 1', "trying the compiled engine failed.*none"),
+        (f'echo code > "$engine/{PACKAGE}"; exit 1', "trying the compiled engine failed.*none"),
         (says(refused="the logits are off"), "--backend: the logits are off"),
         ("exit 0", "compiling failed"),
     ],
@@ -110,6 +111,15 @@ def test_what_went_wrong_is_said_and_nothing_is_published(
     with pytest.raises(SettingError, match=named):
         built(checkpoint, tmp_path)
     assert nothing_left(tmp_path)
+
+
+def test_no_module_of_the_current_directory_runs(checkpoint, tmp_path, child, monkeypatch):
+    """The child is Python with the first word that it was given."""
+    (tmp_path / "stray.py").touch()
+    monkeypatch.chdir(tmp_path)
+    child(f'exec "{sys.executable}" "$1" -c "import stray"')
+    with pytest.raises(SettingError, match="No module named 'stray'"):
+        built(checkpoint, tmp_path)
 
 
 def test_an_interrupted_build_ends_the_compiler(checkpoint, tmp_path, child):
@@ -130,7 +140,7 @@ def test_two_builds_at_once_compile_once(checkpoint, tmp_path, child):
     """The compiler is not done before the other build waits for it."""
     wait = f'for _ in $(seq 600); do [ -e "{tmp_path}/waiting" ] && break; sleep 0.1; done'
     child(
-        f'echo once >> "{tmp_path}/log"; echo code > "$3/{PACKAGE}"; '
+        f'echo once >> "{tmp_path}/log"; echo code > "$engine/{PACKAGE}"; '
         f"{wait}\n{says(compiled=COMPILED)}"
     )
     outcomes = []

@@ -431,6 +431,15 @@ def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(
         assert len(warnings) == bool(parts) and all(part in warnings[0] for part in parts), words
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_start_of_a_float16_engine_on_a_cpu_names_faster_dtypes(dtype, served, files, caplog):
+    build_engine(DEMO_CHECKPOINT, files / "built", "reference", dtype=dtype)
+    served(["--engine", str(files / "built")])
+    cure = "build it, or serve its checkpoint, with --dtype float32 or --dtype bfloat16"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [cure in warning for warning in warnings] == [True] * (dtype == "float16")
+
+
 # its model gets `Ready` too
 TOLD_TO_TRITON = {"sampling", *(field.name for field in fields(TritonSettings))}
 

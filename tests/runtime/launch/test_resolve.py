@@ -25,6 +25,7 @@ from pensieve.runtime.launch.resolve import (
     tokenizer_digest,
 )
 from pensieve.runtime.launch.settings import HISTORY_FILE, ServeSettings, default_state_dir
+from pensieve.runtime.offline import settings as offline_settings
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
 
@@ -185,6 +186,22 @@ def test_a_model_of_the_hub_is_served_by_its_name(tmp_path, monkeypatch):
     own = ServeSettings("org/tiny:v1", served_model_name=("mine",))
     assert resolved(own).served_model_name == ("mine",)
     assert settled_words(settings)[2:] == ["--served-model-name", "org/tiny"]
+
+
+def test_a_new_commit_of_the_hub_that_changes_no_needed_file_keeps_its_engine(
+    tmp_path, monkeypatch
+):
+    default = dict(dtype=None, quantization=None, backend=None, device="cpu")
+    engines = set()
+    for commit in ("0123abcd", "4567ef01"):
+        tiny_checkpoint("llama", tmp_path / commit)
+        model = Model(tmp_path / commit, "org/tiny", "hf://org/tiny")
+        for module in (resolve, offline_settings):
+            monkeypatch.setattr(module, "find_model", lambda text, say, model=model: model)
+        engines.add(Path(resolved(ServeSettings("org/tiny")).engine))
+        engines.add(offline_settings.model_engine("org/tiny", **default))
+    (engine,) = engines
+    assert engine.name == "tiny"
 
 
 def test_without_a_name_the_small_model_is_served(tmp_path, monkeypatch):
