@@ -238,6 +238,8 @@ def run(args: argparse.Namespace) -> None:
 
 def read_texts(path: Path) -> list[ChatScript]:
     """The conversations in which the user says something. SettingError."""
+    if not path.is_file():
+        raise SettingError("--data", f"there is no file {path}")
     texts = []
     for where, line in read_lines(path):
         value = parse_json(line, where)

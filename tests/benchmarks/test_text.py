@@ -163,6 +163,8 @@ def test_the_command_measures_levels_in_processes(tmp_path, capsys):
 
 def test_data_that_cannot_be_read_is_named(tmp_path, capsys):
     data = tmp_path / "chats.jsonl"
+    with pytest.raises(SettingError, match=r"--data: there is no file"):
+        read_texts(data)
     data.write_text('{"messages": [{"role": "assistant", "content": "hi"}]}')
     with pytest.raises(SettingError, match=r"--data: .* holds no conversations"):
         read_texts(data)
