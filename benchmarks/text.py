@@ -13,7 +13,8 @@ KV of another one, but for what the chat template writes before the first messag
 A server may put several tokens into one event. The tokens of a reply that has ended are those of
 its `usage`; each of its events counts as an equal share of them. A reply that is still open at the
 window's end counts its events, each with the mean tokens of an event in the replies that have
-ended. Only what arrives inside the window counts.
+ended. Only what arrives inside the window counts. Special tokens that the model goes on with have
+no text and no events: where a reply has no event at all, its tokens count when it ends.
 """
 
 from __future__ import annotations
@@ -473,8 +474,10 @@ class TextClient:
         self._open_events -= reply.measured_events
         self._ended_tokens += reply.length
         self._ended_events += reply.tokens
-        tally.output_tokens += round(reply.length * reply.measured_events / reply.tokens)
-        if self._measured(now):
+        inside = self._measured(now)
+        share = reply.measured_events / reply.tokens if reply.tokens else float(inside)
+        tally.output_tokens += round(reply.length * share)
+        if inside:
             tally.completed += 1
             tally.per_token.append((now - sent) / reply.length)
             tally.prompt_tokens += reply.prompt_tokens

@@ -173,3 +173,11 @@ def test_data_that_cannot_be_read_is_named(tmp_path, capsys):
         read_texts(data)
     assert main(["--data", str(data), "--streams", "0"]) == 2
     assert "--streams: must be at least 1" in capsys.readouterr().err
+
+
+def test_a_reply_without_text_counts_when_it_ends(play):
+    """A model may go on with special tokens alone, and servers show none of them."""
+    with ChatServer(per_event=100) as server:
+        tally = play(server, level(), 2)
+    assert not tally.errors and tally.completed == 2
+    assert tally.output_tokens == 8 and not tally.first_token
