@@ -50,8 +50,6 @@ from pensieve.scripts.simulation.traces import message_text, parse_json, read_li
 
 from .clients import PATIENCE_SECONDS, Failed, LoadTally, StreamedReply, Target, clock, open_session
 from .report import milliseconds
-from .servers import MetricsServer
-from .serving import ask_model
 
 PAUSE_SECONDS = 1.0  # of a stream after a failed request: a server that refuses gets no flood
 
@@ -196,6 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    # imported here: they load torch, which takes a second and which client processes do not need
+    from .servers import MetricsServer
+    from .serving import ask_model
+
     check_above_0(args, ("reply_tokens", "seconds", "timeout_s", "processes"))
     check_least(args, warm_up_s=0)
     streams = numbers(args.streams, "--streams", int)

@@ -19,19 +19,31 @@ class ChatServer(FakeServer):
     fail       the failure of all requests: a status, "error" (sent in an event), or "short" (a
                reply has half of its tokens)
     cached     cached tokens that `usage` tells; None: it does not tell
+    answered   requests behind so many are held without an answer
+    begun      a held request gets its first event
     """
 
     request_queue_size = 128
 
-    def __init__(self, first_s=0.0, gap_s=0.0, *, per_event=1, fail=None, cached=3):
+    def __init__(
+        self,
+        first_s=0.0,
+        gap_s=0.0,
+        *,
+        per_event=1,
+        fail=None,
+        cached=3,
+        answered=None,
+        begun=False,
+    ):
         super().__init__(ChatHandler)
         self.first_s = first_s
         self.gap_s = gap_s
         self.per_event = per_event
         self.fail = fail
         self.cached = cached
-        self.open = 0
-        self.most_open = 0
+        self.answered = answered
+        self.begun = begun
         self.lock = threading.Lock()
 
     def handle_error(self, *_):
@@ -43,18 +55,13 @@ class ChatHandler(Handler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            self.server.open += 1
-            self.server.most_open = max(self.server.most_open, self.server.open)
-        try:
-            self._reply(body)
-        finally:
-            with self.server.lock:
-                self.server.open -= 1
-
-    def _reply(self, body):
         server = self.server
+        with server.lock:
+            server.bodies.append(body)
+            held = server.answered is not None and len(server.bodies) > server.answered
+        if held and not server.begun:
+            server.stopped.wait(60)
+            return
         if isinstance(server.fail, int):
             self._answer({"error": {"message": "no"}}, server.fail)
             return
@@ -65,6 +72,10 @@ class ChatHandler(Handler):
             self._write({"error": {"message": "the books disagree"}})
             return
         self._event(delta={"role": "assistant", "content": ""})
+        if held:
+            self._event(delta={"content": "0 "})
+            server.stopped.wait(60)
+            return
         tokens = body["max_tokens"] // (2 if server.fail == "short" else 1)
         for index in range(tokens // server.per_event):
             time.sleep(server.gap_s if index else server.first_s)

@@ -43,15 +43,20 @@ def level(streams=1, first=0, reply_tokens=4):
 
 @pytest.fixture
 def play(monkeypatch):
-    """Plays a level against a server. The window begins at once, and ends when so many requests
-    have ended or failed. Returns the tally."""
+    """Plays a level against a server that answers so many requests and holds the others. The window
+    begins at once, and ends when those have ended or failed. Returns the tally."""
 
-    def run(server, plan, requests):
+    def run(server, plan):
         client = TextClient(Target(server.url, "fake"), TEXTS, plan)
 
-        async def until(moment):
+        def ended():
             tally = client.tally
-            while bench_text.clock() < moment and tally.completed + tally.errors.total() < requests:
+            if server.begun and len(tally.first_token) < server.answered + plan.streams:
+                return False
+            return tally.completed + tally.errors.total() == server.answered
+
+        async def until(moment):
+            while bench_text.clock() < moment and not ended():
                 await asyncio.sleep(0.005)
 
         monkeypatch.setattr(bench_text, "until", until)
@@ -66,8 +71,8 @@ def spoken(body):
 
 def test_a_turn_sends_the_whole_history_with_the_servers_own_replies(play):
     reply = "0 1 2 3 "
-    with ChatServer() as server:
-        play(server, level(first=0), 5)
+    with ChatServer(answered=4) as server:
+        play(server, level())
     first, second, third, fourth = server.bodies[:4]
     assert set(first) == FIELDS and first["max_tokens"] == 4 and first["ignore_eos"] is True
     salt, _, question = spoken(first)[0].partition(" ")
@@ -79,17 +84,16 @@ def test_a_turn_sends_the_whole_history_with_the_servers_own_replies(play):
 
 
 def test_streams_divide_the_conversations(play):
-    with ChatServer() as server:
-        play(server, level(streams=2, first=1), 2)
-        assert server.most_open <= 2
-    opened = {spoken(body)[-1].split(" ")[-1] for body in server.bodies[:2]}
+    with ChatServer(answered=0, begun=True) as server:
+        play(server, level(streams=2, first=1))
+    opened = {spoken(body)[-1].split(" ")[-1] for body in server.bodies}
     assert opened == {"three", "four"}
 
 
 def test_the_figures_follow_the_servers_delays(play):
     first_s, gap_s = 0.06, 0.02
-    with ChatServer(first_s, gap_s) as server:
-        tally = play(server, level(), 3)
+    with ChatServer(first_s, gap_s, answered=3) as server:
+        tally = play(server, level())
     measured = summarise(tally, level())
     assert tally.completed == 3 and not measured.errors
     # a busy machine adds to the delays, and nothing takes away from them
@@ -98,23 +102,22 @@ def test_the_figures_follow_the_servers_delays(play):
     assert measured.requests_per_s == 3 / 60
     assert measured.prompt_tokens == PROMPT_TOKENS * (1 + 3 + 2) and measured.cached_tokens == 9
     assert measured.tokens_per_event == 1.0
-    assert tally.output_tokens == len(tally.first_token) + len(tally.gaps) >= 12
+    assert tally.output_tokens == len(tally.first_token) + len(tally.gaps) == 12
     assert f"cached {9 / 60:.1%}" in level_line(measured)
 
 
 def test_an_event_of_several_tokens_counts_as_several(play):
     """Of a reply that is still open as well."""
-    with ChatServer(gap_s=0.05, per_event=4) as server:
-        tally = play(server, level(streams=3, reply_tokens=16), 4)
-    events = len(tally.first_token) + len(tally.gaps)
-    assert events > tally.completed * 4, "a reply was open when the window ended"
-    assert tally.output_tokens == 4 * events
+    with ChatServer(per_event=4, answered=2, begun=True) as server:
+        tally = play(server, level(reply_tokens=16))
+    assert len(tally.first_token) == 3, "a reply was open when the window ended"
+    assert len(tally.gaps) == 2 * 3 and tally.output_tokens == 2 * 16 + 4
     assert summarise(tally, level()).tokens_per_event == 4.0
 
 
 def test_a_server_without_cached_tokens(play):
-    with ChatServer(cached=None) as server:
-        measured = summarise(play(server, level(), 2), level())
+    with ChatServer(cached=None, answered=2) as server:
+        measured = summarise(play(server, level()), level())
     assert measured.cached_tokens is None and measured.prompt_tokens > 0
     assert "cached unknown" in level_line(measured)
 
@@ -122,16 +125,16 @@ def test_a_server_without_cached_tokens(play):
 @pytest.mark.parametrize(("fail", "kind"), [(503, "HTTP 503"), ("error", "error in the stream")])
 def test_a_failure_ends_the_conversation_and_is_counted(play, monkeypatch, fail, kind):
     monkeypatch.setattr(bench_text, "PAUSE_SECONDS", 0.01)
-    with ChatServer(fail=fail) as server:
-        measured = summarise(play(server, level(), 2), level())
+    with ChatServer(fail=fail, answered=2) as server:
+        measured = summarise(play(server, level()), level())
     assert measured.errors == {kind: 2} and measured.output_tokens_per_s == 0
     assert spoken(server.bodies[1])[0] == "be kind", "the stream goes on with the next one"
     assert kind in level_line(measured)
 
 
 def test_a_reply_that_is_too_short_is_a_failure(play):
-    with ChatServer(fail="short") as server:
-        measured = summarise(play(server, level(), 1), level())
+    with ChatServer(fail="short", answered=1) as server:
+        measured = summarise(play(server, level()), level())
     assert measured.errors == {"short reply": 1}
 
 
@@ -150,7 +153,7 @@ def test_the_command_measures_levels_in_processes(tmp_path, capsys):
     file = tmp_path / "out.json"
     with ChatServer(gap_s=0.01) as server:
         words = ["--url", server.url, "--data", str(data), "--streams", "1,3", "--json", str(file)]
-        times = ["--warm-up-s", "0.2", "--seconds", "0.6", "--reply-tokens", "4"]
+        times = ["--warm-up-s", "0.2", "--seconds", "1", "--reply-tokens", "4"]
         assert main([*words, *times, "--processes", "2"]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["streams"] for row in rows] == [1, 3]
@@ -177,7 +180,7 @@ def test_data_that_cannot_be_read_is_named(tmp_path, capsys):
 
 def test_a_reply_without_text_counts_when_it_ends(play):
     """A model may go on with special tokens alone, and servers show none of them."""
-    with ChatServer(per_event=100) as server:
-        tally = play(server, level(), 2)
+    with ChatServer(per_event=100, answered=2) as server:
+        tally = play(server, level())
     assert not tally.errors and tally.completed == 2
     assert tally.output_tokens == 8 and not tally.first_token
