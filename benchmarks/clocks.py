@@ -1,4 +1,8 @@
-"""Arrivals of the conversations of a trace that has its own clock."""
+"""Arrivals of the conversations of a trace that has its own clock.
+
+Time is never stretched. A run plays one part of the trace, from 0 on, and drops whole conversations
+to lower its rate. A rate that one part does not have is played with several parts at once.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +31,40 @@ def replay(
     seed: int,
     send_histories: bool = False,
 ) -> list[Arrival]:
-    """The trace from its start; whole conversations are dropped to lower its rate. SettingError."""
+    """`rate * seconds` conversations of the trace, of parts of `seconds` each. The seed chooses the
+    parts and the conversations. At most at the trace's own rate there may be fewer: a long run has
+    a single part, which may be a quiet one. SettingError."""
     if send_histories:
         raise SettingError(
             "--send-histories", "the trace has its own clock: no conversation is open at its start"
         )
-    draw = random.Random(seed)
-    native = clock_rate(dialogues)
-    assert native is not None
-    share = rate / native
-    if share > 1 + 1e-9:
-        raise SettingError("--rate", f"at most {native:.4g}, which is all that the trace has")
-    zero = min(dialogue.start_s or 0.0 for dialogue in dialogues)
-    starts = [((dialogue.start_s or 0.0) - zero, dialogue) for dialogue in dialogues]
-    last = max(start for start, _ in starts)
-    if last < seconds:
+    starts = [dialogue.start_s for dialogue in dialogues if dialogue.start_s is not None]
+    zero = min(starts)
+    num_parts = int((max(starts) - zero) / seconds)
+    if num_parts == 0:
         raise SettingError(
-            "--measure-s", f"the run takes {seconds:g} s with its warm-up, the trace {last:g}"
+            "--measure-s",
+            f"the run takes {seconds:g} s with its warm-up, the trace {max(starts) - zero:g}",
         )
-    kept = [
-        Arrival(start, dialogue)
-        for start, dialogue in starts
-        if draw.random() < share and start < seconds
-    ]
+    parts: list[list[Arrival]] = [[] for _ in range(num_parts)]
+    for start, dialogue in zip(starts, dialogues, strict=True):
+        part, at = divmod(start - zero, seconds)
+        if part < num_parts:
+            parts[int(part)].append(Arrival(at, dialogue))
+    draw = random.Random(seed)
+    draw.shuffle(parts)
+    needed = round(rate * seconds)
+    played: list[Arrival] = []
+    for arrivals in parts:
+        if len(played) >= needed:
+            break
+        played += arrivals
+    own = clock_rate(dialogues)
+    assert own is not None
+    if len(played) < needed and rate > own:
+        raise SettingError(
+            "--rate",
+            f"at most {max(own, len(played) / seconds):.4g}, which is all that the trace has",
+        )
+    kept = draw.sample(played, min(needed, len(played)))
     return sorted(kept, key=lambda arrival: arrival.at)
