@@ -32,6 +32,8 @@ CONNECTORS: dict[str, tuple[str, dict[str, Any]] | None] = {
 SGLANG = ("sglang", "sglang-gpu")
 KINDS = ("pensieve", *CONNECTORS, *SGLANG)
 
+DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
+
 VERSIONS = (
     "import importlib.metadata as m, json, sys; "
     "print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
@@ -77,11 +79,12 @@ class ComparedServer(NamedTuple):
 class Model(NamedTuple):
     """What all servers of a run have in common.
 
-    directory   with a config.json alone: weights are random
+    directory   a checkpoint; or with a config.json alone, and weights are `random`
     gpu_bytes   of KV; None: as much as each server takes
     """
 
     directory: Path
+    random: bool
     config: Mapping[str, Any]
     dtype: str
     device: str
@@ -156,7 +159,7 @@ def pensieve_command(
 
 def vllm_command(server: ComparedServer, model: Model, place: Place) -> tuple[list[str], str]:
     words = [*place.python, str(VLLM_SERVER), "--model", str(model.directory)]
-    words += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", model.dtype]
+    words += [*(DUMMY if model.random else ()), "--dtype", model.dtype]
     words += ["--attention-backend", "FLASH_ATTN", "--enable-prefix-caching"]
     words += ["--enable-prompt-tokens-details", "--max-num-seqs", str(model.max_num_seqs)]
     if model.gpu_bytes is not None:
@@ -175,7 +178,7 @@ def vllm_command(server: ComparedServer, model: Model, place: Place) -> tuple[li
 def sglang_command(server: ComparedServer, model: Model, place: Place) -> tuple[list[str], str]:
     """The hierarchical cache has its recommended settings; the last of two equal options counts."""
     words = [*place.python, str(SGLANG_SERVER), "--model-path", str(model.directory)]
-    words += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", model.dtype]
+    words += [*(DUMMY if model.random else ()), "--dtype", model.dtype]
     words += ["--served-model-name", "model", "--host", "127.0.0.1"]
     words += ["--attention-backend", "fa3", "--sampling-backend", "pytorch"]
     words += ["--enable-cache-report", "--incremental-streaming-output"]

@@ -75,12 +75,12 @@ class Judged(NamedTuple):
 
 
 def judge(records: Sequence[Record], promise: Promise) -> list[Judged]:
-    """By server in the order of their first record, then by rate."""
+    """By rate, then by server in the order of their first record."""
     groups: dict[tuple[str, float], list[Record]] = {}
     for record in records:
         groups.setdefault((record["server"], record["result"]["rate"]), []).append(record["result"])
     servers = list(dict.fromkeys(server for server, _ in groups))
-    ordered = sorted(groups, key=lambda group: (servers.index(group[0]), group[1]))
+    ordered = sorted(groups, key=lambda group: (group[1], servers.index(group[0])))
     return [_judged(server, rate, groups[server, rate], promise) for server, rate in ordered]
 
 
@@ -169,7 +169,7 @@ def goodput_table(records: Sequence[Record], promise: Promise) -> list[str]:
     lines = [f"Promise: {promise}.", ""]
     lines += [
         f"* `{server}`: {largest([each for each in judged if each.server == server])}"
-        for server in dict.fromkeys(each.server for each in judged)
+        for server in dict.fromkeys(record["server"] for record in records)
     ]
     lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
     lines += [f"| {' | '.join(_cells(each))} |" for each in judged]

@@ -288,7 +288,8 @@ def read_runs(paths: Sequence[Path]) -> list[Record]:
     """SettingError names the line that cannot be read."""
 
     def checked(record: Any) -> Record:
-        _row(record)
+        row = _text_row if "streams" in record["result"] else _row
+        row(record)
         return dict(record)
 
     return [
@@ -328,7 +329,10 @@ def _tables(records: Sequence[Record]) -> list[str]:
     lines = []
     for (workload, title), rows in judged.items():
         lines += ["", f"**{workload}{': ' if title else ''}{title}**", "", *_runs(rows), ""]
-        lines += goodput_table(rows, Promise(*rows[-1]["slo"]))
+        if rows[-1]["slo"] is None:
+            lines += _text_table(rows)
+        else:
+            lines += goodput_table(rows, Promise(*rows[-1]["slo"]))
     for workload, rows in older.items():
         lines += ["", f"**{workload}**, times in ms", "", *_runs(rows)]
         lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
@@ -342,6 +346,50 @@ def _tables(records: Sequence[Record]) -> list[str]:
         )
         lines += [f"| {' | '.join(_row(record))} |" for record in rows]
     return [*lines, ""]
+
+
+TEXT_TITLES = (
+    "streams",
+    "server",
+    "output tokens/s",
+    "TTFT p50, p99, ms",
+    "ms/token, p90",
+    "between events p50, p99, ms",
+    "tokens an event",
+    "cached, %",
+    "failed",
+)
+
+
+def _text_table(rows: Sequence[Record]) -> list[str]:
+    servers = list(dict.fromkeys(record["server"] for record in rows))
+    ordered = sorted(
+        rows, key=lambda record: (record["result"]["streams"], servers.index(record["server"]))
+    )
+    lines = [f"| {' | '.join(TEXT_TITLES)} |", f"|{'---|' * len(TEXT_TITLES)}"]
+    return [*lines, *(f"| {' | '.join(_text_row(record))} |" for record in ordered)]
+
+
+def _text_row(record: Record) -> list[str]:
+    result = record["result"]
+    cached = result["cached_tokens"]
+    return [
+        f"{result['streams']}",
+        f"`{record['server']}`",
+        _shown(result, ",.0f", "output_tokens_per_s"),
+        _shown(result, ",.0f", "ttft_ms_p50", "ttft_ms_p99"),
+        _shown(result, ".1f", "ms_per_token_mean", "ms_per_token_p90"),
+        _shown(result, ".1f", "inter_token_ms_p50", "inter_token_ms_p99"),
+        _shown(result, ".2f", "tokens_per_event"),
+        "-" if cached is None else f"{100 * cached / (result['prompt_tokens'] or 1):.0f}",
+        ", ".join(f"{kind}: {count}" for kind, count in result["errors"].items()),
+    ]
+
+
+def _shown(result: Record, form: str, *names: str) -> str:
+    return ", ".join(
+        "-" if (value := result[name]) is None else format(value, form) for name in names
+    )
 
 
 def _runs(rows: Sequence[Record]) -> list[str]:
@@ -365,7 +413,7 @@ def _about(record: Record) -> str:
             own = versions[package]
             parts.append(f"{name} {own[package]} with torch {own['torch']}")
     windows = (
-        f"ramp {result['ramp_s']:g}, warm-up {result['warm_up_s']:g}, measured "
+        f"ramp {result.get('ramp_s', 0):g}, warm-up {result['warm_up_s']:g}, measured "
         f"{result['seconds']:g} s"
     )
     return ", ".join([*parts, windows])
@@ -377,20 +425,14 @@ def _date(seconds: float) -> str:
 
 def _row(record: Record) -> list[str]:
     result = record["result"]
-
-    def shown(form: str, *names: str) -> str:
-        return ", ".join(
-            "-" if (value := result[name]) is None else format(value, form) for name in names
-        )
-
     return [
         record["run"],
         f"{result['rate']:g}" + (f" (seed {seed})" if (seed := result["seed"]) else ""),
         f"`{record['server']}`",
-        shown(".2f", "offered_per_s", "completed_per_s"),
-        shown(".1f", "ms_per_token_mean", "ms_per_token_p90"),
-        shown(",.0f", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p95", "ttft_ms_p99"),
-        shown(".1f", "inter_token_ms_p50", "inter_token_ms_p99"),
+        _shown(result, ".2f", "offered_per_s", "completed_per_s"),
+        _shown(result, ".1f", "ms_per_token_mean", "ms_per_token_p90"),
+        _shown(result, ",.0f", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p95", "ttft_ms_p99"),
+        _shown(result, ".1f", "inter_token_ms_p50", "inter_token_ms_p99"),
         _sources(result),
         f"{result['open_at_start']}, {result['open_at_end']}",
         ", ".join(f"{kind}: {count}" for kind, count in result["errors"].items()),

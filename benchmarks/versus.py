@@ -62,6 +62,11 @@ START_SECONDS = 600.0  # longest start of a server
 CLIENT_SECONDS = 15.0  # of the client beside its windows
 SEEDS = (0, 1, 2)
 ALL_MEMORY = "all"
+NEEDED = {
+    "--trace": "lengths, as callanjfox/kv-cache-tester has them for agents",
+    "--data": "conversations as lines of JSON",
+    "--checkpoint": "a directory, as benchmarks.small_checkpoint writes it",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +118,14 @@ def parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="of agents: lengths, see scripts/simulation/traces.py",
+        help="of agents and azure: lengths, see scripts/simulation/traces.py",
+    )
+    option("--data", type=Path, metavar="FILE", help="of text: conversations, see benchmarks.text")
+    option(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="of text: the model, see benchmarks.small_checkpoint",
     )
     option(
         "--load",
@@ -212,13 +224,17 @@ class Versus:
         self._workload = workload = WORKLOADS[args.workload]
         self._deadline = time.monotonic() + args.seconds
         self._servers = [ComparedServer.read(text) for text in args.servers]
-        if not workload.load and args.trace is None:
-            raise SettingError(
-                "--trace",
-                f"{args.workload} need one: lengths, as callanjfox/kv-cache-tester has them",
-            )
-        if args.trace is not None and not args.trace.is_file():
-            raise SettingError("--trace", f"there is no {args.trace}")
+        self._text = workload.shape is None
+        needed: list[str] = []
+        if self._text:
+            needed = ["--checkpoint", "--data"]
+        elif not workload.load:
+            needed = ["--trace"]
+        for option in needed:
+            path = getattr(args, option[2:])
+            if path is None or not path.exists():
+                missing = f"there is no {path}" if path else f"{args.workload} needs one"
+                raise SettingError(option, f"{missing}: {NEEDED[option]}")
         windows = args.ramp_s, args.warm_up_s, args.measure_s
         self._windows = [
             own if given is None else given
@@ -226,15 +242,20 @@ class Versus:
         ]
         self._rates = args.rates or workload.rates
         self._promise = Promise.read(args.slo) if args.slo else workload.promise
+        if self._text:
+            config = read_json(args.checkpoint / "config.json", "--checkpoint")
+        else:
+            config = {
+                "model_type": "llama",
+                **read_json(args.shape or SHAPES / str(workload.shape), "--shape"),
+                "max_position_embeddings": workload.max_model_len,
+            }
         self._output = args.output or Path(f"versus-{time.strftime('%Y-%m-%d')}.jsonl")
         every_byte = args.gpu_kv_bytes == ALL_MEMORY
         self._model = Model(
-            directory=args.work / args.workload,
-            config={
-                "model_type": "llama",
-                **read_json(args.shape or SHAPES / workload.shape, "--shape"),
-                "max_position_embeddings": workload.max_model_len,
-            },
+            directory=args.checkpoint if self._text else args.work / args.workload,
+            random=not self._text,
+            config=config,
             dtype="bfloat16" if args.device == "cuda" else "float32",
             device=args.device,
             gpu_bytes=None if every_byte else parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes"),
@@ -275,18 +296,21 @@ class Versus:
         return 1 if missing else 0
 
     def _make_model(self) -> None:
-        """One config.json for all, and of it Pensieve's engine, with its measured costs."""
+        """Pensieve's engine, on a GPU with its costs. Random weights: one config.json for all."""
         model = self._model
-        model.directory.mkdir(parents=True, exist_ok=True)
-        (model.directory / "config.json").write_text(json.dumps(model.config, indent=1))
+        self._args.work.mkdir(parents=True, exist_ok=True)
+        weights: tuple[str | Path, ...] = ("--checkpoint", model.directory)
+        if model.random:
+            model.directory.mkdir(parents=True, exist_ok=True)
+            (model.directory / "config.json").write_text(json.dumps(model.config, indent=1))
+            weights = ("--random-weights", "--config", model.directory / "config.json")
         for engine, kv_type in {
             self._engine(server) for server in self._servers if server.kind == "pensieve"
         }:
-            run("pensieve.scripts.build_engine", "--random-weights",
-                "--config", model.directory / "config.json", "--output", engine,
+            run("pensieve.scripts.build_engine", *weights, "--output", engine,
                 "--backend", "reference", "--dtype", model.dtype,
                 "--device", model.device)  # fmt: skip
-            if not (engine / "profile.json").exists():
+            if model.device == "cuda" and not (engine / "profile.json").exists():
                 run("pensieve.scripts.profile_engine", "--engine", engine,
                     "--device", model.device, "--seconds", 0.02,
                     "--max-num-seqs", model.max_num_seqs,
@@ -297,7 +321,7 @@ class Versus:
         with that type."""
         kv_type = server.option("--kv-cache-dtype", "auto")
         name = "engine" if kv_type == "auto" else f"engine-{kv_type}"
-        return self._model.directory / name, kv_type
+        return self._args.work / self._args.workload / name, kv_type
 
     def _measure(self, server: ComparedServer, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
@@ -313,6 +337,8 @@ class Versus:
                     "variables": variables,
                 }
                 with serving(command, log, seconds, ready, {**os.environ, **variables}) as url:
+                    if self._text:
+                        return self._measure_text(server, url, {**about, **heading})
                     return all(
                         self._measure_rate(server, rate, url, {**about, **heading})
                         for rate in server.rates or self._rates
@@ -338,6 +364,18 @@ class Versus:
                 break
         return True
 
+    def _measure_text(self, server: ComparedServer, url: str, heading: dict[str, Any]) -> bool:
+        streams = [f"{level:g}" for level in server.rates or self._rates]
+        warm_up_s, measure_s = self._windows[1:]
+        load = ["--data", str(self._args.data), "--streams", ",".join(streams)]
+        load += ["--warm-up-s", f"{warm_up_s:g}", "--seconds", f"{measure_s:g}"]
+        file = self._args.work / "result.json"
+        seconds = len(streams) * (warm_up_s + measure_s + CLIENT_SECONDS)
+        run("benchmarks.text", *load, "--url", url, "--json", file, seconds=seconds)
+        for line in file.read_text().splitlines():
+            self._append({**heading, "load": shlex.join(load), "result": json.loads(line)})
+        return True
+
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
@@ -360,10 +398,9 @@ class Versus:
         conversations' names."""
         args = self._args
         words = [*self._workload.load] if args.trace is None else ["--trace", str(args.trace)]
-        for name, value in zip(
-            ("--ramp-s", "--warm-up-s", "--measure-s"), self._windows, strict=True
-        ):
-            words += [name, f"{value:g}"]
+        ramp_s, warm_up_s, measure_s = self._windows
+        words += ["--ramp-s", f"{ramp_s:g}"] if ramp_s else []
+        words += ["--warm-up-s", f"{warm_up_s:g}", "--measure-s", f"{measure_s:g}"]
         words += ["--vocabulary", str(self._model.config["vocab_size"])]
         words += ["--rate", f"{rate:g}", "--seed", str(seed)]
         words += ["--max-context", str(self._workload.max_model_len)]

@@ -1,4 +1,7 @@
-"""The workloads of `versus`: models, loads, windows, and the promises to their users."""
+"""The workloads of `versus`: models, loads, windows, and the promises to their users.
+
+`agents` and `azure` need a trace, `text` the data of benchmarks.text and a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,24 @@ from .goodput import Promise
 
 
 class Workload(NamedTuple):
-    """shape          a config.json of benchmarks/shapes; its weights are random
+    """shape          a config.json of benchmarks/shapes, whose weights are random; None: a
+                   checkpoint that replies to real text at numbers of streams (benchmarks.text)
     max_model_len  longest context, tokens
     max_num_seqs   rows of every server: requests that run at once
-    rates          conversations/s, at most 25% apart (goodput.CLOSE_RATES)
-    windows        ramp, warm-up (with the ramp), measured, s
+    rates          conversations/s, at most 25% apart (goodput.CLOSE_RATES); or streams
+    windows        ramp, warm-up (with the ramp), measured, s; no ramp with a trace's own clock
     load           options of benchmarks.serving; none: it needs a trace
-    promise        what goodput is judged by
+    promise        what goodput is judged by; None: nothing is judged
     tuned_at       the rate at which servers are tuned
     """
 
-    shape: str
+    shape: str | None
     max_model_len: int
     max_num_seqs: int
     rates: tuple[float, ...]
     windows: tuple[float, float, float]
     load: tuple[str, ...]
-    promise: Promise
+    promise: Promise | None
     tuned_at: float
 
 
@@ -51,6 +55,26 @@ WORKLOADS = {
         load=(),
         promise=Promise(first_s=15, later_s=5, token_ms=50),
         tuned_at=0.15,
+    ),
+    "azure": Workload(
+        shape="llama-3-8b.json",
+        max_model_len=16384,
+        max_num_seqs=256,
+        rates=(10, 12.5, 15.5, 19),
+        windows=(0, 30, 90),
+        load=(),
+        promise=Promise(first_s=1, later_s=1, token_ms=20),
+        tuned_at=12.5,
+    ),
+    "text": Workload(
+        shape=None,
+        max_model_len=2048,
+        max_num_seqs=512,
+        rates=(1, 16, 64, 256, 512),
+        windows=(0, 5, 14),
+        load=(),
+        promise=None,
+        tuned_at=256,
     ),
     "documents": Workload(
         shape="llama-3.1-8b.json",

@@ -140,6 +140,43 @@ def test_sglang_has_the_same_bytes_in_whole_pages(options, tmp_path):
     assert bench._versions["sglang"]["sglang"] == "0.5.17"
 
 
+def test_real_text_has_a_checkpoint_and_levels_of_streams(options, tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(LLAMA_SHAPE))
+    data = tmp_path / "data.gz"
+    data.touch()
+    words = ["--workload", "text", "--checkpoint", str(checkpoint), "--data", str(data)]
+    words += ["--servers", "pensieve", "vllm@64"]
+    bench = Versus(parser().parse_args([*options, *words]))
+    called = []
+
+    def run(name, *words, **how):
+        called.append([name, *map(str, words)])
+        if name == "benchmarks.text":
+            level = dict.fromkeys((*NUMBERS, "cached_tokens"), 1.5) | {"streams": 64, "errors": {}}
+            Path(value(called[-1], "--json")).write_text(json.dumps(level) + "\n")
+
+    monkeypatch.setattr(versus, "run", run)
+    bench._make_model()
+    built = next(words for words in called if words[0] == "pensieve.scripts.build_engine")
+    assert value(built, "--checkpoint") == str(checkpoint) and "--random-weights" not in built
+    vllm = ComparedServer.read("vllm@64")
+    command, _ = bench.command(vllm, tmp_path)
+    assert value(command, "--model") == str(checkpoint) and "dummy" not in command
+    heading = {key: value for key, value in record("vllm", 4).items() if key != "result"}
+    heading |= {"workload": "text", "title": "", "slo": None}
+    assert bench._measure_text(vllm, "url", heading)
+    assert value(called[-1], "--streams") == "64" and value(called[-1], "--warm-up-s") == "1"
+    table = (tmp_path / "out" / "versus.md").read_text()
+    assert "| 64 | `vllm` | 2 | 2, 2 | 1.5, 1.5 | 1.5, 1.5 | 1.50 | 100 |" in table
+
+
+NUMBERS = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tokens_per_event", "prompt_tokens")
+NUMBERS += ("ms_per_token_mean", "ms_per_token_p90", "inter_token_ms_p50", "inter_token_ms_p99")
+NUMBERS += ("warm_up_s", "seconds", "time")
+
+
 def test_all_memory_leaves_each_server_its_own_default(options, tmp_path):
     words = ["--servers", "vllm", "--gpu-kv-bytes", "all"]
     bench = Versus(parser().parse_args([*options, *words]))
@@ -177,7 +214,12 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
     for words, error in (
         (["--servers", "lmdeploy"], "--servers: 'lmdeploy' is none of pensieve, vllm,"),
         (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
-        (["--workload", "agents"], "--trace: agents need one"),
+        (["--workload", "agents"], "--trace: agents needs one: lengths"),
+        (["--workload", "text"], "--checkpoint: text needs one: a directory"),
+        (
+            ["--workload", "text", "--checkpoint", str(tmp_path), "--data", "none.gz"],
+            "--data: there is no none.gz: conversations",
+        ),
         (["--workload", "agents", "--trace", "none.gz"], "--trace: there is no none.gz"),
         (["--shape", "none.json"], "--shape: none.json does not exist"),
         (
@@ -200,7 +242,8 @@ def test_the_commands_that_a_run_calls_exist(options, tmp_path, monkeypatch, wor
     monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append(name))
     trace = tmp_path / "trace.gz"
     trace.touch()
-    run = Versus(parser().parse_args([*options, "--workload", workload, "--trace", str(trace)]))
+    words = ["--workload", workload, "--trace", str(trace), "--device", "cuda"]
+    run = Versus(parser().parse_args([*options, *words]))
     run._make_model()
     assert "pensieve.scripts.profile_engine" in called
     assert called and all(importlib.util.find_spec(name) for name in called)
@@ -218,7 +261,9 @@ def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeyp
         "pensieve:--queue-order arrival",
     ]
     run = Versus(
-        parser().parse_args([*options, "--workload", "agents", "--trace", str(trace), *servers])
+        parser().parse_args(
+            [*options, "--workload", "agents", "--trace", str(trace), "--device", "cuda", *servers]
+        )
     )
     run._make_model()
     profiled = {words[1]: words[-1] for words in profiled if "--kv-cache-dtype" in words}
