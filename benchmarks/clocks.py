@@ -29,15 +29,10 @@ def replay(
     rate: float,
     seconds: float,
     seed: int,
-    send_histories: bool = False,
 ) -> list[Arrival]:
     """`rate * seconds` conversations of the trace, of parts of `seconds` each. The seed chooses the
     parts and the conversations. At most at the trace's own rate there may be fewer: a long run has
     a single part, which may be a quiet one. SettingError."""
-    if send_histories:
-        raise SettingError(
-            "--send-histories", "the trace has its own clock: no conversation is open at its start"
-        )
     starts = [dialogue.start_s for dialogue in dialogues if dialogue.start_s is not None]
     zero = min(starts)
     num_parts = int((max(starts) - zero) / seconds)

@@ -23,6 +23,7 @@ from typing import Any
 
 import aiohttp
 
+from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.chat import ServerError
 from pensieve.scripts.command import (
@@ -62,6 +63,9 @@ POOL = 4096  # synthetic conversations; a run that needs more begins again, with
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well
 FAILED_SHARE = 0.01  # a rate at which more requests fail is too high
 PROBE_TOKENS = 4
+EXPECTED_MS_PER_TOKEN = 20.0
+OF_THE_START = ("ramp_s", "from_empty", "send_histories", "expected_ms_per_token")
+"""Options about conversations that are open at the start."""
 GPU_SECONDS = "pensieve:gpu_seconds_total"
 BUSY_CLIENT = 0.8
 
@@ -146,9 +150,9 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--expected-ms-per-token",
         type=float,
-        default=20.0,
         metavar="MS",
-        help="of replies, to find where conversations are at the start (default %(default)s)",
+        help="of replies, to find where conversations are at the start "
+        f"(default {EXPECTED_MS_PER_TOKEN:g})",
     )
     option(
         "--max-context",
@@ -235,6 +239,17 @@ def check(args: argparse.Namespace) -> None:
         check_matplotlib("--plot")
 
 
+def check_own_clock(args: argparse.Namespace) -> None:
+    """Raises SettingError for an option that has no effect with such a trace."""
+    for name in OF_THE_START:
+        if getattr(args, name):
+            raise SettingError(
+                flag(name),
+                "leave it out: the trace has its own clock, and no conversation is open at its "
+                "start",
+            )
+
+
 def parse_rates(text: str | None, native: float | None, find: bool) -> list[float]:
     rates = [native or 1.0] if text is None else numbers(text, "--rate", float)
     if not all(0 < rate < float("inf") for rate in rates):
@@ -282,9 +297,12 @@ class ServingBench:
         limit = args.max_context or longest
         if limit is not None:
             self._fit(limit)
-        self._rates = parse_rates(
-            args.rate, clock_rate(self._dialogues), args.find_rate is not None
-        )
+        native = clock_rate(self._dialogues)
+        if native is not None:
+            check_own_clock(args)
+        self._has_clock = native is not None
+        self._expected_ms_per_token = args.expected_ms_per_token or EXPECTED_MS_PER_TOKEN
+        self._rates = parse_rates(args.rate, native, args.find_rate is not None)
         self._reports: list[RateReport] = []
         if args.json is not None:
             args.json.write_text("")
@@ -366,40 +384,28 @@ class ServingBench:
 
     def _arrivals(self, rate: float, seconds: float) -> list[Arrival]:
         args = self._args
-        if clock_rate(self._dialogues) is None:
-            return plan_arrivals(
-                self._dialogues,
-                rate=rate,
-                seconds=seconds,
-                seconds_per_token=args.expected_ms_per_token / 1e3,
-                seed=args.seed,
-                ramp_s=args.ramp_s,
-                from_empty=args.from_empty,
-                send_histories=args.send_histories,
-            )
-        return replay(
+        if self._has_clock:
+            return replay(self._dialogues, rate=rate, seconds=seconds, seed=args.seed)
+        return plan_arrivals(
             self._dialogues,
             rate=rate,
             seconds=seconds,
+            seconds_per_token=self._expected_ms_per_token / 1e3,
             seed=args.seed,
+            ramp_s=args.ramp_s,
+            from_empty=args.from_empty,
             send_histories=args.send_histories,
         )
 
     def _settings(self) -> dict[str, Any]:
-        times = (
-            "think_s",
-            "warm_up_s",
-            "ramp_s",
-            "from_empty",
-            "send_histories",
-            "expected_ms_per_token",
-        )
-        names = (*times, "seed", "processes", "conversations")
+        names = ("think_s", "warm_up_s", *OF_THE_START, "seed", "processes", "conversations")
         workload = str(
             self._args.trace
             or f"{self._args.synthetic}, {self._args.turn_counts or TURN_COUNTS[0]} turns"
         )
         chosen = {name: getattr(self._args, name) for name in names}
+        if not self._has_clock:
+            chosen["expected_ms_per_token"] = self._expected_ms_per_token
         return {
             "model": self._target.model,
             "workload": workload,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import steps, tiers
+from benchmarks import steps, tiers, versus
 from benchmarks.check.house import reading_path, tokens
 from pensieve.runtime.launch import options, options_page
 
@@ -41,6 +41,7 @@ OTHER_PROGRAMS = {
     "compute-sanitizer": {"--tool"},
     "podman": {"--stop-timeout"},
     "pytest": {"--noconftest", "--pid", "--dist"},
+    "sglang": {"--schedule-policy"},
     "schemathesis": {"--checks", "--max-time"},
     "hf": {"--local-dir"},
     "tritonserver": {"--exit-timeout-secs", "--model-control-mode", "--model-repository"},
@@ -57,7 +58,8 @@ def built_options() -> set[str]:
             all_options.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
             all_options.update(f"--no-{flag}" for flag in flags)
-    actions = [*options.parser()._actions, *steps.parser()._actions, *tiers.parser()._actions]
+    parsers = (options.parser(), steps.parser(), tiers.parser(), versus.parser())
+    actions = (action for parser in parsers for action in parser._actions)
     from_table = (option for action in actions for option in action.option_strings)
     return all_options.union(from_table)  # these it makes from a table
 

@@ -462,6 +462,29 @@ def test_a_wrong_setting_is_named(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--ramp-s", "1"],
+        ["--from-empty"],
+        ["--send-histories"],
+        ["--expected-ms-per-token", "20"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_a_setting_of_the_start_is_refused_with_a_trace_that_has_its_own_clock(
+    tmp_path, capsys, option
+):
+    trace = tmp_path / "mooncake.jsonl"
+    request = {"input_length": 9, "output_length": 2, "hash_ids": [0]}
+    lines = [json.dumps({"timestamp": 1000 * second, **request}) for second in range(300)]
+    trace.write_text("\n".join(lines))
+    with CompletionsServer() as server:
+        words = ["--url", server.url, "--trace", str(trace), "--warm-up-s", "0", "--measure-s", "1"]
+        assert main([*words, *option]) == 2
+    assert f"{option[0]}: leave it out: the trace has its own clock" in capsys.readouterr().err
+
+
 def test_a_server_that_refuses_is_told_before_the_run(capsys):
     with CompletionsServer(fail=503, fail_after=0) as server:
         assert main(["--url", server.url]) == 2

@@ -74,11 +74,12 @@ def value(command, option):
 
 
 def test_the_readmes_command_has_all_that_its_workload_needs():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text().replace("\\\n", "")
     (line,) = (line for line in readme.splitlines() if "benchmarks.versus" in line)
     python, _, _, *words = shlex.split(line)
     args = parser().parse_args(words)
     assert python == ".venv/bin/python" and args.vllm == Path("VLLM/bin/python")
+    assert args.sglang == Path("SGLANG/bin/python")
     assert WORKLOADS[args.workload].load or args.trace == Path("TRACE")
 
 
