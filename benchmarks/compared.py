@@ -76,7 +76,7 @@ class ComparedServer(NamedTuple):
         return self.options[self.options.index(name) + 1]
 
 
-class Model(NamedTuple):
+class SharedModel(NamedTuple):
     """What all servers of a run have in common.
 
     directory   a checkpoint; or with a config.json alone, and weights are `random`
@@ -145,7 +145,7 @@ VARIABLES = {
 
 
 def pensieve_command(
-    server: ComparedServer, model: Model, engine: Path, state: Path
+    server: ComparedServer, model: SharedModel, engine: Path, state: Path
 ) -> tuple[list[str], str]:
     """But for the port; and the path that answers when the server is ready."""
     words = [*SERVE, "--engine", str(engine), "--device", model.device]
@@ -157,7 +157,7 @@ def pensieve_command(
     return [*words, *server.options], READY
 
 
-def vllm_command(server: ComparedServer, model: Model, place: Place) -> tuple[list[str], str]:
+def vllm_command(server: ComparedServer, model: SharedModel, place: Place) -> tuple[list[str], str]:
     words = [*place.python, str(VLLM_SERVER), "--model", str(model.directory)]
     words += [*(DUMMY if model.random else ()), "--dtype", model.dtype]
     words += ["--attention-backend", "FLASH_ATTN", "--enable-prefix-caching"]
@@ -175,7 +175,9 @@ def vllm_command(server: ComparedServer, model: Model, place: Place) -> tuple[li
     return [*words, *server.options], "/health"
 
 
-def sglang_command(server: ComparedServer, model: Model, place: Place) -> tuple[list[str], str]:
+def sglang_command(
+    server: ComparedServer, model: SharedModel, place: Place
+) -> tuple[list[str], str]:
     """The hierarchical cache has its recommended settings; the last of two equal options counts."""
     words = [*place.python, str(SGLANG_SERVER), "--model-path", str(model.directory)]
     words += [*(DUMMY if model.random else ()), "--dtype", model.dtype]

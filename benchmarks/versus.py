@@ -45,8 +45,8 @@ from pensieve.scripts.command import exit_status
 
 from .compared import (
     ComparedServer,
-    Model,
     Place,
+    SharedModel,
     pensieve_command,
     sglang_command,
     sglang_variables,
@@ -252,7 +252,7 @@ class Versus:
             }
         self._output = args.output or Path(f"versus-{time.strftime('%Y-%m-%d')}.jsonl")
         every_byte = args.gpu_kv_bytes == ALL_MEMORY
-        self._model = Model(
+        self._model = SharedModel(
             directory=args.checkpoint if self._text else args.work / args.workload,
             random=not self._text,
             config=config,

@@ -19,7 +19,6 @@ class Workload(NamedTuple):
     windows        ramp, warm-up (with the ramp), measured, s; no ramp with a trace's own clock
     load           options of benchmarks.serving; none: it needs a trace
     promise        what goodput is judged by; None: nothing is judged
-    tuned_at       the rate at which servers are tuned
     """
 
     shape: str | None
@@ -29,7 +28,6 @@ class Workload(NamedTuple):
     windows: tuple[float, float, float]
     load: tuple[str, ...]
     promise: Promise | None
-    tuned_at: float
 
 
 CHATS = ("--synthetic", "sharegpt", "--turn-counts", "uniform", "--think-s", "15")
@@ -44,7 +42,6 @@ WORKLOADS = {
         windows=(45, 70, 35),
         load=CHATS,
         promise=Promise(first_s=1, later_s=1, token_ms=20),
-        tuned_at=4.2,
     ),
     "agents": Workload(
         shape="llama-3-8b.json",
@@ -54,7 +51,6 @@ WORKLOADS = {
         windows=(40, 60, 70),
         load=(),
         promise=Promise(first_s=15, later_s=5, token_ms=50),
-        tuned_at=0.15,
     ),
     "azure": Workload(
         shape="llama-3-8b.json",
@@ -64,7 +60,6 @@ WORKLOADS = {
         windows=(0, 30, 90),
         load=(),
         promise=Promise(first_s=1, later_s=1, token_ms=20),
-        tuned_at=12.5,
     ),
     "text": Workload(
         shape=None,
@@ -74,7 +69,6 @@ WORKLOADS = {
         windows=(0, 5, 14),
         load=(),
         promise=None,
-        tuned_at=256,
     ),
     "documents": Workload(
         shape="llama-3.1-8b.json",
@@ -84,6 +78,5 @@ WORKLOADS = {
         windows=(60, 80, 70),
         load=DOCUMENTS,
         promise=Promise(first_s=15, later_s=5, token_ms=50),
-        tuned_at=0.125,
     ),
 }
