@@ -35,6 +35,10 @@ PATIENCE_SECONDS = 60  # for a process to import its modules, or to return its m
 
 clock = time.monotonic  # the same in all processes of a machine
 
+TURNS = ("first", "later", "joined")
+"""A conversation's first turn; a turn after others of this server; and the first request of a
+conversation that is in its middle when the run begins, whose history the server has not seen."""
+
 
 class Target(NamedTuple):
     """The server and its request settings.
@@ -71,12 +75,13 @@ class LoadTally:
                       open requests at these times
     busy              share of a core that the busiest client process used: near 1 the client
                       measures its own limit
-    first_waits, later_waits
-                      for a first token, of conversations' first requests and of the others; also
-                      the waits so far of requests that failed, or wait at the window's end
-    session_seconds   latencies of all turns, without think times: conversations that began with
-                      their first turn and ended in the window
-    sessions          conversations with a wait in the window
+    waits             for a first token, by kind of turn (TURNS); those that ended in the window
+    open_waits        so far, of requests that still wait at the window's end
+    open_per_token    so far over all tokens of the reply, of replies that are open at the end: at
+                      least this will be their time per token
+    session_seconds   by the arrival's number: latencies of all turns, without think times, of
+                      conversations that began with their first turn and ended in the window
+    sessions          conversations with a first token in the window, or an open wait
     """
 
     sent: int = 0
@@ -93,16 +98,23 @@ class LoadTally:
     first_token: array[float] = field(default_factory=lambda: array("d"))
     per_token: array[float] = field(default_factory=lambda: array("d"))
     gaps: array[float] = field(default_factory=lambda: array("d"))
-    first_waits: array[float] = field(default_factory=lambda: array("d"))
-    later_waits: array[float] = field(default_factory=lambda: array("d"))
-    session_seconds: array[float] = field(default_factory=lambda: array("d"))
+    open_per_token: array[float] = field(default_factory=lambda: array("d"))
+    waits: dict[str, list[float]] = field(default_factory=lambda: {turn: [] for turn in TURNS})
+    open_waits: dict[str, list[float]] = field(default_factory=lambda: {turn: [] for turn in TURNS})
+    session_seconds: dict[int, float] = field(default_factory=dict)
 
     def add(self, other: LoadTally) -> None:
         for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
             if name == "busy":
                 self.busy = max(self.busy, other.busy)
+            elif name == "session_seconds":
+                mine.update(theirs)
+            elif isinstance(mine, dict) and not isinstance(mine, Counter):
+                for turn in TURNS:
+                    mine[turn].extend(theirs[turn])
             else:
-                setattr(self, name, getattr(self, name) + getattr(other, name))
+                setattr(self, name, mine + theirs)
 
 
 class Failed(Exception):
@@ -222,20 +234,21 @@ class Client:
         turns = arrival.dialogue.turns
         prompt = self._words.history(arrival)
         name = self._words.name(arrival)
-        session = Session(whole=arrival.turn == 0 and not arrival.done)
+        whole = arrival.turn == 0 and not arrival.done
+        played = PlayedConversation(arrival.number, "first" if whole else "joined")
         for index in range(arrival.turn, len(turns)):
             wanted = turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
             left = arrival.think_s if index == arrival.turn else None
             # a history that is sent for one token is not measured
             tally = self.tally if left is None else LoadTally()
-            reply = await self._ask(prompt, wanted, name, session, tally)
+            reply = await self._ask(prompt, wanted, name, played, tally)
             if left is not None:
                 self.tally.errors += tally.errors
             if reply is None or index + 1 == len(turns):
                 break
             if left is not None:
-                session = Session(whole=False)
-            session.later = True
+                played = PlayedConversation(arrival.number, "joined")
+            played.turn = "later"
             following = turns[index + 1]
             log = prompt + reply.token_ids(self._encode)
             prompt = log[: following.history_tokens] + self._words.input(arrival, index + 1)
@@ -243,15 +256,15 @@ class Client:
                 await asyncio.sleep(following.think_s)
             else:
                 await _until(self._start + arrival.at + left)
-        if reply is not None and session.whole and self._measured(clock()):
-            self.tally.session_seconds.append(session.seconds)
+        if reply is not None and whole and self._measured(clock()):
+            self.tally.session_seconds[played.number] = played.seconds
 
     async def _ask(
         self,
         prompt: list[int],
         wanted: int,
         conversation: str,
-        session: Session,
+        played: PlayedConversation,
         tally: LoadTally,
     ) -> StreamedReply | None:
         reply = StreamedReply()
@@ -263,13 +276,13 @@ class Client:
                 reply,
                 sent,
                 len(prompt),
-                session,
+                played,
                 tally,
             )
             now = clock()
             if reply.length < wanted:
                 raise Failed("short reply")
-            session.seconds += now - sent
+            played.seconds += now - sent
             if self._measured(now):
                 tally.completed += 1
                 tally.per_token.append((now - sent) / reply.length)
@@ -283,9 +296,12 @@ class Client:
         finally:  # cancelled at the window's end as well
             now = clock()
             tally.open_at_start += sent < self._begin <= now
-            tally.open_at_end += sent < self._end <= now
-            if not reply.tokens and sent < self._end and now >= self._begin:
-                session.wait(min(now, self._end) - sent, tally)
+            if sent < self._end <= now:
+                so_far = self._end - sent
+                tally.open_at_end += 1
+                tally.open_per_token.append(so_far / wanted)
+                if not reply.tokens:
+                    played.count(tally.open_waits, so_far, tally)
 
     async def _stream(
         self,
@@ -293,7 +309,7 @@ class Client:
         reply: StreamedReply,
         sent: float,
         prompt_tokens: int,
-        session: Session,
+        played: PlayedConversation,
         tally: LoadTally,
     ) -> None:
         """Raises Failed with the kind of the failure."""
@@ -310,7 +326,7 @@ class Client:
                     brought = reply.read(data)
                     if self._measured(now):
                         if brought and first:
-                            session.wait(now - sent, tally)
+                            played.count(tally.waits, now - sent, tally)
                         _count(tally, brought, now, last, prompt_tokens if first else None, sent)
                     if brought:
                         last = now
@@ -326,23 +342,23 @@ class Client:
 
 
 @dataclass(slots=True)
-class Session:
+class PlayedConversation:
     """One conversation as its user sees it.
 
-    whole     it began with its first turn: `seconds`, of its replies so far, lack no turn
-    later     the server has answered it before
+    number    of its arrival
+    turn      the kind of its next request, one of TURNS
+    seconds   of its replies so far, without think times
     counted   it is one of the tally's `sessions`
     """
 
-    whole: bool
-    later: bool = False
-    counted: bool = False
+    number: int
+    turn: str
     seconds: float = 0.0
+    counted: bool = False
 
-    def wait(self, seconds: float, tally: LoadTally) -> None:
+    def count(self, waits: dict[str, list[float]], seconds: float, tally: LoadTally) -> None:
         """Counts a wait for a first token."""
-        waits = tally.later_waits if self.later else tally.first_waits
-        waits.append(seconds)
+        waits[self.turn].append(seconds)
         tally.sessions += not self.counted
         self.counted = True
 

@@ -31,8 +31,8 @@ def replay(
     seed: int,
 ) -> list[Arrival]:
     """`rate * seconds` conversations of the trace, of parts of `seconds` each. The seed chooses the
-    parts and the conversations. At most at the trace's own rate there may be fewer: a long run has
-    a single part, which may be a quiet one. SettingError."""
+    parts and the conversations. At rates up to the trace's own, fewer may come: a long run has one
+    part, and it may be quiet. SettingError."""
     starts = [dialogue.start_s for dialogue in dialogues if dialogue.start_s is not None]
     zero = min(starts)
     num_parts = int((max(starts) - zero) / seconds)

@@ -71,9 +71,16 @@ class ComparedServer(NamedTuple):
         return "sglang" if self.kind in SGLANG else None
 
     def option(self, name: str, default: str) -> str:
-        if name not in self.options:
-            return default
-        return self.options[self.options.index(name) + 1]
+        """Its last value: NAME VALUE or NAME=VALUE. SettingError without one."""
+        value = default
+        for place, word in enumerate(self.options):
+            if word == name:
+                if place + 1 == len(self.options):
+                    raise SettingError("--servers", f"{self.shown!r}: {name} needs a value")
+                value = self.options[place + 1]
+            elif word.startswith(f"{name}="):
+                value = word.partition("=")[2]
+        return value
 
 
 class SharedModel(NamedTuple):
@@ -92,17 +99,17 @@ class SharedModel(NamedTuple):
     host_bytes: int
     max_num_seqs: int
 
-    @property
-    def bytes_per_token(self) -> int:
-        """KV of one token in 16 bits."""
+    def bytes_per_token(self, kv_type: str) -> int:
+        """KV of one token: in 8 bits with a type named fp8..., else in 16."""
         config = self.config
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads", heads)
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        return int(2 * 2 * config["num_hidden_layers"] * kv_heads * head_dim)
+        itemsize = 1 if kv_type.startswith("fp8") else 2
+        return int(2 * itemsize * config["num_hidden_layers"] * kv_heads * head_dim)
 
 
-class Place(NamedTuple):
+class Installation(NamedTuple):
     """A Python and the variables with which it has the packages of another server."""
 
     python: list[str]
@@ -110,7 +117,7 @@ class Place(NamedTuple):
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, package: str, path: Path | None) -> Place:
+    def of(cls, package: str, path: Path | None) -> Installation:
         """`path`: a Python, a folder of packages, or None for this Python. Packages that Pensieve
         alone needs are not on its path. SettingError if the package is missing."""
         option = f"--{package}"
@@ -129,7 +136,8 @@ class Place(NamedTuple):
             command, env={**os.environ, **variables}, capture_output=True, text=True
         )
         if completed.returncode:
-            raise SettingError(option, f"{completed.stderr.strip().splitlines()[-1]}: {cure}")
+            last = (completed.stderr.strip() or f"status {completed.returncode}").splitlines()[-1]
+            raise SettingError(option, f"{last}: {cure}")
         return cls(python, variables, json.loads(completed.stdout))
 
 
@@ -157,8 +165,11 @@ def pensieve_command(
     return [*words, *server.options], READY
 
 
-def vllm_command(server: ComparedServer, model: SharedModel, place: Place) -> tuple[list[str], str]:
-    words = [*place.python, str(VLLM_SERVER), "--model", str(model.directory)]
+def vllm_command(
+    server: ComparedServer, model: SharedModel, installation: Installation
+) -> tuple[list[str], str]:
+    words = [*installation.python, str(VLLM_SERVER), "--model", str(model.directory)]
+    words += ["--served-model-name", "model"]
     words += [*(DUMMY if model.random else ()), "--dtype", model.dtype]
     words += ["--attention-backend", "FLASH_ATTN", "--enable-prefix-caching"]
     words += ["--enable-prompt-tokens-details", "--max-num-seqs", str(model.max_num_seqs)]
@@ -176,10 +187,10 @@ def vllm_command(server: ComparedServer, model: SharedModel, place: Place) -> tu
 
 
 def sglang_command(
-    server: ComparedServer, model: SharedModel, place: Place
+    server: ComparedServer, model: SharedModel, installation: Installation
 ) -> tuple[list[str], str]:
     """The hierarchical cache has its recommended settings; the last of two equal options counts."""
-    words = [*place.python, str(SGLANG_SERVER), "--model-path", str(model.directory)]
+    words = [*installation.python, str(SGLANG_SERVER), "--model-path", str(model.directory)]
     words += [*(DUMMY if model.random else ()), "--dtype", model.dtype]
     words += ["--served-model-name", "model", "--host", "127.0.0.1"]
     words += ["--attention-backend", "fa3", "--sampling-backend", "pytorch"]
@@ -187,14 +198,13 @@ def sglang_command(
     rows = str(model.max_num_seqs)
     words += ["--page-size", str(SGLANG_PAGE), "--max-running-requests", rows]
     words += ["--cuda-graph-max-bs-decode", rows]
-    host_gb = model.host_bytes / 1e9
-    size = ["--hicache-size", f"{host_gb:.0f}"]
+    size = ["--hicache-size", f"{model.host_bytes / 1e9:.0f}"]
     if model.gpu_bytes is not None:
-        page_bytes = model.bytes_per_token * SGLANG_PAGE
-        tokens = model.gpu_bytes // page_bytes * SGLANG_PAGE
+        bytes_per_token = model.bytes_per_token(server.option("--kv-cache-dtype", "auto"))
+        tokens = model.gpu_bytes // (bytes_per_token * SGLANG_PAGE) * SGLANG_PAGE
         words += ["--max-total-tokens", str(tokens)]
         # --hicache-size takes whole gigabytes alone
-        ratio = model.host_bytes / model.bytes_per_token / tokens
+        ratio = model.host_bytes / bytes_per_token / tokens
         size = ["--hicache-ratio", f"{ratio:.5f}"]
     if server.kind == "sglang":
         words += ["--enable-hierarchical-cache", *size, "--hicache-write-policy", "write_through"]
@@ -202,9 +212,9 @@ def sglang_command(
     return [*words, *server.options], "/health"
 
 
-def sglang_variables(place: Place) -> dict[str, str]:
+def sglang_variables(installation: Installation) -> dict[str, str]:
     """It compiles kernels at its start, with the nvcc of CUDA_HOME."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     home = os.environ.get("CUDA_HOME") or str(Path(nvcc).resolve().parents[1])
     path = f"{home}/bin{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**place.variables, "CUDA_HOME": home, "PATH": path}
+    return {**installation.variables, "CUDA_HOME": home, "PATH": path}

@@ -2,7 +2,9 @@
 
 A promise (SLO) bounds the wait for a first token, for first and later turns apart, and the time per
 token. A rate is judged on the requests of all windows that were measured at it: with other seeds,
-on one machine or several. It holds if every bound holds and at most 1% of the requests failed.
+on one machine or several. It holds if every bound holds, at most 1% of the requests failed, and the
+samples are enough. A request that still waits at a window's end, or whose reply is open, counts
+where it is beyond the bound already.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from pensieve.scheduler.types import SettingError
 
 Record = Mapping[str, Any]
 
-FAILED_SHARE = 0.01
+FAILED_SHARE = 0.01  # a rate at which more requests fail is too high
 CLOSE_RATES = 1.25
 """The largest rate is read between two measured ones that lie at most so far apart."""
 
 ENOUGH_SESSIONS = 60
+ENOUGH_SAMPLES = 20
+"""The 95th percentile of fewer is their largest."""
 
 
 class Promise(NamedTuple):
@@ -52,12 +56,22 @@ class Promise(NamedTuple):
         )
 
 
+class PerSecond(NamedTuple):
+    output_tokens: float
+    prompt_tokens: float
+    sent: float
+    done: float
+
+
 class Judged(NamedTuple):
-    """A server at one rate, over all its windows. Waits and sessions in seconds; None: no sample.
+    """A server at one rate, over all its windows. Waits in seconds; None: no sample.
 
     broken            the bounds that do not hold
-    per_second        means over the windows: output tokens, prompt tokens, requests
-    session_s         mean, p95 and number of whole sessions, without think times
+    too_few           kinds of samples of which there are too few to say that the rate holds
+    per_second        means over the windows: output tokens, prompt tokens, requests sent and done
+    open              requests in the server at the windows' starts and ends, in all
+    session_s         mean and number of the whole sessions that ended at every server, without
+                      think times
     """
 
     server: str
@@ -65,31 +79,57 @@ class Judged(NamedTuple):
     windows: int
     sessions: int
     broken: tuple[str, ...]
+    too_few: tuple[str, ...]
     first_p95: float | None
     later_p95: float | None
     token_p90: float | None
-    per_second: tuple[float, float, float]
-    session_s: tuple[float, float, int] | None
+    per_second: PerSecond
+    open: tuple[int, int]
+    session_s: tuple[float, int] | None
     longest_wait: float
     errors: Mapping[str, int]
 
+    @property
+    def holds(self) -> bool:
+        return not (self.broken or self.too_few)
+
 
 def judge(records: Sequence[Record], promise: Promise) -> list[Judged]:
-    """By rate, then by server in the order of their first record."""
-    groups: dict[tuple[str, float], list[Record]] = {}
+    """By rate, then by server in the order of their first record. SettingError if a window is there
+    twice."""
+    groups: dict[tuple[str, float], dict[int, Record]] = {}
     for record in records:
-        groups.setdefault((record["server"], record["result"]["rate"]), []).append(record["result"])
+        result = record["result"]
+        windows = groups.setdefault((record["server"], result["rate"]), {})
+        if result["seed"] in windows:
+            raise SettingError(
+                "--report",
+                f"{record['server']} has two windows at {result['rate']:g} with seed "
+                f"{result['seed']}: give one of the runs another --title",
+            )
+        windows[result["seed"]] = result
     servers = list(dict.fromkeys(server for server, _ in groups))
     ordered = sorted(groups, key=lambda group: (group[1], servers.index(group[0])))
-    return [_judged(server, rate, groups[server, rate], promise) for server, rate in ordered]
+    return [
+        _judged(
+            server,
+            rate,
+            groups[server, rate],
+            [windows for (_, other), windows in groups.items() if other == rate],
+            promise,
+        )
+        for server, rate in ordered
+    ]
 
 
-def _judged(server: str, rate: float, results: Sequence[Record], promise: Promise) -> Judged:
-    def pooled(name: str) -> list[float]:
-        return [value for result in results for value in result[name]]
-
-    first, later = pooled("first_waits_ms"), pooled("later_waits_ms")
-    replies, sessions = pooled("replies_ms_per_token"), pooled("session_s")
+def _judged(
+    server: str,
+    rate: float,
+    windows: Mapping[int, Record],
+    of_all_servers: Sequence[Mapping[int, Record]],
+    promise: Promise,
+) -> Judged:
+    results = list(windows.values())
     errors: dict[str, int] = {}
     for result in results:
         for kind, count in result["errors"].items():
@@ -99,53 +139,113 @@ def _judged(server: str, rate: float, results: Sequence[Record], promise: Promis
     def mean(name: str) -> float:
         return sum(result[name] * result["seconds"] for result in results) / seconds
 
-    first_p95 = percentile(first, 0.95) / 1e3 if first else None
-    later_p95 = percentile(later, 0.95) / 1e3 if later else None
+    first = _waits(results, "first", promise.first_s)
+    later = _waits(results, "later", promise.later_s)
+    replies = _beyond(
+        [value for result in results for value in result["replies_ms_per_token"]],
+        [value for result in results for value in result["open_ms_per_token"]],
+        promise.token_ms,
+    )
+    first_p95 = percentile(first, 0.95) if first else None
+    later_p95 = percentile(later, 0.95) if later else None
     token_p90 = percentile(replies, 0.9) if replies else None
     failed = sum(errors.values())
     checks = {
         "first turns": first_p95 is not None and first_p95 > promise.first_s,
         "later turns": later_p95 is not None and later_p95 > promise.later_s,
-        "ms/token": token_p90 is None or token_p90 > promise.token_ms,
+        "ms/token": token_p90 is not None and token_p90 > promise.token_ms,
         "failures": failed > FAILED_SHARE * (failed + len(replies)),
     }
+    samples = {"first turns": len(first), "replies": len(replies)}
+    if later:  # a load without turns has none
+        samples["later turns"] = len(later)
     return Judged(
         server=server,
         rate=rate,
         windows=len(results),
         sessions=sum(result["sessions"] for result in results),
         broken=tuple(name for name, broken in checks.items() if broken),
+        too_few=tuple(name for name, number in samples.items() if number < ENOUGH_SAMPLES),
         first_p95=first_p95,
         later_p95=later_p95,
         token_p90=token_p90,
-        per_second=(
+        per_second=PerSecond(
             mean("output_tokens_per_s"),
             mean("prompt_tokens_per_s"),
+            mean("sent_per_s"),
             mean("completed_per_s"),
         ),
-        session_s=(sum(sessions) / len(sessions), percentile(sessions, 0.95), len(sessions))
-        if sessions
-        else None,
-        longest_wait=max([*first, *later], default=0) / 1e3,
+        open=(
+            sum(result["open_at_start"] for result in results),
+            sum(result["open_at_end"] for result in results),
+        ),
+        session_s=_common_sessions(windows, of_all_servers),
+        longest_wait=max([*first, *later, *_waits(results, "joined", 0.0)], default=0.0),
         errors=errors,
     )
 
 
+def _waits(results: Sequence[Record], turn: str, bound_s: float) -> list[float]:
+    """In seconds."""
+    waits = [wait / 1e3 for result in results for wait in result["waits_ms"][turn]]
+    open_waits = [wait / 1e3 for result in results for wait in result["open_waits_ms"][turn]]
+    return _beyond(waits, open_waits, bound_s)
+
+
+def _beyond(values: Sequence[float], at_least: Sequence[float], bound: float) -> list[float]:
+    """The values, and those of which only a lower limit is known, where it is beyond the bound: of
+    the others nothing is known yet."""
+    return [*values, *(value for value in at_least if value > bound)]
+
+
+def _common_sessions(
+    windows: Mapping[int, Record], of_all_servers: Sequence[Mapping[int, Record]]
+) -> tuple[float, int] | None:
+    """Of the conversations with one number, one seed and one rate, which are the same everywhere. A
+    slower server completes fewer and shorter ones, so all of each server's cannot be compared."""
+    seconds = [
+        took
+        for seed, result in windows.items()
+        for number, took in result["session_s"].items()
+        if all(number in other[seed]["session_s"] for other in of_all_servers if seed in other)
+    ]
+    return (sum(seconds) / len(seconds), len(seconds)) if seconds else None
+
+
 def largest(judged: Sequence[Judged]) -> str:
-    """One server's largest rate that holds, in words. `judged`: by rising rate."""
-    holding = [each.rate for each in judged if not each.broken]
-    failing = [each.rate for each in judged if each.broken]
-    beyond = min((rate for rate in failing if not holding or rate > holding[-1]), default=None)
-    if not holding:
-        return f"below {failing[0]:g}"
-    low = holding[-1]
-    if any(rate < low for rate in failing):
-        return f"{low:g}, though a smaller rate fails: chance is larger than the difference"
+    """One server's largest rate that holds, in words: below the first one that fails. `judged`: by
+    rising rate."""
+    holding: list[Judged] = []
+    failing = None
+    for each in judged:
+        if each.broken:
+            failing = each
+            break
+        if each.holds:
+            holding.append(each)
+    unsure = [each.rate for each in judged if each.too_few and not each.broken]
+    words = _largest(holding[-1].rate if holding else None, failing and failing.rate)
+    if failing and (beyond := [each.rate for each in judged if each.holds and each not in holding]):
+        words += f"; {_listed(beyond)} holds, which can only be chance"
+    if unsure:
+        words += f"; too few samples at {_listed(unsure)}"
+    if any(each.windows == 1 for each in (*holding[-1:], *([failing] if failing else []))):
+        words += "; single windows"
+    return words
+
+
+def _largest(low: float | None, beyond: float | None) -> str:
+    if low is None:
+        return "no rate holds" if beyond is None else f"below {beyond:g}"
     if beyond is None:
         return f"at least {low:g}"
     if beyond > CLOSE_RATES * low:
-        return f"at least {low:g}, below {beyond:g}: more rates between them are needed"
+        return f"between {low:g} and {beyond:g}: rates between them are needed"
     return f"{low:g} (fails at {beyond:g})"
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 TITLES = (
@@ -155,8 +255,9 @@ TITLES = (
     "TTFT p95, s: first, later turns",
     "ms/token p90",
     "tokens/s: output, prompt",
-    "req/s",
-    "whole sessions: mean, p95, s (number)",
+    "req/s: sent, done",
+    "open at start, end",
+    "sessions that ended everywhere: mean, s (number)",
     "longest wait, s",
     "failed",
     "windows, sessions",
@@ -166,7 +267,7 @@ TITLES = (
 def goodput_table(records: Sequence[Record], promise: Promise) -> list[str]:
     """Lines of Markdown: the promise, each server's largest rate, and a row a server and rate."""
     judged = judge(records, promise)
-    lines = [f"Promise: {promise}.", ""]
+    lines = [f"Promise: {promise}. Largest rate that keeps it, conversations/s:", ""]
     lines += [
         f"* `{server}`: {largest([each for each in judged if each.server == server])}"
         for server in dict.fromkeys(record["server"] for record in records)
@@ -179,17 +280,23 @@ def goodput_table(records: Sequence[Record], promise: Promise) -> list[str]:
 
 
 def _cells(each: Judged) -> list[str]:
-    output, prompt, requests = each.per_second
     sessions = each.session_s
+    per_second = each.per_second
+    verdict = "yes"
+    if each.broken:
+        verdict = f"no: {', '.join(each.broken)}"
+    elif each.too_few:
+        verdict = f"too few {', '.join(each.too_few)}"
     return [
         f"{each.rate:g}",
         f"`{each.server}`",
-        f"no: {', '.join(each.broken)}" if each.broken else "yes",
+        verdict,
         f"{_shown(each.first_p95, '.2f')}, {_shown(each.later_p95, '.2f')}",
         _shown(each.token_p90, ".1f"),
-        f"{output:,.0f}, {prompt:,.0f}",
-        f"{requests:.2f}",
-        f"{sessions[0]:.0f}, {sessions[1]:.0f} ({sessions[2]})" if sessions else "-",
+        f"{per_second.output_tokens:,.0f}, {per_second.prompt_tokens:,.0f}",
+        f"{per_second.sent:.2f}, {per_second.done:.2f}",
+        f"{each.open[0]}, {each.open[1]}",
+        f"{sessions[0]:.0f} ({sessions[1]})" if sessions else "-",
         f"{each.longest_wait:.1f}",
         ", ".join(f"{kind}: {count}" for kind, count in each.errors.items()),
         f"{each.windows}, {each.sessions}",

@@ -14,7 +14,7 @@ from pensieve.scheduler.sim.simulator import percentile
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import result_line, subplots, title_line
 
-from .goodput import Promise, Record, goodput_table
+from .goodput import Promise, Record, goodput_table, judge
 
 if TYPE_CHECKING:
     from .clients import LoadTally  # and aiohttp
@@ -46,7 +46,7 @@ class RateReport:
                         requests in the server at the window's edges: it keeps up if they are about
                         equal
     client_busy         share of a core that the busiest client process used
-    sessions, first_waits_ms, later_waits_ms, session_s, replies_ms_per_token
+    sessions, waits_ms, open_waits_ms, session_s, replies_ms_per_token, open_ms_per_token
                         for judgements that pool several windows (`goodput`): see LoadTally
     gpu_seconds         the server's own count, or the window's length
     dollars             of them
@@ -78,10 +78,11 @@ class RateReport:
     dollars: float | None = None
     dollars_per_million_output_tokens: float | None = None
     sessions: int = 0
-    first_waits_ms: Sequence[int] = ()
-    later_waits_ms: Sequence[int] = ()
-    session_s: Sequence[float] = ()
+    waits_ms: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    open_waits_ms: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    session_s: Mapping[str, float] = field(default_factory=dict)
     replies_ms_per_token: Sequence[float] = ()
+    open_ms_per_token: Sequence[float] = ()
 
     @property
     def failed_share(self) -> float:
@@ -136,11 +137,16 @@ def report(
         if dollars is not None and tokens
         else None,
         sessions=tally.sessions,
-        first_waits_ms=sorted(round(1e3 * wait) for wait in tally.first_waits),
-        later_waits_ms=sorted(round(1e3 * wait) for wait in tally.later_waits),
-        session_s=sorted(round(seconds, 1) for seconds in tally.session_seconds),
+        waits_ms=_sorted_ms(tally.waits),
+        open_waits_ms=_sorted_ms(tally.open_waits),
+        session_s={str(number): round(s, 1) for number, s in tally.session_seconds.items()},
         replies_ms_per_token=sorted(round(1e3 * seconds, 1) for seconds in tally.per_token),
+        open_ms_per_token=sorted(round(1e3 * seconds, 1) for seconds in tally.open_per_token),
     )
+
+
+def _sorted_ms(waits: Mapping[str, Sequence[float]]) -> dict[str, list[int]]:
+    return {turn: sorted(round(1e3 * wait) for wait in each) for turn, each in waits.items()}
 
 
 def milliseconds(seconds: Sequence[float], share: float) -> float | None:
@@ -288,8 +294,13 @@ def read_runs(paths: Sequence[Path]) -> list[Record]:
     """SettingError names the line that cannot be read."""
 
     def checked(record: Any) -> Record:
-        row = _text_row if "streams" in record["result"] else _row
-        row(record)
+        if "streams" in record["result"]:
+            _text_row(record)
+        elif "slo" in record:
+            judge([record], Promise(*record["slo"]))
+        else:
+            _row(record)
+        _about(record)
         return dict(record)
 
     return [
@@ -319,20 +330,22 @@ def write_report(records: Sequence[Record], page: Path | None, picture: Path | N
 def _tables(records: Sequence[Record]) -> list[str]:
     """A workload's tables of goodput, then older runs by run and rate: only results of one run may
     be compared there."""
-    judged: dict[tuple[str, str], list[Record]] = {}
+    judged: dict[tuple[str, ...], list[Record]] = {}
     older: dict[str, list[Record]] = {}
     for record in records:
         if "slo" in record:
-            judged.setdefault((record["workload"], record["title"]), []).append(record)
+            judged.setdefault(_comparable(record), []).append(record)
         else:
             older.setdefault(record["workload"], []).append(record)
     lines = []
-    for (workload, title), rows in judged.items():
-        lines += ["", f"**{workload}{': ' if title else ''}{title}**", "", *_runs(rows), ""]
-        if rows[-1]["slo"] is None:
+    for (workload, title, *settings), rows in judged.items():
+        # the promise stands in the table
+        lines += ["", f"**{workload}{': ' if title else ''}{title}** ({', '.join(settings[:-1])})"]
+        lines += ["", *_runs(rows), ""]
+        if "streams" in rows[0]["result"]:
             lines += _text_table(rows)
         else:
-            lines += goodput_table(rows, Promise(*rows[-1]["slo"]))
+            lines += goodput_table(rows, Promise(*rows[0]["slo"]))
     for workload, rows in older.items():
         lines += ["", f"**{workload}**, times in ms", "", *_runs(rows)]
         lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
@@ -346,6 +359,24 @@ def _tables(records: Sequence[Record]) -> list[str]:
         )
         lines += [f"| {' | '.join(_row(record))} |" for record in rows]
     return [*lines, ""]
+
+
+def _comparable(record: Record) -> tuple[str, ...]:
+    """What must be equal in one table: the workload, the title, and settings, in words."""
+    result = record["result"]
+    gpu, host = (
+        "each its own" if size is None else f"{size / 2**30:.1f} GiB"
+        for size in (record["gpu_kv_bytes"], record["host_kv_bytes"])
+    )
+    return (
+        record["workload"],
+        record["title"],
+        record["machine"]["name"],
+        f"KV on the GPU {gpu}, on the host {host}",
+        f"Pensieve {record['versions']['pensieve']}",
+        f"windows of {result['seconds']:g} s",
+        f"promise {record['slo']}",
+    )
 
 
 TEXT_TITLES = (
@@ -451,6 +482,7 @@ def _sources(result: Record) -> str:
 def plot_runs(records: Sequence[Record], path: Path) -> None:
     """By rate and workload: time a token, and the 99th percentile of TTFT; a line a server and run.
     Workloads with one rate are left out, where there are others."""
+    records = [record for record in records if "rate" in record["result"]]
     workloads = list(dict.fromkeys(record["workload"] for record in records))
     rates = {
         name: {each["result"]["rate"] for each in records if each["workload"] == name}

@@ -54,6 +54,7 @@ from .clients import (
     open_session,
 )
 from .clocks import clock_rate, replay
+from .goodput import FAILED_SHARE
 from .report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, titles
 from .servers import MetricsServer
 from .traces import read_dialogues
@@ -61,7 +62,6 @@ from .workload import Words, fitting, mean_turns
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well
-FAILED_SHARE = 0.01  # a rate at which more requests fail is too high
 PROBE_TOKENS = 4
 EXPECTED_MS_PER_TOKEN = 20.0
 OF_THE_START = ("ramp_s", "from_empty", "send_histories", "expected_ms_per_token")

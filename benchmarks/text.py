@@ -7,8 +7,8 @@ the reply has ended. A turn sends the whole history with the server's own earlie
 for a fixed number of tokens (`ignore_eos`).
 
 Each level starts at other conversations of the file. Large levels play the whole file more than
-once, so the first message of each play begins with a random salt of eight digits: no play meets the
-KV of another one, but for what the chat template writes before the first message.
+once, so the first user message of each play begins with eight random hexadecimal digits: no play
+meets the KV of another one, but for what stands before that message.
 
 A server may put several tokens into one event. The tokens of a reply that has ended are those of
 its `usage`; each of its events counts as an equal share of them. A reply that is still open at the

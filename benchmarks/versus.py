@@ -45,7 +45,7 @@ from pensieve.scripts.command import exit_status
 
 from .compared import (
     ComparedServer,
-    Place,
+    Installation,
     SharedModel,
     pensieve_command,
     sglang_command,
@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="JSON lines, appended; also a table in FILE's .md (default: versus-DATE.jsonl)",
+        help="JSON lines, appended (default: versus-DATE.jsonl)",
     )
     option(
         "--trace",
@@ -224,6 +224,8 @@ class Versus:
         self._workload = workload = WORKLOADS[args.workload]
         self._deadline = time.monotonic() + args.seconds
         self._servers = [ComparedServer.read(text) for text in args.servers]
+        for server in self._servers:
+            server.option("--kv-cache-dtype", "auto")  # SettingError without its value
         self._text = workload.shape is None
         needed: list[str] = []
         if self._text:
@@ -242,6 +244,8 @@ class Versus:
         ]
         self._rates = args.rates or workload.rates
         self._promise = Promise.read(args.slo) if args.slo else workload.promise
+        if args.slo and self._text:
+            raise SettingError("--slo", "text has no promise: its streams never wait")
         if self._text:
             config = read_json(args.checkpoint / "config.json", "--checkpoint")
         else:
@@ -262,15 +266,15 @@ class Versus:
             host_bytes=parse_bytes(args.host_kv_bytes, "--host-kv-bytes"),
             max_num_seqs=workload.max_num_seqs,
         )
-        self._places = {
-            package: Place.of(package, getattr(args, package))
+        self._installations = {
+            package: Installation.of(package, getattr(args, package))
             for package in dict.fromkeys(server.package for server in self._servers)
             if package is not None
         }
         self._versions = {
             "pensieve": args.revision or revision(),
             "torch": importlib.metadata.version("torch"),
-            **{package: place.versions for package, place in self._places.items()},
+            **{package: where.versions for package, where in self._installations.items()},
         }
 
     def run(self) -> int:
@@ -287,10 +291,14 @@ class Versus:
             "workload": args.workload,
             "title": args.title,
             "slo": self._promise,
+            "gpu_kv_bytes": self._model.gpu_bytes,
+            "host_kv_bytes": self._model.host_bytes,
             "machine": machine,
             "versions": self._versions,
         }
         missing = [server for server in self._servers if not self._measure(server, about)]
+        if self._output.exists():
+            print(write_report(read_runs([self._output]), None, None))
         for server in missing:
             print(f"not all was measured of {server.shown}", file=sys.stderr)
         return 1 if missing else 0
@@ -325,7 +333,8 @@ class Versus:
 
     def _measure(self, server: ComparedServer, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
-        log = self._args.work / (re.sub(r"[^\w.=-]+", "_", server.shown) + ".log")
+        rates = ",".join(f"{rate:g}" for rate in server.rates)
+        log = self._args.work / (re.sub(r"[^\w.=,-]+", "_", server.shown + rates) + ".log")
         variables = self._variables(server)
         try:
             with tempfile.TemporaryDirectory() as state:
@@ -333,8 +342,7 @@ class Versus:
                 seconds = min(START_SECONDS, self._left())
                 heading = {
                     "server": server.shown,
-                    "serve": shlex.join(command),
-                    "variables": variables,
+                    "serve": self._without_paths(shlex.join(command), state),
                 }
                 with serving(command, log, seconds, ready, {**os.environ, **variables}) as url:
                     if self._text:
@@ -358,7 +366,9 @@ class Versus:
                 return False
             load = self.load(server, rate, seed)
             result = self._play(load, url)
-            self._append({**heading, "load": shlex.join(load), "result": result})
+            self._append(
+                {**heading, "load": self._without_paths(shlex.join(load)), "result": result}
+            )
             sessions += result["sessions"]
             if sessions >= self._args.sessions:
                 break
@@ -369,11 +379,16 @@ class Versus:
         warm_up_s, measure_s = self._windows[1:]
         load = ["--data", str(self._args.data), "--streams", ",".join(streams)]
         load += ["--warm-up-s", f"{warm_up_s:g}", "--seconds", f"{measure_s:g}"]
+        load += ["--processes", str(self._args.processes)]
+        heading = {**heading, "load": self._without_paths(shlex.join(load))}
         file = self._args.work / "result.json"
-        seconds = len(streams) * (warm_up_s + measure_s + CLIENT_SECONDS)
-        run("benchmarks.text", *load, "--url", url, "--json", file, seconds=seconds)
-        for line in file.read_text().splitlines():
-            self._append({**heading, "load": shlex.join(load), "result": json.loads(line)})
+        file.unlink(missing_ok=True)
+        seconds = min(len(streams) * (warm_up_s + measure_s + CLIENT_SECONDS), self._left())
+        try:
+            run("benchmarks.text", *load, "--url", url, "--json", file, seconds=seconds)
+        finally:  # the levels that were measured are kept if a later one fails
+            for line in file.read_text().splitlines() if file.exists() else ():
+                self._append({**heading, "result": json.loads(line)})
         return True
 
     def _left(self) -> float:
@@ -382,16 +397,16 @@ class Versus:
     def _variables(self, server: ComparedServer) -> dict[str, str]:
         if server.package is None:
             return {}
-        place = self._places[server.package]
-        return sglang_variables(place) if server.package == "sglang" else place.variables
+        where = self._installations[server.package]
+        return sglang_variables(where) if server.package == "sglang" else where.variables
 
     def command(self, server: ComparedServer, state: Path) -> tuple[list[str], str]:
         """But for the port; and the path that answers when the server is ready."""
         if server.package is None:
             return pensieve_command(server, self._model, self._engine(server)[0], state)
-        place = self._places[server.package]
+        where = self._installations[server.package]
         build = sglang_command if server.package == "sglang" else vllm_command
-        return build(server, self._model, place)
+        return build(server, self._model, where)
 
     def load(self, server: ComparedServer, rate: float, seed: int) -> list[str]:
         """benchmarks.serving's options: equal for all servers, except that Pensieve gets the
@@ -414,13 +429,33 @@ class Versus:
         seconds = min(sum(self._windows[1:]) + 10 * CLIENT_SECONDS, self._left())
         run("benchmarks.serving", *load, "--url", url, "--json", file, seconds=seconds)
         row: dict[str, Any] = json.loads(file.read_text())
-        return row
+        return {**row, "workload": Path(row["workload"]).name}
 
     def _append(self, record: dict[str, Any]) -> None:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
-        write_report(read_runs([self._output]), self._output.with_suffix(".md"), None)
+
+    def _without_paths(self, command: str, state: str = "") -> str:
+        """A command as anyone may run it: with words for this machine's places."""
+        args = self._args
+        words = {
+            str(path): name
+            for path, name in (
+                (state, "STATE"),
+                (args.trace, args.trace and args.trace.name),
+                (args.data, args.data and args.data.name),
+                (self._model.directory, "MODEL"),
+                (args.work / args.workload, "WORK"),
+                (Path(__file__).parents[1], "."),
+                *((where.python[0], "python") for where in self._installations.values()),
+                (sys.executable, "python"),
+            )
+            if path
+        }
+        for path, name in words.items():
+            command = command.replace(path, str(name))
+        return command
 
 
 def revision() -> str:

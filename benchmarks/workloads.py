@@ -74,7 +74,7 @@ WORKLOADS = {
         shape="llama-3.1-8b.json",
         max_model_len=131072,
         max_num_seqs=128,
-        rates=(0.1, 0.125, 0.16),
+        rates=(0.1, 0.125, 0.155, 0.19),
         windows=(60, 80, 70),
         load=DOCUMENTS,
         promise=Promise(first_s=15, later_s=5, token_ms=50),

@@ -165,8 +165,13 @@ def test_a_turn_repeats_what_really_came(monkeypatch):
         assert (len(first), len(second)) == (FIRST, FIRST + REPLY + NEXT)
         assert second[: FIRST + REPLY] == [*first, *range(900, 900 + REPLY)]
     assert len({tuple(first) for first, _ in turns.values()}) == len(turns) == 10
-    assert (len(tally.first_waits), len(tally.later_waits), tally.sessions) == (10, 10, 10)
-    assert len(tally.session_seconds) == 10 and max(tally.session_seconds) > 0
+    assert {turn: len(waits) for turn, waits in tally.waits.items()} == {
+        "first": 10,
+        "later": 10,
+        "joined": 0,
+    }
+    assert tally.sessions == 10 and sorted(tally.session_seconds) == list(range(10))
+    assert min(tally.session_seconds.values()) > 0
 
 
 def test_a_history_that_is_sent_is_not_measured(monkeypatch):
@@ -180,20 +185,19 @@ def test_a_history_that_is_sent_is_not_measured(monkeypatch):
     assert sorted(body["max_tokens"] for body in server.bodies) == [1] * 4 + [REPLY] * 4
     assert tally.prompt_tokens == 4 * (FIRST + REPLY + NEXT)
     # the server has seen the histories, and a part of these conversations was not played
-    assert (len(tally.first_waits), len(tally.later_waits), tally.sessions) == (0, 4, 4)
+    assert [len(waits) for waits in tally.waits.values()] == [0, 4, 0] and tally.sessions == 4
     assert not tally.session_seconds
 
 
-def test_the_waits_of_failed_requests_count(monkeypatch):
-    with CompletionsServer(fail="silent", fail_after=0) as server:
-        arrivals = [Arrival(0.0, TWO_TURNS, index) for index in range(3)]
-        (tally,) = play(monkeypatch, arrivals, 3, client(server, timeout_s=0.3))
-        server.stopped.set()
-    assert tally.errors == {"timeout": 3} and not tally.first_token
-    assert len(tally.first_waits) == tally.sessions == 3 and min(tally.first_waits) >= 0.3
+def test_the_first_request_in_the_middle_is_no_first_turn(monkeypatch):
+    with CompletionsServer() as server:
+        arrivals = [Arrival(0.0, TWO_TURNS, index, 1, 3) for index in range(4)]
+        (tally,) = play(monkeypatch, arrivals, 4, client(server))
+    assert [len(waits) for waits in tally.waits.values()] == [0, 0, 4] and tally.sessions == 4
+    assert not tally.session_seconds
 
 
-def test_a_wait_that_the_end_cuts_off_counts_so_far(monkeypatch):
+def test_a_wait_that_the_end_cuts_off_is_open(monkeypatch):
     with CompletionsServer(fail="silent", fail_after=0) as server:
 
         async def until(moment):
@@ -201,11 +205,23 @@ def test_a_wait_that_the_end_cuts_off_counts_so_far(monkeypatch):
                 await asyncio.sleep(0.005)
 
         monkeypatch.setattr(bench_clients, "_until", until)
+        monkeypatch.setattr(bench_clients, "clock", lambda: time.monotonic() + 60 * until.ended)
+        until.ended = False
+
+        async def run():
+            task = asyncio.create_task(client(server).run(arrivals))
+            while len(server.bodies) < 3:
+                await asyncio.sleep(0.005)
+            until.ended = True
+            return await task
+
         arrivals = [Arrival(0.0, TWO_TURNS, index) for index in range(3)]
-        tally = asyncio.run(client(server).run(arrivals))
+        tally = asyncio.run(run())
         server.stopped.set()
-    assert len(tally.first_waits) == tally.sessions == 3
-    assert not tally.errors and not tally.later_waits
+    assert len(tally.open_waits["first"]) == tally.sessions == tally.open_at_end == 3
+    assert tally.open_waits["first"] == pytest.approx([60.0] * 3, abs=1.0)
+    assert tally.open_per_token == pytest.approx([60.0 / REPLY] * 3, rel=0.02)
+    assert not tally.errors and not tally.waits["first"]
 
 
 def test_a_history_that_fails_is_counted(monkeypatch):

@@ -167,9 +167,10 @@ def test_real_text_has_a_checkpoint_and_levels_of_streams(options, tmp_path, mon
     assert value(command, "--model") == str(checkpoint) and "dummy" not in command
     heading = {key: value for key, value in record("vllm", 4).items() if key != "result"}
     heading |= {"workload": "text", "title": "", "slo": None}
+    heading |= {"gpu_kv_bytes": None, "host_kv_bytes": None}
     assert bench._measure_text(vllm, "url", heading)
     assert value(called[-1], "--streams") == "64" and value(called[-1], "--warm-up-s") == "1"
-    table = (tmp_path / "out" / "versus.md").read_text()
+    table = write_report(read_runs([tmp_path / "out" / "versus.jsonl"]), None, None)
     assert "| 64 | `vllm` | 2 | 2, 2 | 1.5, 1.5 | 1.5, 1.5 | 1.50 | 100 |" in table
 
 
@@ -216,6 +217,8 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
         (["--servers", "lmdeploy"], "--servers: 'lmdeploy' is none of pensieve, vllm,"),
         (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
         (["--workload", "agents"], "--trace: agents needs one: lengths"),
+        (["--slo", "first=1"], "--slo: 'first=1' is not of the form"),
+        (["--servers", "sglang:--kv-cache-dtype"], "--kv-cache-dtype needs a value"),
         (["--workload", "text"], "--checkpoint: text needs one: a directory"),
         (
             ["--workload", "text", "--checkpoint", str(tmp_path), "--data", "none.gz"],
@@ -302,7 +305,7 @@ def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_pat
     assert all(
         record["result"]["errors"] == {} and record["result"]["seed"] == 7 for record in records
     )
-    assert "| `vllm` |" in (tmp_path / "out" / "versus.md").read_text()
+    assert "* `vllm`: " in ended.stdout
     assert [alive(each["core"]) for each in started(tmp_path)] == [False, False]
 
 
@@ -437,36 +440,46 @@ def test_a_table_has_each_run_with_its_machine(tmp_path):
     assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[4][4] == "-, 1.5"
 
 
-def judged(server, rate, title="", **result):
+def judged(server, rate, title="", later=(1000,) * 60, **result):
     """A record that goodput reads: 40 sessions, whose waits are a second and three."""
     samples = dict(
         sessions=40,
-        first_waits_ms=[3000] * 40,
-        later_waits_ms=[1000] * 60,
-        session_s=[20.0] * 5,
+        waits_ms={"first": [3000] * 40, "later": list(later), "joined": []},
+        open_waits_ms={"first": [], "later": [], "joined": []},
+        session_s={"3": 20.0},
         replies_ms_per_token=[30.0] * 90,
+        open_ms_per_token=[],
         output_tokens_per_s=400.0,
         prompt_tokens_per_s=30000.0,
+        sent_per_s=21.0,
     )
     row = record(server, rate, workload="agents", **(samples | result))
-    return row | {"slo": [15, 5, 50], "title": title}
+    return row | {
+        "slo": [15, 5, 50],
+        "title": title,
+        "gpu_kv_bytes": 2**30,
+        "host_kv_bytes": None,
+    }
 
 
-def test_goodput_has_a_table_of_its_own_and_one_for_each_title():
+def test_goodput_has_a_table_of_its_own_and_one_for_each_title_and_setting():
     records = [
         judged("pensieve", 0.15, sessions=70),
-        judged("pensieve", 0.185, later_waits_ms=[9000] * 60),
+        judged("pensieve", 0.185, later=[9000] * 60),
         judged("sglang", 0.15, title="tuning"),
+        judged("pensieve", 0.15) | {"gpu_kv_bytes": 2**31},
         record("vllm", 0.3, workload="agents"),
     ]
     text = write_report(records, None, None)
-    own, tuning, older = text.split("**agents")[1:]
+    own, tuning, larger, older = text.split("**agents")[1:]
+    assert "KV on the GPU 1.0 GiB, on the host each its own" in own
     assert "Promise: TTFT p95 at most 15 s for first turns and 5 s for later ones" in own
-    assert "* `pensieve`: 0.15 (fails at 0.185)" in own
-    assert "| 0.15 | `pensieve` | yes | 3.00, 1.00 | 30.0 | 400, 30,000 | 21.50 |" in own
+    assert "* `pensieve`: 0.15 (fails at 0.185); single windows" in own
+    assert "| 0.15 | `pensieve` | yes | 3.00, 1.00 | 30.0 | 400, 30,000 | 21.00, 21.50 |" in own
     assert "| 0.185 | `pensieve` | no: later turns | 3.00, 9.00 |" in own
     assert "weak evidence" in own, "the second row has 40 sessions"
     assert tuning.startswith(": tuning**") and "`sglang`: at least 0.15" in tuning
+    assert "KV on the GPU 2.0 GiB" in larger and "* `pensieve`: at least 0.15" in larger
     assert "times in ms" in older and "`vllm`" in older
 
 
