@@ -353,8 +353,10 @@ def test_pensieve_and_vllm_in_one_run(options, tmp_path):
     assert ours["serve"].endswith("--queue-order arrival") and ours["result"]["sources"] is not None
     (fake,) = started(tmp_path)
     command = shlex.split(theirs["serve"])
-    assert command[command.index("--model") :] == fake["words"][:-2]
-    model = Path(value(command, "--model"))
+    place = command.index("--model") + 2
+    assert command[place - 1] == "WORK" and command[place:] == fake["words"][2:-2]
+    assert str(tmp_path) not in json.dumps([ours, theirs])
+    model = Path(value(fake["words"], "--model"))
     assert json.loads((model / "config.json").read_text())["max_position_embeddings"] == 16384
 
 
