@@ -42,7 +42,8 @@ def contexts(batch: Batch) -> list[torch.Tensor]:
 
 def attention(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """Plain attention of a request's last tokens: q and result [queries, heads, head_dim]."""
-    queries, context = len(q), kv.shape[2]
+    queries = len(q)
+    context = kv.shape[2]
     keys, values = kv.float().repeat_interleave(HEADS // KV_HEADS, dim=1)
     scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * SCALE
     seen = torch.ones(queries, context).tril(context - queries).bool()
