@@ -176,9 +176,21 @@ def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
     return left + (above - left) * (tokens - left_tokens) / (right_tokens - left_tokens)
 
 
+def swap_out_chunks(cost: CostProfile, config: SchedulerConfig) -> int:
+    """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time.
+
+    Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the GPU
+    gains nothing.
+    """
+    share = config.swap_out_below
+    if share is None:
+        share = propose_swap_out_below(cost, config)
+    return min(int(share * config.gpu_kv_chunks), config.host_kv_chunks // 4)
+
+
 def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
-    """Returns the mark for `--swap-out-below` at which slots are freed in time: a share of the GPU
-    slots, in whole percents.
+    """Returns the default of `--swap-out-below`, at which slots are freed in time: a share of the
+    GPU slots, in whole percents.
 
     A full batch takes c chunks a second, of prompts or of generated tokens (the larger rate).
     Copying out frees s chunks a second. The free and reclaimable slots must last
