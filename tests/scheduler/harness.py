@@ -406,6 +406,7 @@ class Harness:
             for token in row.tokens:
                 self._take_token(row.request, token)
         events = [row for row in applied.rows if row.usage is not None or row.finish is not None]
+        ended = {}  # conversation -> the logs of its turns that end in this step
         for event in events:
             if event.request not in self.open:
                 assert (
@@ -427,7 +428,14 @@ class Harness:
             if event.finish is not None and request.confirm:
                 self.held[event.request] = True
             elif event.finish is not None:
+                log = request.prompt + array("i", reply)
+                ended.setdefault(request.conversation, []).append(log)
                 self._ended(event.request, len(reply))
+        for name, logs in ended.items():
+            if len(logs) > 1 and name in self.logs:
+                # Which of them was committed last does not show.
+                self.logs[name] = self.scheduler.conversations.tokens(name)
+                assert self.logs[name] in logs or self.config.save == "sync"
         if events:
             self.check_logs()
         if self.takes_erased:
