@@ -27,6 +27,7 @@ SMALL = {
     "max_num_batched_tokens": 24,
     "chunk_tokens": 4,
     "max_queue": 8,
+    "generation_reserve": 0.1,  # two chunks; the default's share has none
 }
 COPIES = {  # by lane and the parity of the ticket
     (Lane.OUT, 1): "evictions",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pensieve.scheduler.config import SchedulerSettings
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
@@ -89,7 +90,12 @@ def test_small_pools_serve_by_default(chunks, host):
     """Contexts may fill the pool except for the reserve, which is no chunk below 50. Six requests
     that need it all end: the later ones are suspended or wait."""
     longest = 4 * (chunks - chunks // 50)
-    harness = Harness(gpu_kv_chunks=chunks, host_kv_chunks=host, max_model_len=longest)
+    harness = Harness(
+        gpu_kv_chunks=chunks,
+        host_kv_chunks=host,
+        max_model_len=longest,
+        generation_reserve=SchedulerSettings().generation_reserve,
+    )
     prompt = longest // 4
     requests = [
         harness.submit(range(100 * name, 100 * name + prompt), longest - prompt, f"{name}")
