@@ -204,7 +204,10 @@ def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
     """
     step_chunks = config.max_num_batched_tokens / config.chunk_tokens
     step_seconds = cost.step(config.max_num_batched_tokens)
-    generated = config.max_num_seqs / config.chunk_tokens / cost.step(0, rows=config.max_num_seqs)
+    generation_seconds = cost.step(0, rows=config.max_num_seqs)
+    if not step_seconds or not generation_seconds:
+        return 1.0  # slots are taken faster than any link frees them
+    generated = config.max_num_seqs / config.chunk_tokens / generation_seconds
     taken = max(step_chunks / step_seconds, generated)
     lead = LEAD_STEPS * step_seconds + step_chunks * cost.swap_out()
     behind = max(0.0, 1 - 1 / cost.swap_out() / taken) * config.chunks(config.max_model_len)

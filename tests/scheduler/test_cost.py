@@ -224,6 +224,7 @@ def test_a_slow_link_needs_slots_for_what_it_falls_behind():
     # copying lasts 4 steps.
     assert mark(save_s=1 / 4) == pytest.approx(0.1 + 0.001 * (7 * 16 + 75), abs=0.01)
     assert mark(save_s=1e6) == 1.0
+    assert mark(save_s=1.0, step_s=0.0) == 1.0
     assert mark(save_s=1 / 4, config=replace(POOL, max_model_len=800)) > mark(save_s=1 / 4)
 
 
