@@ -17,9 +17,6 @@ BATCHING_MODES = ("unified", "separate")
 SAVE_MODES = ("async", "sync", "off")
 QUEUE_ORDERS = ("bounded-ratio", "arrival")
 
-SWAP_OUT_BELOW = 0.25
-"""Where neither the user nor a profile says otherwise."""
-
 BATCH, CACHE = "engine and batch", "KV cache"
 _batch = partial(setting, group=BATCH)
 _cache = partial(setting, group=CACHE)
@@ -98,11 +95,11 @@ class SchedulerSettings:
     swap_out_below: float | None = _cache(
         None,
         "while a smaller share of the GPU's KV is free, copy out ahead of time",
-        f"as `pensieve profile` measured, else {SWAP_OUT_BELOW}",
+        "by the costs of steps and copies",
         **SHARE,
     )
     generation_reserve: float = _cache(
-        0.10,
+        0.02,
         "requests join while a larger share of the GPU's KV is free",
         **SHARE,
     )
@@ -194,16 +191,6 @@ class SchedulerConfig(SchedulerSettings):
         dropped = int(self.overflow_ratio * self.max_model_len)
         step = dropped // self.chunk_tokens * self.chunk_tokens
         return ContextWindow(self.max_model_len, step, self.overflow) if step else None
-
-    @property
-    def swap_out_chunks(self) -> int:
-        """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time.
-
-        Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the
-        GPU gains nothing.
-        """
-        share = SWAP_OUT_BELOW if self.swap_out_below is None else self.swap_out_below
-        return min(int(share * self.gpu_kv_chunks), self.host_kv_chunks // 4)
 
     @property
     def reserved_chunks(self) -> int:

@@ -176,9 +176,21 @@ def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
     return left + (above - left) * (tokens - left_tokens) / (right_tokens - left_tokens)
 
 
+def swap_out_chunks(cost: CostProfile, config: SchedulerConfig) -> int:
+    """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time.
+
+    Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the GPU
+    gains nothing.
+    """
+    share = config.swap_out_below
+    if share is None:
+        share = propose_swap_out_below(cost, config)
+    return min(int(share * config.gpu_kv_chunks), config.host_kv_chunks // 4)
+
+
 def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
-    """Returns the mark for `--swap-out-below` at which slots are freed in time: a share of the GPU
-    slots, in whole percents.
+    """Returns the default of `--swap-out-below`, at which slots are freed in time: a share of the
+    GPU slots, in whole percents.
 
     A full batch takes c chunks a second, of prompts or of generated tokens (the larger rate).
     Copying out frees s chunks a second. The free and reclaimable slots must last
@@ -192,7 +204,10 @@ def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
     """
     step_chunks = config.max_num_batched_tokens / config.chunk_tokens
     step_seconds = cost.step(config.max_num_batched_tokens)
-    generated = config.max_num_seqs / config.chunk_tokens / cost.step(0, rows=config.max_num_seqs)
+    generation_seconds = cost.step(0, rows=config.max_num_seqs)
+    if not step_seconds or not generation_seconds:
+        return 1.0  # slots are taken faster than any link frees them
+    generated = config.max_num_seqs / config.chunk_tokens / generation_seconds
     taken = max(step_chunks / step_seconds, generated)
     lead = LEAD_STEPS * step_seconds + step_chunks * cost.swap_out()
     behind = max(0.0, 1 - 1 / cost.swap_out() / taken) * config.chunks(config.max_model_len)

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from .config import SchedulerConfig
 from .context_window import check_length
-from .cost import CostProfile
+from .cost import CostProfile, swap_out_chunks
 from .invariants import check_requests, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
@@ -125,7 +125,7 @@ class Scheduler:
         self._timing_out: deque[Turn] = deque()
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
-        self._mark = config.swap_out_chunks
+        self._mark = swap_out_chunks(cost, config)
 
     # -- requests
 

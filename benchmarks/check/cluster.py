@@ -16,7 +16,6 @@ import random
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import CostProfile, propose_swap_out_below
+from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.sim.simulator import Session, longest_context, percentile
 from pensieve.scripts.command import (
     check_above_0,
@@ -251,8 +250,7 @@ def config_of(args: argparse.Namespace, cost: CostProfile) -> SchedulerConfig:
         "max_model_len",
     )
     sizes = {name: getattr(args, name) for name in names}
-    config = SchedulerConfig(**sizes, chunk_tokens=cost.chunk_tokens, conversation_ttl=inf)
-    return replace(config, swap_out_below=propose_swap_out_below(cost, config))
+    return SchedulerConfig(**sizes, chunk_tokens=cost.chunk_tokens, conversation_ttl=inf)
 
 
 async def measured(

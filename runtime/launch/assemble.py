@@ -17,7 +17,7 @@ from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import record_bytes
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.cost import CostProfile, propose_swap_out_below
+from ...scheduler.cost import CostProfile
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import SettingError, Tier
 from ..device.cpu import CpuDevice
@@ -102,8 +102,6 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         cost = with_disk_speed(cost, settings.disk_directory, config.max_model_len)
         sharing = 1 if ranks is None else ranks.local_size
         check_disk_holds(settings, config.disk_kv_chunks, host_record, sharing)
-    if measured is not None and settings.swap_out_below is None:
-        config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     if tokenizer:  # it must be readable before requests are served

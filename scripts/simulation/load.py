@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
-from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig
-from ...scheduler.cost import CostProfile
+from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig, SchedulerSettings
+from ...scheduler.cost import CostProfile, propose_swap_out_below
 from ...scheduler.sim.simulator import (
     Open,
     Session,
@@ -143,12 +143,15 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
            help="how chunks are on HOST (default %(default)s)")  # fmt: skip
     option("--eviction", choices=EVICTION_POLICIES, default="lru", help="(default %(default)s)")
     option(
-        "--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)"
+        "--swap-out-below",
+        type=float,
+        metavar="SHARE",
+        help="(default: by the costs of steps and copies)",
     )
     option(
         "--generation-reserve",
         type=float,
-        default=0.1,
+        default=SchedulerSettings().generation_reserve,
         metavar="SHARE",
         help="(default %(default)s)",
     )
@@ -282,6 +285,8 @@ def load_run(
     }
     host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes
     config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks, **how)
+    if config.swap_out_below is None:  # so that results can tell it
+        config = replace(config, swap_out_below=propose_swap_out_below(lower, config))
     token_bytes = cost.chunk_bytes / cost.chunk_tokens
     windows = args.seconds, args.measure_s, args.think_s
     return LoadRun(rate, seed, config, lower, token_bytes, sessions, *windows)

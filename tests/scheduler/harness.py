@@ -27,6 +27,7 @@ SMALL = {
     "max_num_batched_tokens": 24,
     "chunk_tokens": 4,
     "max_queue": 8,
+    "generation_reserve": 0.1,  # two chunks; the default's share has none
 }
 COPIES = {  # by lane and the parity of the ticket
     (Lane.OUT, 1): "evictions",
@@ -406,6 +407,7 @@ class Harness:
             for token in row.tokens:
                 self._take_token(row.request, token)
         events = [row for row in applied.rows if row.usage is not None or row.finish is not None]
+        ended = {}  # conversation -> the logs of its turns that end in this step
         for event in events:
             if event.request not in self.open:
                 assert (
@@ -427,7 +429,14 @@ class Harness:
             if event.finish is not None and request.confirm:
                 self.held[event.request] = True
             elif event.finish is not None:
+                log = request.prompt + array("i", reply)
+                ended.setdefault(request.conversation, []).append(log)
                 self._ended(event.request, len(reply))
+        for name, logs in ended.items():
+            if len(logs) > 1 and name in self.logs:
+                # Which of them was committed last does not show.
+                self.logs[name] = self.scheduler.conversations.tokens(name)
+                assert self.logs[name] in logs or self.config.save == "sync"
         if events:
             self.check_logs()
         if self.takes_erased:

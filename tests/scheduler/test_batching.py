@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pensieve.scheduler.config import SchedulerSettings
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
@@ -81,6 +82,30 @@ def test_new_requests_leave_the_reserve_free():
     harness.tick()
     assert harness.state(second) == "running"
     harness.drain()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8, 50])
+@pytest.mark.parametrize("host", [0, 8])
+def test_small_pools_serve_by_default(chunks, host):
+    """Contexts may fill the pool except for the reserve, which is no chunk below 50. Six requests
+    that need it all end: the later ones are suspended or wait."""
+    longest = 4 * (chunks - chunks // 50)
+    harness = Harness(
+        gpu_kv_chunks=chunks,
+        host_kv_chunks=host,
+        max_model_len=longest,
+        generation_reserve=SchedulerSettings().generation_reserve,
+    )
+    prompt = longest // 4
+    requests = [
+        harness.submit(range(100 * name, 100 * name + prompt), longest - prompt, f"{name}")
+        for name in range(6)
+    ]
+    for request in requests:
+        harness.run(request)
+    assert all(len(harness.logs[f"{name}"]) == longest for name in range(6))
+    harness.drain()
+    assert harness.counts["suspensions"] or chunks < 8
 
 
 def test_a_hit_is_not_counted_as_room():

@@ -7,7 +7,12 @@ from functools import partial
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
+from pensieve.scheduler.cost import (
+    CostProfile,
+    analytic_profile,
+    propose_swap_out_below,
+    swap_out_chunks,
+)
 from pensieve.scheduler.sim.simulator import simulate
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulate import parser, plan_runs
@@ -192,6 +197,7 @@ POOL = SchedulerConfig(
     max_num_seqs=8,
     max_num_batched_tokens=64,
     chunk_tokens=4,
+    generation_reserve=0.1,
 )
 
 
@@ -218,6 +224,7 @@ def test_a_slow_link_needs_slots_for_what_it_falls_behind():
     # copying lasts 4 steps.
     assert mark(save_s=1 / 4) == pytest.approx(0.1 + 0.001 * (7 * 16 + 75), abs=0.01)
     assert mark(save_s=1e6) == 1.0
+    assert mark(save_s=1.0, step_s=0.0) == 1.0
     assert mark(save_s=1 / 4, config=replace(POOL, max_model_len=800)) > mark(save_s=1 / 4)
 
 
@@ -239,6 +246,15 @@ def test_the_mark_falls_as_the_pool_grows_and_is_a_setting_that_works():
         replace(POOL, swap_out_below=share)
 
 
+def test_without_a_mark_the_proposed_one_counts():
+    quick_link = a_profile()
+    proposed = propose_swap_out_below(quick_link, POOL)
+    assert swap_out_chunks(quick_link, POOL) == int(proposed * 1000) != 250
+    assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.5)) == 250  # of HOST's 1000
+    assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.0)) == 0
+    assert swap_out_chunks(quick_link, replace(POOL, host_kv_chunks=0)) == 0
+
+
 @pytest.mark.slow
 def test_the_proposed_mark_serves_as_quickly_as_a_higher_one():
     words = (
@@ -249,10 +265,10 @@ def test_the_proposed_mark_serves_as_quickly_as_a_higher_one():
     )
     (run,) = plan_runs(parser().parse_args(words.split()))
     proposed = propose_swap_out_below(run.cost, run.config)
-    assert 0.1 < proposed < 0.25
+    assert run.config.generation_reserve < proposed < 0.25
     reports = [
         simulate(replace(run.config, swap_out_below=m), run.cost, run.sessions)
-        for m in (0.1, proposed, 0.5)
+        for m in (run.config.generation_reserve, proposed, 0.5)
     ]
     late, good, generous = (report.ttft_p99 for report in reports)
     assert good <= 1.02 * generous and good < 0.9 * late

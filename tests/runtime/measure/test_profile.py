@@ -31,7 +31,7 @@ from pensieve.runtime.measure.profile import (
     split_attention,
 )
 from pensieve.runtime.measure.step_bench import STEPS_IN_FLIGHT, UNCOUNTED, CopyTime, StepBench
-from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.config import SchedulerConfig, SchedulerSettings
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import SettingError
@@ -110,7 +110,7 @@ def test_every_figure_is_there_and_finite(profile):
         each for copy in measured.copies for each in (copy.swap_in, copy.swap_out, copy.both)
     ]
     assert all(0 < each < 10 for each in seconds)
-    assert 0.1 <= profile.swap_out_below <= 1.0
+    assert SchedulerSettings().generation_reserve <= profile.swap_out_below <= 1.0
     assert (profile.dtype, profile.torch, profile.chunk_tokens) == (
         "float32",
         torch.__version__,

@@ -7,6 +7,7 @@ import pytest
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.types import InvariantError
 
+from ..harness import Harness
 from ..stores import SIZE, a_store, an_evictor, check, idle, in_use
 
 
@@ -252,3 +253,17 @@ def test_no_record_gives_way_to_what_is_worth_the_same():
     evictor.spill(refused)
     assert kept.disk >= 0 and refused.moving is None
     check(store)
+
+
+def test_by_default_few_slots_are_kept_free():
+    """Of 400 slots 80 are free. By the model's costs 60 are enough, 40 of them the reserve. With a
+    mark of 0.25 others are copied until 100 are free or reclaimable."""
+    copied = []
+    for mark in (None, 0.25):
+        harness = Harness(
+            gpu_kv_chunks=400, host_kv_chunks=400, max_model_len=1400, swap_out_below=mark
+        )
+        harness.turn(range(1280), 1)
+        harness.turn([1], 20)
+        copied.append(harness.counts["saves"])
+    assert copied[0] == 0 and copied[1] > 20

@@ -64,7 +64,9 @@ def test_every_rate_with_every_seed_has_a_line(capsys):
 def test_a_json_line_tells_the_settings_of_its_run(capsys):
     (line,) = runs(capsys, "--rate", "1", "--eviction", "retention", "--queue-order", "arrival")
     assert (line["eviction"], line["queue_order"]) == ("retention", "arrival")
-    assert (line["swap_out_below"], line["generation_reserve"]) == (0.12, 0.1)
+    assert (line["swap_out_below"], line["generation_reserve"]) == (0.15, 0.02)
+    (given,) = runs(capsys, "--rate", "1", "--swap-out-below", "0", "--generation-reserve", "0.1")
+    assert (given["swap_out_below"], given["generation_reserve"]) == (0.0, 0.1)
 
 
 def test_a_target_bounds_the_time_between_tokens(capsys):
