@@ -18,7 +18,9 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ..runtime.launch.command_line import INTERRUPTED, CommandParser
+from ..scheduler.types import SettingError
 
+OK, NOT_FOUND, CONFLICT = 200, 404, 409  # statuses of answers
 SOURCES = ("gpu", "host", "disk", "recomputed", "new")
 CONNECT_SECONDS = 10
 STORE_SECONDS = 10
@@ -66,7 +68,12 @@ class Server:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Returns the JSON of the server's answer."""
         with self._answer(method, path, body) as response:
-            return json.loads(response.read())
+            try:
+                return json.loads(response.read())
+            except ValueError as error:
+                raise ServerError(
+                    f"{self.url}{path} does not answer in JSON", response.status
+                ) from error
 
     def text(self, path: str) -> str:
         with self._answer("GET", path, None) as response:
@@ -147,10 +154,11 @@ class Chat:
     """One conversation at a time; the server keeps its history."""
 
     def __init__(self, server: Server, options: argparse.Namespace):
+        """Raises ServerError, and SettingError if another program than Pensieve is the server."""
         self._server = server
         self._options = options
+        self._tier_names = tier_names(server)
         self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
-        self._tier_names: dict[str, str] = server.ask("GET", "/health").get("tier_names", {})
         self._turns: list[ReplyFigures] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         self._go_to(options.conversation)
@@ -322,6 +330,23 @@ class Chat:
         return f"/v1/conversations/{quote(conversation, safe='')}"
 
 
+def tier_names(server: Server) -> dict[str, str]:
+    """What the server calls its tiers. Raises SettingError if it is another program's."""
+    try:
+        health = server.ask("GET", "/health")
+    except ServerError as error:
+        if error.status not in (OK, NOT_FOUND):
+            raise
+        health = None
+    if not isinstance(health, dict) or "tier_names" not in health:
+        raise SettingError(
+            "--url",
+            f"{server.url} has no conversations of Pensieve; use a client of OpenAI's API there",
+        )
+    names: dict[str, str] = health["tier_names"]
+    return names
+
+
 def new_name() -> str:
     return f"chat-{secrets.token_hex(3)}"
 
@@ -373,6 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerError as error:
         print(f"pensieve chat: {error}", file=sys.stderr)
         return 1
+    except SettingError as error:
+        command.error(str(error))
     if sys.stdin.isatty():
         print(f"{chat.conversation} on {options.url}; /help lists the commands")
         chat.run(typed_lines(chat))

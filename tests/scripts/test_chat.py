@@ -19,7 +19,7 @@ import pytest
 
 from pensieve.scripts.chat import Chat, Server, main
 
-from .fake_server import ENDLESS, NOTHING_TO_STORE, FakeServer
+from .fake_server import ENDLESS, NOTHING_TO_STORE, FakeServer, Handler
 
 CHAT = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat"]
 LINE = r"device 128 · host 64 · recomputed 5 · new 17 \| first token \d+ ms \| \d+ tokens at \d+/s"
@@ -165,6 +165,30 @@ def test_no_server(url, message):
         [*CHAT, "--url", url], input="hi\n", capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+class OtherHandler(Handler):
+    """A server of OpenAI's API that knows no conversations. Its `health`: status and content."""
+
+    health = (404, b"{}")
+
+    def do_GET(self):
+        if self.path == "/health":
+            self._send(*self.health)
+        else:
+            super().do_GET()
+
+
+@pytest.mark.parametrize("health", [(200, b""), (404, b"{}"), (200, b'{"status": "ok"}')])
+def test_a_server_that_is_not_pensieve(health, monkeypatch, capsys):
+    monkeypatch.setattr(OtherHandler, "health", health)
+    with FakeServer(OtherHandler) as other, pytest.raises(SystemExit) as ended:
+        main(["--url", other.url])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"pensieve chat: --url: {other.url} has no conversations of Pensieve; use a client of "
+        "OpenAI's API there\n"
+    )
 
 
 class Terminal:
