@@ -214,6 +214,11 @@ class Chat:
         except KeyboardInterrupt:
             print(self._faint(f"\n(stopped; {self._kept(before)})"))
             return
+        except ServerError:
+            if self._created and before == 0:
+                with contextlib.suppress(ServerError):  # the first error is the one to tell
+                    self._after_turn()
+            raise
         self._turns.append(turn)
         print("\n" + self._faint(turn.line(self._tier_names)), flush=True)
 
@@ -238,6 +243,7 @@ class Chat:
         one."""
         self.conversation = name or new_name()
         self._exists = False  # until the server tells
+        self._created = False  # by this command
 
     def _messages(self) -> int:
         """Returns how many messages the server has of the conversation, which begins with the first
@@ -249,25 +255,39 @@ class Chat:
     def _create(self) -> None:
         """Creates the conversation, unless it exists."""
         try:
-            self._about()
-        except ServerError as error:
-            if error.status != 404:
-                raise
             self._server.ask("POST", "/v1/conversations", {"id": self.conversation})
+            self._created = True
+        except ServerError as error:
+            if error.status != CONFLICT:
+                raise
         self._exists = True
 
     def _kept(self, before: int) -> str:
         """Tells what the server has stored of a turn that was stopped behind `before` messages. The
         server may have generated more than has arrived here, and stores it when it notices that the
         connection has ended."""
+        try:
+            after = self._after_turn()
+        except ServerError:
+            return "it is not known what the server has kept"
+        if after is None:
+            return "the server has not ended this turn yet"
+        return "this part is kept" if after > before else "nothing is kept of this turn"
+
+    def _after_turn(self) -> int | None:
+        """Returns how many messages the conversation has when its turn has ended; None if that
+        takes too long. Deletes a conversation without messages that this command has created."""
         until = time.monotonic() + STORE_SECONDS
         while time.monotonic() < until:
             about = self._about()
             if not about["in_flight"]:
-                kept = len(about["messages"]) > before
-                return "this part is kept" if kept else "nothing is kept of this turn"
+                messages = len(about["messages"])
+                if self._created and messages == 0:
+                    self._server.ask("DELETE", self._path(self.conversation))
+                    self._go_to(self.conversation)
+                return messages
             time.sleep(0.05)
-        return "the server has not ended this turn yet"
+        return None
 
     def _about(self) -> dict[str, Any]:
         about: dict[str, Any] = self._server.ask("GET", self._path(self.conversation))
@@ -296,7 +316,7 @@ class Chat:
         copy = name or new_name()
         self._server.ask("POST", f"{self._path(self.conversation)}/fork", {"id": copy})
         print(f"this is {copy}, a copy of {self.conversation}")
-        self.conversation = copy
+        self._go_to(copy)
 
     def command_drop(self, name: str) -> None:
         dropped = name or self.conversation

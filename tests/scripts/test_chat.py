@@ -302,6 +302,56 @@ def test_a_turn_of_which_the_server_stores_nothing_is_not_kept(server, before, m
     assert server.conversations == {"tea": [*before, "hello"]}
 
 
+@pytest.mark.parametrize("message", ["too much", "break", NOTHING_TO_STORE])
+def test_a_first_message_without_an_answer_leaves_no_conversation(
+    server, message, monkeypatch, capsys
+):
+    monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{message}\n"))
+    main(["--url", server.url, "--conversation", "tea"])
+    assert server.conversations == {}
+    assert len(capsys.readouterr().err.splitlines()) == (message != NOTHING_TO_STORE)
+
+
+@pytest.mark.parametrize("stored", [[], ["one"]])
+def test_a_conversation_of_someone_else_is_left_as_it_is(server, stored, monkeypatch):
+    server.conversations["tea"] = stored
+    monkeypatch.setattr("sys.stdin", io.StringIO("too much\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 1
+    assert server.conversations == {"tea": stored}
+
+
+def test_two_chats_may_begin_one_conversation(server, monkeypatch, capsys):
+    class OvertakenServer(Server):
+        def ask(self, method, path, body=None):
+            if (method, path) == ("POST", "/v1/conversations"):
+                server.conversations["tea"] = []  # the other chat's
+            return super().ask(method, path, body)
+
+    monkeypatch.setattr("pensieve.scripts.chat.Server", OvertakenServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("too much\nhello\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 1
+    assert capsys.readouterr().err == "error: the queue is full\n"
+    assert server.conversations == {"tea": ["hello"]}
+
+
+def test_a_turn_whose_server_ends_may_be_kept(server, monkeypatch, capsys):
+    class EndedServer(StoppedServer):
+        def events(self, path, body):
+            try:
+                yield from super().events(path, body)
+            except KeyboardInterrupt:
+                server.shutdown()
+                server.server_close()
+                raise
+
+    monkeypatch.setattr("pensieve.scripts.chat.Server", EndedServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("late\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 0
+    shown = capsys.readouterr()
+    assert "stopped; it is not known what the server has kept" in shown.out and not shown.err
+
+
 def test_a_turn_that_the_server_does_not_end_is_not_called_lost(server, monkeypatch, capsys):
     monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
     monkeypatch.setattr("pensieve.scripts.chat.STORE_SECONDS", 0)
