@@ -9,8 +9,9 @@ engine.
 
 A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these
 differ from PLACE.json, the weights are read: equal content keeps the same engine, which
-`build_engine` then verifies. An engine of content that the checkpoint no longer has is removed,
-unless another checkpoint uses it.
+`build_engine` then verifies. A build removes the engines of content that the checkpoint no longer
+has, and of deleted checkpoints with the same name and settings, such as an earlier snapshot of the
+Hub; engines that another checkpoint uses stay.
 """
 
 from __future__ import annotations
@@ -131,8 +132,7 @@ class _Place:
         self._settings = settings
         self._cache = cache_directory()
         self._name = Path(name).name
-        place = [str(checkpoint), self._name, asdict(settings)]
-        self._record = self._cache / f"{_digest(place)}.json"
+        self._record = self._record_of(str(checkpoint))
         self._weights = _weight_files(checkpoint)
 
     def engine(self, progress: Progress) -> Path:
@@ -166,11 +166,13 @@ class _Place:
     def _build(self, progress: Progress) -> Path:
         how = self._settings
         check_settings(how.backend, how.tensor_parallel, how.device, None, how.weights)
-        previous = _read(self._record)
+        replaced = self._replaced_records()
+        previous = [_read(record) for record in (self._record, *replaced)]
         small = self._small_digest()
         times = _times(self._weights)
-        if previous.get("times") == times:
-            weights = previous["weights"]
+        unchanged = [about for about in previous if about.get("times") == times]
+        if unchanged:
+            weights = unchanged[0]["weights"]
         else:
             progress.say("reading the checkpoint")
             weights = _content_digest(self._weights, progress.advance)
@@ -178,8 +180,15 @@ class _Place:
         engine = self._cache / key / self._name
         # Written before the build, because it outlives a killed process: the next build learns from
         # it which engines it may remove.
-        engines = [*(one for one in previous.get("engines", []) if one != key), key]
-        _write(self._record, previous | {"checkpoint": str(self._checkpoint), "engines": engines})
+        earlier = {one for about in previous for one in about.get("engines", [])} - {key}
+        engines = [*sorted(earlier), key]
+        _write(
+            self._record, previous[0] | {"checkpoint": str(self._checkpoint), "engines": engines}
+        )
+        # Before records had names, an engine had that of its checkpoint's directory.
+        before = engine.with_name(model_name(self._checkpoint))
+        if self._unnamed_record() in replaced and before.exists() and not engine.exists():
+            before.rename(engine)
         built = build_engine(
             self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how)
         )
@@ -199,15 +208,42 @@ class _Place:
             "weights": weights,
         }
         _write(self._record, record)
+        for old in replaced:
+            old.unlink(missing_ok=True)
         self._remove(engines[:-1])
         return engine
 
+    def _record_of(self, checkpoint: str) -> Path:
+        """The record of a checkpoint with this one's name and settings."""
+        return self._cache / f"{_digest([checkpoint, self._name, asdict(self._settings)])}.json"
+
+    def _unnamed_record(self) -> Path:
+        """This checkpoint's record of a version whose records had no names."""
+        return self._cache / f"{_digest([str(self._checkpoint), asdict(self._settings)])}.json"
+
+    def _replaced_records(self) -> list[Path]:
+        """The records whose engines this place no longer needs: of checkpoints with its name and
+        settings that do not exist any more, as a snapshot of the Hub, and the one without a
+        name."""
+        gone = [
+            record
+            for record, about in self._records().items()
+            if not Path(about["checkpoint"]).exists()
+            and record == self._record_of(about["checkpoint"])
+        ]
+        unnamed = self._unnamed_record()
+        return [*gone, unnamed] if unnamed.exists() else gone
+
+    def _records(self) -> dict[Path, dict[str, Any]]:
+        """All records that can be read."""
+        records = {record: _read(record) for record in self._cache.glob("*.json")}
+        return {record: about for record, about in records.items() if about}
+
     def _remove(self, engines: list[str]) -> None:
         """Removes engines that no other checkpoint has."""
-        records = [_read(record) for record in self._cache.glob("*.json")]
         kept = {
             one
-            for about in records
+            for about in self._records().values()
             if Path(about["checkpoint"]).exists()
             for one in about["engines"]
         }

@@ -191,14 +191,16 @@ def _in_cache(
     name: str, revision: str | None, patterns: Sequence[str], *, only: bool = False
 ) -> Path:
     """Downloads what the cache lacks, unless it is `only` looked up."""
+    # The client is the program's too, whose own requests may take longer.
     hooks = get_session().event_hooks["request"]
-    if _limit_wait not in hooks:
-        hooks.append(_limit_wait)
-    return Path(
-        snapshot_download(
+    hooks.append(_limit_wait)
+    try:
+        folder = snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=only
         )
-    )
+    finally:
+        hooks.remove(_limit_wait)
+    return Path(folder)
 
 
 def _limit_wait(request: Any) -> None:

@@ -45,7 +45,8 @@ def dump_stacks_on_signal() -> None:
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
     """Processes that start in the block import nothing of the current directory, also those that
-    multiprocessing spawns: it passes no -P to them."""
+    multiprocessing spawns: it passes no -P to them. Processes that start after the block, such
+    as a pool's replacements, are not protected."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:

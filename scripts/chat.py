@@ -18,7 +18,9 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ..runtime.launch.command_line import INTERRUPTED, CommandParser
+from ..scheduler.types import SettingError
 
+OK, NOT_FOUND, CONFLICT = 200, 404, 409  # statuses of answers
 SOURCES = ("gpu", "host", "disk", "recomputed", "new")
 CONNECT_SECONDS = 10
 STORE_SECONDS = 10
@@ -66,7 +68,12 @@ class Server:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Returns the JSON of the server's answer."""
         with self._answer(method, path, body) as response:
-            return json.loads(response.read())
+            try:
+                return json.loads(response.read())
+            except ValueError as error:
+                raise ServerError(
+                    f"{self.url}{path} does not answer in JSON", response.status
+                ) from error
 
     def text(self, path: str) -> str:
         with self._answer("GET", path, None) as response:
@@ -147,10 +154,11 @@ class Chat:
     """One conversation at a time; the server keeps its history."""
 
     def __init__(self, server: Server, options: argparse.Namespace):
+        """Raises ServerError, and SettingError if another program than Pensieve is the server."""
         self._server = server
         self._options = options
+        self._tier_names = tier_names(server)
         self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
-        self._tier_names: dict[str, str] = server.ask("GET", "/health").get("tier_names", {})
         self._turns: list[ReplyFigures] = []
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         self._go_to(options.conversation)
@@ -206,6 +214,11 @@ class Chat:
         except KeyboardInterrupt:
             print(self._faint(f"\n(stopped; {self._kept(before)})"))
             return
+        except ServerError:
+            if self._created and before == 0:
+                with contextlib.suppress(ServerError):  # the first error is the one to tell
+                    self._after_turn()
+            raise
         self._turns.append(turn)
         print("\n" + self._faint(turn.line(self._tier_names)), flush=True)
 
@@ -230,6 +243,7 @@ class Chat:
         one."""
         self.conversation = name or new_name()
         self._exists = False  # until the server tells
+        self._created = False  # by this command
 
     def _messages(self) -> int:
         """Returns how many messages the server has of the conversation, which begins with the first
@@ -241,25 +255,39 @@ class Chat:
     def _create(self) -> None:
         """Creates the conversation, unless it exists."""
         try:
-            self._about()
-        except ServerError as error:
-            if error.status != 404:
-                raise
             self._server.ask("POST", "/v1/conversations", {"id": self.conversation})
+            self._created = True
+        except ServerError as error:
+            if error.status != CONFLICT:
+                raise
         self._exists = True
 
     def _kept(self, before: int) -> str:
         """Tells what the server has stored of a turn that was stopped behind `before` messages. The
         server may have generated more than has arrived here, and stores it when it notices that the
         connection has ended."""
+        try:
+            after = self._after_turn()
+        except ServerError:
+            return "it is not known what the server has kept"
+        if after is None:
+            return "the server has not ended this turn yet"
+        return "this part is kept" if after > before else "nothing is kept of this turn"
+
+    def _after_turn(self) -> int | None:
+        """Returns how many messages the conversation has when its turn has ended; None if that
+        takes too long. Deletes a conversation without messages that this command has created."""
         until = time.monotonic() + STORE_SECONDS
         while time.monotonic() < until:
             about = self._about()
             if not about["in_flight"]:
-                kept = len(about["messages"]) > before
-                return "this part is kept" if kept else "nothing is kept of this turn"
+                messages = len(about["messages"])
+                if self._created and messages == 0:
+                    self._server.ask("DELETE", self._path(self.conversation))
+                    self._go_to(self.conversation)
+                return messages
             time.sleep(0.05)
-        return "the server has not ended this turn yet"
+        return None
 
     def _about(self) -> dict[str, Any]:
         about: dict[str, Any] = self._server.ask("GET", self._path(self.conversation))
@@ -288,7 +316,7 @@ class Chat:
         copy = name or new_name()
         self._server.ask("POST", f"{self._path(self.conversation)}/fork", {"id": copy})
         print(f"this is {copy}, a copy of {self.conversation}")
-        self.conversation = copy
+        self._go_to(copy)
 
     def command_drop(self, name: str) -> None:
         dropped = name or self.conversation
@@ -320,6 +348,23 @@ class Chat:
     @staticmethod
     def _path(conversation: str) -> str:
         return f"/v1/conversations/{quote(conversation, safe='')}"
+
+
+def tier_names(server: Server) -> dict[str, str]:
+    """What the server calls its tiers. Raises SettingError if it is another program's."""
+    try:
+        health = server.ask("GET", "/health")
+    except ServerError as error:
+        if error.status not in (OK, NOT_FOUND):
+            raise
+        health = None
+    if not isinstance(health, dict) or "tier_names" not in health:
+        raise SettingError(
+            "--url",
+            f"{server.url} has no conversations of Pensieve; use a client of OpenAI's API there",
+        )
+    names: dict[str, str] = health["tier_names"]
+    return names
 
 
 def new_name() -> str:
@@ -373,6 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerError as error:
         print(f"pensieve chat: {error}", file=sys.stderr)
         return 1
+    except SettingError as error:
+        command.error(str(error))
     if sys.stdin.isatty():
         print(f"{chat.conversation} on {options.url}; /help lists the commands")
         chat.run(typed_lines(chat))

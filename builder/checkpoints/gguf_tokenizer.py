@@ -9,6 +9,7 @@ of the kind "gpt2" splits a text before it merges bytes. The table below knows t
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tokenizers import (
     processors,
 )
 
+from ...scheduler.types import RequestError, Sampling
 from .architectures import refusal
 
 PREFIX = "tokenizer.ggml."
@@ -79,6 +81,9 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+log = logging.getLogger("pensieve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +267,43 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
     return files
 
 
-def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The shortest numbers of the same value in float32, the file's type: 0.95 instead of
-    0.949999988."""
-    given = {ours: fields[key] for key, ours in SAMPLING.items() if key in fields}
-    return {
-        ours: float(str(np.float32(value))) if type(value) is float else value
-        for ours, value in given.items()
-    }
+def _sampling(fields: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling that requests may have; the log names the values that none may have."""
+    sampling = {}
+    for key, name in SAMPLING.items():
+        if key not in fields:
+            continue
+        number = _sampling_number(name, fields[key])
+        if number is None:
+            log.warning(
+                "the file's %s is %r, which no request may have: it is left out", key, fields[key]
+            )
+        else:
+            sampling[name] = number
+    return sampling
+
+
+def _sampling_number(name: str, value: Any) -> float | None:
+    """The number of our setting; None: there is none. In llama.cpp a temperature below 0 is greedy
+    too, and a `top_k` below 0 is off."""
+    if type(value) not in (int, float):
+        return None
+    if name == "top_k":
+        if not float(value).is_integer():
+            return None
+        value = int(value)
+    elif type(value) is float:
+        # the shortest number of the same value in float32, the file's type: 0.95 instead of
+        # 0.949999988
+        value = float(str(np.float32(value)))
+    if name in ("temperature", "top_k"):
+        value = max(value, 0)
+    try:
+        Sampling(**{name: value})
+    except RequestError:
+        return None
+    number: float = value
+    return number
 
 
 def _splitting(name: str | None) -> Splitting:

@@ -64,8 +64,8 @@ NO_TEMPLATE = (
 )
 
 FLOAT16_ON_CPU = (
-    "%s computes in float16, which is slow on most CPUs: build it, or serve its checkpoint, with "
-    "--dtype float32 or --dtype bfloat16"
+    "%s computes in float16, which is slow on most CPUs: build it, or load its checkpoint, with "
+    "dtype float32 or bfloat16"
 )
 
 

@@ -4,10 +4,12 @@ several."""
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from pensieve.builder import engine_cache
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.builder.engine_cache import cache_directory, engine_for
+from pensieve.builder.engine_cache import BuildSettings, cache_directory, engine_for
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
@@ -178,6 +180,46 @@ def test_a_name_replaces_that_of_the_directory(checkpoint, tmp_path, builds):
     assert builds == ["built", "reused"]
     assert engine_for(snapshot).name == "0123abcd" and len(engines()) == 2
     assert engine_for(snapshot, name="org/chat") == engine and len(builds) == 3
+
+
+def records():
+    return sorted(cache_directory().glob("*.json"))
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_an_earlier_snapshot_keeps_its_engine_until_it_is_deleted(is_deleted, tmp_path):
+    for commit in ("first", "second"):
+        tiny_checkpoint("llama", tmp_path / commit)
+    flip_a_bit(tmp_path / "second" / "model.safetensors")
+    engine_for(tmp_path / "first", name="org/chat")
+    if is_deleted:
+        shutil.rmtree(tmp_path / "first")
+    engine_for(tmp_path / "second", name="org/chat")
+    assert len(engines()) == len(records()) == 2 - is_deleted
+
+
+@pytest.mark.parametrize("name", [None, "org/chat"])
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_record_of_the_version_before_names_is_taken_over(name, changed, checkpoint, builds):
+    engine_for(checkpoint)
+    (record,) = records()
+    settings = asdict(BuildSettings("reference", "float32", 1, "cpu", "same"))
+    record.rename(record.with_stem(engine_cache._digest([str(checkpoint), settings])))
+    if changed:
+        flip_a_bit(checkpoint / "model.safetensors")
+    heard = Heard()
+    engine = engine_for(checkpoint, name=name, progress=heard)
+    assert builds == ["built", "built" if changed else "reused"]
+    assert ("reading the checkpoint" in heard.stages) == changed
+    assert engines() == [engine / "manifest.json"] and len(records()) == 1
+
+
+def test_a_damaged_record_of_another_checkpoint_hinders_no_build(checkpoint, tmp_path):
+    engine_for(checkpoint)
+    (record,) = records()
+    record.write_text("{")
+    tiny_checkpoint("llama", tmp_path / "other")
+    assert engine_for(tmp_path / "other").exists()
 
 
 def test_a_damaged_engine_is_built_again(checkpoint, builds):

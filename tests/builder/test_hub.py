@@ -93,10 +93,10 @@ def hub():
 def start(hub, tmp_path):
     """Starts a program that looks a name up."""
 
-    def start(*names, **environment):
+    def start(*names, program=FIND, **environment):
         settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, **environment}
         return subprocess.Popen(
-            [sys.executable, "-c", FIND, *names],
+            [sys.executable, "-c", program, *names],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -259,6 +259,19 @@ def test_a_list_of_files_that_never_comes_is_not_waited_for_long(hub, find):
     assert not hub.held
     goes_on.set()
     assert (find("org/chat")[0] / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_the_programs_own_requests_to_the_hub_get_no_time_limit(start):
+    """A commit of large files may be answered late. The HTTP client is shared with the program."""
+    program = (
+        "from huggingface_hub import get_session\n"
+        "before = list(get_session().event_hooks['request'])\n"
+        f"{FIND}\n"
+        "assert get_session().event_hooks['request'] == before\n"
+    )
+    process = start("org/chat", "org/caht", program=program)
+    out, shown = process.communicate(timeout=120)
+    assert process.returncode == 0 and len(out.splitlines()) == 2, shown
 
 
 def accepted(server):

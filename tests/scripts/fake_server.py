@@ -99,6 +99,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v1/conversations":
+            if body["id"] in self.server.conversations:
+                self._answer({"error": {"message": "there is one already"}}, 409)
+                return
             self.server.conversations[body["id"]] = []
             self._answer({"id": body["id"]})
             return

@@ -19,7 +19,7 @@ import pytest
 
 from pensieve.scripts.chat import Chat, Server, main
 
-from .fake_server import ENDLESS, NOTHING_TO_STORE, FakeServer
+from .fake_server import ENDLESS, NOTHING_TO_STORE, FakeServer, Handler
 
 CHAT = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat"]
 LINE = r"device 128 · host 64 · recomputed 5 · new 17 \| first token \d+ ms \| \d+ tokens at \d+/s"
@@ -167,6 +167,30 @@ def test_no_server(url, message):
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
+class OtherHandler(Handler):
+    """A server of OpenAI's API that knows no conversations. Its `health`: status and content."""
+
+    health = (404, b"{}")
+
+    def do_GET(self):
+        if self.path == "/health":
+            self._send(*self.health)
+        else:
+            super().do_GET()
+
+
+@pytest.mark.parametrize("health", [(200, b""), (404, b"{}"), (200, b'{"status": "ok"}')])
+def test_a_server_that_is_not_pensieve(health, monkeypatch, capsys):
+    monkeypatch.setattr(OtherHandler, "health", health)
+    with FakeServer(OtherHandler) as other, pytest.raises(SystemExit) as ended:
+        main(["--url", other.url])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"pensieve chat: --url: {other.url} has no conversations of Pensieve; use a client of "
+        "OpenAI's API there\n"
+    )
+
+
 class Terminal:
     """The chat in its own terminal."""
 
@@ -276,6 +300,56 @@ def test_a_turn_of_which_the_server_stores_nothing_is_not_kept(server, before, m
     assert main(["--url", server.url, "--conversation", "tea"]) == 0
     assert "stopped; nothing is kept of this turn" in capsys.readouterr().out
     assert server.conversations == {"tea": [*before, "hello"]}
+
+
+@pytest.mark.parametrize("message", ["too much", "break", NOTHING_TO_STORE])
+def test_a_first_message_without_an_answer_leaves_no_conversation(
+    server, message, monkeypatch, capsys
+):
+    monkeypatch.setattr("pensieve.scripts.chat.Server", StoppedServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{message}\n"))
+    main(["--url", server.url, "--conversation", "tea"])
+    assert server.conversations == {}
+    assert len(capsys.readouterr().err.splitlines()) == (message != NOTHING_TO_STORE)
+
+
+@pytest.mark.parametrize("stored", [[], ["one"]])
+def test_a_conversation_of_someone_else_is_left_as_it_is(server, stored, monkeypatch):
+    server.conversations["tea"] = stored
+    monkeypatch.setattr("sys.stdin", io.StringIO("too much\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 1
+    assert server.conversations == {"tea": stored}
+
+
+def test_two_chats_may_begin_one_conversation(server, monkeypatch, capsys):
+    class OvertakenServer(Server):
+        def ask(self, method, path, body=None):
+            if (method, path) == ("POST", "/v1/conversations"):
+                server.conversations["tea"] = []  # the other chat's
+            return super().ask(method, path, body)
+
+    monkeypatch.setattr("pensieve.scripts.chat.Server", OvertakenServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("too much\nhello\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 1
+    assert capsys.readouterr().err == "error: the queue is full\n"
+    assert server.conversations == {"tea": ["hello"]}
+
+
+def test_a_turn_whose_server_ends_may_be_kept(server, monkeypatch, capsys):
+    class EndedServer(StoppedServer):
+        def events(self, path, body):
+            try:
+                yield from super().events(path, body)
+            except KeyboardInterrupt:
+                server.shutdown()
+                server.server_close()
+                raise
+
+    monkeypatch.setattr("pensieve.scripts.chat.Server", EndedServer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("late\n"))
+    assert main(["--url", server.url, "--conversation", "tea"]) == 0
+    shown = capsys.readouterr()
+    assert "stopped; it is not known what the server has kept" in shown.out and not shown.err
 
 
 def test_a_turn_that_the_server_does_not_end_is_not_called_lost(server, monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import math
 import os
 import random
 from itertools import pairwise
@@ -349,6 +351,42 @@ def test_recommended_sampling_gives_the_defaults_of_requests(has_tokenizer, tmp_
     assert ("tokenizer.json" in files) == has_tokenizer
     (tmp_path / "generation_config.json").write_text(files["generation_config.json"])
     assert sampling_defaults("auto", tmp_path) == SamplingDefaults(0.6, 0.95, 20, 0.01, 1.05)
+
+
+@pytest.mark.parametrize(
+    "key, value, default",
+    [
+        ("temp", -1.0, {"temperature": 0.0}),
+        ("temp", -0.5, {"temperature": 0.0}),
+        ("top_k", 0, {"top_k": 0}),
+        ("top_k", -1, {"top_k": 0}),
+        ("top_k", 20.0, {"top_k": 20}),
+        ("top_p", 1, {"top_p": 1}),
+        ("temp", math.nan, None),
+        ("temp", True, None),
+        ("top_k", 20.5, None),
+        ("top_k", math.nan, None),
+        ("top_k", math.inf, None),
+        ("top_k", "20", None),
+        ("top_p", 0.0, None),
+        ("top_p", [0.5], None),
+        ("min_p", math.inf, None),
+        ("penalty_repeat", 0.0, None),
+    ],
+)
+def test_sampling_in_the_words_of_llama_cpp(key, value, default, tmp_path, caplog):
+    """A negative temperature is greedy there, a `top_k` of 0 or less is off. A value that no
+    request may have is left out with a warning, and the other values count."""
+    field = f"general.sampling.{key}"
+    fields = {"general.sampling.min_p": 0.25, field: value}
+    with caplog.at_level(logging.WARNING, "pensieve"):
+        text = tokenizer_files(fields).get("generation_config.json", "{}")
+    (tmp_path / "generation_config.json").write_text(text)
+    others = {} if key == "min_p" else {"min_p": 0.25}
+    assert sampling_defaults("auto", tmp_path) == SamplingDefaults(**others | (default or {}))
+    warnings = [record.getMessage() for record in caplog.records]
+    left_out = f"the file's {field} is {value!r}, which no request may have: it is left out"
+    assert warnings == ([left_out] if default is None else [])
 
 
 def test_chat_templates(tmp_path):

@@ -435,7 +435,7 @@ def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(
 def test_the_start_of_a_float16_engine_on_a_cpu_names_faster_dtypes(dtype, served, files, caplog):
     build_engine(DEMO_CHECKPOINT, files / "built", "reference", dtype=dtype)
     served(["--engine", str(files / "built")])
-    cure = "build it, or serve its checkpoint, with --dtype float32 or --dtype bfloat16"
+    cure = "build it, or load its checkpoint, with dtype float32 or bfloat16"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [cure in warning for warning in warnings] == [True] * (dtype == "float16")
 
