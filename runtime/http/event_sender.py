@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import types
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -18,16 +21,28 @@ all that is kept."""
 class EventSender:
     """Made with the answer's first events. The code that makes it closes it in any case.
 
-    A reply never waits for its client: `put` keeps what the client has not read.
+    A reply never waits for its client: `put` keeps what the client has not read. While the client
+    reads, `put` sends at once; a task runs only while the client does not read.
     """
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]):
+    def __init__(
+        self,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        more: Callable[[], str] = lambda: "",
+    ):
+        """`more`: further events, for a client that has read all that was kept."""
         self._send = send
-        self._headers = [*EVENT_HEADERS, *headers]
+        self._more = more
         self._unread = bytearray()
-        self._ended = False
-        self._news = asyncio.Event()
-        self._task = asyncio.create_task(self._run())
+        self._task: asyncio.Task[None] | None = None
+        headers = [*EVENT_HEADERS, *headers]
+        self._begin({"type": "http.response.start", "status": 200, "headers": headers})
+
+    @property
+    def waits(self) -> bool:
+        """True while the client does not read."""
+        return self._task is not None
 
     @property
     def unread_bytes(self) -> int:
@@ -35,30 +50,60 @@ class EventSender:
         return len(self._unread)
 
     def put(self, events: str) -> None:
-        """Raises the error of an earlier piece that could not be sent."""
-        if self._task.done():
+        """Raises the error of this or an earlier piece that could not be sent."""
+        if self._task is not None and self._task.done():
             self._task.result()
         self._unread += events.encode()
-        self._news.set()
+        while self._unread and self._task is None:
+            self._begin(self._next_piece())
 
     async def end(self) -> None:
         """Returns when all events are sent, or the client is gone."""
-        self._ended = True
-        self._news.set()
-        await self._task
+        if self._task is not None:
+            await self._task
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
         """Sends no more. Idempotent."""
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _run(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        more = True
-        while more:
-            while not self._unread and not self._ended:
-                self._news.clear()
-                await self._news.wait()
-            piece = bytes(self._unread[:PIECE_BYTES])
-            del self._unread[:PIECE_BYTES]
-            more = not self._ended or bool(self._unread)
-            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+    def _next_piece(self) -> Message:
+        piece = bytes(self._unread[:PIECE_BYTES])
+        del self._unread[:PIECE_BYTES]
+        return {"type": "http.response.body", "body": piece, "more_body": True}
+
+    def _begin(self, message: Message) -> None:
+        """Sends the message without a task, if the client reads."""
+        sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
+        try:
+            awaited = sending.send(None)
+        except StopIteration:
+            return
+        self._task = asyncio.create_task(self._go_on(sending, awaited))
+
+    async def _go_on(self, sending: Coroutine[Any, Any, None], awaited: object) -> None:
+        """Ends a send that waits for the client, then sends what has come meanwhile."""
+        await _resumed(sending, awaited)
+        while True:
+            if not self._unread:
+                self._unread += self._more().encode()
+            if not self._unread:
+                break
+            await self._send(self._next_piece())
+        self._task = None
+
+
+@types.coroutine
+def _resumed(sending: Coroutine[Any, Any, None], awaited: object) -> Generator[Any, Any, None]:
+    """Awaits the rest of a coroutine that has begun outside of a task and waits for `awaited`."""
+    try:
+        while True:
+            try:
+                answer = yield awaited
+            except BaseException as error:  # the task's cancellation
+                awaited = sending.throw(error)
+            else:
+                awaited = sending.send(answer)
+    except StopIteration:
+        pass

@@ -1,0 +1,114 @@
+"""The events of a streamed answer: those of one reply that wait become one event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from starlette.types import Send
+
+from ...scheduler.types import RequestId, RowResult
+from ..frontend.reply import CompletionWriter, Piece, Reply
+from .event_sender import EventSender
+
+MOST_STEPS = 2
+"""Steps whose tokens an event may have while the client reads."""
+MOST_UNREAD_STEPS = 32
+"""The same while the client does not read. A limit, because only written events count as unread."""
+
+
+class _Waiting(NamedTuple):
+    """Pieces of one reply that are not written yet, as one. `finish`: the reply's reason, with its
+    last piece."""
+
+    piece: Piece
+    finish: str | None
+    steps: int
+
+
+class ReplyEvents:
+    """Writes the events of a call's replies. The code that makes it closes it in any case."""
+
+    def __init__(
+        self,
+        writer: CompletionWriter,
+        replies: Mapping[RequestId, Reply],
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+    ):
+        self._writer = writer
+        self._replies = replies
+        self._numbers = {request: number for number, request in enumerate(replies)}
+        self._waiting: dict[int, _Waiting] = {}  # by the reply's number
+        self._written = [writer.opening(list(replies.values()))]
+        self._sender = EventSender(send, headers, self._waiting_events)
+        self.unfinished = len(replies)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of events that the client has not read."""
+        return self._sender.unread_bytes
+
+    def add(self, result: RowResult) -> None:
+        """Takes a result of one of the replies. Raises as `Reply.add`."""
+        reply = self._replies[result.request]
+        piece = reply.add(result)
+        self.unfinished -= result.finish is not None
+        self._add(self._numbers[result.request], piece, reply.reason)
+
+    def send(self) -> None:
+        """Sends what has been added. For a client that does not read, it waits."""
+        if not self._sender.waits:
+            self._write_waiting()
+        if self._written:
+            self._put()
+
+    def put_end(self, last: str) -> None:
+        """Adds the events `last` behind all others. No more can be added."""
+        self._write_waiting()
+        self._written.append(last)
+        self._put()
+
+    async def end(self) -> None:
+        """Returns when all events are sent, or the client is gone."""
+        await self._sender.end()
+
+    def close(self) -> None:
+        """Sends no more. Idempotent."""
+        self._sender.close()
+
+    def _add(self, number: int, piece: Piece, finish: str | None) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is None:
+            self._waiting[number] = _Waiting(piece, finish, 1)
+            return
+        most = MOST_UNREAD_STEPS if self._sender.waits else MOST_STEPS
+        joined = waiting.piece.joined(piece) if waiting.steps < most else None
+        if joined is None:
+            self._write(number, waiting)
+            self._waiting[number] = _Waiting(piece, finish, 1)
+        else:
+            self._waiting[number] = _Waiting(joined, finish, waiting.steps + 1)
+
+    def _write(self, number: int, waiting: _Waiting) -> None:
+        self._written.append(self._writer.piece(number, waiting.piece, waiting.finish))
+
+    def _write_waiting(self) -> None:
+        for number, waiting in self._waiting.items():
+            self._write(number, waiting)
+        self._waiting.clear()
+
+    def _put(self) -> None:
+        events = "".join(self._written)
+        self._written.clear()
+        if events:
+            self._sender.put(events)
+
+    def _waiting_events(self) -> str:
+        """For a client that reads again. The ends wait until the turn is committed."""
+        if not self.unfinished:
+            return ""
+        self._write_waiting()
+        events = "".join(self._written)
+        self._written.clear()
+        return events
