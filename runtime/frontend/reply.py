@@ -185,7 +185,8 @@ class Reply:
         if self.request.confirm and not stopped and (self._stopped or result.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
         offsets = tuple(self.offsets[start:])
-        return Piece(parts.content, result, offsets, parts.calls, self.stop_reason, parts.thought)
+        stop = self.stop_reason if self.finish is not None else None
+        return Piece(parts.content, result, offsets, parts.calls, stop, parts.thought)
 
     def end_here(self) -> bool:
         """Ends the reply, whose client has gone, with the text so far. Its last result comes later.

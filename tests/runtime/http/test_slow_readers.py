@@ -245,11 +245,62 @@ def test_an_error_of_the_server_s_send_ends_the_stream() -> None:
         async def send(message: Any) -> None:
             raise RuntimeError("the send is broken")
 
+        with pytest.raises(RuntimeError, match="the send is broken"):
+            EventSender(send, [])
+
+    asyncio.run(work())
+
+
+def test_an_error_of_a_send_that_waited_ends_the_stream() -> None:
+    async def work() -> None:
+        waited = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+            waited.set()
+            raise RuntimeError("the send is broken")
+
         sender = EventSender(send, [])
         sender.put("before it is known")
-        await asyncio.sleep(0)
+        await waited.wait()
         with pytest.raises(RuntimeError, match="the send is broken"):
             sender.put("after")
+
+    asyncio.run(work())
+
+
+def test_no_task_sends_to_a_client_that_reads() -> None:
+    async def work() -> None:
+        sent = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        sender = EventSender(send, [])
+        sender.put("one")
+        sender.put("two")
+        assert [message.get("body") for message in sent] == [None, b"one", b"two"]
+        assert len(asyncio.all_tasks()) == 1
+        await sender.end()
+        assert not sent[-1]["more_body"]
+
+    asyncio.run(work())
+
+
+def test_closing_cancels_a_send_that_waits() -> None:
+    async def work() -> None:
+        ended = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        sender = EventSender(send, [])
+        await asyncio.sleep(0)
+        sender.close()
+        await ended.wait()
 
     asyncio.run(work())
 
@@ -275,7 +326,7 @@ def test_unread_events_are_sent_in_pieces() -> None:
         await sender.end()
         start, *pieces = sent
         assert start["status"] == 200
-        assert [len(piece["body"]) for piece in pieces] == [*5 * [PIECE_BYTES], 7]
-        assert [piece["more_body"] for piece in pieces] == [*5 * [True], False]
+        assert [len(piece["body"]) for piece in pieces] == [*5 * [PIECE_BYTES], 7, 0]
+        assert [piece["more_body"] for piece in pieces] == [*6 * [True], False]
 
     asyncio.run(work())
