@@ -79,7 +79,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     serve = serve_http if options.profile is None else profiled
     file = () if options.profile is None else (options.profile,)
-    server = spawn.Process(target=serve, args=(*file, there, listener, HTTPSettings(log_level="warning")))
+    server = spawn.Process(
+        target=serve, args=(*file, there, listener, HTTPSettings(log_level="warning"))
+    )
     server.start()
     there.close()
     here.send(Ready("m", 8192, 1 << 17, (0,), str(options.tokenizer), 32, 100))

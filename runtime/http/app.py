@@ -41,7 +41,9 @@ from ..messages import Ready
 from ..observe.vllm_metrics import VllmMetrics
 from ..text.tokenizer import Tokenizer
 from .auth import OWNER, KeyCheck
+from .connection_limits import WRITE
 from .conversations import add_conversations
+from .event_sender import Write, write_nothing
 from .limits import (
     BodyLimit,
     ClientErrors,
@@ -130,7 +132,7 @@ class Answer(Response):
                 reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)
             }
             if self._call.generate.stream:
-                await self._send_events(stream, replies, send)
+                await self._send_events(stream, replies, send, scope.get(WRITE, write_nothing))
             else:
                 await stream.each(partial(_add_all, replies))
                 await self._commit(replies)
@@ -153,13 +155,13 @@ class Answer(Response):
             stream.hang_up()
 
     async def _send_events(
-        self, stream: OutputStream, replies: dict[int, Reply], send: Send
+        self, stream: OutputStream, replies: dict[int, Reply], send: Send, write: Write
     ) -> None:
         """Sends server-sent events. The replies come to their end, and their turn is committed,
         also if the client reads nothing meanwhile."""
         outputs = await stream.next()
         headers = [(REQUEST_ID.encode(), self._call.writer.id.encode())]
-        events = ReplyEvents(self._call.writer, replies, send, headers)
+        events = ReplyEvents(self._call.writer, replies, send, headers, write)
         try:
             await self._write_events(stream, outputs, replies, events)
             stream.close()

@@ -21,6 +21,7 @@ LEAST_BYTES_PER_S = 10_000  # of a body, after the time that every body has
 # of input after a request that is being answered; the rest stays in the socket
 MOST_BEHIND_BYTES = 64 * 1024
 OTHER_FILES = 128  # besides connections: the pipe, the history, libraries
+WRITE = "pensieve.write"  # in the scope of a request: `write_piece`, if the client can read chunks
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: "
     b"close\r\n\r\n"
@@ -74,9 +75,21 @@ class PatientProtocol(H11Protocol):
             elif self._sending is None:
                 self._sending = self._later(self._patience, self._cut)
 
+    def write_piece(self, piece: bytes) -> bool:
+        """Sends a piece of an answer without a length to a client that speaks HTTP/1.1, as ASGI's
+        `send` does, but without the code around it: half the cost of a token. Returns False, and
+        sends nothing, if `send` would wait for the client."""
+        unread = self.flow.write_paused or self.cycle.disconnected
+        if unread or self.conn.our_state is not h11.SEND_BODY:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
+
     def handle_events(self) -> None:
         """Also handles the input after an answered request."""
         super().handle_events()
+        if self.scope is not None and self.scope["http_version"] == "1.1":
+            self.scope[WRITE] = self.write_piece
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             if self._body_since is None:

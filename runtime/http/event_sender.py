@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from collections.abc import Callable
 
 from starlette.types import Message, Send
 
@@ -17,27 +15,38 @@ PIECE_BYTES = 64 * 1024
 """The longest piece that is sent at once. A client has `--client-timeout` for each piece, not for
 all that is kept."""
 
+Write = Callable[[bytes], bool]
+"""Sends a piece of the body at once; returns False, and sends nothing, where that cannot be done
+without waiting (`PatientProtocol.write_piece`)."""
+
+
+def write_nothing(piece: bytes) -> bool:
+    """The `Write` of a server that has none."""
+    return False
+
 
 class EventSender:
     """Made with the answer's first events. The code that makes it closes it in any case.
 
     A reply never waits for its client: `put` keeps what the client has not read. While the client
-    reads, `put` sends at once; a task runs only while the client does not read.
+    reads, `put` writes at once; a task sends only what waits for the client.
     """
 
     def __init__(
         self,
         send: Send,
         headers: list[tuple[bytes, bytes]],
-        more: Callable[[], str] = lambda: "",
+        write: Write = write_nothing,
+        more: Callable[[], str] = str,
     ):
-        """`more`: further events, for a client that has read all that was kept."""
+        """`more`: returns the next events for a client that has read all that was kept."""
         self._send = send
+        self._write = write
         self._more = more
-        self._unread = bytearray()
-        self._task: asyncio.Task[None] | None = None
-        headers = [*EVENT_HEADERS, *headers]
-        self._begin({"type": "http.response.start", "status": 200, "headers": headers})
+        self._unread = bytearray()  # empty without a task
+        self._task: asyncio.Task[None] | None = asyncio.create_task(
+            self._start([*EVENT_HEADERS, *headers])
+        )
 
     @property
     def waits(self) -> bool:
@@ -50,12 +59,15 @@ class EventSender:
         return len(self._unread)
 
     def put(self, events: str) -> None:
-        """Raises the error of this or an earlier piece that could not be sent."""
+        """Raises the error of an earlier piece that could not be sent."""
         if self._task is not None and self._task.done():
             self._task.result()
-        self._unread += events.encode()
-        while self._unread and self._task is None:
-            self._begin(self._next_piece())
+        piece = events.encode()
+        if self._task is None and len(piece) <= PIECE_BYTES and self._write(piece):
+            return
+        self._unread += piece
+        if self._task is None:
+            self._task = asyncio.create_task(self._send_unread())
 
     async def end(self) -> None:
         """Returns when all events are sent, or the client is gone."""
@@ -68,23 +80,11 @@ class EventSender:
         if self._task is not None:
             self._task.cancel()
 
-    def _next_piece(self) -> Message:
-        piece = bytes(self._unread[:PIECE_BYTES])
-        del self._unread[:PIECE_BYTES]
-        return {"type": "http.response.body", "body": piece, "more_body": True}
+    async def _start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_unread()
 
-    def _begin(self, message: Message) -> None:
-        """Sends the message without a task, if the client reads."""
-        sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
-        try:
-            awaited = sending.send(None)
-        except StopIteration:
-            return
-        self._task = asyncio.create_task(self._go_on(sending, awaited))
-
-    async def _go_on(self, sending: Coroutine[Any, Any, None], awaited: object) -> None:
-        """Ends a send that waits for the client, then sends what has come meanwhile."""
-        await _resumed(sending, awaited)
+    async def _send_unread(self) -> None:
         while True:
             if not self._unread:
                 self._unread += self._more().encode()
@@ -93,17 +93,7 @@ class EventSender:
             await self._send(self._next_piece())
         self._task = None
 
-
-@types.coroutine
-def _resumed(sending: Coroutine[Any, Any, None], awaited: object) -> Generator[Any, Any, None]:
-    """Awaits the rest of a coroutine that has begun outside of a task and waits for `awaited`."""
-    try:
-        while True:
-            try:
-                answer = yield awaited
-            except BaseException as error:  # the task's cancellation
-                awaited = sending.throw(error)
-            else:
-                awaited = sending.send(answer)
-    except StopIteration:
-        pass
+    def _next_piece(self) -> Message:
+        piece = bytes(self._unread[:PIECE_BYTES])
+        del self._unread[:PIECE_BYTES]
+        return {"type": "http.response.body", "body": piece, "more_body": True}

@@ -9,7 +9,7 @@ from starlette.types import Send
 
 from ...scheduler.types import RequestId, RowResult
 from ..frontend.reply import CompletionWriter, Piece, Reply
-from .event_sender import EventSender
+from .event_sender import EventSender, Write, write_nothing
 
 MOST_STEPS = 2
 """Steps whose tokens an event may have while the client reads."""
@@ -35,13 +35,14 @@ class ReplyEvents:
         replies: Mapping[RequestId, Reply],
         send: Send,
         headers: list[tuple[bytes, bytes]],
+        write: Write = write_nothing,
     ):
         self._writer = writer
         self._replies = replies
         self._numbers = {request: number for number, request in enumerate(replies)}
         self._waiting: dict[int, _Waiting] = {}  # by the reply's number
         self._written = [writer.opening(list(replies.values()))]
-        self._sender = EventSender(send, headers, self._waiting_events)
+        self._sender = EventSender(send, headers, write, self._waiting_events)
         self.unfinished = len(replies)
 
     @property

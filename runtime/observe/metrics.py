@@ -125,6 +125,7 @@ class Metrics(Collector):
             buckets=LATENCY_BUCKETS,
             registry=self._registry,
         )
+
     def count_prompt(self, usage: Usage) -> None:
         for source in SOURCES:
             self.prompt_tokens[source] += getattr(usage, source)
