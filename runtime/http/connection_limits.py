@@ -89,7 +89,7 @@ class PatientProtocol(H11Protocol):
         """Also handles the input after an answered request."""
         super().handle_events()
         if self.scope is not None and self.scope["http_version"] == "1.1":
-            self.scope[WRITE] = self.write_piece
+            self.scope[WRITE] = self.write_piece  # type: ignore[literal-required]
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             if self._body_since is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from starlette.types import Send
 
-from ...scheduler.types import RequestId, RowResult
+from ...scheduler.types import RowResult
 from ..frontend.reply import CompletionWriter, Piece, Reply
 from .event_sender import EventSender, Write, write_nothing
 
@@ -32,7 +32,7 @@ class ReplyEvents:
     def __init__(
         self,
         writer: CompletionWriter,
-        replies: Mapping[RequestId, Reply],
+        replies: Mapping[int, Reply],
         send: Send,
         headers: list[tuple[bytes, bytes]],
         write: Write = write_nothing,
