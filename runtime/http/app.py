@@ -183,10 +183,10 @@ class Answer(Response):
             if not take(first):
                 await stream.each(take)
             await self._commit(replies)
-            last = self._call.writer.closing(list(replies.values()))
         except RequestError as error:  # too late for a status
-            last = self._call.writer.failure(error)
-        events.put_end(last)
+            events.put_end(error)
+        else:
+            events.put_end()
 
     def _take(self, events: ReplyEvents, outputs: list[RowResult]) -> bool:
         """Returns True at the end of all replies. Their ends are sent after the commit."""

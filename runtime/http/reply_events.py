@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from starlette.types import Send
 
-from ...scheduler.types import RowResult
+from ...scheduler.types import RequestError, RowResult
 from ..frontend.reply import CompletionWriter, Piece, Reply
 from .event_sender import EventSender, Write, write_nothing
 
@@ -51,11 +51,14 @@ class ReplyEvents:
         return self._sender.unread_bytes
 
     def add(self, result: RowResult) -> None:
-        """Takes a result of one of the replies. Raises as `Reply.add`."""
+        """Takes a result of one of the replies. The ends of the last ones are sent by `put_end`.
+        Raises as `Reply.add`."""
         reply = self._replies[result.request]
         piece = reply.add(result)
         self.unfinished -= result.finish is not None
         self._add(self._numbers[result.request], piece, reply.reason)
+        if not self.unfinished:
+            self._write_waiting()  # the turn is stored as it is written
 
     def send(self) -> None:
         """Sends what has been added. For a client that does not read, it waits."""
@@ -64,10 +67,13 @@ class ReplyEvents:
         if self._written:
             self._put()
 
-    def put_end(self, last: str) -> None:
-        """Adds the events `last` behind all others. No more can be added."""
+    def put_end(self, error: RequestError | None = None) -> None:
+        """Adds the end of the answer, or of an answer that has failed. No more can be added."""
         self._write_waiting()
-        self._written.append(last)
+        writer = self._writer
+        self._written.append(
+            writer.closing(list(self._replies.values())) if error is None else writer.failure(error)
+        )
         self._put()
 
     async def end(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,9 +57,12 @@ class Client:
 
     @property
     def choices(self) -> list[dict[str, Any]]:
-        """Of the events so far, without the opening."""
-        events = b"".join(self.pieces).decode().split("\n\n")[1:-1]
-        return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        """Of the events so far, without the opening and the end."""
+        events = [
+            event.removeprefix("data: ")
+            for event in b"".join(self.pieces).decode().split("\n\n")[1:-1]
+        ]
+        return [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
 
     @property
     def texts(self) -> list[str]:
@@ -148,10 +150,10 @@ def test_the_end_waits_for_the_commit(tokenizer: Tokenizer) -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         assert client.texts == ["!"]
-        client.events.put_end("data: the end\n\n")
+        client.events.put_end()
         await client.events.end()
         *events, end, _ = b"".join(client.pieces).decode().split("\n\n")
-        assert end == "data: the end"
+        assert end == "data: [DONE]"
         last = json.loads(events[-1].removeprefix("data: "))["choices"][0]
         assert last["delta"] == {"content": "ab"}
         assert last["finish_reason"] == "length"
@@ -167,7 +169,7 @@ def test_a_stop_string_across_steps_of_one_event(tokenizer: Tokenizer) -> None:
         client.events.send()
         client.add("d")
         client.add(">x", FinishReason.LENGTH)
-        client.events.put_end("")
+        client.events.put_end()
         assert "".join(client.texts) == "ab"
         assert client.choices[-1]["finish_reason"] == "stop"
         assert client.choices[-1]["stop_reason"] == "<end>"
