@@ -163,6 +163,7 @@ class Answer(Response):
         headers = [(REQUEST_ID.encode(), self._call.writer.id.encode())]
         events = ReplyEvents(self._call.writer, replies, send, headers, write)
         try:
+            await asyncio.sleep(0)  # the start is sent, if the client reads
             await self._write_events(stream, outputs, replies, events)
             stream.close()
             self._call.close(replies.values())
