@@ -1,11 +1,11 @@
 """What does a token cost the HTTP process, from the loop's message to the socket?
 
-Three processes: this one stands for the loop and sends recorded text as the results of steps, the
-HTTP process of `pensieve serve` writes it to streams of chat completions, and a client drains the
-sockets. There is no model. CPU seconds are those of the HTTP process between the first token of all
-streams and their end.
+There is no model. This process stands for the loop: it sends a text's tokens as the results of
+steps. The HTTP process of `pensieve serve` writes them to streams of chat completions, and a client
+drains the sockets. CPU seconds are those of the HTTP process from the second token of all streams
+to their end.
 
-With `--step-ms` 0 steps come as fast as the pipe takes them, so tokens wait in the HTTP process.
+With `--step-ms 0` steps come as fast as the pipe takes them, so tokens wait in the HTTP process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import selectors
 import socket
 import time
 from array import array
+from collections.abc import Sequence
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,11 +33,16 @@ from pensieve.runtime.messages import Ready, StepMessage, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import Applied, FinishReason, RequestId, RowResult, Usage
 
+TOKENIZER = Path("builder/demo_models/llama")
+TEXT = Path("README.md")
 EVENT_END = b"\n\n"
+OTHER_EVENTS = 2  # of a stream: its opening and its end
+APART = 97  # tokens between the places in the text at which two streams begin
+SHOWN = 40  # functions of a profile
 
 
 def cpu_seconds(process: int) -> tuple[float, float]:
-    """CPU seconds of another process in user mode and in the kernel."""
+    """CPU seconds of a process in user mode and in the kernel."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     ticks = os.sysconf("SC_CLK_TCK")
     return int(fields[11]) / ticks, int(fields[12]) / ticks
@@ -71,83 +77,85 @@ def drain(port: int, streams: int, body: bytes, results: Connection) -> None:
     results.send((events, size))
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    tokenizer = Tokenizer.load(options.tokenizer)
-    text = list(islice(cycle(tokenizer.encode_rendered(options.text.read_text())), 1 << 20))
-    here, there = multiprocessing.Pipe()
-    listener = listen("127.0.0.1", 0)
+def send_steps(
+    loop: Connection, requests: Sequence[RequestId], text: Sequence[int], steps: int, step_s: float
+) -> None:
+    """Sends the results of all steps behind the first one, in which the streams end."""
+    began = time.perf_counter()
+    column = array("q", requests)
+    for step in range(1, steps):
+        tokens = [text[own * APART + step] for own in requests]
+        if step < steps - 1:
+            applied = Applied(column, array("i", tokens))
+        else:
+            rows = zip(requests, tokens, strict=True)
+            applied = Applied(
+                rows=tuple(RowResult(own, (token,), FinishReason.LENGTH) for own, token in rows)
+            )
+        loop.send(StepMessage(applied))
+        time.sleep(max(0.0, began + step * step_s - time.perf_counter()))
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    streams = options.streams
+    steps = options.tokens
+    ids = Tokenizer.load(options.tokenizer).encode_rendered(TEXT.read_text("utf-8"))
+    text = list(islice(cycle(ids), (streams + 1) * APART + steps))
     spawn = multiprocessing.get_context("spawn")
-    serve = serve_http if options.profile is None else profiled
-    file = () if options.profile is None else (options.profile,)
-    server = spawn.Process(
-        target=serve, args=(*file, there, listener, HTTPSettings(log_level="warning"))
-    )
+    loop, connection = multiprocessing.Pipe()
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    args: tuple[Any, ...] = (connection, listener, HTTPSettings(log_level="warning"))
+    if options.profile is None:
+        server = spawn.Process(target=serve_http, args=args)
+    else:
+        server = spawn.Process(target=profiled, args=(options.profile, *args))
     server.start()
-    there.close()
-    here.send(Ready("m", 8192, 1 << 17, (0,), str(options.tokenizer), 32, 100))
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
-    body |= {"max_tokens": options.tokens, "ignore_eos": True, **json.loads(options.body)}
+    connection.close()
+    listener.close()
+    loop.send(Ready("m", 8192, max(text) + 1, (0,), str(options.tokenizer), 32, 100))
+    message = {"role": "user", "content": "Hello"}
+    body = {"model": "m", "messages": [message], "stream": True, "max_tokens": steps}
     report, results = multiprocessing.Pipe(duplex=False)
-    client = spawn.Process(
-        target=drain,
-        args=(listener.getsockname()[1], options.streams, json.dumps(body).encode(), results),
-    )
+    client = spawn.Process(target=drain, args=(port, streams, json.dumps(body).encode(), results))
     client.start()
     requests: list[RequestId] = []
-    while len(requests) < options.streams:
-        messages = here.recv()
-        requests += [m.request.id for m in messages if isinstance(m, Submit)]
-    usage = Usage(gpu=1, new=1)
-    first = tuple(RowResult(own, (text[own],), usage=usage) for own in requests)
-    here.send(StepMessage(Applied(rows=first)))
-    time.sleep(0.5)
+    while len(requests) < streams:
+        requests += [sent.request.id for sent in loop.recv() if isinstance(sent, Submit)]
+    first = [RowResult(own, (text[own * APART],), usage=Usage(new=1)) for own in requests]
+    loop.send(StepMessage(Applied(rows=tuple(first))))
+    time.sleep(0.5)  # the streams have begun
     began = time.perf_counter()
-    before = cpu_seconds(server.pid or 0)
-    column = array("q", requests)
-    for step in range(1, options.tokens - 1):
-        tokens = array("i", [text[own * 97 + step] for own in requests])
-        here.send(StepMessage(Applied(column, tokens)))
-        late = began + step * options.step_ms / 1e3 - time.perf_counter()
-        if late > 0:
-            time.sleep(late)
-    end = tuple(
-        RowResult(own, (text[own * 97 + options.tokens - 1],), FinishReason.LENGTH)
-        for own in requests
-    )
-    here.send(StepMessage(Applied(rows=end)))
+    assert server.pid is not None
+    user, kernel = cpu_seconds(server.pid)
+    send_steps(loop, requests, text, steps, options.step_ms / 1e3)
     events, size = report.recv()
     seconds = time.perf_counter() - began
-    after = cpu_seconds(server.pid or 0)
-    user = after[0] - before[0]
-    kernel = after[1] - before[1]
-    here.close()
+    user_end, kernel_end = cpu_seconds(server.pid)
+    loop.close()
     client.join()
-    server.join(20)
-    server.kill()
-    tokens = options.streams * options.tokens
+    server.join()
+    tokens = streams * (steps - 1)
     return {
-        "user_us_a_token": user / tokens * 1e6,
-        "kernel_us_a_token": kernel / tokens * 1e6,
-        "tokens_per_s": tokens / seconds,
-        "tokens_an_event": tokens / (events - 2 * options.streams),
-        "bytes_a_token": size / tokens,
-        "busy": (user + kernel) / seconds,
+        "user us/token": (user_end - user) / tokens * 1e6,
+        "kernel us/token": (kernel_end - kernel) / tokens * 1e6,
+        "tokens/s": tokens / seconds,
+        "tokens/event": streams * steps / (events - OTHER_EVENTS * streams),
+        "bytes/token": size / streams / steps,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--text", type=Path, default=Path("README.md"))
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument("--body", default="{}")
-    parser.add_argument("--profile")
-    options = parser.parse_args()
-    print(json.dumps({name: round(value, 3) for name, value in measure(options).items()}))
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.front", description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, metavar="DIR")
+    parser.add_argument("--streams", type=int, default=256, metavar="N")
+    parser.add_argument("--tokens", type=int, default=300, metavar="N", help="of a stream")
+    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS")
+    parser.add_argument("--profile", metavar="FILE", help="of the HTTP process's main thread")
+    options = parser.parse_args(args)
+    print(json.dumps({name: round(value, 2) for name, value in measure(options).items()}))
     if options.profile is not None:
-        pstats.Stats(options.profile).sort_stats("tottime").print_stats(45)
+        pstats.Stats(options.profile).sort_stats("tottime").print_stats(SHOWN)
 
 
 if __name__ == "__main__":
