@@ -76,9 +76,9 @@ class PatientProtocol(H11Protocol):
                 self._sending = self._later(self._patience, self._cut)
 
     def write_piece(self, piece: bytes) -> bool:
-        """Sends a piece of an answer without a length to a client that speaks HTTP/1.1, as ASGI's
-        `send` does, but without the code around it: half the cost of a token. Returns False, and
-        sends nothing, if `send` would wait for the client."""
+        """Sends a piece of an answer as a chunk, as ASGI's `send` does, but without the layers
+        around it, which cost as much as the text itself. Returns False, and sends nothing, if
+        `send` would wait for the client. The answer must have no length, and HTTP/1.1."""
         unread = self.flow.write_paused or self.cycle.disconnected
         if unread or self.conn.our_state is not h11.SEND_BODY:
             return False

@@ -62,6 +62,8 @@ class EventSender:
         """Raises the error of an earlier piece that could not be sent."""
         if self._task is not None and self._task.done():
             self._task.result()
+        if not events:  # a chunk without bytes would end the answer
+            return
         piece = events.encode()
         if self._task is None and len(piece) <= PIECE_BYTES and self._write(piece):
             return

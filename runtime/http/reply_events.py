@@ -64,8 +64,7 @@ class ReplyEvents:
         """Sends what has been added. For a client that does not read, it waits."""
         if not self._sender.waits:
             self._write_waiting()
-        if self._written:
-            self._put()
+        self._put()
 
     def put_end(self, error: RequestError | None = None) -> None:
         """Adds the end of the answer, or of an answer that has failed. No more can be added."""
@@ -106,16 +105,17 @@ class ReplyEvents:
         self._waiting.clear()
 
     def _put(self) -> None:
-        events = "".join(self._written)
-        self._written.clear()
-        if events:
-            self._sender.put(events)
+        self._sender.put(self._written_events())
 
     def _waiting_events(self) -> str:
         """For a client that reads again. The ends wait until the turn is committed."""
         if not self.unfinished:
             return ""
         self._write_waiting()
+        return self._written_events()
+
+    def _written_events(self) -> str:
+        """Hands out what is written."""
         events = "".join(self._written)
         self._written.clear()
         return events

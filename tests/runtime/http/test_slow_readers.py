@@ -273,6 +273,7 @@ def test_no_task_sends_to_a_client_that_reads() -> None:
         sender = EventSender(send, [], write)
         await until(lambda: not sender.waits)
         sender.put("one")
+        sender.put("")  # as a chunk it would end the answer
         sender.put("two")
         assert written == [b"one", b"two"]
         assert len(asyncio.all_tasks()) == 1
