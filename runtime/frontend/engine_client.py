@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -52,6 +52,8 @@ class OutputStream:
         self._outputs: list[RowResult] = []
         self._error: Exception | None = None
         self._news = asyncio.Event()
+        self._take: Callable[[list[RowResult]], bool] | None = None  # of `each`
+        self._done: asyncio.Future[None] | None = None
 
     async def next(self) -> list[RowResult]:
         """Returns the outputs since the last call, at least one, in order of arrival. Only allowed
@@ -68,6 +70,34 @@ class OutputStream:
         outputs = self._outputs
         self._outputs = []
         return outputs
+
+    async def each(self, take: Callable[[list[RowResult]], bool]) -> None:
+        """Calls `take` with the outputs as `next` returns them, until it returns True. No task is
+        woken for that: `take` is called by the event loop, and must not wait.
+
+        Raises as `next`, and the errors of `take`.
+        """
+        self._done = asyncio.get_running_loop().create_future()
+        self._take = take
+        try:
+            self.deliver()
+            await self._done
+        finally:
+            self._take = None
+
+    def deliver(self) -> None:
+        """Called by EngineClient for a stream with news (`announce`)."""
+        if self._take is None or self._done is None or self._done.done():
+            return
+        outputs = self._outputs
+        self._outputs = []
+        try:
+            if outputs and self._take(outputs):
+                self._done.set_result(None)
+            elif self._error is not None:
+                self._done.set_exception(self._error)
+        except BaseException as error:  # carried to the task in `each`, which raises it
+            self._done.set_exception(error)
 
     def finish(self, request: RequestId, tokens: int) -> None:
         """Confirms once that the reply of a request with `confirm` is its first `tokens` tokens. It
@@ -91,20 +121,26 @@ class OutputStream:
         if result.finish is not None and request is not None and not request.confirm:
             del self._unsettled[request.id]
         self._outputs.append(result)
-        self._news.set()
+        self._announce()
 
     def fail(self, error: Exception) -> None:
         """Called by EngineClient when no more outputs come; `next` raises `error` after the outputs
         that are already here."""
         if self._error is None:
             self._error = error
-        self._news.set()
+        self._announce()
 
     def refuse(self, request: RequestId, error: RequestError) -> None:
         """Called by EngineClient when the loop does not serve this request: the whole call
         fails."""
         self._unsettled.pop(request, None)
         self.fail(error)
+
+    def _announce(self) -> None:
+        if self._take is None:
+            self._news.set()
+        else:
+            self._client.announce(self)
 
 
 @dataclass(slots=True)
@@ -135,6 +171,7 @@ class EngineClient:
         self._event_loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._open: dict[RequestId, _Open] = {}
+        self._news: dict[OutputStream, None] = {}  # streams to deliver, in their order
         self._fault: RequestError | None = None  # the reason why no more requests are served
         self._draining = False
         self._told = asyncio.Event()  # set when a part of `kv_map` arrives
@@ -181,6 +218,12 @@ class EngineClient:
     def finish(self, request: RequestId, tokens: int) -> None:
         """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
         self._outbox.put(Finish(request, tokens))
+
+    def announce(self, stream: OutputStream) -> None:
+        """Delivers the stream's news soon, together with those of all messages that wait."""
+        if not self._news:
+            self._event_loop.call_soon(self._deliver)
+        self._news[stream] = None
 
     def refresh(self) -> None:
         """Asks for an update of `kv_map`, unless the last one is recent. Called while the page is
@@ -286,6 +329,12 @@ class EngineClient:
             del self._open[result.request]
             self.metrics.finished[result.finish] += 1
         request.stream.push(result)
+
+    def _deliver(self) -> None:
+        streams = self._news
+        self._news = {}
+        for stream in streams:
+            stream.deliver()
 
     def _fail(self, fault: RequestError) -> None:
         """Ends every open request, and every later one, with `fault`."""

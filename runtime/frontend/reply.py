@@ -42,6 +42,24 @@ class Piece(NamedTuple):
     stop: str | int | None = None
     thought: str = ""
 
+    def joined(self, later: Piece) -> Piece | None:
+        """This piece and the next one of the same reply as one; None if that would change the order
+        of thoughts, text and calls."""
+        if (later.thought and (self.text or self.calls)) or (later.text and self.calls):
+            return None
+        result = later.result._replace(
+            tokens=self.result.tokens + later.result.tokens,
+            logprobs=self.result.logprobs + later.result.logprobs,
+        )
+        return Piece(
+            self.text + later.text,
+            result,
+            self.offsets + later.offsets,
+            [*self.calls, *later.calls],
+            later.stop,
+            self.thought + later.thought,
+        )
+
 
 class Reply:
     """Turns one request's results into text, ends it at a stop string, and confirms its length for
@@ -167,7 +185,8 @@ class Reply:
         if self.request.confirm and not stopped and (self._stopped or result.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
         offsets = tuple(self.offsets[start:])
-        return Piece(parts.content, result, offsets, parts.calls, self.stop_reason, parts.thought)
+        stop = self.stop_reason if self.finish is not None else None
+        return Piece(parts.content, result, offsets, parts.calls, stop, parts.thought)
 
     def end_here(self) -> bool:
         """Ends the reply, whose client has gone, with the text so far. Its last result comes later.

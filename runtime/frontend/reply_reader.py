@@ -35,7 +35,7 @@ class ToolCall(NamedTuple):
         return {"id": self.id, "type": "function", "function": function}
 
 
-@dataclass
+@dataclass(slots=True)
 class ReplyParts:
     """A part of a reply, divided. The thought comes first, then the content, then the calls."""
 
@@ -134,6 +134,9 @@ class ReplyReader:
         self._silent = (*silent, *(calls.silent if calls is not None else ()))
         self._thoughts = thoughts
         self._form = calls
+        opens = (form.open for form in (thoughts, calls) if form is not None)
+        # first characters of all markers: text without them contains none
+        self._marker_signs = frozenset(marker[0] for marker in (*opens, *self._silent) if marker)
         self._tools = tools
         self._calls = _Calls(most, calls is not None and calls.short_ids, names)
         self.thinking = thinking
@@ -202,6 +205,9 @@ class ReplyReader:
                 return True
             if self._undecided(self._held):
                 return False
+        if self._marker_signs.isdisjoint(self._held):
+            self._say(parts, len(self._held))
+            return False
         place, marker = self._next_marker()
         if not marker:
             self._say(parts, len(self._held) - self._held_marker(self._held))

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -40,8 +41,9 @@ from ..messages import Ready
 from ..observe.vllm_metrics import VllmMetrics
 from ..text.tokenizer import Tokenizer
 from .auth import OWNER, KeyCheck
+from .connection_limits import WRITE
 from .conversations import add_conversations
-from .event_sender import EventSender
+from .event_sender import Write, write_nothing
 from .limits import (
     BodyLimit,
     ClientErrors,
@@ -53,6 +55,7 @@ from .limits import (
 from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
+from .reply_events import ReplyEvents
 from .request_body import IgnoredFields, read_body, say_ignored
 from .responses import ResponseBody, add_responses, with_stored_items
 from .sessions import add_sessions
@@ -129,14 +132,9 @@ class Answer(Response):
                 reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)
             }
             if self._call.generate.stream:
-                await self._send_events(stream, replies, send)
+                await self._send_events(stream, replies, send, scope.get(WRITE, write_nothing))
             else:
-                unfinished = len(replies)
-                while unfinished:
-                    for output in await stream.next():
-                        reply = replies[output.request]
-                        reply.add(output)
-                        unfinished -= output.finish is not None
+                await stream.each(partial(_add_all, replies))
                 await self._commit(replies)
                 whole = self._call.writer.whole(list(replies.values()))
                 await JSONResponse(whole, headers={REQUEST_ID: self._call.writer.id})(
@@ -157,63 +155,64 @@ class Answer(Response):
             stream.hang_up()
 
     async def _send_events(
-        self, stream: OutputStream, replies: dict[int, Reply], send: Send
+        self, stream: OutputStream, replies: dict[int, Reply], send: Send, write: Write
     ) -> None:
         """Sends server-sent events. The replies come to their end, and their turn is committed,
         also if the client reads nothing meanwhile."""
-        writer = self._call.writer
         outputs = await stream.next()
-        sender = EventSender(send, [(REQUEST_ID.encode(), writer.id.encode())])
+        headers = [(REQUEST_ID.encode(), self._call.writer.id.encode())]
+        events = ReplyEvents(self._call.writer, replies, send, headers, write)
         try:
-            await self._write_events(stream, outputs, replies, sender)
+            await asyncio.sleep(0)  # the start is sent, if the client reads
+            await self._write_events(stream, outputs, replies, events)
             stream.close()
             self._call.close(replies.values())
-            await sender.end()  # from here on only the client is waited for
+            await events.end()  # from here on only the client is waited for
         finally:
-            sender.close()
+            events.close()
 
     async def _write_events(
         self,
         stream: OutputStream,
-        outputs: list[RowResult],
+        first: list[RowResult],
         replies: dict[int, Reply],
-        sender: EventSender,
+        events: ReplyEvents,
     ) -> None:
-        """Writes the events of all outputs, of which `outputs` are the first; those of one wake-up
-        in one piece."""
-        writer = self._call.writer
-        index = {request: number for number, request in enumerate(replies)}
-        events = [writer.opening(list(replies.values()))]
-        unfinished = len(replies)
+        """Writes the events of all outputs, of which `first` are the first."""
+        take = partial(self._take, events)
         try:
-            while True:
-                for output in outputs:
-                    reply = replies[output.request]
-                    piece = reply.add(output)
-                    events.append(writer.piece(index[output.request], piece, reply.reason))
-                    unfinished -= output.finish is not None
-                if not unfinished:
-                    break
-                sender.put("".join(events))
-                events = []
-                self._check_unread(sender)
-                outputs = await stream.next()
+            if not take(first):
+                await stream.each(take)
             await self._commit(replies)
-            events.append(writer.closing(list(replies.values())))
         except RequestError as error:  # too late for a status
-            events.append(writer.failure(error))
-        sender.put("".join(events))
+            events.put_end(error)
+        else:
+            events.put_end()
 
-    def _check_unread(self, sender: EventSender) -> None:
-        if sender.unread_bytes > MOST_UNREAD_BYTES:
+    def _take(self, events: ReplyEvents, outputs: list[RowResult]) -> bool:
+        """Returns True at the end of all replies. Their ends are sent after the commit."""
+        for output in outputs:
+            events.add(output)
+        if not events.unfinished:
+            return True
+        events.send()
+        if events.unread_bytes > MOST_UNREAD_BYTES:
             log.warning("%s: %s", self._call.writer.id, UNREAD)
             raise RequestError(ErrorKind.UNAVAILABLE, UNREAD)
+        return False
 
     async def _commit(self, replies: dict[int, Reply]) -> None:
         """Makes the first reply's turn durable before any end is sent."""
         await self._call.commit(list(replies.values()))
         if self._call.keep is not None:
             self._client.tell(self._call.keep)
+
+
+def _add_all(replies: Mapping[int, Reply], outputs: list[RowResult]) -> bool:
+    """Returns True at the end of all replies."""
+    for output in outputs:
+        replies[output.request].add(output)
+    return all(reply.finish is not None for reply in replies.values())
 
 
 def _no_route(request: HTTPRequest, error: HTTPException) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -14,20 +15,43 @@ PIECE_BYTES = 64 * 1024
 """The longest piece that is sent at once. A client has `--client-timeout` for each piece, not for
 all that is kept."""
 
+Write = Callable[[bytes], bool]
+"""Sends a piece of the body at once; returns False, and sends nothing, where that cannot be done
+without waiting (`PatientProtocol.write_piece`)."""
+
+
+def write_nothing(piece: bytes) -> bool:
+    """The `Write` of a server that has none."""
+    return False
+
 
 class EventSender:
     """Made with the answer's first events. The code that makes it closes it in any case.
 
-    A reply never waits for its client: `put` keeps what the client has not read.
+    A reply never waits for its client: `put` keeps what the client has not read. While the client
+    reads, `put` writes at once; a task sends only what waits for the client.
     """
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]):
+    def __init__(
+        self,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        write: Write = write_nothing,
+        more: Callable[[], str] = str,
+    ):
+        """`more`: returns the next events for a client that has read all that was kept."""
         self._send = send
-        self._headers = [*EVENT_HEADERS, *headers]
-        self._unread = bytearray()
-        self._ended = False
-        self._news = asyncio.Event()
-        self._task = asyncio.create_task(self._run())
+        self._write = write
+        self._more = more
+        self._unread = bytearray()  # empty without a task
+        self._task: asyncio.Task[None] | None = asyncio.create_task(
+            self._start([*EVENT_HEADERS, *headers])
+        )
+
+    @property
+    def waits(self) -> bool:
+        """True while the client does not read."""
+        return self._task is not None
 
     @property
     def unread_bytes(self) -> int:
@@ -36,29 +60,42 @@ class EventSender:
 
     def put(self, events: str) -> None:
         """Raises the error of an earlier piece that could not be sent."""
-        if self._task.done():
+        if self._task is not None and self._task.done():
             self._task.result()
-        self._unread += events.encode()
-        self._news.set()
+        if not events:  # a chunk without bytes would end the answer
+            return
+        piece = events.encode()
+        if self._task is None and len(piece) <= PIECE_BYTES and self._write(piece):
+            return
+        self._unread += piece
+        if self._task is None:
+            self._task = asyncio.create_task(self._send_unread())
 
     async def end(self) -> None:
         """Returns when all events are sent, or the client is gone."""
-        self._ended = True
-        self._news.set()
-        await self._task
+        if self._task is not None:
+            await self._task
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
         """Sends no more. Idempotent."""
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _run(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        more = True
-        while more:
-            while not self._unread and not self._ended:
-                self._news.clear()
-                await self._news.wait()
-            piece = bytes(self._unread[:PIECE_BYTES])
-            del self._unread[:PIECE_BYTES]
-            more = not self._ended or bool(self._unread)
-            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+    async def _start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_unread()
+
+    async def _send_unread(self) -> None:
+        while True:
+            if not self._unread:
+                self._unread += self._more().encode()
+            if not self._unread:
+                break
+            await self._send(self._next_piece())
+        self._task = None
+
+    def _next_piece(self) -> Message:
+        piece = bytes(self._unread[:PIECE_BYTES])
+        del self._unread[:PIECE_BYTES]
+        return {"type": "http.response.body", "body": piece, "more_body": True}

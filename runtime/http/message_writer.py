@@ -47,7 +47,8 @@ class MessageWriter(CompletionWriter):
         events: list[str] = []
         if not self._begun:
             self._begun = True
-            events += (_event("message_start", message=self._started()), _event("ping"))
+            started = self._started(len(piece.result.tokens))
+            events += (_event("message_start", message=started), _event("ping"))
         if piece.thought:
             if not self._in_thought:
                 events.append(self._stop_block())
@@ -77,9 +78,12 @@ class MessageWriter(CompletionWriter):
     def failure(self, error: RequestError) -> str:
         return _event("error", **anthropic_error_object(error))
 
-    def _started(self) -> dict[str, Any]:
+    def _started(self, tokens: int) -> dict[str, Any]:
+        """The message, of which the first events have `tokens` tokens."""
         assert self._reply is not None
-        return self._message(self._reply, [], stop_reason=None, stop_sequence=None)
+        message = self._message(self._reply, [], stop_reason=None, stop_sequence=None)
+        message["usage"]["output_tokens"] = tokens
+        return message
 
     def _start(self, block: dict[str, Any]) -> str:
         return _event("content_block_start", index=self._blocks, content_block=block)

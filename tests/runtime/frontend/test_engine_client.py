@@ -229,3 +229,85 @@ def test_the_first_reason_counts_and_nothing_is_accepted_behind_it() -> None:
             client.submit([request(client)], arrived=0.0)
 
     run(work)
+
+
+def test_waiting_messages_are_delivered_together_and_without_a_task() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        one, other = request(client), request(client)
+        stream = client.submit([one, other], arrived=0.0)
+        taken: list[list[RowResult]] = []
+
+        def take(outputs: list[RowResult]) -> bool:
+            taken.append(outputs)
+            return sum(output.finish is not None for output in outputs) == 2
+
+        for token in (5, 6):
+            here.send(step_message(RowResult(one.id, (token,)), RowResult(other.id, (token,))))
+        ends = [RowResult(own.id, (7,), FinishReason.STOP) for own in (one, other)]
+        here.send(step_message(*ends))
+        here.close()
+        reading = asyncio.create_task(stream.each(take))
+        await client.closed.wait()
+        await reading
+        results = [output for outputs in taken for output in outputs]
+        assert [output.tokens for output in results] == [(5,), (5,), (6,), (6,), (7,), (7,)]
+        assert len(taken) <= 3
+
+    run(work)
+
+
+def test_results_that_wait_in_a_stream_are_taken_at_once() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        own = request(client)
+        stream = client.submit([own], arrived=0.0)
+        for token in (5, 6):
+            stream.push(RowResult(own.id, (token,)))
+        stream.push(RowResult(own.id, (7,), FinishReason.STOP))
+        taken: list[list[RowResult]] = []
+        await stream.each(lambda outputs: not taken.append(outputs))  # type: ignore[func-returns-value]
+        assert [[output.tokens for output in outputs] for outputs in taken] == [[(5,), (6,), (7,)]]
+
+    run(work)
+
+
+def test_an_error_comes_behind_the_results_before_it() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        own = request(client)
+        stream = client.submit([own], arrived=0.0)
+        taken: list[RowResult] = []
+        here.send(step_message(RowResult(own.id, (5,))))
+        here.send(Fatal("the books disagree"))
+        with pytest.raises(RequestError, match="the books disagree"):
+            await stream.each(lambda outputs: bool(taken.extend(outputs)))  # type: ignore[func-returns-value]
+        assert [output.tokens for output in taken] == [(5,)]
+
+    run(work)
+
+
+def test_a_mistake_in_one_stream_ends_only_that_call() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        def break_down(outputs: list[RowResult]) -> bool:
+            raise KeyError("a mistake")
+
+        one, other = request(client), request(client)
+        broken = asyncio.create_task(client.submit([one], arrived=0.0).each(break_down))
+        whole = asyncio.create_task(client.submit([other], arrived=0.0).each(lambda _: True))
+        await asyncio.sleep(0)
+        here.send(step_message(RowResult(one.id, (5,)), RowResult(other.id, (5,))))
+        await whole
+        with pytest.raises(KeyError, match="a mistake"):
+            await broken
+
+    run(work)
+
+
+def test_hanging_up_ends_a_call_that_waits() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        stream = client.submit([request(client)], arrived=0.0)
+        waiting = asyncio.create_task(stream.each(lambda _: False))
+        await asyncio.sleep(0)
+        stream.hang_up()
+        with pytest.raises(ClientGone):
+            await waiting
+
+    run(work)

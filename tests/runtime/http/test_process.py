@@ -133,6 +133,34 @@ def test_the_official_client_holds_a_streamed_conversation(server: Server) -> No
         client.chat.completions.create(model="other", messages=messages)
 
 
+def test_a_stream_is_the_same_in_both_versions_of_http(server: Server) -> None:
+    """HTTP/1.0 has no chunks. With HTTP/1.1 the connection serves another request after it."""
+    body = json.dumps({"prompt": "read me aloud", "max_tokens": 250, "stream": True})
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    texts = []
+    for _ in range(2):
+        client.request("POST", "/v1/completions", body)
+        texts.append(streamed_text(client.getresponse().read()))
+    client.close()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as old:
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        old.sendall((head + body).encode())
+        answer = b"".join(iter(lambda: old.recv(1 << 16), b""))
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    texts.append(streamed_text(events))
+    assert texts == 3 * ["read me aloud"]
+
+
+def streamed_text(events: bytes) -> str:
+    """Of a completion's stream, which must be whole."""
+    *pieces, done, nothing = events.decode().split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    chunks = [json.loads(piece.removeprefix("data: ")) for piece in pieces]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_aborts_its_request(
     server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch

@@ -254,6 +254,61 @@ def test_an_error_of_the_server_s_send_ends_the_stream() -> None:
     asyncio.run(work())
 
 
+def test_no_task_sends_to_a_client_that_reads() -> None:
+    """One is made again when the connection's buffer is full."""
+
+    async def work() -> None:
+        sent = []
+        written = []
+        reads = True
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        def write(piece: bytes) -> bool:
+            if reads:
+                written.append(piece)
+            return reads
+
+        sender = EventSender(send, [], write)
+        await until(lambda: not sender.waits)
+        sender.put("one")
+        sender.put("")  # as a chunk it would end the answer
+        sender.put("two")
+        assert written == [b"one", b"two"]
+        assert len(asyncio.all_tasks()) == 1
+        reads = False
+        sender.put("three")
+        assert sender.waits
+        await until(lambda: not sender.waits)
+        reads = True
+        sender.put("four")
+        await sender.end()
+        assert written == [b"one", b"two", b"four"]
+        assert [message.get("body") for message in sent] == [None, b"three", b""]
+        assert not sent[-1]["more_body"]
+
+    asyncio.run(work())
+
+
+def test_closing_cancels_a_send_that_waits() -> None:
+    async def work() -> None:
+        ended = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        sender = EventSender(send, [])
+        await asyncio.sleep(0)
+        sender.close()
+        await ended.wait()
+
+    asyncio.run(work())
+
+
 def test_unread_events_are_sent_in_pieces() -> None:
     """A client that reads steadily gets its time for each piece."""
 
@@ -275,7 +330,7 @@ def test_unread_events_are_sent_in_pieces() -> None:
         await sender.end()
         start, *pieces = sent
         assert start["status"] == 200
-        assert [len(piece["body"]) for piece in pieces] == [*5 * [PIECE_BYTES], 7]
-        assert [piece["more_body"] for piece in pieces] == [*5 * [True], False]
+        assert [len(piece["body"]) for piece in pieces] == [*5 * [PIECE_BYTES], 7, 0]
+        assert [piece["more_body"] for piece in pieces] == [*6 * [True], False]
 
     asyncio.run(work())

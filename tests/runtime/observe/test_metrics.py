@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.runtime.counters import DiskCounters, KVCounters, LoopStats, PowerCounts, Waits
-from pensieve.runtime.observe.metrics import Metrics
+from pensieve.runtime.observe.metrics import Latencies, Metrics
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import Usage
 
@@ -54,6 +55,19 @@ def test_all_names_of_the_contract() -> None:
         'pensieve:client_errors_total{status="404"}': 1,
     }
     assert {name: values[name] for name in expected} == expected
+
+
+def test_latencies_read_as_the_library_s_histogram() -> None:
+    bounds = (0.002, 0.1, 1)
+    latencies = Latencies(bounds)
+    registry = CollectorRegistry()
+    histogram = Histogram("between", "Tokens", buckets=bounds, registry=registry)
+    for seconds in (0.0, 0.002, 0.0021, 0.5, 1.0, 7.5):
+        latencies.observe(seconds)
+        histogram.observe(seconds)
+    (family,) = registry.collect()
+    expected = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    assert latencies.family("between", "Tokens").samples == expected
 
 
 def test_the_disk_tier() -> None:
