@@ -119,6 +119,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     report, results = multiprocessing.Pipe(duplex=False)
     client = spawn.Process(target=drain, args=(port, streams, json.dumps(body).encode(), results))
     client.start()
+    results.close()  # so that the end of the client's process is the end of the pipe
     requests: list[RequestId] = []
     while len(requests) < streams:
         requests += [sent.request.id for sent in loop.recv() if isinstance(sent, Submit)]

@@ -96,6 +96,8 @@ class OutputStream:
                 self._done.set_result(None)
             elif self._error is not None:
                 self._done.set_exception(self._error)
+        except StopIteration as error:  # no future carries one
+            self._done.set_exception(RuntimeError(f"a result cannot be taken: {error!r}"))
         except BaseException as error:  # carried to the task in `each`, which raises it
             self._done.set_exception(error)
 

@@ -85,6 +85,12 @@ class PatientProtocol(H11Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
+    def _forget_write(self) -> None:
+        """A scope that holds a method of its protocol would keep both until the garbage collector
+        runs."""
+        if self.scope is not None:
+            self.scope.pop(WRITE, None)  # type: ignore[misc]
+
     def handle_events(self) -> None:
         """Also handles the input after an answered request."""
         super().handle_events()
@@ -117,6 +123,7 @@ class PatientProtocol(H11Protocol):
             )
 
     def on_response_complete(self) -> None:
+        self._forget_write()
         super().on_response_complete()
         # after this answer, as requested by the client or the server
         if self.transport.is_closing():
@@ -147,6 +154,7 @@ class PatientProtocol(H11Protocol):
         if self._taking is not None:
             self._taking.cancel()
         super().connection_lost(exc)
+        self._forget_write()
         # after an error uvicorn would keep all of this until then
         self._unset_keepalive_if_required()
 

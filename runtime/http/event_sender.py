@@ -79,6 +79,7 @@ class EventSender:
 
     def close(self) -> None:
         """Sends no more. Idempotent."""
+        self._more = str  # which may hold this sender: without the cycle both are freed at once
         if self._task is not None:
             self._task.cancel()
 

@@ -284,10 +284,15 @@ def test_an_error_comes_behind_the_results_before_it() -> None:
     run(work)
 
 
-def test_a_mistake_in_one_stream_ends_only_that_call() -> None:
+@pytest.mark.parametrize(
+    ("mistake", "raised"), [(KeyError("a mistake"), KeyError), (StopIteration(), RuntimeError)]
+)
+def test_a_mistake_in_one_stream_ends_only_that_call(
+    mistake: Exception, raised: type[Exception]
+) -> None:
     async def work(client: EngineClient, here: Connection) -> None:
         def break_down(outputs: list[RowResult]) -> bool:
-            raise KeyError("a mistake")
+            raise mistake
 
         one, other = request(client), request(client)
         broken = asyncio.create_task(client.submit([one], arrived=0.0).each(break_down))
@@ -295,7 +300,7 @@ def test_a_mistake_in_one_stream_ends_only_that_call() -> None:
         await asyncio.sleep(0)
         here.send(step_message(RowResult(one.id, (5,)), RowResult(other.id, (5,))))
         await whole
-        with pytest.raises(KeyError, match="a mistake"):
+        with pytest.raises(raised):
             await broken
 
     run(work)

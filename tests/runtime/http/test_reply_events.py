@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -114,6 +116,25 @@ def test_a_reading_client_gets_the_tokens_of_two_steps_at_most_in_an_event(
             ]
 
     run(tokenizer, work)
+
+
+def test_a_closed_stream_is_freed_without_the_garbage_collector() -> None:
+    async def send(message: Any) -> None:
+        """A client that reads everything."""
+
+    async def work() -> weakref.ref[ReplyEvents]:
+        replies: dict[RequestId, Reply] = {}
+        events = ReplyEvents(ChatWriter(Style("m", False, False)), replies, send, [])
+        events.send()
+        await asyncio.sleep(0)
+        events.close()
+        return weakref.ref(events)
+
+    gc.disable()
+    try:
+        assert asyncio.run(work())() is None
+    finally:
+        gc.enable()
 
 
 def test_a_client_that_does_not_read_gets_fewer_and_larger_events(tokenizer: Tokenizer) -> None:
