@@ -15,7 +15,8 @@ import multiprocessing
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -75,12 +76,12 @@ class LoadTally:
                       open requests at these times
     busy              share of a core that the busiest client process used: near 1 the client
                       measures its own limit
-    waits             for a first token, by kind of turn (TURNS); those that ended in the window
-    open_waits        so far, of requests that still wait at the window's end
-    open_per_token    so far over all tokens of the reply, of replies that are open at the end: at
-                      least this will be their time per token
-    session_seconds   by the arrival's number: latencies of all turns, without think times, of
-                      conversations that began with their first turn and ended in the window
+    waits             times to the first tokens that came in the window, by kind of turn (TURNS)
+    open_waits        times that requests without a first token have waited at the window's end
+    open_per_token    of each reply that is open at the end: its time so far, over all its tokens.
+                      Its time per token will be at least this
+    session_seconds   by the arrival's number: the sum of all turns' latencies, without think times,
+                      of conversations that began with their first turn and ended in the window
     sessions          conversations with a first token in the window, or an open wait
     """
 
@@ -314,28 +315,18 @@ class Client:
     ) -> None:
         """Raises Failed with the kind of the failure."""
         last = sent
-        try:
-            async with self._session.post(
-                f"{self._target.url}/v1/completions", data=content
-            ) as response:
-                if response.status != 200:
-                    raise Failed(f"HTTP {response.status}")
-                async for data in response.content.iter_any():
-                    now = clock()
-                    first = not reply.tokens
-                    brought = reply.read(data)
-                    if self._measured(now):
-                        if brought and first:
-                            played.count(tally.waits, now - sent, tally)
-                        _count(tally, brought, now, last, prompt_tokens if first else None, sent)
-                    if brought:
-                        last = now
-        except TimeoutError as error:
-            raise Failed("timeout") from error
-        except aiohttp.ClientConnectorError as error:
-            raise Failed("cannot connect") from error
-        except aiohttp.ClientError as error:
-            raise Failed("connection lost") from error
+        url = f"{self._target.url}/v1/completions"
+        async with aclosing(answer(self._session, url, content)) as pieces:
+            async for data in pieces:
+                now = clock()
+                first = not reply.tokens
+                brought = reply.read(data)
+                if self._measured(now):
+                    if brought and first:
+                        played.count(tally.waits, now - sent, tally)
+                    _count(tally, brought, now, last, prompt_tokens if first else None, sent)
+                if brought:
+                    last = now
 
     def _measured(self, now: float) -> bool:
         return self._begin <= now < self._end
@@ -375,6 +366,25 @@ def _count(
             tally.prompt_tokens += first_of
         else:
             tally.gaps.append(0.0 if index else now - last)
+
+
+async def answer(
+    session: aiohttp.ClientSession, url: str, content: bytes
+) -> AsyncGenerator[bytes, None]:
+    """Posts `content` and yields the answer's bytes as they come. Raises Failed with the kind of
+    the failure."""
+    try:
+        async with session.post(url, data=content) as response:
+            if response.status != 200:
+                raise Failed(f"HTTP {response.status}")
+            async for data in response.content.iter_any():
+                yield data
+    except TimeoutError as error:
+        raise Failed("timeout") from error
+    except aiohttp.ClientConnectorError as error:
+        raise Failed("cannot connect") from error
+    except aiohttp.ClientError as error:
+        raise Failed("connection lost") from error
 
 
 def open_session(target: Target) -> aiohttp.ClientSession:

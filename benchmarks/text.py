@@ -29,12 +29,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import aiohttp
 
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.chat import ServerError
@@ -48,7 +47,16 @@ from pensieve.scripts.command import (
 )
 from pensieve.scripts.simulation.traces import message_text, parse_json, read_lines
 
-from .clients import PATIENCE_SECONDS, Failed, LoadTally, StreamedReply, Target, clock, open_session
+from .clients import (
+    PATIENCE_SECONDS,
+    Failed,
+    LoadTally,
+    StreamedReply,
+    Target,
+    answer,
+    clock,
+    open_session,
+)
 from .report import milliseconds
 
 PAUSE_SECONDS = 1.0  # of a stream after a failed request: a server that refuses gets no flood
@@ -443,26 +451,16 @@ class TextClient:
         """Raises Failed with the kind of the failure."""
         content = chat_body(self._target.model, messages, self._level.reply_tokens)
         last = sent
-        try:
-            async with self._session.post(
-                f"{self._target.url}/v1/chat/completions", data=content
-            ) as response:
-                if response.status != 200:
-                    raise Failed(f"HTTP {response.status}")
-                async for data in response.content.iter_any():
-                    now = clock()
-                    begins = not reply.tokens
-                    events = len(reply.read(data))
-                    if events and self._measured(now):
-                        self._count_events(reply, events, now - last, begins)
-                    if events:
-                        last = now
-        except TimeoutError as error:
-            raise Failed("timeout") from error
-        except aiohttp.ClientConnectorError as error:
-            raise Failed("cannot connect") from error
-        except aiohttp.ClientError as error:
-            raise Failed("connection lost") from error
+        url = f"{self._target.url}/v1/chat/completions"
+        async with aclosing(answer(self._session, url, content)) as pieces:
+            async for data in pieces:
+                now = clock()
+                begins = not reply.tokens
+                events = len(reply.read(data))
+                if events and self._measured(now):
+                    self._count_events(reply, events, now - last, begins)
+                if events:
+                    last = now
 
     def _count_events(self, reply: ChatReply, events: int, waited: float, begins: bool) -> None:
         """Events that came together, `waited` seconds after those before, or after the request."""

@@ -44,9 +44,9 @@ def dump_stacks_on_signal() -> None:
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """Processes that start in the block import nothing of the current directory, also those that
-    multiprocessing spawns: it passes no -P to them. Processes that start after the block, such
-    as a pool's replacements, are not protected."""
+    """Keeps the current directory off the import path of processes that start in the block.
+    multiprocessing passes no -P to the processes that it spawns. A process that starts after the
+    block, such as a pool's replacement, is not protected."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:

@@ -1,4 +1,4 @@
-"""The tables of docs/measured/ and BENCHMARKS.md are those that their records give."""
+"""Each table of docs/measured/ and BENCHMARKS.md equals the one that its records give."""
 
 from __future__ import annotations
 
