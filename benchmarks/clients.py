@@ -80,7 +80,7 @@ class LoadTally:
     open_waits        times that requests without a first token have waited at the window's end
     open_per_token    of each reply that is open at the end: its time so far, over all its tokens.
                       Its time per token will be at least this
-    session_seconds   by the arrival's number: the sum of all turns' latencies, without think times,
+    session_seconds   by the arrival's name: the sum of all turns' latencies, without think times,
                       of conversations that began with their first turn and ended in the window
     sessions          conversations with a first token in the window, or an open wait
     """
@@ -102,7 +102,7 @@ class LoadTally:
     open_per_token: array[float] = field(default_factory=lambda: array("d"))
     waits: dict[str, list[float]] = field(default_factory=lambda: {turn: [] for turn in TURNS})
     open_waits: dict[str, list[float]] = field(default_factory=lambda: {turn: [] for turn in TURNS})
-    session_seconds: dict[int, float] = field(default_factory=dict)
+    session_seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: LoadTally) -> None:
         for name in self.__slots__:
@@ -236,7 +236,7 @@ class Client:
         prompt = self._words.history(arrival)
         name = self._words.name(arrival)
         whole = arrival.turn == 0 and not arrival.done
-        played = PlayedConversation(arrival.number, "first" if whole else "joined")
+        played = PlayedConversation("first" if whole else "joined")
         for index in range(arrival.turn, len(turns)):
             wanted = turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
             left = arrival.think_s if index == arrival.turn else None
@@ -248,7 +248,7 @@ class Client:
             if reply is None or index + 1 == len(turns):
                 break
             if left is not None:
-                played = PlayedConversation(arrival.number, "joined")
+                played = PlayedConversation("joined")
             played.turn = "later"
             following = turns[index + 1]
             log = prompt + reply.token_ids(self._encode)
@@ -258,7 +258,7 @@ class Client:
             else:
                 await _until(self._start + arrival.at + left)
         if reply is not None and whole and self._measured(clock()):
-            self.tally.session_seconds[played.number] = played.seconds
+            self.tally.session_seconds[arrival.name] = played.seconds
 
     async def _ask(
         self,
@@ -336,13 +336,11 @@ class Client:
 class PlayedConversation:
     """One conversation as its user sees it.
 
-    number    of its arrival
     turn      the kind of its next request, one of TURNS
     seconds   of its replies so far, without think times
     counted   it is one of the tally's `sessions`
     """
 
-    number: int
     turn: str
     seconds: float = 0.0
     counted: bool = False

@@ -206,8 +206,8 @@ def _common_sessions(
     seconds = [
         took
         for seed, result in windows.items()
-        for number, took in result["session_s"].items()
-        if all(number in other[seed]["session_s"] for other in of_all_servers if seed in other)
+        for name, took in result["session_s"].items()
+        if all(name in other[seed]["session_s"] for other in of_all_servers if seed in other)
     ]
     return (sum(seconds) / len(seconds), len(seconds)) if seconds else None
 

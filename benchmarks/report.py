@@ -139,7 +139,7 @@ def report(
         sessions=tally.sessions,
         waits_ms=_sorted_ms(tally.waits),
         open_waits_ms=_sorted_ms(tally.open_waits),
-        session_s={str(number): round(s, 1) for number, s in tally.session_seconds.items()},
+        session_s={name: round(s, 1) for name, s in tally.session_seconds.items()},
         replies_ms_per_token=sorted(round(1e3 * seconds, 1) for seconds in tally.per_token),
         open_ms_per_token=sorted(round(1e3 * seconds, 1) for seconds in tally.open_per_token),
     )

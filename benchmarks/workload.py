@@ -48,7 +48,7 @@ class Words:
 
     def name(self, arrival: Arrival) -> str:
         """A conversation id."""
-        return f"{self._salt}-{arrival.number}-{arrival.dialogue.name}"
+        return f"{self._salt}-{arrival.name}"
 
     def input(self, arrival: Arrival, turn: int) -> list[int]:
         """What is new in the prompt of this turn."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
+from itertools import count
+from random import Random
 from typing import NamedTuple
 
 from .traces import Dialogue
@@ -26,6 +27,11 @@ class Arrival(NamedTuple):
     done: int = 0
     think_s: float | None = None
 
+    @property
+    def name(self) -> str:
+        """Its own in a run, and that of the same conversation in runs of the same seed."""
+        return f"{self.number}-{self.dialogue.name}"
+
 
 def plan_arrivals(
     dialogues: Sequence[Dialogue],
@@ -40,6 +46,8 @@ def plan_arrivals(
 ) -> list[Arrival]:
     """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations per second.
 
+    At a higher rate the same conversations of a seed come closer together, and more of them come.
+
     Conversations start as a Poisson process that has been running for ever: conversations that are
     still open at the run's start are joined in the middle, with `seconds_per_token` as the assumed
     time of replies. Each of these sends its whole history at
@@ -51,27 +59,44 @@ def plan_arrivals(
     have, also where users think for long. With `from_empty` no conversation is open at the start:
     the load grows during a conversation's lifetime.
     """
-    draw = random.Random(seed)
     horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
+    open_s = 0.0 if from_empty else horizon
+    before = (-ago for ago in _poisson(rate, open_s, Random(f"{seed} before")))
+    after = _poisson(rate, seconds, Random(f"{seed} after"))
+    order = _Order(dialogues, seed)
     arrivals = []
-    order = _shuffled(dialogues, draw)
-    start = 0.0 if from_empty else -horizon
-    while (start := start + draw.expovariate(rate)) < seconds:
-        number, dialogue = next(order)
-        entry = ramp_s * draw.random() if ramp_s else 0.0
+    for index, start in (*zip(count(-1, -1), before), *zip(count(), after)):
+        number, dialogue = order.at(index)
+        entry = ramp_s * Random(f"{seed} {index}").random()
         arrival = join(dialogue, number, start - entry, seconds_per_token, send_histories)
         if arrival is not None:
             arrivals.append(arrival._replace(at=arrival.at + entry))
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
-def _shuffled(dialogues: Sequence[Dialogue], draw: random.Random) -> Iterator[tuple[int, Dialogue]]:
-    """(pass, conversation), without end; each pass has its own order."""
-    number = 0
-    while True:
-        for dialogue in draw.sample(dialogues, len(dialogues)):
-            yield number, dialogue
-        number += 1
+def _poisson(rate: float, seconds: float, draw: Random) -> Iterator[float]:
+    """Times in these seconds; those of another rate have the same proportions."""
+    at = 0.0
+    while (at := at + draw.expovariate(rate)) < seconds:
+        yield at
+
+
+class _Order:
+    """Conversations by their place before or after the run's start; each pass has its own order."""
+
+    def __init__(self, dialogues: Sequence[Dialogue], seed: int):
+        self._dialogues = dialogues
+        self._seed = seed
+        self._passes: dict[int, list[Dialogue]] = {}
+
+    def at(self, index: int) -> tuple[int, Dialogue]:
+        """(pass, conversation). Pass 0 has the run's start in its middle."""
+        size = len(self._dialogues)
+        number, place = divmod(index + size // 2, size)
+        if number not in self._passes:
+            draw = Random(f"{self._seed} pass {number}")
+            self._passes[number] = draw.sample(self._dialogues, size)
+        return number, self._passes[number][place]
 
 
 def lifetime(dialogue: Dialogue, seconds_per_token: float) -> float:

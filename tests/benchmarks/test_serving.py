@@ -151,7 +151,8 @@ def test_known_delays_are_what_is_measured(bench):
 
 def test_a_turn_repeats_what_really_came(monkeypatch):
     with CompletionsServer() as server:
-        arrivals = [Arrival(index / 50, TWO_TURNS, index) for index in range(10)]
+        dialogues = [TWO_TURNS._replace(name=f"d{index}") for index in range(10)]
+        arrivals = [Arrival(index / 50, dialogue) for index, dialogue in enumerate(dialogues)]
         (tally,) = play(monkeypatch, arrivals, 20, client(server, conversations=True))
     assert (tally.sent, tally.completed, tally.cached_tokens, tally.open_at_end) == (20, 20, 60, 0)
     assert (
@@ -170,7 +171,9 @@ def test_a_turn_repeats_what_really_came(monkeypatch):
         "later": 10,
         "joined": 0,
     }
-    assert tally.sessions == 10 and sorted(tally.session_seconds) == list(range(10))
+    assert tally.sessions == 10 and sorted(tally.session_seconds) == [
+        f"0-d{index}" for index in range(10)
+    ]
     assert min(tally.session_seconds.values()) > 0
 
 

@@ -189,4 +189,22 @@ def test_a_workload_is_played_once_in_each_pass():
     few = [TWO_TURNS._replace(name=name) for name in "abc"]
     played = [(arrival.number, arrival.dialogue.name) for arrival in plan(dialogues=few)]
     assert len(set(played)) == len(played) > 100
-    assert {name for number, name in played if number == 20} == set("abc")
+    assert {name for number, name in played if number == 5} == set("abc")
+
+
+def test_at_a_higher_rate_the_same_conversations_come_sooner_and_more_after_them():
+    slow, fast = (plan(rate=rate, from_empty=True) for rate in (2.0, 3.0))
+    fast_starts = {(arrival.number, arrival.dialogue.name): arrival.at for arrival in fast}
+    assert len(fast) > len(slow) > 50
+    for arrival in slow:
+        assert fast_starts[arrival.number, arrival.dialogue.name] <= arrival.at
+
+
+def test_the_conversations_that_are_open_at_the_start_are_among_those_of_a_higher_rate():
+    slow, fast = (
+        {(arrival.number, arrival.dialogue.name) for arrival in plan(rate=rate, seconds=1e-9)}
+        for rate in (2.0, 3.0)
+    )
+    assert 0 < len(slow) < len(fast)
+    # a conversation that began sooner has gone further by the start, or is over
+    assert len(slow - fast) == 0
