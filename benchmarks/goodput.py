@@ -70,8 +70,7 @@ class Judged(NamedTuple):
     too_few           kinds of samples of which there are too few to say that the rate holds
     per_second        means over the windows: output tokens, prompt tokens, requests sent and done
     open              requests in the server at the windows' starts and ends, in all
-    session_s         mean and number of the whole sessions that ended at every server, without
-                      think times
+    session_s         of the whole sessions that ended at every server, without think times
     """
 
     server: str
@@ -85,7 +84,7 @@ class Judged(NamedTuple):
     token_p90: float | None
     per_second: PerSecond
     open: tuple[int, int]
-    session_s: tuple[float, int] | None
+    session_s: tuple[float, ...]
     longest_wait: float
     errors: Mapping[str, int]
 
@@ -200,8 +199,8 @@ def _beyond(values: Sequence[float], at_least: Sequence[float], bound: float) ->
 
 def _common_sessions(
     windows: Mapping[int, Record], of_all_servers: Sequence[Mapping[int, Record]]
-) -> tuple[float, int] | None:
-    """Of the conversations with one number, one seed and one rate, which are the same everywhere. A
+) -> tuple[float, ...]:
+    """Of the conversations with one name, one seed and one rate, which are the same everywhere. A
     slower server completes fewer and shorter ones, so all of each server's cannot be compared."""
     seconds = [
         took
@@ -209,7 +208,7 @@ def _common_sessions(
         for name, took in result["session_s"].items()
         if all(name in other[seed]["session_s"] for other in of_all_servers if seed in other)
     ]
-    return (sum(seconds) / len(seconds), len(seconds)) if seconds else None
+    return tuple(sorted(seconds))
 
 
 def largest(judged: Sequence[Judged]) -> str:
@@ -257,7 +256,7 @@ TITLES = (
     "tokens/s: output, prompt",
     "req/s: sent, done",
     "open at start, end",
-    "sessions that ended everywhere: mean, s (number)",
+    "sessions that ended everywhere: mean, p95, s (number)",
     "longest wait, s",
     "failed",
     "windows, sessions",
@@ -280,7 +279,6 @@ def goodput_table(records: Sequence[Record], promise: Promise) -> list[str]:
 
 
 def _cells(each: Judged) -> list[str]:
-    sessions = each.session_s
     per_second = each.per_second
     verdict = "yes"
     if each.broken:
@@ -296,11 +294,20 @@ def _cells(each: Judged) -> list[str]:
         f"{per_second.output_tokens:,.0f}, {per_second.prompt_tokens:,.0f}",
         f"{per_second.sent:.2f}, {per_second.done:.2f}",
         f"{each.open[0]}, {each.open[1]}",
-        f"{sessions[0]:.0f} ({sessions[1]})" if sessions else "-",
+        _session_cell(each.session_s),
         f"{each.longest_wait:.1f}",
         ", ".join(f"{kind}: {count}" for kind, count in each.errors.items()),
         f"{each.windows}, {each.sessions}",
     ]
+
+
+def _session_cell(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    mean = f"{sum(seconds) / len(seconds):.0f}"
+    if len(seconds) < ENOUGH_SAMPLES:
+        return f"{mean} ({len(seconds)})"
+    return f"{mean}, {percentile(seconds, 0.95):.0f} ({len(seconds)})"
 
 
 def _shown(value: float | None, form: str) -> str:

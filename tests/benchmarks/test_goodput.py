@@ -104,8 +104,15 @@ def test_whole_sessions_are_those_that_ended_at_every_server():
     ]
     sessions = {(each.server, each.rate): each.session_s for each in judge(records, PROMISE)}
     # with seed 1 there is one server alone
-    assert sessions["a", 0.15] == (pytest.approx(80 / 3), 3)
-    assert sessions["b", 0.15] == (35.0, 2) and sessions["b", 0.2] == (5.0, 1)
+    assert sessions["a", 0.15] == (10.0, 30.0, 40.0)
+    assert sessions["b", 0.15] == (20.0, 50.0) and sessions["b", 0.2] == (5.0,)
+
+
+def test_enough_sessions_have_a_95th_percentile():
+    few, many = ({f"{n}": float(n) for n in range(1, count + 1)} for count in (5, 21))
+    records = [record(0.15, "a", session_s=few), record(0.2, "a", session_s=many)]
+    lines = goodput_table(records, PROMISE)
+    assert " 3 (5) " in lines[-4] and " 11, 20 (21) " in lines[-3]
 
 
 @pytest.mark.parametrize(
