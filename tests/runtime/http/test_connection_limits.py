@@ -11,17 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from pensieve.runtime.http.connection_limits import PatientProtocol
+from pensieve.runtime.http.connection_limits import WRITE, PatientProtocol
+from pensieve.runtime.http.event_sender import EventSender
 from pensieve.runtime.http.listener import listen
 from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.http.settings import HTTPSettings
@@ -177,11 +179,15 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": bytes(50_000)})
 
 
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
 @contextlib.asynccontextmanager
-async def connected(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
-    """A client of `answer` in this process; its buffer holds less than that. It has sent so
-    much."""
-    config = uvicorn.Config(answer, timeout_keep_alive=1)
+async def connected(
+    sent: bytes, application: Application, patience: float
+) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
+    """A client in this process with a small buffer, that has sent so much."""
+    config = uvicorn.Config(application, timeout_keep_alive=1)
     state = ServerState()
     config.load()
     client, ours = socket.socketpair()
@@ -189,9 +195,16 @@ async def connected(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientPr
     with client:
         client.sendall(sent)
         _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: PatientProtocol(config, state, {}, most=9, patience=PATIENCE_S), sock=ours
+            lambda: PatientProtocol(config, state, {}, most=9, patience=patience), sock=ours
         )
-        await until(lambda: state.total_requests)
+        yield client, protocol
+
+
+@contextlib.asynccontextmanager
+async def answered(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
+    """A client of `answer`, whose buffer holds less than that."""
+    async with connected(sent, answer, PATIENCE_S) as (client, protocol):
+        await until(lambda: protocol.server_state.total_requests)
         yield client, protocol
 
 
@@ -206,7 +219,7 @@ def test_the_wait_for_the_end_of_a_last_answer_is_limited() -> None:
     """The application has sent it and it fits into the buffers, so nothing else waits."""
 
     async def work() -> None:
-        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
+        async with answered(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
             _,
             protocol,
         ):
@@ -219,7 +232,7 @@ def test_a_slow_reader_of_a_last_answer_has_time_for_its_end() -> None:
     """From the moment at which most of it is gone."""
 
     async def work() -> None:
-        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
+        async with answered(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
             _,
             protocol,
         ):
@@ -235,7 +248,7 @@ def test_a_slow_reader_of_a_last_answer_has_time_for_its_end() -> None:
 def test_a_connection_whose_late_body_has_come_is_closed_when_nothing_more_does() -> None:
     async def work() -> None:
         request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"
-        async with connected(request) as (client, protocol):
+        async with answered(request) as (client, protocol):
             assert len(client.recv(1 << 16)) > 1000
             client.sendall(b"hello")
             await until(lambda: not protocol.connections)
@@ -243,11 +256,57 @@ def test_a_connection_whose_late_body_has_come_is_closed_when_nothing_more_does(
     asyncio.run(work())
 
 
+def test_a_stream_over_a_full_socket_arrives_whole_and_in_order() -> None:
+    """Events are written directly while the client reads, and kept while it does not."""
+    put = [0]
+    paused = [0]
+    reads = asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        sender = EventSender(send, [], scope[WRITE])  # type: ignore[literal-required]
+
+        def put_next() -> None:
+            sender.put(f"event {put[0]}\n")
+            put[0] += 1
+
+        for _ in range(3):
+            await until(lambda: not sender.waits)
+            reads.clear()
+            while not sender.waits:  # until the socket's buffers are full
+                put_next()
+                await asyncio.sleep(0)
+            paused[0] += 1
+            for _ in range(100):
+                put_next()
+            reads.set()
+        await sender.end()
+
+    async def work() -> bytes:
+        request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        async with connected(request, stream, patience=60) as (client, _):
+            client.setblocking(False)
+            data = b""
+            while not data.endswith(b"\r\n0\r\n\r\n"):
+                await reads.wait()
+                data += await asyncio.get_running_loop().sock_recv(client, 1 << 12)
+            return data
+
+    stream_bytes = asyncio.run(work())
+    parser = h11.Connection(h11.CLIENT)
+    parser.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    parser.receive_data(stream_bytes)
+    text = b""
+    while not isinstance(event := parser.next_event(), h11.EndOfMessage):
+        text += event.data if isinstance(event, h11.Data) else b""
+    assert paused == [3]
+    assert text.decode().splitlines() == [f"event {number}" for number in range(put[0])]
+
+
 def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
     """It is closed with unread bytes, which its other end sees as an error."""
 
     async def work() -> None:
-        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD) as (client, protocol):
+        async with answered(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD) as (client, protocol):
             client.close()
             await until(lambda: not protocol.connections)
             kept = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
