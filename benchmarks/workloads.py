@@ -38,7 +38,7 @@ WORKLOADS = {
         shape="llama-2-13b-gqa.json",
         max_model_len=16384,
         max_num_seqs=256,
-        rates=(3.6, 4.2, 4.9, 5.7),
+        rates=(3, 3.6, 4.2, 4.9),
         windows=(45, 70, 35),
         load=CHATS,
         promise=Promise(first_s=1, later_s=1, token_ms=20),
