@@ -304,6 +304,10 @@ class Simulator:
         self.play(math.inf)
         return self._report()
 
+    @property
+    def in_progress(self) -> Mapping[RequestId, Open]:
+        return self._open
+
     def play(self, until: float) -> None:
         """Runs until every turn has its reply or the clock has reached `until`, seconds."""
         scheduler = self.scheduler

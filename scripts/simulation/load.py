@@ -297,6 +297,8 @@ class Tally:
     """What happened from `start` on, seconds. Times in seconds.
 
     ttft, usage      of the requests whose first token came
+    waits            of first and of later turns: `ttft`, and the waits so far of the requests that
+                     have no token at the end
     latency, tokens  of the replies that ended: from request to end, and their tokens
     logs, returning  tokens of these conversations behind their replies; how many of their users
                      come back
@@ -306,6 +308,7 @@ class Tally:
     start: float
     usage: list[Usage] = field(default_factory=list)
     ttft: array[float] = field(default_factory=lambda: array("d"))
+    waits: dict[str, list[float]] = field(default_factory=lambda: {"first": [], "later": []})
     latency: array[float] = field(default_factory=lambda: array("d"))
     tokens: array[int] = field(default_factory=lambda: array("q"))
     logs: int = 0
@@ -327,10 +330,21 @@ class Tally:
             if row.usage is not None and measured:
                 self.usage.append(row.usage)
                 self.ttft.append(now - opened.arrival)
+                self._waited(opened, now)
             if row.finish is not None:
                 del latest[row.request]
                 if measured:
                     self._ended(opened, now)
+
+    def end(self, now: float, served: Mapping[RequestId, Open]) -> None:
+        """The run is over. Without the requests that still wait, an order that lets long prompts
+        wait for ever would look best."""
+        for request, opened in served.items():
+            if request not in self._latest:
+                self._waited(opened, now)
+
+    def _waited(self, request: Open, now: float) -> None:
+        self.waits["later" if request.turn else "first"].append(now - request.arrival)
 
     def _ended(self, request: Open, now: float) -> None:
         turns = request.session.turns
@@ -346,6 +360,7 @@ def simulate_load(run: LoadRun) -> dict[str, float] | None:
     tally = Tally(run.seconds - run.measure_s)
     simulator = Simulator(run.config, run.cost, run.sessions, watch=tally.watch)
     simulator.play(run.seconds)
+    tally.end(simulator.now, simulator.in_progress)
     return line_of(run, tally, simulator) if tally.latency and tally.ttft else None
 
 
@@ -360,11 +375,18 @@ def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float
     per_token = [
         seconds / tokens for seconds, tokens in zip(tally.latency, tally.tokens, strict=True)
     ]
+    waits = {
+        f"{turns}_wait_s_p{percent}": percentile(seconds, percent / 100)
+        for turns, seconds in tally.waits.items()
+        for percent in (50, 95, 100)
+        if seconds
+    }
     held_s = (sum(tally.latency) + run.think_s * tally.returning) / ended
     return {
         "rate": run.rate,
         "seed": run.seed,
         "done_per_s": ended / run.measure_s,
+        "output_tokens_per_s": (len(tally.ttft) + len(tally.gaps)) / run.measure_s,
         "ms_per_token": 1e3 * sum(per_token) / ended,
         "ms_per_token_p50": 1e3 * percentile(per_token, 0.5),
         "ms_per_token_p99": 1e3 * percentile(per_token, 0.99),
@@ -373,6 +395,7 @@ def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float
         "ttft_ms_p99": 1e3 * percentile(tally.ttft, 0.99),
         "inter_token_ms_p50": 1e3 * percentile(tally.gaps, 0.5),
         "inter_token_ms_p99": 1e3 * percentile(tally.gaps, 0.99),
+        **waits,
         **{
             f"{name}_percent": 100 * tokens / sum(prompts.values())
             for name, tokens in prompts.items()

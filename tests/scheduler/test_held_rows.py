@@ -53,7 +53,8 @@ class HeldRows(Driver):
     model."""
 
     def __init__(self, **settings):
-        super().__init__(truncates=0.0, max_queue=12, **settings)
+        # with small steps, so that a row is often met while it computes its history
+        super().__init__(truncates=0.0, max_queue=12, max_num_batched_tokens=6, **settings)
 
     def step(self):
         self.now += self.random.choice((0.001, 0.01, 0.5))
@@ -63,7 +64,8 @@ class HeldRows(Driver):
             self.apply: 40,
             self.abort_one: 3,
             self.finish_one: 5,
-            self.suspend_one: 2,
+            self.suspend_one: 4,
+            self.move_histories: 10,
             self.fork_one: 1,
             self.delete_one: 1,
             self.lose_some: 1,
@@ -75,6 +77,15 @@ class HeldRows(Driver):
         rows = [row for row in self.scheduler._queues.rows if not row.leaving and not row.spans]
         if rows:
             self.scheduler._queues.suspend(self.random.choice(rows))
+
+    def move_histories(self):
+        """Those of suspended requests are lost, or are on HOST only: when the requests resume, they
+        compute them or swap them in."""
+        if any(turn.resumes for turn in self.scheduler._queues.waiting):
+            if self.random.random() < 0.5:
+                self.lose(lambda idle: idle)
+            else:
+                self.stow()
 
     def model_held(self):
         """The ids of ended replies whose length is not confirmed, told or kept back."""

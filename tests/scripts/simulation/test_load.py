@@ -98,6 +98,10 @@ def test_the_window_counts_what_happens_in_it():
     )
     assert list(tally.latency) == [2.5, 2.0] and list(tally.tokens) == [2, 4]
     assert (tally.logs, tally.returning) == (10 + 19, 1)
+    served[RequestId(3)] = Open(Session("c", 0.0, turns), 0, 11.0)
+    del served[RequestId(1)], served[RequestId(2)]
+    tally.end(12.0, served)
+    assert tally.waits == {"first": [1.0], "later": [1.0]}
 
 
 def test_a_conversation_in_the_middle_sends_its_history_first():
