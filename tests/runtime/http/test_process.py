@@ -22,7 +22,8 @@ from pensieve.runtime.conversations import turns
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.http.listener import listen
-from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, FrontDoor, serve_http
+from pensieve.runtime.http.process import serve_http
+from pensieve.runtime.http.server import KEEP_ALIVE_SECONDS, FrontDoor
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Abort, Fatal, Forget, Submit
 from pensieve.scheduler.types import SettingError
