@@ -7,8 +7,6 @@ import socket
 
 from ...scheduler.types import SettingError
 
-BACKLOG = 2048  # connections that wait to be accepted
-
 
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket. It is made before the model is loaded, so that a taken port is
@@ -18,7 +16,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OverflowError as error:
         raise SettingError("--port", f"must be between 0 and 65535, not {port}") from error
     except OSError as error:

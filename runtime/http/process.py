@@ -49,7 +49,7 @@ async def _serve(connection: Connection, listener: socket.socket, settings: HTTP
             await workers.serve()
         else:
             door = FrontDoor()
-            server = HTTPServer(door, settings, settings.max_connections)
+            server = HTTPServer(door, settings)
             starter = asyncio.create_task(
                 _open_and_close(server, door, connection, settings, behind)
             )

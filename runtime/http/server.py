@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.responses import Response
@@ -65,14 +66,13 @@ class FrontDoor:
 
 
 class HTTPServer(uvicorn.Server):
-    """Serves the door's application at the sockets that `serve` gets, until `should_exit`."""
+    """Serves the door's application at the sockets that `serve` gets, and on the connections that
+    `connect` gets, until `should_exit`. `up` is set when it does."""
 
-    def __init__(self, door: FrontDoor, settings: HTTPSettings, most: int, accepts: int = 2048):
-        """most     connections
-        accepts  connections that are accepted at once
-        """
-        connections = allow_connections(most)
-        if connections < most:
+    def __init__(self, door: FrontDoor, settings: HTTPSettings):
+        self.up = asyncio.Event()
+        connections = allow_connections(settings.max_connections)
+        if connections < settings.max_connections:
             log.warning(
                 "at most %d connections: the system allows no more open files (ulimit -n)",
                 connections,
@@ -91,11 +91,32 @@ class HTTPServer(uvicorn.Server):
                 log_level="error",  # clients' errors are not logged
                 access_log=False,
                 server_header=False,
-                backlog=accepts,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    async def connect(
+        self, connection: socket.socket, is_refused: bool, lost: Callable[[], None]
+    ) -> None:
+        """Serves an accepted connection, or tells it that there are too many. `lost` is called at
+        its end."""
+        loop = asyncio.get_running_loop()
+        protocol: Any = self.config.http_protocol_class
+        make = functools.partial(
+            protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=loop,
+            lost=lost,
+            **({"most": 0} if is_refused else {}),
+        )
+        await loop.connect_accepted_socket(make, connection)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """A worker of the HTTP process: it has connections of its own, and parses, tokenizes, formats and
 writes. All that the workers share is in the HTTP process, which it calls over a channel.
 
-`python -m pensieve.runtime.http.worker CHANNEL LISTENER` serves at the socket LISTENER until the
-HTTP process ends it, or is gone. Both are file descriptors.
+`python -m pensieve.runtime.http.worker CHANNEL CONNECTIONS` serves the connections that the HTTP
+process sends through the socket CONNECTIONS, until the HTTP process ends it, or is gone. Both are
+file descriptors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI
@@ -39,7 +41,6 @@ from ..text.tokenizer import Tokenizer
 from .app import add_generation, add_layers
 from .channel import ENDED, Channel
 from .limits import BodyLimit, OpenSequences
-from .listener import BACKLOG
 from .server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
 from .settings import HTTPSettings
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 FIRST_ID_BITS = 40  # a worker's ids of requests are its number, then a count
+# with a connection: to be served, or to be told that there are too many
+SERVED, REFUSED = b"+", b"-"
 FORWARDED = (
     "type",
     "asgi",
@@ -83,6 +86,12 @@ class MainCalls:
 
     def end_session(self, number: int) -> None:
         """The request of the session is over."""
+
+    def started(self) -> None:
+        """The worker takes connections."""
+
+    def lose_connection(self) -> None:
+        """One of its connections has ended."""
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> Answered:
         """Answers a request for something that all workers share."""
@@ -251,14 +260,6 @@ class Forward:
         await response(scope, receive, send)
 
 
-class Listener(socket.socket):
-    """The workers' socket. asyncio accepts as many connections at once as it gives to `listen`; a
-    worker takes one at a time and leaves the others to the workers that are idle."""
-
-    def listen(self, backlog: int = BACKLOG) -> None:
-        super().listen(BACKLOG)
-
-
 class Worker:
     """Serves until the HTTP process ends it, or is gone."""
 
@@ -269,6 +270,7 @@ class Worker:
         self._settings: asyncio.Future[tuple[HTTPSettings, int]] = self._loop.create_future()
         self._ready: asyncio.Future[Ready | None] = self._loop.create_future()
         self._ending = asyncio.Event()
+        self._connecting: set[asyncio.Task[None]] = set()
 
     # -- called by the HTTP process
 
@@ -291,7 +293,7 @@ class Worker:
 
     # -- serving
 
-    async def serve(self, listener: socket.socket) -> None:
+    async def serve(self, connections: socket.socket) -> None:
         """Returns when the last answer is written, or its time is over."""
         settings, number = await self._settings
         configure_logging(settings.log_format, settings.log_level)
@@ -299,16 +301,34 @@ class Worker:
         self.channel.offer(engine.take, engine.fail)
         gone = self._loop.create_task(self._end_with_channel(engine))
         door = FrontDoor()
-        most = -(-settings.max_connections // settings.workers)
-        server = HTTPServer(door, settings, most, accepts=1)
+        server = HTTPServer(door, settings)
         async with contextlib.AsyncExitStack() as behind:
             starter = asyncio.create_task(
                 self._open_and_close(server, door, engine, settings, behind)
             )
-            await server.serve(sockets=[listener])
+            taker = asyncio.create_task(self._take_connections(server, connections))
+            await server.serve(sockets=[])
             await starter
+            taker.cancel()
         self.channel.close()
         await gone
+
+    async def _take_connections(self, server: HTTPServer, connections: socket.socket) -> None:
+        await server.up.wait()
+        self.channel.tell(MainCalls.started)
+        self._loop.add_reader(connections, self._take_connection, server, connections)
+
+    def _take_connection(self, server: HTTPServer, connections: socket.socket) -> None:
+        mark, files, _, _ = socket.recv_fds(connections, 1, 1)
+        if not files:  # the HTTP process is gone
+            self._loop.remove_reader(connections)
+            return
+        lost = partial(self.channel.tell, MainCalls.lose_connection)
+        connecting = self._loop.create_task(
+            server.connect(socket.socket(fileno=files[0]), mark == REFUSED, lost)
+        )
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connecting.discard)
 
     async def _end_with_channel(self, engine: WorkerEngine) -> None:
         await self.channel.closed
@@ -356,17 +376,17 @@ def create_worker_app(
     return app
 
 
-async def _serve(channel: socket.socket, listener: socket.socket) -> None:
+async def _serve(channel: socket.socket, connections: socket.socket) -> None:
     worker = Worker()
     await asyncio.get_running_loop().create_connection(lambda: worker.channel, sock=channel)
-    await worker.serve(listener)
+    await worker.serve(connections)
 
 
 def main(words: Sequence[str]) -> None:
-    channel, listener = map(int, words)
+    channel, connections = map(int, words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    asyncio.run(_serve(socket.socket(fileno=channel), Listener(fileno=listener)))
+    asyncio.run(_serve(socket.socket(fileno=channel), socket.socket(fileno=connections)))
 
 
 if __name__ == "__main__":

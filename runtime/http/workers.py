@@ -36,13 +36,14 @@ from .channel import Channel
 from .limits import OpenSequences
 from .server import CLOSING_SECONDS
 from .settings import HTTPSettings
-from .worker import Answered, Worker, WorkerEngine
+from .worker import REFUSED, SERVED, Answered, Worker, WorkerEngine
 
 log = logging.getLogger(__name__)
 
 RESTART_S = 1.0  # least time between two starts of a worker
 END_SECONDS = CLOSING_SECONDS + 3.0  # for a worker to end, once it was told
 LAST_SECONDS = 2.0  # for a process to exit, once its channel is closed
+RETRY_S = 0.01  # until a worker takes a connection
 SETTLE_S = 1.0  # longest wait for what a worker has not told yet
 
 
@@ -250,16 +251,67 @@ class Desk:
         return Answered(head["status"], list(head["headers"]), bytes(answered))
 
 
+class RunningWorker:
+    """The process, from its start. `connections`: those that it was given and that have not ended;
+    `up`: it takes some."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._giving, taking = socket.socketpair()
+        self._giving.setblocking(False)
+        with theirs, taking:
+            files = theirs.fileno(), taking.fileno()
+            words = [sys.executable, "-P", "-m", f"{__package__}.worker", *map(str, files)]
+            self._process = subprocess.Popen(words, pass_fds=files, stdin=subprocess.DEVNULL)
+        self._socket = ours
+        self.channel = Channel()
+        self.channel.offer(self.started, self.lose_connection)
+        self.connections = 0
+        self.up = False
+
+    async def connect(self) -> None:
+        """Called first."""
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self.channel, sock=self._socket)
+
+    def started(self) -> None:
+        self.up = True
+
+    def lose_connection(self) -> None:
+        self.connections -= 1
+
+    def give(self, connection: socket.socket, mark: bytes) -> bool:
+        """Gives an accepted connection to the worker: SERVED or REFUSED. Returns False if it takes
+        none now."""
+        try:
+            socket.send_fds(self._giving, [mark], [connection.fileno()])
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            return False
+        self.connections += 1
+        return True
+
+    def exit_status(self) -> int:
+        """Waits for the process, whose channel is closed: it ends on its own, unless it hangs."""
+        self._giving.close()
+        try:
+            return self._process.wait(LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
 class Workers:
-    """As many workers as `--api-server-count` says, at the socket `listener`."""
+    """As many workers as `--api-server-count` says. Each connection at `listener` goes to the one
+    that has the fewest."""
 
     def __init__(self, listener: socket.socket, settings: HTTPSettings):
         self._listener = listener
+        listener.setblocking(False)
         self._settings = settings
         self._numbers = itertools.count(1)
         self._office: asyncio.Future[Office | None] = asyncio.get_running_loop().create_future()
         self._ending = asyncio.Event()
-        self._channels: set[Channel] = set()
+        self._running: dict[int, RunningWorker] = {}  # by their numbers
 
     def open(self, office: Office) -> None:
         """The engine is ready."""
@@ -273,16 +325,39 @@ class Workers:
 
     async def serve(self) -> None:
         """Returns when all workers have ended, after `end`."""
-        await asyncio.gather(*[self._keep_worker() for _ in range(self._settings.workers)])
+        accepting = asyncio.create_task(self._accept())
+        keeping = asyncio.gather(*[self._keep_worker() for _ in range(self._settings.workers)])
+        ending = asyncio.create_task(self._ending.wait())
+        await asyncio.wait((accepting, keeping, ending), return_when=asyncio.FIRST_COMPLETED)
+        if accepting.done():
+            accepting.result()  # raises the reason
+        accepting.cancel()
+        self._listener.close()
+        await keeping
 
     async def settle(self) -> None:
         """Returns when the workers have told what happened before."""
-        channels = list(self._channels)
-        asking = [asyncio.ensure_future(channel.ask(Worker.settle)) for channel in channels]
+        running = self._running.values()
+        asking = [asyncio.ensure_future(worker.channel.ask(Worker.settle)) for worker in running]
         if asking:
             await asyncio.wait(asking, timeout=SETTLE_S)
         for one in asking:
             one.cancel()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            with connection:
+                while not self._ending.is_set() and not self._give(connection):
+                    await asyncio.sleep(RETRY_S)
+
+    def _give(self, connection: socket.socket) -> bool:
+        """Returns False if no worker takes a connection now."""
+        workers = sorted(self._running.values(), key=lambda worker: worker.connections)
+        is_full = sum(worker.connections for worker in workers) >= self._settings.max_connections
+        mark = REFUSED if is_full else SERVED
+        return any(worker.up and worker.give(connection, mark) for worker in workers)
 
     async def _keep_worker(self) -> None:
         while not self._ending.is_set():
@@ -300,13 +375,10 @@ class Workers:
 
     async def _run_worker(self, number: int) -> int:
         """Returns the exit status of a worker that has ended."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            files = theirs.fileno(), self._listener.fileno()
-            words = [sys.executable, "-P", "-m", f"{__package__}.worker", *map(str, files)]
-            process = subprocess.Popen(words, pass_fds=files, stdin=subprocess.DEVNULL)
-        channel = Channel()
-        await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+        worker = RunningWorker()
+        await worker.connect()
+        channel = worker.channel
+        self._running[number] = worker
         channel.tell(Worker.configure, self._settings, number)
         await asyncio.wait((self._office, channel.closed), return_when=asyncio.FIRST_COMPLETED)
         office = self._office.result() if self._office.done() else None
@@ -315,11 +387,10 @@ class Workers:
         else:
             desk = Desk(office, channel)
             channel.tell(Worker.open, office.ready)
-            self._channels.add(channel)
             await self._until_ended(channel)
-            self._channels.remove(channel)
             desk.close()
-        return await asyncio.to_thread(_end_of, process)
+        del self._running[number]
+        return await asyncio.to_thread(worker.exit_status)
 
     async def _until_ended(self, channel: Channel) -> None:
         """Returns when the worker is gone, or has not ended in time."""
@@ -329,12 +400,3 @@ class Workers:
         channel.tell(Worker.end)
         await asyncio.wait((channel.closed,), timeout=END_SECONDS)
         channel.close()
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> int:
-    """The exit status of a process without a channel. It ends on its own, unless it hangs."""
-    try:
-        return process.wait(LAST_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()

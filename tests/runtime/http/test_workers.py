@@ -30,7 +30,8 @@ from .test_process import Server
 
 COMPLETIONS = "/v1/completions"
 MOST = 6  # sequences of a client
-TRIES = 500  # connections until each worker has had one
+MOST_CONNECTIONS = 30
+TRIES = 12  # connections until each worker has had one
 SLOW = 0.05  # seconds of a step: a long reply takes a minute
 LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 600, "ignore_eos": True, "stream": True}
 
@@ -115,8 +116,8 @@ class Client:
 
 @contextlib.contextmanager
 def clients_of(server: Workers, count: int) -> Iterator[list[Client]]:
-    """Clients of so many workers, one of each. Other connections stay open meanwhile, because a
-    worker takes the next one when it is idle."""
+    """Clients of so many workers, one of each. Other connections stay open meanwhile, because the
+    next one goes to the worker that has the fewest."""
     with contextlib.ExitStack() as opened:
         clients: dict[int, Client] = {}
         for _ in range(TRIES):
@@ -153,7 +154,7 @@ def alone(directory: Path) -> Iterator[Workers]:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Workers]:
-    server = Workers(directory, 3, max_requests_per_client=MOST)
+    server = Workers(directory, 3, max_requests_per_client=MOST, max_connections=MOST_CONNECTIONS)
     yield server
     server.close()
 
@@ -287,6 +288,21 @@ def test_one_limit_holds_over_all_workers(server: Workers) -> None:
             clients[0].close()
             eventually(lambda: len(server.aborted & {r.id for r in server.requests[before:]}) == 2)
             clients.append(Client(server))
+
+
+def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> None:
+    def busy() -> bool:
+        return httpx.get(f"{server.url}/live", timeout=60).status_code == 503
+
+    with contextlib.ExitStack() as opened:
+        eventually(lambda: not busy())
+        address = ("127.0.0.1", server.port)
+        sockets = [
+            opened.enter_context(socket.create_connection(address)) for _ in range(MOST_CONNECTIONS)
+        ]
+        eventually(busy)
+        sockets[0].close()
+        eventually(lambda: not busy())
 
 
 def test_the_metrics_count_the_requests_of_all(server: Workers) -> None:
