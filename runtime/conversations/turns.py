@@ -188,7 +188,7 @@ class OpenTurn:
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
         if self.destinations or answer is not None:
-            place = Place(self.owner, self.destinations, self.opening)
+            place = TurnPlace(self.owner, self.destinations, self.opening)
             await histories.commit_turn(place, whole, salt, body, answer is not None)
             self._closed = True
 
@@ -202,7 +202,7 @@ class OpenTurn:
             self._histories.close_turn(self.opening.turn, tokens, salt)
 
 
-class Place(NamedTuple):
+class TurnPlace(NamedTuple):
     """Where a turn is stored. `owner`, `destinations`, `opening`: as in `OpenTurn`."""
 
     owner: str
@@ -265,7 +265,7 @@ class Turns:
         raise NotImplementedError
 
     async def commit_turn(
-        self, place: Place, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
+        self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
     ) -> None:
         """Raises RequestError as `OpenTurn.commit`."""
         raise NotImplementedError
@@ -725,7 +725,7 @@ class TurnManager(Turns):
         return stored
 
     async def commit_turn(
-        self, place: Place, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
+        self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
     ) -> None:
         if place.destinations:
             await self.store_turn(place.destinations, place.opening, whole, salt, body)

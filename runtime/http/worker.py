@@ -31,7 +31,7 @@ from ...scheduler.types import Applied, ErrorKind, Request, RequestError, Reques
 from ..conversations.schema import Name, StoredConversation
 from ..conversations.sessions import Prompt, SessionKey
 from ..conversations.transcript import Message, Transcript
-from ..conversations.turns import Beginning, Place, Stored, Turns
+from ..conversations.turns import Beginning, Stored, TurnPlace, Turns
 from ..frontend.engine_client import EngineStreams, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.request_builder import GrammarChecks
@@ -185,7 +185,7 @@ class WorkerTurns(Turns):
         return await self._channel.ask(Turns.get, name)
 
     async def commit_turn(
-        self, place: Place, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
+        self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
     ) -> None:
         await self._channel.ask(Turns.commit_turn, place, whole, salt, body, is_chat)
 

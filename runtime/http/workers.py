@@ -28,7 +28,7 @@ from ...scheduler.types import Applied, Request, RequestError, RequestId, RowRes
 from ..conversations.schema import Name
 from ..conversations.sessions import SessionKey
 from ..conversations.transcript import Message, Transcript
-from ..conversations.turns import Beginning, Place, TurnManager
+from ..conversations.turns import Beginning, TurnManager, TurnPlace
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.request_builder import GrammarChecks
 from ..messages import Ready
@@ -195,7 +195,7 @@ class Desk:
         return beginning
 
     async def commit_turn(
-        self, place: Place, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
+        self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
     ) -> None:
         await self._histories.commit_turn(place, whole, salt, body, is_chat)
         if place.opening is not None:
