@@ -312,6 +312,7 @@ class Workers:
         self._office: asyncio.Future[Office | None] = asyncio.get_running_loop().create_future()
         self._ending = asyncio.Event()
         self._running: dict[int, RunningWorker] = {}  # by their numbers
+        self._replaced = False  # one of the first workers
 
     def open(self, office: Office) -> None:
         """The engine is ready."""
@@ -337,20 +338,25 @@ class Workers:
 
     async def settle(self) -> None:
         """Returns when the workers have told what happened before."""
-        running = self._running.values()
-        asking = [asyncio.ensure_future(worker.channel.ask(Worker.settle)) for worker in running]
-        if asking:
-            await asyncio.wait(asking, timeout=SETTLE_S)
-        for one in asking:
-            one.cancel()
+        asking = [worker.channel.ask(Worker.settle) for worker in self._running.values()]
+        with contextlib.suppress(TimeoutError):
+            # one that dies meanwhile has nothing to tell
+            await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), SETTLE_S)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
+        while not self._all_started():  # the first one would get all that wait
+            await asyncio.sleep(RETRY_S)
         while True:
             connection, _ = await loop.sock_accept(self._listener)
             with connection:
                 while not self._ending.is_set() and not self._give(connection):
                     await asyncio.sleep(RETRY_S)
+
+    def _all_started(self) -> bool:
+        """True also if a worker has died before."""
+        up = sum(worker.up for worker in self._running.values())
+        return self._replaced or up == self._settings.workers
 
     def _give(self, connection: socket.socket) -> bool:
         """Returns False if no worker takes a connection now."""
@@ -363,6 +369,7 @@ class Workers:
         while not self._ending.is_set():
             began = time.monotonic()
             status = await self._run_worker(next(self._numbers))
+            self._replaced = True
             if not self._ending.is_set():
                 log.error(
                     "an HTTP worker has ended with status %d: its clients are cut off, and another "

@@ -20,7 +20,7 @@ import pytest
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.http.worker import FIRST_ID_BITS
 from pensieve.runtime.messages import Abort, Forget, Fork, Keep, Look, Submit
-from pensieve.runtime.system import children, running
+from pensieve.runtime.system import descendants, running
 from pensieve.scheduler.types import Request
 
 from ..fake_loop import FakeLoop, eventually
@@ -52,11 +52,15 @@ class Workers(Server):
     @property
     def workers(self) -> list[int]:
         """Their processes."""
+        return self.processes(b"http.worker")
+
+    def processes(self, word: bytes) -> list[int]:
+        """Those of the HTTP process and its workers with this word in their command."""
         assert self.process.pid is not None
         return [
             child
-            for child in children(self.process.pid)
-            if b"http.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+            for child in descendants(self.process.pid)
+            if word in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
 
     def get(self, path: str) -> httpx.Response:
@@ -303,6 +307,17 @@ def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> Non
         eventually(busy)
         sockets[0].close()
         eventually(lambda: not busy())
+
+
+def test_two_processes_check_the_grammars_of_all_workers(server: Workers) -> None:
+    with clients_of(server, 3) as clients:
+        for client in clients:
+            client.post(COMPLETIONS, prompt="Hi", structured_outputs={"regex": "[a-z]+"})
+            client.post(COMPLETIONS, 400, prompt="Hi", structured_outputs={"regex": "["})
+        assert [request.sampling.grammar is not None for request in server.requests[-3:]] == 3 * [
+            True
+        ]
+    assert len(server.processes(b"grammar_check")) == 2
 
 
 def test_the_metrics_count_the_requests_of_all(server: Workers) -> None:
