@@ -21,11 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from ...scheduler.types import Applied, ErrorKind, Request, RequestError, RequestId
 from ..conversations.schema import Name, StoredConversation
@@ -40,7 +39,7 @@ from ..observe.logs import configure_logging
 from ..text.tokenizer import Tokenizer
 from .app import add_generation, add_layers
 from .channel import ENDED, Channel
-from .limits import BodyLimit, OpenSequences
+from .limits import OpenSequences
 from .server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
 from .settings import HTTPSettings
 
@@ -93,8 +92,9 @@ class MainCalls:
     def lose_connection(self) -> None:
         """One of its connections has ended."""
 
-    async def answer(self, scope: dict[str, Any], body: bytes) -> Answered:
-        """Answers a request for something that all workers share."""
+    async def answer(self, scope: dict[str, Any], number: int) -> Answered:
+        """Answers a request for something that all workers share. `Forward.receive` has its body
+        under this number."""
         raise NotImplementedError
 
 
@@ -235,26 +235,33 @@ class WorkerGrammars(GrammarChecks):
 class Forward:
     """ASGI: `own` answers its paths; the HTTP process answers all others."""
 
-    def __init__(self, own: FastAPI, channel: Channel, most_body_bytes: int):
+    def __init__(self, own: FastAPI, channel: Channel):
         self._own = own
         self._paths = {route.path for route in own.routes if isinstance(route, Route)}
-        self._others = BodyLimit(self._answer, most_body_bytes)
         self._channel = channel
+        self._numbers = itertools.count()
+        self._receives: dict[int, Receive] = {}  # of requests that the HTTP process answers
+        channel.offer(self.receive)
+
+    async def receive(self, number: int) -> ASGIMessage:
+        """The next part of the request's body, as ASGI's `receive`."""
+        return await self._receives[number]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app: ASGIApp = self._own if scope["path"] in self._paths else self._others
+        app: ASGIApp = self._own if scope["path"] in self._paths else self._forward
         await app(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        number = next(self._numbers)
+        self._receives[number] = receive
+        plain = {name: scope[name] for name in FORWARDED if name in scope}
         try:
-            body = await HTTPRequest(scope, receive).body()
-            plain = {name: scope[name] for name in FORWARDED if name in scope}
-            answered = await self._channel.ask(MainCalls.answer, plain, body)
-        except ClientDisconnect:
-            return
+            answered = await self._channel.ask(MainCalls.answer, plain, number)
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
+        finally:
+            del self._receives[number]
         response = Response(answered.body, answered.status)
         response.raw_headers = answered.headers
         await response(scope, receive, send)
@@ -350,7 +357,7 @@ class Worker:
                 tokenizer = await load_tokenizer(ready, settings)
                 tracing = open_tracing(ready, settings, behind)
                 app = create_worker_app(engine, self.channel, ready, tokenizer, settings, tracing)
-                door.open(Forward(app, self.channel, settings.max_body_bytes))
+                door.open(Forward(app, self.channel))
                 await self._ending.wait()
         finally:
             door.close()

@@ -19,6 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -36,7 +37,7 @@ from .channel import Channel
 from .limits import OpenSequences
 from .server import CLOSING_SECONDS
 from .settings import HTTPSettings
-from .worker import REFUSED, SERVED, Answered, Worker, WorkerEngine
+from .worker import REFUSED, SERVED, Answered, Forward, Worker, WorkerEngine
 
 log = logging.getLogger(__name__)
 
@@ -230,15 +231,9 @@ class Desk:
             del self._claims[client]
         self._office.limit.release(client, held)
 
-    async def answer(self, scope: dict[str, Any], body: bytes) -> Answered:
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
+    async def answer(self, scope: dict[str, Any], number: int) -> Answered:
         head: dict[str, Any] = {}
         answered = bytearray()
-
-        async def receive() -> ASGIMessage:
-            if not unread:
-                await asyncio.Event().wait()  # nobody is told of clients that hang up
-            return unread.pop()
 
         async def send(message: ASGIMessage) -> None:
             nonlocal answered
@@ -247,6 +242,7 @@ class Desk:
             else:
                 answered += message.get("body", b"")
 
+        receive = partial(self._channel.ask, Forward.receive, number)
         await self._office.app(scope, receive, send)
         return Answered(head["status"], list(head["headers"]), bytes(answered))
 

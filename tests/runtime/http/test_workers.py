@@ -309,6 +309,13 @@ def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> Non
         eventually(lambda: not busy())
 
 
+def test_a_request_for_all_is_answered_before_its_body(server: Workers) -> None:
+    """As by one process, where nothing reads the body."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+
+
 def test_two_processes_check_the_grammars_of_all_workers(server: Workers) -> None:
     with clients_of(server, 3) as clients:
         for client in clients:
