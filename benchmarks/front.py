@@ -2,8 +2,8 @@
 
 There is no model. This process stands for the loop: it sends a text's tokens as the results of
 steps. The HTTP process of `pensieve serve` writes them to streams of chat completions, and a client
-drains the sockets. CPU seconds are those of the HTTP process from the second token of all streams
-to their end.
+drains the sockets. CPU seconds are those of the HTTP process and its workers from the second token
+of all streams to their end; `main` is the HTTP process alone.
 
 With `--step-ms 0` steps come as fast as the pipe takes them, so tokens wait in the HTTP process.
 """
@@ -20,16 +20,19 @@ import selectors
 import socket
 import time
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.runtime.http.listener import listen
 from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.http.worker import FIRST_ID_BITS
 from pensieve.runtime.messages import Ready, StepMessage, Submit
+from pensieve.runtime.system import descendants
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import Applied, FinishReason, RequestId, RowResult, Usage
 
@@ -41,11 +44,23 @@ APART = 97  # tokens between the places in the text at which two streams begin
 SHOWN = 40  # functions of a profile
 
 
-def cpu_seconds(process: int) -> tuple[float, float]:
-    """CPU seconds of a process in user mode and in the kernel."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    ticks = os.sysconf("SC_CLK_TCK")
-    return int(fields[11]) / ticks, int(fields[12]) / ticks
+class CPUSeconds(NamedTuple):
+    user: float = 0.0
+    kernel: float = 0.0
+    main: float = 0.0
+
+    @classmethod
+    def now(cls, process: int) -> CPUSeconds:
+        """Of a process and its workers; `main`: of the process alone."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        user, kernel, main = 0, 0, 0
+        for one in (process, *descendants(process)):
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            user += int(fields[11])
+            kernel += int(fields[12])
+            if one == process:
+                main = user + kernel
+        return cls(user / ticks, kernel / ticks, main / ticks)
 
 
 def profiled(file: str, *args: Any) -> None:
@@ -53,6 +68,11 @@ def profiled(file: str, *args: Any) -> None:
     profile = cProfile.Profile()
     profile.runcall(serve_http, *args)
     profile.dump_stats(file)
+
+
+def place_of(request: RequestId) -> int:
+    """The place in the text at which the request's tokens begin."""
+    return request % (1 << FIRST_ID_BITS) * APART
 
 
 def drain(port: int, streams: int, body: bytes, results: Connection) -> None:
@@ -84,7 +104,7 @@ def send_steps(
     began = time.perf_counter()
     column = array("q", requests)
     for step in range(1, steps):
-        tokens = [text[own * APART + step] for own in requests]
+        tokens = [text[place_of(own) + step] for own in requests]
         if step < steps - 1:
             applied = Applied(column, array("i", tokens))
         else:
@@ -105,7 +125,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     loop, connection = multiprocessing.Pipe()
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    args: tuple[Any, ...] = (connection, listener, HTTPSettings(log_level="warning"))
+    settings = HTTPSettings(log_level="warning", api_server_count=options.api_server_count)
+    args: tuple[Any, ...] = (connection, listener, settings)
     if options.profile is None:
         server = spawn.Process(target=serve_http, args=args)
     else:
@@ -123,23 +144,26 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     requests: list[RequestId] = []
     while len(requests) < streams:
         requests += [sent.request.id for sent in loop.recv() if isinstance(sent, Submit)]
-    first = [RowResult(own, (text[own * APART],), usage=Usage(new=1)) for own in requests]
+    first = [RowResult(own, (text[place_of(own)],), usage=Usage(new=1)) for own in requests]
     loop.send(StepMessage(Applied(rows=tuple(first))))
     time.sleep(0.5)  # the streams have begun
     began = time.perf_counter()
     assert server.pid is not None
-    user, kernel = cpu_seconds(server.pid)
+    before = CPUSeconds.now(server.pid)
     send_steps(loop, requests, text, steps, options.step_ms / 1e3)
     events, size = report.recv()
     seconds = time.perf_counter() - began
-    user_end, kernel_end = cpu_seconds(server.pid)
+    after = CPUSeconds.now(server.pid)
     loop.close()
     client.join()
     server.join()
     tokens = streams * (steps - 1)
+    own = Counter(number >> FIRST_ID_BITS for number in requests)
     return {
-        "user us/token": (user_end - user) / tokens * 1e6,
-        "kernel us/token": (kernel_end - kernel) / tokens * 1e6,
+        "user us/token": (after.user - before.user) / tokens * 1e6,
+        "kernel us/token": (after.kernel - before.kernel) / tokens * 1e6,
+        "main us/token": (after.main - before.main) / tokens * 1e6,
+        "streams of the busiest": max(own.values()),
         "tokens/s": tokens / seconds,
         "tokens/event": streams * steps / (events - OTHER_EVENTS * streams),
         "bytes/token": size / streams / steps,
@@ -152,6 +176,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=256, metavar="N")
     parser.add_argument("--tokens", type=int, default=300, metavar="N", help="of a stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS")
+    parser.add_argument("--api-server-count", type=int, default=1, metavar="N")
     parser.add_argument("--profile", metavar="FILE", help="of the HTTP process's main thread")
     options = parser.parse_args(args)
     print(json.dumps({name: round(value, 2) for name, value in measure(options).items()}))

@@ -81,6 +81,17 @@ def allow_open_files(wanted: int) -> int:
     return max(soft, allowed)
 
 
+def usable_cores() -> int:
+    """Cores that this process may use all the time, at least 1: also a container's quota (version
+    2 of cgroups) limits them."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
 def children(process: int) -> list[int]:
     """Child processes, including ended ones that were not waited for. Children of threads that end
     during the call may be missing."""

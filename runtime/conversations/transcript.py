@@ -20,7 +20,7 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...scheduler.turns.conversations import common_prefix
@@ -85,6 +85,12 @@ class StoredTurn:
             whole.inside,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the line as a list: pickle would call itself for each parent."""
+        names = [one.name for one in fields(self)][1:]
+        line = [tuple(getattr(turn, name) for name in names) for turn in self.lineage()]
+        return _read_line, (line,)
+
     def lineage(self) -> Iterator[StoredTurn]:
         """This turn, the one before it, and so on to the first."""
         turn: StoredTurn | None = self
@@ -103,6 +109,13 @@ class StoredTurn:
             texts.replace_behind(turn.text_kept, turn.text)
             messages += turn.messages
         return Transcript(tuple(messages), tokens, str(texts), self.inside)
+
+
+def _read_line(line: Sequence[tuple[Any, ...]]) -> StoredTurn | None:
+    turn = None
+    for values in reversed(line):
+        turn = StoredTurn(turn, *values)
+    return turn
 
 
 def ends_with_completion(turn: StoredTurn) -> bool:

@@ -6,7 +6,8 @@
     OpenTurn.close             -> after any end
 
 The database works in its own thread, the tokenizer in others; all other code here runs on the event
-loop's thread.
+loop's thread. One process has the histories (`TurnManager`); others that make prompts call it
+(`Turns`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import logging
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +28,7 @@ from ...scheduler.types import ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
 from .schema import Gone, Kind, Name, Opening, StoredConversation
-from .sessions import PromptWatch, Sessions
+from .sessions import Prompt, PromptWatch, SessionKey, Sessions
 from .store import HistoryStore, Swept
 from .transcript import (
     OTHERS,
@@ -102,13 +103,12 @@ class OpenTurn:
     text       the prompt's text as the client knows it, "" for a prompt of token ids
     inside     leading tokens that `text` stands for
     opening    the store's admission, None: the turn is not stored
-    held       resources that are held until the turn is closed
     stored_tokens  leading tokens that had KV in a stored turn, under the salt `stored_salt`
     """
 
     def __init__(
         self,
-        histories: TurnManager,
+        histories: Turns,
         owner: str,
         messages: Sequence[Message],
         prompt: array[int],
@@ -116,7 +116,6 @@ class OpenTurn:
         inside: int,
         destinations: tuple[Destination, ...],
         opening: Opening | None,
-        held: ExitStack,
         stored: Stored | None,
     ):
         """`stored`: the stored history that the prompt continues or was compared with."""
@@ -128,7 +127,7 @@ class OpenTurn:
         self.destinations = destinations
         self.opening = opening
         self._histories = histories
-        self._held = held
+        self._closed = opening is None
         self._session: str | None = None
         self.stored_tokens = 0
         self.stored_salt = b""
@@ -188,27 +187,292 @@ class OpenTurn:
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
-        if self.destinations:
-            await histories.store_turn(self.destinations, self.opening, whole, salt, body)
-        if answer is not None:
-            histories.remember(self.owner, whole)
+        if self.destinations or answer is not None:
+            place = TurnPlace(self.owner, self.destinations, self.opening)
+            await histories.commit_turn(place, whole, salt, body, answer is not None)
+            self._closed = True
 
     def close(self, reply: Sequence[int] = (), salt: bytes = b"") -> None:
         """Called when the loop has been told the end of its requests. `reply`, `salt`: of the first
         one, if there was one. Idempotent."""
-        if self.opening is not None:
-            self._histories.erase_if_deleted(
-                self.opening.turn, self.prompt + array("i", reply), salt
+        if not self._closed:
+            assert self.opening is not None
+            self._closed = True
+            tokens = self.prompt + array("i", reply)
+            self._histories.close_turn(self.opening.turn, tokens, salt)
+
+
+class TurnPlace(NamedTuple):
+    """Where a turn is stored. `owner`, `destinations`, `opening`: as in `OpenTurn`."""
+
+    owner: str
+    destinations: tuple[Destination, ...] = ()
+    opening: Opening | None = None
+
+
+class Beginning(NamedTuple):
+    """What the histories have for a turn that begins.
+
+    opening   the store's admission, None: the turn is not stored
+    past      the turn with the longest common beginning
+    stored    the stored history, if it was read
+    """
+
+    opening: Opening | None = None
+    past: StoredTurn | None = None
+    stored: Stored | None = None
+
+
+class Turns:
+    """Opens turns. A subclass has the histories, or calls the process that has them. A turn that
+    it has begun is closed (`close_turn`) in any case."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+
+    # -- of the histories
+
+    async def begin_chat(
+        self,
+        owner: str,
+        names: Sequence[Name],
+        conversation: Name | None,
+        messages: Sequence[Message],
+    ) -> Beginning:
+        """A turn of this dialogue, which is stored under `names`. RequestError (TOO_MANY), before
+        anything is computed, if a new history is beyond its owner's quota."""
+        raise NotImplementedError
+
+    async def begin_completion(self, name: Name) -> Beginning:
+        """A plain completion that is stored under this name. RequestError as `begin_chat`."""
+        raise NotImplementedError
+
+    async def go_on(self, name: Name) -> Beginning:
+        """The one turn with the server's history. RequestError: NOT_FOUND, and CONFLICT if there
+        is another, on any server."""
+        raise NotImplementedError
+
+    async def check_quota(self, name: Name) -> None:
+        """RequestError as `begin_chat`."""
+        raise NotImplementedError
+
+    async def find(self, name: Name) -> Stored:
+        """RequestError (NOT_FOUND)."""
+        raise NotImplementedError
+
+    async def get(self, name: Name) -> StoredConversation:
+        """RequestError (NOT_FOUND)."""
+        raise NotImplementedError
+
+    async def commit_turn(
+        self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
+    ) -> None:
+        """Raises RequestError as `OpenTurn.commit`."""
+        raise NotImplementedError
+
+    def close_turn(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
+        """An open turn (`Opening.turn`) ends without a commit. `tokens`, `salt`: of its request, as
+        far as it has come."""
+        raise NotImplementedError
+
+    # -- of the sessions
+
+    def open_session(self, key: SessionKey, kv_name: str, held: ExitStack) -> None:
+        """As `Sessions.open`."""
+        raise NotImplementedError
+
+    def say_once(self, key: SessionKey, message: str) -> None:
+        """As `Sessions.say_once`."""
+        raise NotImplementedError
+
+    def watch_prompt(self, key: SessionKey, kv_name: str, prompt: Prompt) -> None:
+        """As `PromptWatch.see`."""
+        raise NotImplementedError
+
+    # -- turns
+
+    async def open_chat(
+        self,
+        owner: str,
+        conversation: str | None,
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        *,
+        server_history: bool = False,
+    ) -> OpenTurn:
+        """`render` gives the prompt's text. With `server_history` the messages are new ones behind
+        the stored.
+
+        RequestError: NOT_FOUND if there is no such conversation to go on with, CONFLICT if such a
+        turn is in flight already or the history ends with a completion.
+        """
+        name = Name(owner, conversation) if conversation is not None else None
+        names = (name,) if name is not None else ()
+        if name is None or not server_history:
+            beginning = await self.begin_chat(owner, names, name, messages)
+        else:
+            beginning = await self.go_on(name)
+        with self._closed_on_error(beginning):
+            past = beginning.past
+            if name is not None and server_history:
+                if past is not None and ends_with_completion(past):
+                    reason = (
+                        f"conversation {conversation!r} ends with a plain completion, which a chat "
+                        "would leave out"
+                    )
+                    cure = "continue it with /v1/completions, or send all messages"
+                    raise RequestError(ErrorKind.CONFLICT, f"{reason}: {cure}", "conversation")
+                messages = (*(past.transcript().messages if past is not None else ()), *messages)
+            destinations = tuple(map(Destination, names))
+            return await self._chat_turn(owner, messages, past, render, destinations, beginning)
+
+    async def open_response(
+        self,
+        owner: str,
+        *,
+        previous: str | None,
+        conversation: str | None,
+        instructions: Sequence[Message],
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        stored_as: str | None,
+    ) -> OpenTurn:
+        """A turn behind the stored response `previous`, or in a conversation that exists; stored as
+        a response too.
+
+        `instructions` go in front of the dialogue and are not remembered. RequestError: as
+        `open_chat`.
+        """
+
+        def with_instructions(dialogue: Sequence[Message]) -> str:
+            return render([*instructions, *dialogue])
+
+        snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
+        if conversation is not None:
+            if snapshot is not None:
+                await self.check_quota(snapshot)
+            turn = await self.open_chat(
+                owner, conversation, messages, with_instructions, server_history=True
             )
-        self._held.close()
+            if snapshot is not None:
+                turn.destinations += (Destination(snapshot, behind=Name(owner, conversation)),)
+            return turn
+        before, past, stored = None, None, None
+        if previous is not None:
+            before, past = stored = await self.find(Name(owner, previous, "response"))
+        dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
+        destinations: tuple[Destination, ...] = ()
+        if snapshot is not None:
+            thread = before.thread if before is not None else snapshot.id
+            behind = Name(owner, previous, "response") if previous is not None else None
+            destinations = (Destination(snapshot, behind, {"parent": previous, "thread": thread}),)
+        names = [destination.name for destination in destinations]
+        beginning = await self.begin_chat(owner, names, None, dialogue)
+        with self._closed_on_error(beginning):
+            if past is None:
+                past = beginning.past
+            beginning = beginning._replace(stored=stored)
+            return await self._chat_turn(
+                owner, dialogue, past, with_instructions, destinations, beginning
+            )
+
+    async def open_completion(
+        self,
+        owner: str,
+        conversation: str | None,
+        prompt: str | array[int],
+        *,
+        server_history: bool = False,
+    ) -> OpenTurn:
+        """`prompt`: text, or token ids; with `server_history` it goes on behind the stored log.
+
+        Raises as `open_chat`.
+        """
+        name = Name(owner, conversation) if conversation is not None else None
+        if name is not None and server_history:
+            return await self._continue_log(name, prompt)
+        beginning = await self.begin_completion(name) if name is not None else Beginning()
+        with self._closed_on_error(beginning):
+            text = ""
+            inside = 0
+            if isinstance(prompt, str):
+                text = prompt
+                prompt = await asyncio.to_thread(self._encoded, text, beginning.past)
+                inside = len(prompt)
+            destinations = (Destination(name),) if name is not None else ()
+            stored_text = (), prompt, text, inside
+            return OpenTurn(
+                self, owner, *stored_text, destinations, beginning.opening, beginning.stored
+            )
+
+    async def _continue_log(self, name: Name, prompt: str | array[int]) -> OpenTurn:
+        beginning = await self.go_on(name)
+        with self._closed_on_error(beginning):
+            past = beginning.past
+            before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+            if before.inside == OTHERS:
+                raise RequestError(
+                    ErrorKind.CONFLICT,
+                    f"conversation {name.id!r} holds tokens of another tokenizer",
+                    "conversation",
+                )
+            if isinstance(prompt, str):
+                assert self.tokenizer is not None
+                prompt = await asyncio.to_thread(
+                    _encoded_behind, self.tokenizer, before.tokens, prompt
+                )
+            whole = before.tokens + prompt
+            destinations = (Destination(name),)
+            stored_text = (before.messages, whole, before.text, before.inside)
+            return OpenTurn(
+                self, name.owner, *stored_text, destinations, beginning.opening, beginning.stored
+            )
+
+    async def _chat_turn(
+        self,
+        owner: str,
+        messages: Sequence[Message],
+        past: StoredTurn | None,
+        render: Callable[[Sequence[Message]], str],
+        destinations: tuple[Destination, ...],
+        beginning: Beginning,
+    ) -> OpenTurn:
+        text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
+        opening, _, stored = beginning
+        return OpenTurn(self, owner, messages, ids, text, len(ids), destinations, opening, stored)
+
+    def _prompt(
+        self,
+        messages: Sequence[Message],
+        past: StoredTurn | None,
+        render: Callable[[Sequence[Message]], str],
+    ) -> tuple[str, array[int]]:
+        assert self.tokenizer is not None
+        text = render(messages)
+        ids = spliced(self.tokenizer, text, past)
+        return text, self.tokenizer.encode_rendered(text) if ids is None else ids
+
+    def _encoded(self, text: str, past: StoredTurn | None) -> array[int]:
+        assert self.tokenizer is not None
+        ids = spliced(self.tokenizer, text, past)
+        return self.tokenizer.encode(text) if ids is None else ids
+
+    @contextlib.contextmanager
+    def _closed_on_error(self, beginning: Beginning) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if beginning.opening is not None:
+                self.close_turn(beginning.opening.turn, array("i"), b"")
+            raise
 
 
-class TurnManager:
-    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s
-    do)."""
+class TurnManager(Turns):
+    """The histories, and the turns over them. `tell` sends a message to the loop, `forget` one that
+    is answered (as `EngineClient`'s do)."""
 
     def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._open: dict[bytes, Sequence[Name]] = {}  # turns that the store keeps open
         self._deleted: dict[bytes, Gone] = {}  # those whose conversation was deleted meanwhile
         self._store = store
@@ -372,192 +636,6 @@ class TurnManager:
 
     # -- turns
 
-    async def open_chat(
-        self,
-        owner: str,
-        conversation: str | None,
-        messages: Sequence[Message],
-        render: Callable[[Sequence[Message]], str],
-        *,
-        server_history: bool = False,
-    ) -> OpenTurn:
-        """`render` gives the prompt's text. With `server_history` the messages are new ones behind
-        the stored.
-
-        RequestError: NOT_FOUND if there is no such conversation to go on with, CONFLICT if such a
-        turn is in flight already or the history ends with a completion.
-        """
-        name = Name(owner, conversation) if conversation is not None else None
-        destinations = (Destination(name),) if name is not None else ()
-        with ExitStack() as held:
-            if name is None or not server_history:
-                opening = await self._admit(destinations, held)
-                past, stored = await self._past(owner, name, messages)
-            else:
-                opening, stored = await self._go_on(name, held)
-                past = stored[1]
-                if past is not None and ends_with_completion(past):
-                    reason = (
-                        f"conversation {conversation!r} ends with a plain completion, which a chat "
-                        "would leave out"
-                    )
-                    cure = "continue it with /v1/completions, or send all messages"
-                    raise RequestError(ErrorKind.CONFLICT, f"{reason}: {cure}", "conversation")
-                messages = (*(past.transcript().messages if past is not None else ()), *messages)
-            return await self._chat_turn(
-                owner, messages, past, render, destinations, opening, held, stored
-            )
-
-    async def open_response(
-        self,
-        owner: str,
-        *,
-        previous: str | None,
-        conversation: str | None,
-        instructions: Sequence[Message],
-        messages: Sequence[Message],
-        render: Callable[[Sequence[Message]], str],
-        stored_as: str | None,
-    ) -> OpenTurn:
-        """A turn behind the stored response `previous`, or in a conversation that exists; stored as
-        a response too.
-
-        `instructions` go in front of the dialogue and are not remembered. RequestError: as
-        `open_chat`.
-        """
-
-        def with_instructions(dialogue: Sequence[Message]) -> str:
-            return render([*instructions, *dialogue])
-
-        snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
-        if conversation is not None:
-            if snapshot is not None:
-                await self.run(self._store.admit, [snapshot], self.now())
-            turn = await self.open_chat(
-                owner, conversation, messages, with_instructions, server_history=True
-            )
-            if snapshot is not None:
-                turn.destinations += (Destination(snapshot, behind=Name(owner, conversation)),)
-            return turn
-        before, past, stored = None, None, None
-        if previous is not None:
-            before, past = stored = await self._continued(Name(owner, previous, "response"))
-        dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
-        if past is None:
-            past = self._recent.find(dialogue_keys(owner, dialogue))
-        destinations: tuple[Destination, ...] = ()
-        if snapshot is not None:
-            thread = before.thread if before is not None else snapshot.id
-            behind = Name(owner, previous, "response") if previous is not None else None
-            destinations = (Destination(snapshot, behind, {"parent": previous, "thread": thread}),)
-        with ExitStack() as held:
-            opening = await self._admit(destinations, held)
-            return await self._chat_turn(
-                owner, dialogue, past, with_instructions, destinations, opening, held, stored
-            )
-
-    async def open_completion(
-        self,
-        owner: str,
-        conversation: str | None,
-        prompt: str | array[int],
-        *,
-        server_history: bool = False,
-    ) -> OpenTurn:
-        """`prompt`: text, or token ids; with `server_history` it goes on behind the stored log.
-
-        Raises as `open_chat`.
-        """
-        name = Name(owner, conversation) if conversation is not None else None
-        destinations = (Destination(name),) if name is not None else ()
-        with ExitStack() as held:
-            if name is not None and server_history:
-                return await self._continue_log(name, prompt, held)
-            opening = await self._admit(destinations, held)
-            stored = (
-                await self.run(self._store.find, name, self.now()) if name is not None else None
-            )
-            if not isinstance(prompt, str):
-                return OpenTurn(
-                    self, owner, (), prompt, "", 0, destinations, opening, held.pop_all(), stored
-                )
-            assert self.tokenizer is not None
-            ids = await asyncio.to_thread(
-                spliced, self.tokenizer, prompt, stored[1] if stored is not None else None
-            )
-            if ids is None:
-                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-            return OpenTurn(
-                self,
-                owner,
-                (),
-                ids,
-                prompt,
-                len(ids),
-                destinations,
-                opening,
-                held.pop_all(),
-                stored,
-            )
-
-    async def _continue_log(
-        self, name: Name, prompt: str | array[int], held: ExitStack
-    ) -> OpenTurn:
-        opening, stored = await self._go_on(name, held)
-        past = stored[1]
-        before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
-        if before.inside == OTHERS:
-            raise RequestError(
-                ErrorKind.CONFLICT,
-                f"conversation {name.id!r} holds tokens of another tokenizer",
-                "conversation",
-            )
-        if isinstance(prompt, str):
-            assert self.tokenizer is not None
-            prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
-        whole = before.tokens + prompt
-        destinations = (Destination(name),)
-        stored_text = (before.messages, whole, before.text, before.inside)
-        return OpenTurn(
-            self, name.owner, *stored_text, destinations, opening, held.pop_all(), stored
-        )
-
-    async def _chat_turn(
-        self,
-        owner: str,
-        messages: Sequence[Message],
-        past: StoredTurn | None,
-        render: Callable[[Sequence[Message]], str],
-        destinations: tuple[Destination, ...],
-        opening: Opening | None,
-        held: ExitStack,
-        stored: Stored | None,
-    ) -> OpenTurn:
-        text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
-        return OpenTurn(
-            self,
-            owner,
-            messages,
-            ids,
-            text,
-            len(ids),
-            destinations,
-            opening,
-            held.pop_all(),
-            stored,
-        )
-
-    def _prompt(
-        self,
-        messages: Sequence[Message],
-        past: StoredTurn | None,
-        render: Callable[[Sequence[Message]], str],
-    ) -> tuple[str, array[int]]:
-        assert self.tokenizer is not None
-        text = render(messages)
-        ids = spliced(self.tokenizer, text, past)
-        return text, self.tokenizer.encode_rendered(text) if ids is None else ids
-
     async def _past(
         self, owner: str, name: Name | None, messages: Sequence[Message]
     ) -> tuple[StoredTurn | None, Stored | None]:
@@ -571,39 +649,60 @@ class TurnManager:
         match = common_beginning(stored[1], messages) if stored is not None else None
         return (match if _message_count(match) > covered else recent), stored
 
-    async def _admit(self, destinations: Sequence[Destination], held: ExitStack) -> Opening | None:
-        """Keeps the existing histories from expiring while they are held. RequestError (TOO_MANY),
-        before anything is computed, if a new history is beyond its owner's quota."""
-        if not destinations:
-            return None
-        names = [destination.name for destination in destinations]
-        return await self._open_turn(self._store.admit, names, held)
+    async def begin_chat(
+        self,
+        owner: str,
+        names: Sequence[Name],
+        conversation: Name | None,
+        messages: Sequence[Message],
+    ) -> Beginning:
+        """Keeps the existing histories from expiring while the turn is open."""
+        opening = await self._open_turn(self._store.admit, names) if names else None
+        with self._released_on_error(opening):
+            past, stored = await self._past(owner, conversation, messages)
+        return Beginning(opening, past, stored)
 
-    async def _go_on(self, name: Name, held: ExitStack) -> tuple[Opening, Stored]:
-        """A conversation that exists and its last turn, for the one turn with the server's history.
-        RequestError: NOT_FOUND, and CONFLICT if there is another, on any server."""
+    async def begin_completion(self, name: Name) -> Beginning:
+        opening = await self._open_turn(self._store.admit, [name])
+        with self._released_on_error(opening):
+            stored = await self.run(self._store.find, name, self.now())
+        return Beginning(opening, stored[1] if stored is not None else None, stored)
 
+    async def go_on(self, name: Name) -> Beginning:
         def admit_and_find(names: Sequence[Name], now: float, turn: bytes) -> Opening:
             with self._store.transaction(durable=False):
                 opening = self._store.admit(names, now, turn, alone=True)
-                stored.append(self._store.find(name, now))
+                read.append(self._store.find(name, now))
             return opening
 
-        stored: list[Stored | None] = []
-        opening = await self._open_turn(admit_and_find, [name], held)
-        assert stored[0] is not None
-        return opening, stored[0]
+        read: list[Stored | None] = []
+        opening = await self._open_turn(admit_and_find, [name])
+        (stored,) = read
+        assert stored is not None
+        return Beginning(opening, stored[1], stored)
+
+    async def check_quota(self, name: Name) -> None:
+        await self.run(self._store.admit, [name], self.now())
 
     async def _open_turn(
-        self,
-        admit: Callable[[Sequence[Name], float, bytes], Opening],
-        names: Sequence[Name],
-        held: ExitStack,
+        self, admit: Callable[[Sequence[Name], float, bytes], Opening], names: Sequence[Name]
     ) -> Opening:
         turn = uuid.uuid4().bytes
         self._open[turn] = names
-        held.callback(self._release, turn)
-        return await self.run(admit, names, self.now(), turn)
+        try:
+            return await self.run(admit, names, self.now(), turn)
+        except BaseException:
+            self._release(turn)
+            raise
+
+    @contextlib.contextmanager
+    def _released_on_error(self, opening: Opening | None) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if opening is not None:
+                self._release(opening.turn)
+            raise
 
     def _release(self, turn: bytes) -> None:
         """Releases the turn if it is not committed; a commit releases it."""
@@ -617,13 +716,25 @@ class TurnManager:
             with contextlib.suppress(RuntimeError):  # the store is closed: its server ends
                 self._thread.submit(release).add_done_callback(Future.result)  # a fault is logged
 
-    async def _continued(self, name: Name) -> Stored:
+    async def find(self, name: Name) -> Stored:
         stored = await self.run(self._store.find, name, self.now())
         if stored is None:
             raise RequestError(
                 ErrorKind.NOT_FOUND, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind]
             )
         return stored
+
+    async def commit_turn(
+        self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
+    ) -> None:
+        if place.destinations:
+            await self.store_turn(place.destinations, place.opening, whole, salt, body)
+        if is_chat:
+            self.remember(place.owner, whole)
+
+    def close_turn(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
+        self.erase_if_deleted(turn, tokens, salt)
+        self._release(turn)
 
     async def store_turn(
         self,
@@ -696,15 +807,25 @@ class TurnManager:
         past = self._recent.find(keys[:-1])
         self._recent.add(keys, StoredTurn.behind(past, whole))
 
+    # -- sessions
+
+    def open_session(self, key: SessionKey, kv_name: str, held: ExitStack) -> None:
+        self.sessions.open(key, kv_name, held)
+
+    def say_once(self, key: SessionKey, message: str) -> None:
+        self.sessions.say_once(key, message)
+
+    def watch_prompt(self, key: SessionKey, kv_name: str, prompt: Prompt) -> None:
+        self.prompts.see(key, kv_name, prompt)
+
     # -- conversations
 
     async def get(self, name: Name) -> StoredConversation:
-        """RequestError (NOT_FOUND)."""
         return await self.run(self._store.get, name, self.now())
 
     async def load(self, name: Name) -> tuple[StoredConversation, Transcript]:
         """The conversation with all of its history. RequestError (NOT_FOUND)."""
-        conversation, past = await self._continued(name)
+        conversation, past = await self.find(name)
         return conversation, past.transcript() if past is not None else Transcript(
             (), array("i"), "", 0
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from ...scheduler.types import Request, RequestError
 from ..conversations.turns import OpenTurn
 from ..messages import Keep
-from ..observe.metrics import Metrics
 from ..text.tokenizer import StopMatcher, Tokenizer
 from .engine_client import ClientGone, OutputStream
 from .errors import STATUS
@@ -28,7 +27,7 @@ OWNER_DIGITS = 8  # digits of a key's digest, enough to tell owners apart
 
 log = logging.getLogger(__name__)
 
-Claim = Callable[[int, str], None]
+Claim = Callable[[int, str], Awaitable[None]]
 """Called with the number of sequences of a call. It replaces the one sequence that counts from the
 call's start.
 
@@ -37,7 +36,7 @@ others open.
 """
 
 
-def claim_any(sequences: int, param: str) -> None:
+async def claim_any(sequences: int, param: str) -> None:
     """A `Claim` without a limit."""
 
 
@@ -172,16 +171,19 @@ def watched(tell_end: Callable[[str, int | None], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering(
-    call: GenerationCall, owner: str, replies: Collection[Reply], metrics: Metrics
+    call: GenerationCall,
+    owner: str,
+    replies: Collection[Reply],
+    count: Callable[[float, Sequence[float]], None],
 ) -> Iterator[None]:
-    """Wraps the answering of a call. At its end the call is counted and logged, and its turn is
-    closed. `owner` as in `auth`. `replies` may be filled meanwhile."""
+    """Wraps the answering of a call. At its end the call is counted (as by `Metrics.ended`) and
+    logged, and its turn is closed. `owner` as in `auth`. `replies` may be filled meanwhile."""
     with watched(partial(_log, call, owner, replies)):
         try:
             yield
         finally:
             queued = [reply.queued for reply in replies if reply.started is not None]
-            metrics.ended(time.perf_counter() - call.arrived, queued)
+            count(time.perf_counter() - call.arrived, queued)
             call.close(replies)
 
 

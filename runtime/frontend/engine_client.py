@@ -46,7 +46,7 @@ class OutputStream:
     confirmed.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request]):
+    def __init__(self, client: EngineStreams, requests: Sequence[Request]):
         self._client = client
         self._unsettled = {request.id: request for request in requests}
         self._outputs: list[RowResult] = []
@@ -159,7 +159,73 @@ class _Open:
     started: bool = False
 
 
-class EngineClient:
+class EngineStreams:
+    """The engine for the code that answers calls: requests go in, and streams of outputs come out.
+    Must be made inside a running event loop. Its ids begin with `first_id`.
+
+    A subclass sends its messages to the loop, or to the process that is connected to the loop.
+    """
+
+    def __init__(self, first_id: int = 1):
+        self._event_loop = asyncio.get_running_loop()
+        self._ids = itertools.count(first_id)
+        self._news: dict[OutputStream, None] = {}  # streams to deliver, in their order
+        self._fault: RequestError | None = None  # the reason why no more requests are served
+
+    def new_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    def submit(self, requests: Sequence[Request], arrived: float) -> OutputStream:
+        """Sends the requests of one HTTP call, which arrived at time `arrived` (time.perf_counter's
+        seconds).
+
+        Raises RequestError (INTERNAL, UNAVAILABLE) if the engine has ended.
+        """
+        if self._fault is not None:
+            raise self._fault
+        stream = OutputStream(self, requests)
+        self._send_requests(stream, requests, arrived)
+        return stream
+
+    def abort(self, request: RequestId) -> None:
+        """Aborts the request: no more outputs of it arrive. It may have ended meanwhile."""
+        raise NotImplementedError
+
+    def finish(self, request: RequestId, tokens: int) -> None:
+        """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
+        raise NotImplementedError
+
+    def tell(self, message: Fork | Keep) -> None:
+        """Sends a change of a conversation, after everything that was sent before."""
+        raise NotImplementedError
+
+    def count_call(self, seconds: float, queued: Sequence[float]) -> None:
+        """As `Metrics.ended`."""
+        raise NotImplementedError
+
+    def count_error(self, status: int) -> None:
+        """Counts an answer with a status from 400 to 499."""
+        raise NotImplementedError
+
+    def announce(self, stream: OutputStream) -> None:
+        """Delivers the stream's news soon, together with those of all messages that wait."""
+        if not self._news:
+            self._event_loop.call_soon(self._deliver)
+        self._news[stream] = None
+
+    def _deliver(self) -> None:
+        streams = self._news
+        self._news = {}
+        for stream in streams:
+            stream.deliver()
+
+    def _send_requests(
+        self, stream: OutputStream, requests: Sequence[Request], arrived: float
+    ) -> None:
+        raise NotImplementedError
+
+
+class EngineClient(EngineStreams):
     """Connects to the engine loop. Must be made inside a running event loop; it owns `connection`
     from then on.
 
@@ -167,14 +233,11 @@ class EngineClient:
     """
 
     def __init__(self, connection: Connection):
+        super().__init__()
         self.metrics = Metrics()
         self.kv_map = ResidencyView()
         self.closed = asyncio.Event()
-        self._event_loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
         self._open: dict[RequestId, _Open] = {}
-        self._news: dict[OutputStream, None] = {}  # streams to deliver, in their order
-        self._fault: RequestError | None = None  # the reason why no more requests are served
         self._draining = False
         self._told = asyncio.Event()  # set when a part of `kv_map` arrives
         # rounds of `refresh_all` that have begun
@@ -194,38 +257,19 @@ class EngineClient:
         """Whether the loop takes new requests."""
         return self.healthy and not self._draining
 
-    def new_id(self) -> RequestId:
-        return RequestId(next(self._ids))
-
-    def submit(self, requests: Sequence[Request], arrived: float) -> OutputStream:
-        """Sends the requests of one HTTP call, which arrived at time `arrived` (time.perf_counter's
-        seconds).
-
-        Raises RequestError (INTERNAL, UNAVAILABLE) if the engine has ended.
-        """
-        if self._fault is not None:
-            raise self._fault
-        stream = OutputStream(self, requests)
-        for request in requests:
-            self._open[request.id] = _Open(stream, arrived, request.choice == 0)
-        self._outbox.put([Submit(request) for request in requests])
-        return stream
-
     def abort(self, request: RequestId) -> None:
-        """Aborts the request: no more outputs of it arrive. It may have ended meanwhile."""
         if self._open.pop(request, None) is not None:
             self.metrics.finished["abort"] += 1
         self._outbox.put(Abort(request))
 
     def finish(self, request: RequestId, tokens: int) -> None:
-        """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
         self._outbox.put(Finish(request, tokens))
 
-    def announce(self, stream: OutputStream) -> None:
-        """Delivers the stream's news soon, together with those of all messages that wait."""
-        if not self._news:
-            self._event_loop.call_soon(self._deliver)
-        self._news[stream] = None
+    def count_call(self, seconds: float, queued: Sequence[float]) -> None:
+        self.metrics.ended(seconds, queued)
+
+    def count_error(self, status: int) -> None:
+        self.metrics.client_errors[str(status)] += 1
 
     def refresh(self) -> None:
         """Asks for an update of `kv_map`, unless the last one is recent. Called while the page is
@@ -249,7 +293,6 @@ class EngineClient:
                     return
 
     def tell(self, message: Fork | Keep) -> None:
-        """Sends a change of a conversation, after everything that was sent before."""
         self._outbox.put(message)
 
     def forget(self, message: Forget) -> asyncio.Future[bool]:
@@ -332,11 +375,12 @@ class EngineClient:
             self.metrics.finished[result.finish] += 1
         request.stream.push(result)
 
-    def _deliver(self) -> None:
-        streams = self._news
-        self._news = {}
-        for stream in streams:
-            stream.deliver()
+    def _send_requests(
+        self, stream: OutputStream, requests: Sequence[Request], arrived: float
+    ) -> None:
+        for request in requests:
+            self._open[request.id] = _Open(stream, arrived, request.choice == 0)
+        self._outbox.put([Submit(request) for request in requests])
 
     def _fail(self, fault: RequestError) -> None:
         """Ends every open request, and every later one, with `fault`."""

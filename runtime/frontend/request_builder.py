@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
 from ..conversations.sessions import Prompt
-from ..conversations.turns import OpenTurn, TurnManager, session_name
+from ..conversations.turns import OpenTurn, Turns, session_name
 from ..messages import Keep, Ready
 from ..text.template_form import text_of
 from ..text.tokenizer import Tokenizer
@@ -41,6 +41,35 @@ Number = TypeVar("Number", int, float)
 log = logging.getLogger(__name__)
 
 
+class GrammarChecks:
+    """Grammar checks for the engine of `ready`. The checkers start at the first use."""
+
+    def __init__(self, ready: Ready):
+        self._ready = ready
+        self._checker: GrammarChecker | None = None
+        self._opened = False
+        self._opening = asyncio.Lock()
+
+    async def can_check(self) -> bool:
+        """False if this model's tokenizer has no grammars."""
+        # for all calls, even if this client hangs up
+        await asyncio.shield(self._open())
+        return self._checker is not None
+
+    async def check(self, grammar: str, param: str, owner: str) -> tuple[str, ...]:
+        """As `GrammarChecker.begin_check`, after `can_check`."""
+        assert self._checker is not None
+        return await asyncio.wrap_future(self._checker.begin_check(grammar, param, owner))
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if not self._opened:
+                ready = self._ready
+                about = ready.tokenizer, ready.vocab_size, ready.stop_ids
+                self._checker = await asyncio.to_thread(open_checker, *about)
+                self._opened = True
+
+
 class RequestBuilder:
     """Turns each `Generate` into a call for the engine described by `ready`."""
 
@@ -48,13 +77,15 @@ class RequestBuilder:
         self,
         ready: Ready,
         tokenizer: Tokenizer | None,
-        histories: TurnManager,
+        histories: Turns,
         new_id: Callable[[], RequestId],
         forms: ReplyForms | None = None,
         divides: bool = True,
+        grammars: GrammarChecks | None = None,
     ):
         """forms    of the replies of chats: a grammar begins behind the thought
         divides  replies of chats are divided by `forms`; False: they stay whole
+        grammars  None: checkers of its own
         """
         self._forms = forms
         self._divides = divides
@@ -62,10 +93,8 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._histories = histories
         self._new_id = new_id
-        self._grammars: GrammarChecker | None = None
-        self._opened = False  # at first use
+        self._grammars = grammars or GrammarChecks(ready)
         self._tools_checked = False
-        self._opening = asyncio.Lock()
 
     async def check_form(self, generate: Generate, caller: Caller) -> Generate:
         """Returns the same with what of the reply's form can be enforced, and remarks on the rest.
@@ -82,8 +111,7 @@ class RequestBuilder:
             return generate
         if form.tools is not None:
             form = replace(form, grammar=form.tools.grammar(forms))
-        await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
-        if self._grammars is None:
+        if not await self._grammars.can_check():
             raise RequestError(
                 ErrorKind.INVALID,
                 f"{form.param} is not supported with this model's tokenizer",
@@ -109,16 +137,13 @@ class RequestBuilder:
 
     async def _with_budget(self, generate: Generate, forms: ReplyForms) -> Generate:
         """The same without a budget of thoughts that cannot be kept, and a remark on it."""
-        if forms.can_limit_thoughts:
-            await asyncio.shield(self._open_grammars())
-            if self._grammars is not None:
-                return generate
+        if forms.can_limit_thoughts and await self._grammars.can_check():
+            return generate
         return replace(generate, thought_budget=None, remarks=(generate.budget_field,))
 
     async def _check_grammar(self, grammar: str, param: str, owner: str) -> tuple[str, ...]:
         """Returns the names of what is not enforced."""
-        assert self._grammars is not None
-        remarks = await asyncio.wrap_future(self._grammars.begin_check(grammar, param, owner))
+        remarks = await self._grammars.check(grammar, param, owner)
         return tuple(f"{param}.{remark}" for remark in remarks)
 
     async def _unfollowable(self, tools: ToolsForm, owner: str) -> list[str]:
@@ -153,7 +178,7 @@ class RequestBuilder:
                 "replies in one request"
             )
             raise RequestError(ErrorKind.INVALID, message, "prompt")
-        caller.claim(n_replies, "prompt" if len(prompts) > 1 else "n")
+        await caller.claim(n_replies, "prompt" if len(prompts) > 1 else "n")
         given = [self._checked(prompt) for prompt in prompts]
         bad_words = await self._bad_words(generate.bad_words)
         turn: OpenTurn | None
@@ -354,7 +379,7 @@ class RequestBuilder:
             keep = Keep(marked, None, generate.keep_s)
         held = contextlib.ExitStack()
         if marked is not None and session and not (turn is not None and turn.in_conversation):
-            self._histories.sessions.open((caller.owner, session), marked, held)
+            self._histories.open_session((caller.owner, session), marked, held)
         if turn is not None and generate.chat:
             self._watch(turn, generate, caller.owner, session)
         return GenerationCall(
@@ -391,7 +416,7 @@ class RequestBuilder:
         if turn.conversation is not None and name:
             messages = (*generate.instructions, *turn.messages)
             prompt = Prompt(turn.prompt, messages, generate.tools)
-            self._histories.prompts.see((owner, name), turn.conversation, prompt)
+            self._histories.watch_prompt((owner, name), turn.conversation, prompt)
 
     def _max_tokens(self, generate: Generate, prompt: int, truncate: bool) -> int:
         """Returns the tokens to generate after a prompt of `prompt` tokens: at most what the
@@ -441,14 +466,6 @@ class RequestBuilder:
             reason = f"the model's context holds {most}"
         message = f"min_tokens is {generate.min_tokens}, and {reason}"
         return RequestError(ErrorKind.INVALID, message, "min_tokens")
-
-    async def _open_grammars(self) -> None:
-        async with self._opening:
-            if not self._opened:
-                ready = self._ready
-                about = ready.tokenizer, ready.vocab_size, ready.stop_ids
-                self._grammars = await asyncio.to_thread(open_checker, *about)
-                self._opened = True
 
     async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word, without a space in front and with one: at the beginning of a

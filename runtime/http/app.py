@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +28,15 @@ from ... import __version__
 from ...builder.choices import GPU_TIER_NAMES
 from ...scheduler.types import ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
-from ..conversations.turns import TurnManager
+from ..conversations.turns import TurnManager, Turns
 from ..frontend.bodies import ChatBody, CompletionBody
 from ..frontend.calls import GenerationCall, answering
-from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
+from ..frontend.engine_client import ClientGone, EngineClient, EngineStreams, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.generate import Generate
 from ..frontend.reply import Reply
 from ..frontend.reply_forms import reply_forms
-from ..frontend.request_builder import RequestBuilder, check_model
+from ..frontend.request_builder import GrammarChecks, RequestBuilder, check_model
 from ..messages import Ready
 from ..observe.vllm_metrics import VllmMetrics
 from ..text.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ from .limits import (
     ClientErrors,
     ClientLimit,
     HeadAsGet,
+    OpenSequences,
     SecurityHeaders,
     caller_of,
 )
@@ -97,7 +98,7 @@ class Answer(Response):
     def __init__(
         self,
         call: GenerationCall,
-        client: EngineClient,
+        client: EngineStreams,
         tokenizer: Tokenizer | None,
         tracing: Tracing | None,
     ):
@@ -110,14 +111,14 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies: dict[int, Reply] = {}
         owner = scope.get(OWNER, "")
-        metrics = self._client.metrics
+        count = self._client.count_call
         with contextlib.ExitStack() as around:
             around.enter_context(contextlib.suppress(ClientGone))
             if self._tracing is not None:
                 around.enter_context(
                     self._tracing.traced(self._call, scope["headers"], replies.values())
                 )
-            around.enter_context(answering(self._call, owner, replies.values(), metrics))
+            around.enter_context(answering(self._call, owner, replies.values(), count))
             await self._answer(replies, scope, receive, send)
 
     async def _answer(
@@ -253,32 +254,19 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-def create_app(
-    client: EngineClient,
-    ready: Ready,
-    tokenizer: Tokenizer | None,
-    settings: HTTPSettings = DEFAULTS,
-    histories: TurnManager | None = None,
-    tracing: Tracing | None = None,
-) -> FastAPI:
-    """Returns the application that serves the engine of `ready`; without a tokenizer only
-    completions of token ids.
-
-    Without `histories`, conversations are kept in memory. With `tracing`, every answered call has a
-    span.
-    """
-    if histories is None:
-        histories = TurnManager(
-            HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer
-        )
-        histories.expire_in_background()
-    # these pages load scripts from other sites
-    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)
+def add_layers(
+    app: FastAPI,
+    settings: HTTPSettings,
+    limit: OpenSequences | None,
+    count_error: Callable[[int], None],
+) -> None:
+    """Adds the layers around each request, and the answers to errors. `limit` as in `ClientLimit`,
+    `count_error` as in `ClientErrors`."""
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if not settings.strict_fields:
         app.add_middleware(IgnoredFields)
-    if settings.max_requests_per_client is not None:
-        app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
+    if limit is not None:
+        app.add_middleware(ClientLimit, limit=limit)
     if settings.api_keys:
         app.add_middleware(KeyCheck, digests=settings.api_keys, open_paths=OPEN_PATHS)
     if settings.cors_origins:  # outside of the key check: a browser's preflight request has no key
@@ -291,27 +279,7 @@ def create_app(
         )
     app.add_middleware(HeadAsGet)
     app.add_middleware(SecurityHeaders)
-    app.add_middleware(ClientErrors, counts=client.metrics.client_errors)
-    forms = reply_forms(tokenizer, settings.reasoning_parser, settings.tool_call_parser)
-    calls = RequestBuilder(ready, tokenizer, histories, client.new_id, forms)
-    created = int(time.time())
-    vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
-
-    def about() -> dict[str, Any]:
-        """Which of several servers this is, where its histories are, what is wrong with them,
-        whether there is room for KV on the disk, and what people call the tiers."""
-        fault = histories.fault
-        store: dict[str, Any] = {"store": histories.kind, "healthy": fault is None}
-        if fault is not None:
-            store["reason"] = fault
-        full = client.metrics.disk.full > 0
-        tiers = {"gpu": GPU_TIER_NAMES[ready.device], "host": "host", "disk": "disk"}
-        return {
-            "replica": settings.server,
-            "histories": store,
-            "kv_disk_full": full,
-            "tier_names": tiers,
-        }
+    app.add_middleware(ClientErrors, count=count_error)
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:
@@ -330,6 +298,21 @@ def create_app(
         # the client is gone in the middle of its body, so this is never read
         return Response(status_code=400)
 
+
+def add_generation(
+    app: FastAPI,
+    client: EngineStreams,
+    ready: Ready,
+    tokenizer: Tokenizer | None,
+    settings: HTTPSettings,
+    histories: Turns,
+    tracing: Tracing | None,
+    grammars: GrammarChecks | None = None,
+) -> None:
+    """Adds the endpoints that generate or count tokens. `grammars` as in `RequestBuilder`."""
+    forms = reply_forms(tokenizer, settings.reasoning_parser, settings.tool_call_parser)
+    calls = RequestBuilder(ready, tokenizer, histories, client.new_id, forms, grammars=grammars)
+
     async def answer(kind: type[GeneratingBody], request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await read_body(kind, request)
@@ -346,7 +329,7 @@ def create_app(
         generate = await asyncio.to_thread(body.generate)
         if left_out:
             session = caller.session_of(generate) or ""
-            histories.sessions.say_once((caller.owner, session), TOKENS_LEFT_OUT)
+            histories.say_once((caller.owner, session), TOKENS_LEFT_OUT)
         check = calls.check_form(generate, caller)
         generate = await _unless_gone(request.receive, check)
         remarks = generate.form.remarks if generate.form is not None else ()
@@ -380,10 +363,57 @@ def create_app(
             body = body.without_tokens_left()
         return {"input_tokens": await calls.prompt_tokens(body.generate(), caller)}
 
+    add_tokenize(app, ready, tokenizer)
+
+
+def create_app(
+    client: EngineClient,
+    ready: Ready,
+    tokenizer: Tokenizer | None,
+    settings: HTTPSettings = DEFAULTS,
+    histories: TurnManager | None = None,
+    tracing: Tracing | None = None,
+    limit: OpenSequences | None = None,
+) -> FastAPI:
+    """Returns the application that serves the engine of `ready`; without a tokenizer only
+    completions of token ids.
+
+    Without `histories`, conversations are kept in memory. With `tracing`, every answered call has a
+    span. `limit`: None if the settings have none, or this is the only process.
+    """
+    if histories is None:
+        histories = TurnManager(
+            HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer
+        )
+        histories.expire_in_background()
+    # these pages load scripts from other sites
+    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)
+    if limit is None and settings.max_requests_per_client is not None:
+        limit = OpenSequences(settings.max_requests_per_client)
+    add_layers(app, settings, limit, client.count_error)
+    add_generation(app, client, ready, tokenizer, settings, histories, tracing)
+    created = int(time.time())
+    vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
+
+    def about() -> dict[str, Any]:
+        """Which of several servers this is, where its histories are, what is wrong with them,
+        whether there is room for KV on the disk, and what people call the tiers."""
+        fault = histories.fault
+        store: dict[str, Any] = {"store": histories.kind, "healthy": fault is None}
+        if fault is not None:
+            store["reason"] = fault
+        full = client.metrics.disk.full > 0
+        tiers = {"gpu": GPU_TIER_NAMES[ready.device], "host": "host", "disk": "disk"}
+        return {
+            "replica": settings.server,
+            "histories": store,
+            "kv_disk_full": full,
+            "tier_names": tiers,
+        }
+
     add_conversations(app, histories, client)
     add_responses(app, histories)
     add_sessions(app, histories)
-    add_tokenize(app, ready, tokenizer)
     add_ui(app, client, about)
 
     @app.get("/v1/models")

@@ -42,9 +42,18 @@ class PatientProtocol(H11Protocol):
       close.
     """
 
-    def __init__(self, *args: Any, most: int, patience: float, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        most: int,
+        patience: float,
+        lost: Callable[[], object] = object,
+        **options: Any,
+    ):
+        """`lost` is called at the connection's end."""
         super().__init__(*args, **options)
         self._most = most
+        self._lost = lost
         self._patience = patience
         self._sending: asyncio.TimerHandle | None = None  # the client's time to send
         self._taking: asyncio.TimerHandle | None = None  # the client's time to read
@@ -154,6 +163,7 @@ class PatientProtocol(H11Protocol):
         if self._taking is not None:
             self._taking.cancel()
         super().connection_lost(exc)
+        self._lost()
         self._forget_write()
         # after an error uvicorn would keep all of this until then
         self._unset_keepalive_if_required()

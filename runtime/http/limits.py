@@ -4,7 +4,7 @@ headers, and a count of refusals."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,18 +56,59 @@ def client_of(scope: Scope) -> str:
     return str(scope.get(OWNER, address))
 
 
+async def settle_nothing() -> None:
+    """The `settle` of `OpenSequences` in the only process."""
+
+
+class OpenSequences:
+    """The open sequences of each client: at most `most`.
+
+    `settle`: returns when all has been released that other processes have ended. It is called
+    before a refusal.
+    """
+
+    def __init__(self, most: int, settle: Callable[[], Awaitable[None]] = settle_nothing):
+        self._most = most
+        self._settle = settle
+        self._open: Counter[str] = Counter()
+
+    async def claim(self, client: str, held: int, sequences: int, param: str | None) -> None:
+        """A call that has `held` sequences open has `sequences` from now on.
+
+        RequestError: INVALID, which names `param`, for more than a client may have, and TOO_MANY.
+        """
+        if sequences > self._most:
+            message = (
+                f"the request asks for {sequences} sequences; a client may have {self._most} open"
+            )
+            raise RequestError(ErrorKind.INVALID, message, param)
+        if self._open[client] - held + sequences > self._most:
+            await self._settle()
+        others = self._open[client] - held
+        if others + sequences > self._most:
+            raise RequestError(
+                ErrorKind.TOO_MANY,
+                f"this client has {others} of {self._most} sequences open already",
+            )
+        self._open[client] += sequences - held
+
+    def release(self, client: str, held: int) -> None:
+        self._open[client] -= held
+        if not self._open[client]:
+            del self._open[client]
+
+
 class ClientLimit:
-    """At most `most` sequences of one client are open; more are refused with 429.
+    """A client has so many sequences open as `limit` allows; more are refused with 429.
 
     Only requests that make the engine work count. A call counts as one sequence from its start, so
     a slow body counts too. After its body is read it counts as all the sequences in it
     (`Caller.claim`) until its end.
     """
 
-    def __init__(self, app: ASGIApp, most: int):
+    def __init__(self, app: ASGIApp, limit: OpenSequences):
         self._app = app
-        self._most = most
-        self._open: Counter[str] = Counter()
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -76,25 +117,14 @@ class ClientLimit:
         client = client_of(scope)
         held = 0
 
-        def claim(sequences: int, param: str | None = None) -> None:
+        async def claim(sequences: int, param: str | None = None) -> None:
             nonlocal held
-            if sequences > self._most:
-                message = (
-                    f"the request asks for {sequences} sequences; a client may have {self._most} "
-                    "open"
-                )
-                raise RequestError(ErrorKind.INVALID, message, param)
-            others = self._open[client] - held
-            if others + sequences > self._most:
-                raise RequestError(
-                    ErrorKind.TOO_MANY,
-                    f"this client has {others} of {self._most} sequences open already",
-                )
-            self._open[client] += sequences - held
-            held = sequences
+            if sequences != held:
+                await self._limit.claim(client, held, sequences, param)
+                held = sequences
 
         try:
-            claim(1)
+            await claim(1)
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
@@ -102,9 +132,7 @@ class ClientLimit:
         try:
             await self._app(scope, receive, send)
         finally:
-            self._open[client] -= held
-            if not self._open[client]:
-                del self._open[client]
+            self._limit.release(client, held)
 
 
 class BodyLimit:
@@ -181,16 +209,16 @@ class SecurityHeaders:
 
 
 class ClientErrors:
-    """Counts answers with a status from 400 to 499 in `counts`, by status."""
+    """Calls `count` with the status of each answer from 400 to 499."""
 
-    def __init__(self, app: ASGIApp, counts: Counter[str]):
+    def __init__(self, app: ASGIApp, count: Callable[[int], None]):
         self._app = app
-        self._counts = counts
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start" and 400 <= message["status"] < 500:
-                self._counts[str(message["status"])] += 1
+                self._count(message["status"])
             await send(message)
 
         await self._app(scope, receive, counted)

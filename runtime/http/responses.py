@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, TypeAdapter, model_validator
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name
 from ..conversations.transcript import Message
-from ..conversations.turns import TurnManager
+from ..conversations.turns import TurnManager, Turns
 from ..frontend.bodies import GenerationBody, dialogue
 from ..frontend.body_base import Body, NonEmpty
 from ..frontend.chat_messages import TemplateVariables, Tool, with_thinking
@@ -212,7 +212,7 @@ def _names(tools: Sequence[Tool]) -> frozenset[str]:
 _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
 
 
-async def with_stored_items(body: ResponseBody, histories: TurnManager, owner: str) -> ResponseBody:
+async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) -> ResponseBody:
     """Returns the body with the items to which its references refer. Raises RequestError
     (NOT_FOUND) for an id that no item of a stored response has."""
     references = [item.id for item in body.input if isinstance(item, ReferenceItem)]
@@ -237,7 +237,7 @@ async def with_stored_items(body: ResponseBody, histories: TurnManager, owner: s
     return body.model_copy(update={"input": items})
 
 
-async def _output(histories: TurnManager, name: Name) -> dict[str, Any]:
+async def _output(histories: Turns, name: Name) -> dict[str, Any]:
     """The items of a stored response by their ids; none if there is no such response."""
     try:
         stored = await histories.get(name)

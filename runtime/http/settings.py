@@ -57,6 +57,12 @@ class HTTPOptions:
     )
     max_body_bytes: int = _http(32 * MIB, "then 413", unit="SIZE")
     max_connections: int = _http(4096, "then 503", least=1)
+    api_server_count: int | None = _http(
+        None,
+        "processes that serve clients at the port",
+        "1 below 8 cores, then a quarter of the cores, at most 4",
+        least=1,
+    )
     client_timeout: float = _http(
         30.0,
         "for a client to send a request, or to take an answer; then it is cut off",
@@ -96,6 +102,12 @@ class HTTPSettings(HTTPOptions):
     api_keys: tuple[str, ...] = ()
     histories: str = ":memory:"
     server: str | None = None
+
+    @property
+    def workers(self) -> int:
+        """Processes besides the HTTP process that have the connections; 0: it has them itself."""
+        count = self.api_server_count or 1
+        return count if count > 1 else 0
 
 
 DEFAULTS = HTTPSettings()

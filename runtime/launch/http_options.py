@@ -14,8 +14,11 @@ from urllib.parse import urlsplit
 from ...scheduler.types import SettingError
 from ..conversations.databases import has_password, is_url
 from ..http.settings import HTTPOptions, HTTPSettings, key_digest
+from ..system import usable_cores
 from ..text.tokenizer import ChatTemplate
 from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
+
+MOST_SERVERS = 4  # by default
 
 
 def http_settings(settings: ServeSettings) -> HTTPSettings:
@@ -33,8 +36,11 @@ def client_settings(settings: ServeSettings) -> HTTPSettings:
     if settings.otlp_traces_endpoint is not None:
         check_traces_endpoint(settings.otlp_traces_endpoint)
     url = history_url(settings.history_url, settings.history_url_file)
+    options = {one.name: getattr(settings, one.name) for one in fields(HTTPOptions)}
+    if settings.api_server_count is None:
+        options["api_server_count"] = min(max(1, usable_cores() // 4), MOST_SERVERS)
     return HTTPSettings(
-        **{one.name: getattr(settings, one.name) for one in fields(HTTPOptions)},
+        **options,
         chat_template=None
         if settings.chat_template is None
         else read_chat_template(settings.chat_template),

@@ -236,7 +236,7 @@ class TritonFrontend:
         writer = body.writer(self._ready.model, self._tokenizer)
         call = await self._calls.call(generate, writer, visit.arrived, caller)
         replies: list[Reply] = []
-        with answering(call, "", replies, self._client.metrics):
+        with answering(call, "", replies, self._client.count_call):
             await self._reply(visit, body, call, replies)
 
     async def _reply(

@@ -23,7 +23,7 @@ from pensieve.runtime.frontend.chat_messages import MOST_MESSAGES
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.auth import OWNER
-from pensieve.runtime.http.limits import ClientLimit
+from pensieve.runtime.http.limits import ClientLimit, OpenSequences
 from pensieve.runtime.http.process import FrontDoor
 from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings, key_digest
 from pensieve.runtime.messages import Draining, Fatal, Submit
@@ -191,7 +191,8 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
             came.append(scope["path"])
             await leave.wait()
 
-        limit = ClientLimit(app, most=1)
+        sequences = OpenSequences(1)
+        limit = ClientLimit(app, sequences)
         told: list[str] = []
 
         def call(name: str, owner: str, address: str) -> Awaitable[None]:
@@ -218,7 +219,7 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
             await asyncio.sleep(0)
         leave.set()
         await asyncio.gather(*tasks)
-        assert not limit._open
+        assert not sequences._open
         assert len(came) + len(told) == len(names)
         return told
 

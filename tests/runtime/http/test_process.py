@@ -22,9 +22,10 @@ from pensieve.runtime.conversations import turns
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.http.listener import listen
-from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, FrontDoor, serve_http
+from pensieve.runtime.http.process import serve_http
+from pensieve.runtime.http.server import KEEP_ALIVE_SECONDS, FrontDoor
 from pensieve.runtime.http.settings import HTTPSettings
-from pensieve.runtime.messages import Abort, Fatal, Forget, Submit
+from pensieve.runtime.messages import Abort, Fatal, Forget, Ready, Submit
 from pensieve.scheduler.types import SettingError
 
 from ..conftest import served
@@ -70,7 +71,12 @@ class Server:
     """The HTTP process over a FakeLoop."""
 
     def __init__(
-        self, loop: FakeLoop, directory: Path, *settings: HTTPSettings, serve: Any = serve_http
+        self,
+        loop: FakeLoop,
+        directory: Path,
+        *settings: HTTPSettings,
+        serve: Any = serve_http,
+        engine: Ready | None = None,
     ):
         self.loop = loop
         listener = listen("127.0.0.1", 0)
@@ -80,7 +86,7 @@ class Server:
         self.process.start()
         listener.close()
         loop.client_end.close()
-        loop.say(ready(str(directory)))
+        loop.say(engine or ready(str(directory)))
 
     def close(self) -> None:
         self.loop.close()

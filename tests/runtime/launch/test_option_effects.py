@@ -233,6 +233,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     ),
     "max_body_bytes": (Effect("--max-body-bytes 1MiB", "http.max_body_bytes"),),
     "max_connections": (Effect("--max-connections 9", "http.max_connections"),),
+    "api_server_count": (Effect("--api-server-count 3", "http.api_server_count"),),
     "client_timeout": (Effect("--client-timeout 9", "http.client_timeout"),),
     "reasoning_parser": (Effect("--reasoning-parser none", "http.reasoning_parser"),),
     "tool_call_parser": (Effect("--tool-call-parser mistral", "http.tool_call_parser"),),

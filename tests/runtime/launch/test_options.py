@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -273,6 +274,14 @@ def test_flags_are_not_abbreviated():
     """Or a file and a command line would not have the same names."""
     with pytest.raises(SystemExit):
         parse_options(["--engine", "demo", "--max-num", "3"])
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (7, 1), (8, 2), (15, 3), (16, 4), (64, 4)])
+def test_the_processes_for_clients_follow_the_cores(cores, count, tmp_path, monkeypatch):
+    monkeypatch.setattr("pensieve.runtime.launch.http_options.usable_cores", lambda: cores)
+    settings = ServeSettings("demo", state_dir=tmp_path)
+    assert http_settings(settings).api_server_count == count
+    assert http_settings(replace(settings, api_server_count=3)).api_server_count == 3
 
 
 @pytest.mark.parametrize(
