@@ -21,7 +21,7 @@ from .app import create_app
 from .limits import OpenSequences
 from .server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
 from .settings import DEFAULTS, HTTPSettings
-from .workers import Office, Workers
+from .workers import SharedServices, Workers
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ async def _open_workers(
             most = settings.max_requests_per_client
             limit = OpenSequences(most, workers.settle) if most is not None else None
             app = create_app(client, ready, tokenizer, settings, histories, limit=limit)
-            workers.open(Office(app, client, ready, histories, GrammarChecks(ready), limit))
+            workers.open(SharedServices(app, client, ready, histories, GrammarChecks(ready), limit))
             await client.closed.wait()
     finally:
         workers.end()

@@ -48,7 +48,7 @@ RETRY_S = 0.01  # until a worker takes a connection
 SETTLE_S = 1.0  # longest wait for what a worker has not told yet
 
 
-class Office(NamedTuple):
+class SharedServices(NamedTuple):
     """What the workers share. `app` answers the requests for it. `limit`: None if there is none."""
 
     app: FastAPI
@@ -59,21 +59,21 @@ class Office(NamedTuple):
     limit: OpenSequences | None
 
 
-class Desk:
+class WorkerCalls:
     """Answers one worker, and holds what it has open."""
 
-    def __init__(self, office: Office, channel: Channel):
+    def __init__(self, shared: SharedServices, channel: Channel):
         self._channel = channel
-        self._office = office
-        self._client = office.client
-        self._histories = office.histories
+        self._shared = shared
+        self._client = shared.client
+        self._histories = shared.histories
         self._streams: dict[RequestId, OutputStream] = {}  # of requests that are not settled
         self._rows: list[RowResult] = []  # for the next message
         self._turns: set[bytes] = set()
         self._sessions: dict[int, ExitStack] = {}
         self._claims: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        client, histories, grammars = office.client, office.histories, office.grammars
+        client, histories, grammars = shared.client, shared.histories, shared.grammars
         channel.offer(
             self.submit_all,
             self.abort,
@@ -109,8 +109,8 @@ class Desk:
         for held in self._sessions.values():
             held.close()
         for client, sequences in self._claims.items():
-            assert self._office.limit is not None
-            self._office.limit.release(client, sequences)
+            assert self._shared.limit is not None
+            self._shared.limit.release(client, sequences)
 
     # -- the engine
 
@@ -216,7 +216,7 @@ class Desk:
     # -- limits, and all other requests
 
     async def claim(self, client: str, held: int, sequences: int, param: str | None) -> None:
-        limit = self._office.limit
+        limit = self._shared.limit
         assert limit is not None
         await limit.claim(client, held, sequences, param)
         if self._channel.closed.done():
@@ -225,11 +225,11 @@ class Desk:
             self._claims[client] += sequences - held
 
     def release(self, client: str, held: int) -> None:
-        assert self._office.limit is not None
+        assert self._shared.limit is not None
         self._claims[client] -= held
         if not self._claims[client]:
             del self._claims[client]
-        self._office.limit.release(client, held)
+        self._shared.limit.release(client, held)
 
     async def answer(self, scope: dict[str, Any], number: int) -> Answered:
         head: dict[str, Any] = {}
@@ -243,7 +243,7 @@ class Desk:
                 answered += message.get("body", b"")
 
         receive = partial(self._channel.ask, Forward.receive, number)
-        await self._office.app(scope, receive, send)
+        await self._shared.app(scope, receive, send)
         return Answered(head["status"], list(head["headers"]), bytes(answered))
 
 
@@ -305,20 +305,22 @@ class Workers:
         listener.setblocking(False)
         self._settings = settings
         self._numbers = itertools.count(1)
-        self._office: asyncio.Future[Office | None] = asyncio.get_running_loop().create_future()
+        self._shared: asyncio.Future[SharedServices | None] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._ending = asyncio.Event()
         self._running: dict[int, RunningWorker] = {}  # by their numbers
         self._replaced = False  # one of the first workers
 
-    def open(self, office: Office) -> None:
+    def open(self, shared: SharedServices) -> None:
         """The engine is ready."""
-        self._office.set_result(office)
+        self._shared.set_result(shared)
 
     def end(self) -> None:
         """The engine has ended, or did not start. Idempotent."""
         self._ending.set()
-        if not self._office.done():
-            self._office.set_result(None)
+        if not self._shared.done():
+            self._shared.set_result(None)
 
     async def serve(self) -> None:
         """Returns when all workers have ended, after `end`."""
@@ -383,15 +385,15 @@ class Workers:
         channel = worker.channel
         self._running[number] = worker
         channel.tell(Worker.configure, self._settings, number)
-        await asyncio.wait((self._office, channel.closed), return_when=asyncio.FIRST_COMPLETED)
-        office = self._office.result() if self._office.done() else None
-        if office is None:
+        await asyncio.wait((self._shared, channel.closed), return_when=asyncio.FIRST_COMPLETED)
+        shared = self._shared.result() if self._shared.done() else None
+        if shared is None:
             await self._until_ended(channel)
         else:
-            desk = Desk(office, channel)
-            channel.tell(Worker.open, office.ready)
+            calls = WorkerCalls(shared, channel)
+            channel.tell(Worker.open, shared.ready)
             await self._until_ended(channel)
-            desk.close()
+            calls.close()
         del self._running[number]
         return await asyncio.to_thread(worker.exit_status)
 
