@@ -367,7 +367,8 @@ class Turns:
             behind = Name(owner, previous, "response") if previous is not None else None
             destinations = (Destination(snapshot, behind, {"parent": previous, "thread": thread}),)
         names = [destination.name for destination in destinations]
-        beginning = await self.begin_chat(owner, names, None, dialogue)
+        looked_up = () if past is not None else dialogue
+        beginning = await self.begin_chat(owner, names, None, looked_up)
         with self._closed_on_error(beginning):
             if past is None:
                 past = beginning.past

@@ -135,7 +135,8 @@ class Channel(asyncio.Protocol):
     def _receive(self, message: CallMessage | AnswerMessage | CancelMessage) -> None:
         match message:
             case CallMessage(None, name, args):
-                self._functions[name](*args)
+                # as the first step of a call that is answered; its error is logged
+                asyncio.get_running_loop().call_soon(self._functions[name], *args)
             case CallMessage(int(number), name, args):
                 running = asyncio.ensure_future(self._functions[name](*args))
                 self._running[number] = running

@@ -97,8 +97,11 @@ async def _open_workers(
             histories = _open_histories(client, tokenizer, settings, behind)
             most = settings.max_requests_per_client
             limit = OpenSequences(most, workers.settle) if most is not None else None
+            grammars = GrammarChecks(ready)
             app = create_app(client, ready, tokenizer, settings, histories, limit=limit)
-            workers.open(SharedServices(app, client, ready, histories, GrammarChecks(ready), limit))
+            workers.open(
+                SharedServices(app, client, ready, histories, grammars, limit, workers.settle)
+            )
             await client.closed.wait()
     finally:
         workers.end()

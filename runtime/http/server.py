@@ -37,25 +37,25 @@ close first; otherwise a request that arrives at that moment is lost."""
 
 class FrontDoor:
     """ASGI: while the engine starts, probes are answered and all other requests wait; then it is
-    the application."""
+    the application. `decided` is set then."""
 
     def __init__(self) -> None:
         self._app: ASGIApp | None = None
-        self._decided = asyncio.Event()
+        self.decided = asyncio.Event()
 
     def open(self, app: ASGIApp) -> None:
         self._app = app
-        self._decided.set()
+        self.decided.set()
 
     def close(self) -> None:
         """Ends the waiting of requests; an application that is set stays. Idempotent."""
-        self._decided.set()
+        self.decided.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is None and scope["path"] in EARLY_PROBES:
             await Response(status_code=EARLY_PROBES[scope["path"]])(scope, receive, send)
             return
-        await self._decided.wait()
+        await self.decided.wait()
         app = self._app or error_response(
             RequestError(ErrorKind.UNAVAILABLE, "the server did not start"), scope["path"]
         )

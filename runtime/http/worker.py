@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import signal
 import socket
 import sys
@@ -46,6 +47,9 @@ from .settings import HTTPSettings
 if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
+log = logging.getLogger(__name__)
+
+HANG_UP_STEPS = 10  # of the event loop, from the end of a connection to the end of its call
 FIRST_ID_BITS = 40  # a worker's ids of requests are its number, then a count
 # with a connection: to be served, or to be told that there are too many
 SERVED, REFUSED = b"+", b"-"
@@ -291,6 +295,8 @@ class Worker:
 
     async def settle(self) -> None:
         """When this is answered, all has been told that happened here before."""
+        for _ in range(HANG_UP_STEPS):
+            await asyncio.sleep(0)
 
     def end(self) -> None:
         """The engine has ended, or did not start. Idempotent."""
@@ -313,24 +319,32 @@ class Worker:
             starter = asyncio.create_task(
                 self._open_and_close(server, door, engine, settings, behind)
             )
-            taker = asyncio.create_task(self._take_connections(server, connections))
+            taker = asyncio.create_task(self._take_connections(server, door, connections))
             await server.serve(sockets=[])
             await starter
             taker.cancel()
         self.channel.close()
         await gone
 
-    async def _take_connections(self, server: HTTPServer, connections: socket.socket) -> None:
+    async def _take_connections(
+        self, server: HTTPServer, door: FrontDoor, connections: socket.socket
+    ) -> None:
         await server.up.wait()
+        if self._ready.done():  # others serve: this one does not make clients wait
+            await door.decided.wait()
         self.channel.tell(MainCalls.started)
         self._loop.add_reader(connections, self._take_connection, server, connections)
 
     def _take_connection(self, server: HTTPServer, connections: socket.socket) -> None:
         mark, files, _, _ = socket.recv_fds(connections, 1, 1)
-        if not files:  # the HTTP process is gone
+        if not mark:  # the HTTP process is gone
             self._loop.remove_reader(connections)
             return
         lost = partial(self.channel.tell, MainCalls.lose_connection)
+        if not files:  # this process may open no more, so the connection is closed
+            log.error("no file is left for a connection (ulimit -n)")
+            self.channel.tell(MainCalls.lose_connection)
+            return
         connecting = self._loop.create_task(
             server.connect(socket.socket(fileno=files[0]), mark == REFUSED, lost)
         )

@@ -17,7 +17,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message as ASGIMessage
 
-from ...scheduler.types import Applied, Request, RequestError, RequestId, RowResult
+from ...scheduler.types import Applied, ErrorKind, Request, RequestError, RequestId, RowResult
 from ..conversations.schema import Name
 from ..conversations.sessions import SessionKey
 from ..conversations.transcript import Message, Transcript
@@ -34,6 +34,7 @@ from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.request_builder import GrammarChecks
 from ..messages import Ready
 from .channel import Channel
+from .connection_limits import allow_connections
 from .limits import OpenSequences
 from .server import CLOSING_SECONDS
 from .settings import HTTPSettings
@@ -44,12 +45,14 @@ log = logging.getLogger(__name__)
 RESTART_S = 1.0  # least time between two starts of a worker
 END_SECONDS = CLOSING_SECONDS + 3.0  # for a worker to end, once it was told
 LAST_SECONDS = 2.0  # for a process to exit, once its channel is closed
+GIVEN_BYTES = 1 << 15  # some 40 connections wait for a worker that is busy; others get the next
 RETRY_S = 0.01  # until a worker takes a connection
 SETTLE_S = 1.0  # longest wait for what a worker has not told yet
 
 
 class SharedServices(NamedTuple):
-    """What the workers share. `app` answers the requests for it. `limit`: None if there is none."""
+    """What the workers share. `app` answers the requests for it. `limit`: None if there is none.
+    `settle` returns when the workers have told what happened before."""
 
     app: FastAPI
     client: EngineClient
@@ -57,6 +60,7 @@ class SharedServices(NamedTuple):
     histories: TurnManager
     grammars: GrammarChecks
     limit: OpenSequences | None
+    settle: Callable[[], Awaitable[None]]
 
 
 class WorkerCalls:
@@ -185,7 +189,14 @@ class WorkerCalls:
         return self._hold(await self._histories.begin_completion(name))
 
     async def go_on(self, name: Name) -> Beginning:
-        return self._hold(await self._histories.go_on(name))
+        try:
+            beginning = await self._histories.go_on(name)
+        except RequestError as error:
+            if error.kind is not ErrorKind.CONFLICT:
+                raise
+            await self._shared.settle()  # the client of the last turn may just have hung up
+            beginning = await self._histories.go_on(name)
+        return self._hold(beginning)
 
     def _hold(self, beginning: Beginning) -> Beginning:
         if beginning.opening is not None:
@@ -255,6 +266,7 @@ class RunningWorker:
         ours, theirs = socket.socketpair()
         self._giving, taking = socket.socketpair()
         self._giving.setblocking(False)
+        self._giving.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, GIVEN_BYTES)
         with theirs, taking:
             files = theirs.fileno(), taking.fileno()
             words = [sys.executable, "-P", "-m", f"{__package__}.worker", *map(str, files)]
@@ -281,7 +293,7 @@ class RunningWorker:
         none now."""
         try:
             socket.send_fds(self._giving, [mark], [connection.fileno()])
-        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+        except OSError:  # it is full, or gone, or too many are on their way
             return False
         self.connections += 1
         return True
@@ -303,6 +315,7 @@ class Workers:
     def __init__(self, listener: socket.socket, settings: HTTPSettings):
         self._listener = listener
         listener.setblocking(False)
+        self._most = allow_connections(settings.max_connections)
         self._settings = settings
         self._numbers = itertools.count(1)
         self._shared: asyncio.Future[SharedServices | None] = (
@@ -346,7 +359,12 @@ class Workers:
         while not self._all_started():  # the first one would get all that wait
             await asyncio.sleep(RETRY_S)
         while True:
-            connection, _ = await loop.sock_accept(self._listener)
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                log.error("a connection cannot be accepted: %s", error)
+                await asyncio.sleep(RESTART_S)
+                continue
             with connection:
                 while not self._ending.is_set() and not self._give(connection):
                     await asyncio.sleep(RETRY_S)
@@ -359,28 +377,33 @@ class Workers:
     def _give(self, connection: socket.socket) -> bool:
         """Returns False if no worker takes a connection now."""
         workers = sorted(self._running.values(), key=lambda worker: worker.connections)
-        is_full = sum(worker.connections for worker in workers) >= self._settings.max_connections
+        is_full = sum(worker.connections for worker in workers) >= self._most
         mark = REFUSED if is_full else SERVED
         return any(worker.up and worker.give(connection, mark) for worker in workers)
 
     async def _keep_worker(self) -> None:
         while not self._ending.is_set():
             began = time.monotonic()
-            status = await self._run_worker(next(self._numbers))
+            try:
+                worker = RunningWorker()
+            except OSError as error:
+                log.error("an HTTP worker cannot be started: %s", error)
+            else:
+                status = await self._run_worker(worker, next(self._numbers))
+                if not self._ending.is_set():
+                    log.error(
+                        "an HTTP worker has ended with status %d: its clients are cut off, and "
+                        "another one starts",
+                        status,
+                    )
             self._replaced = True
             if not self._ending.is_set():
-                log.error(
-                    "an HTTP worker has ended with status %d: its clients are cut off, and another "
-                    "one starts",
-                    status,
-                )
                 pause = began + RESTART_S - time.monotonic()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), max(0.0, pause))
 
-    async def _run_worker(self, number: int) -> int:
-        """Returns the exit status of a worker that has ended."""
-        worker = RunningWorker()
+    async def _run_worker(self, worker: RunningWorker, number: int) -> int:
+        """Returns its exit status when it has ended."""
         await worker.connect()
         channel = worker.channel
         self._running[number] = worker

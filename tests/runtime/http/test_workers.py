@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -31,7 +32,6 @@ from .test_process import Server
 COMPLETIONS = "/v1/completions"
 MOST = 6  # sequences of a client
 MOST_CONNECTIONS = 30
-TRIES = 12  # connections until each worker has had one
 SLOW = 0.05  # seconds of a step: a long reply takes a minute
 LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 600, "ignore_eos": True, "stream": True}
 
@@ -124,14 +124,15 @@ def clients_of(server: Workers, count: int) -> Iterator[list[Client]]:
     next one goes to the worker that has the fewest."""
     with contextlib.ExitStack() as opened:
         clients: dict[int, Client] = {}
-        for _ in range(TRIES):
+
+        def all_met() -> bool:
             client = Client(server)
             opened.callback(client.close)
             clients.setdefault(client.worker, client)
-            if len(clients) == count:
-                yield list(clients.values())
-                return
-    raise AssertionError(f"{TRIES} connections came to {len(clients)} workers")
+            return len(clients) == count
+
+        eventually(all_met)  # a worker that has just been started takes none yet
+        yield list(clients.values())
 
 
 @contextlib.contextmanager
@@ -301,10 +302,13 @@ def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> Non
     with contextlib.ExitStack() as opened:
         eventually(lambda: not busy())
         address = ("127.0.0.1", server.port)
-        sockets = [
-            opened.enter_context(socket.create_connection(address)) for _ in range(MOST_CONNECTIONS)
-        ]
-        eventually(busy)
+        sockets = []
+
+        def full() -> bool:
+            sockets.append(opened.enter_context(socket.create_connection(address)))
+            return len(sockets) >= MOST_CONNECTIONS and busy()
+
+        eventually(full)  # one more for each that came before an earlier one's end was told
         sockets[0].close()
         eventually(lambda: not busy())
 
@@ -423,3 +427,49 @@ def test_the_workers_end_with_the_http_process(directory: Path) -> None:
     assert b'"error"' in stream.read()
     eventually(lambda: not any(map(running, workers)))
     server.loop.close()
+
+
+def test_a_process_without_a_file_for_a_connection_serves_later(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The HTTP process, and a worker, whose connection is closed then."""
+    server = Workers(directory, 2)
+    errors = ""
+
+    def logged(words: str) -> bool:
+        nonlocal errors
+        errors += capfd.readouterr().err
+        return words in errors
+
+    for process, words in (
+        (server.process.pid, "cannot be accepted"),
+        (server.workers[0], "no file is left"),
+    ):
+        limits = resource.prlimit(process, resource.RLIMIT_NOFILE)
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (0, limits[1]))
+        with contextlib.ExitStack() as opened:
+            for _ in range(2):  # one for each worker
+                opened.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            eventually(lambda words=words: logged(words))  # type: ignore[misc]
+            resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+        with clients_of(server, 2) as clients:
+            assert {client.worker for client in clients} == {1, 2}
+    server.close()
+
+
+def test_a_turn_may_follow_at_once_on_another_worker_when_its_client_hangs_up(
+    directory: Path,
+) -> None:
+    server = Workers(directory, 2)
+    with clients_of(server, 2) as (first, second):
+        first.chat("Hello?", conversation="mine")
+        for _ in range(20):
+            body = {"messages": [{"role": "user", "content": "More"}], "ignore_eos": True}
+            with slow_steps(server):
+                first.begin(
+                    "POST", CHAT, **body, stream=True, conversation="mine", history="server"
+                )
+                first.close()
+            second.chat("Again", conversation="mine", history="server")
+            first, second = second, Client(server)
+    server.close()
