@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from pensieve.runtime.http.listener import listen
 from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.http.settings import HTTPSettings
-from pensieve.runtime.http.worker import FIRST_ID_BITS
+from pensieve.runtime.http.workers.worker import FIRST_ID_BITS
 from pensieve.runtime.messages import Ready, StepMessage, Submit
 from pensieve.runtime.system import descendants
 from pensieve.runtime.text.tokenizer import Tokenizer

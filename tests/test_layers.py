@@ -39,7 +39,7 @@ LAYERS = [
     "runtime.service",
     "runtime.conversations",
     "runtime.frontend",
-    "runtime.http",
+    "runtime.http runtime.http.workers",
     "runtime.triton",
     "runtime.launch",
     "runtime.offline",

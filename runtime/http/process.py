@@ -21,7 +21,7 @@ from .app import create_app
 from .limits import OpenSequences
 from .server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
 from .settings import DEFAULTS, HTTPSettings
-from .workers import SharedServices, Workers
+from .workers.pool import SharedServices, Workers
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -14,15 +15,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from pensieve.runtime.conversations.schema import Name
+from pensieve.runtime.conversations.turns import Beginning
 from pensieve.runtime.http.settings import HTTPSettings
-from pensieve.runtime.http.worker import FIRST_ID_BITS
+from pensieve.runtime.http.workers.pool import SharedServices, WorkerCalls
+from pensieve.runtime.http.workers.worker import FIRST_ID_BITS
 from pensieve.runtime.messages import Abort, Forget, Fork, Keep, Look, Submit
 from pensieve.runtime.system import descendants, running
-from pensieve.scheduler.types import Request
+from pensieve.scheduler.types import ErrorKind, Request, RequestError
 
 from ..fake_loop import FakeLoop, eventually
 from ..odd_tokenizer import save_merging
@@ -52,7 +57,7 @@ class Workers(Server):
     @property
     def workers(self) -> list[int]:
         """Their processes."""
-        return self.processes(b"http.worker")
+        return self.processes(b"workers.worker")
 
     def processes(self, word: bytes) -> list[int]:
         """Those of the HTTP process and its workers with this word in their command."""
@@ -463,7 +468,7 @@ def test_a_turn_may_follow_at_once_on_another_worker_when_its_client_hangs_up(
     server = Workers(directory, 2)
     with clients_of(server, 2) as (first, second):
         first.chat("Hello?", conversation="mine")
-        for _ in range(20):
+        for _ in range(5):
             body = {"messages": [{"role": "user", "content": "More"}], "ignore_eos": True}
             with slow_steps(server):
                 first.begin(
@@ -473,3 +478,20 @@ def test_a_turn_may_follow_at_once_on_another_worker_when_its_client_hangs_up(
             second.chat("Again", conversation="mine", history="server")
             first, second = second, Client(server)
     server.close()
+
+
+def test_a_conflict_is_final_only_when_the_workers_have_told_what_happened() -> None:
+    told = []
+
+    async def go_on(name: Name) -> Beginning:
+        if not told:
+            raise RequestError(ErrorKind.CONFLICT, "another turn runs")
+        return Beginning()
+
+    async def settle() -> None:
+        told.append("the client of that turn has hung up")
+
+    histories = Mock(go_on=go_on)
+    shared = SharedServices(Mock(), Mock(), Mock(), histories, Mock(), None, settle)
+    name = Name("owner", "mine")
+    assert asyncio.run(WorkerCalls(shared, Mock()).go_on(name)) == Beginning()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
-from ...scheduler.types import ErrorKind, RequestError
+from ....scheduler.types import ErrorKind, RequestError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

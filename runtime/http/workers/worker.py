@@ -1,9 +1,9 @@
 """A worker of the HTTP process: it has connections of its own, and parses, tokenizes, formats and
 writes. All that the workers share is in the HTTP process, which it calls over a channel.
 
-`python -m pensieve.runtime.http.worker CHANNEL CONNECTIONS` serves the connections that the HTTP
-process sends through the socket CONNECTIONS, until the HTTP process ends it, or is gone. Both are
-file descriptors.
+`python -m pensieve.runtime.http.workers.worker CHANNEL CONNECTIONS` serves the connections that the
+HTTP process sends through the socket CONNECTIONS, until the HTTP process ends it, or is gone. Both
+are file descriptors.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
-from ...scheduler.types import Applied, ErrorKind, Request, RequestError, RequestId
-from ..conversations.schema import Name, StoredConversation
-from ..conversations.sessions import Prompt, SessionKey
-from ..conversations.transcript import Message, Transcript
-from ..conversations.turns import Beginning, Stored, TurnPlace, Turns
-from ..frontend.engine_client import EngineStreams, OutputStream
-from ..frontend.errors import error_response
-from ..frontend.request_builder import GrammarChecks
-from ..messages import Fork, Keep, Ready
-from ..observe.logs import configure_logging
-from ..text.tokenizer import Tokenizer
-from .app import add_generation, add_layers
+from ....scheduler.types import Applied, ErrorKind, Request, RequestError, RequestId
+from ...conversations.schema import Name, StoredConversation
+from ...conversations.sessions import Prompt, SessionKey
+from ...conversations.transcript import Message, Transcript
+from ...conversations.turns import Beginning, Stored, TurnPlace, Turns
+from ...frontend.engine_client import EngineStreams, OutputStream
+from ...frontend.errors import error_response
+from ...frontend.request_builder import GrammarChecks
+from ...messages import Fork, Keep, Ready
+from ...observe.logs import configure_logging
+from ...text.tokenizer import Tokenizer
+from ..app import add_generation, add_layers
+from ..limits import OpenSequences
+from ..server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
+from ..settings import HTTPSettings
 from .channel import ENDED, Channel
-from .limits import OpenSequences
-from .server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
-from .settings import HTTPSettings
 
 if TYPE_CHECKING:
-    from ..frontend.otel import Tracing  # needs the extra `otel`
+    from ...frontend.otel import Tracing  # needs the extra `otel`
 
 log = logging.getLogger(__name__)
 

@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message as ASGIMessage
 
-from ...scheduler.types import Applied, ErrorKind, Request, RequestError, RequestId, RowResult
-from ..conversations.schema import Name
-from ..conversations.sessions import SessionKey
-from ..conversations.transcript import Message, Transcript
-from ..conversations.turns import Beginning, TurnManager, TurnPlace
-from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
-from ..frontend.request_builder import GrammarChecks
-from ..messages import Ready
+from ....scheduler.types import Applied, ErrorKind, Request, RequestError, RequestId, RowResult
+from ...conversations.schema import Name
+from ...conversations.sessions import SessionKey
+from ...conversations.transcript import Message, Transcript
+from ...conversations.turns import Beginning, TurnManager, TurnPlace
+from ...frontend.engine_client import ClientGone, EngineClient, OutputStream
+from ...frontend.request_builder import GrammarChecks
+from ...messages import Ready
+from ..connection_limits import allow_connections
+from ..limits import OpenSequences
+from ..server import CLOSING_SECONDS
+from ..settings import HTTPSettings
 from .channel import Channel
-from .connection_limits import allow_connections
-from .limits import OpenSequences
-from .server import CLOSING_SECONDS
-from .settings import HTTPSettings
 from .worker import REFUSED, SERVED, Answered, Forward, Worker, WorkerEngine
 
 log = logging.getLogger(__name__)

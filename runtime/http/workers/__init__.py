@@ -1,0 +1,1 @@
+"""Several processes that serve clients for the HTTP process."""
