@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -223,7 +224,7 @@ class Beginning(NamedTuple):
     stored: Stored | None = None
 
 
-class Turns:
+class Turns(ABC):
     """Opens turns. A subclass has the histories, or calls the process that has them. A turn that
     it has begun is closed (`close_turn`) in any case."""
 
@@ -232,6 +233,7 @@ class Turns:
 
     # -- of the histories
 
+    @abstractmethod
     async def begin_chat(
         self,
         owner: str,
@@ -241,53 +243,52 @@ class Turns:
     ) -> Beginning:
         """A turn of this dialogue, which is stored under `names`. RequestError (TOO_MANY), before
         anything is computed, if a new history is beyond its owner's quota."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def begin_completion(self, name: Name) -> Beginning:
         """A plain completion that is stored under this name. RequestError as `begin_chat`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def go_on(self, name: Name) -> Beginning:
         """The one turn with the server's history. RequestError: NOT_FOUND, and CONFLICT if there
         is another, on any server."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def check_quota(self, name: Name) -> None:
         """RequestError as `begin_chat`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def find(self, name: Name) -> Stored:
         """RequestError (NOT_FOUND)."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def get(self, name: Name) -> StoredConversation:
         """RequestError (NOT_FOUND)."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def commit_turn(
         self, place: TurnPlace, whole: Transcript, salt: bytes, body: str | None, is_chat: bool
     ) -> None:
         """Raises RequestError as `OpenTurn.commit`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close_turn(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
         """An open turn (`Opening.turn`) ends without a commit. `tokens`, `salt`: of its request, as
         far as it has come."""
-        raise NotImplementedError
 
     # -- of the sessions
 
+    @abstractmethod
     def open_session(self, key: SessionKey, kv_name: str, held: ExitStack) -> None:
         """As `Sessions.open`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def say_once(self, key: SessionKey, message: str) -> None:
         """As `Sessions.say_once`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def watch_prompt(self, key: SessionKey, kv_name: str, prompt: Prompt) -> None:
         """As `PromptWatch.see`."""
-        raise NotImplementedError
 
     # -- turns
 

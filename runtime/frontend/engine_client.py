@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ class _Open:
     started: bool = False
 
 
-class EngineStreams:
+class EngineStreams(ABC):
     """The engine for the code that answers calls: requests go in, and streams of outputs come out.
     Must be made inside a running event loop. Its ids begin with `first_id`.
 
@@ -187,25 +188,25 @@ class EngineStreams:
         self._send_requests(stream, requests, arrived)
         return stream
 
+    @abstractmethod
     def abort(self, request: RequestId) -> None:
         """Aborts the request: no more outputs of it arrive. It may have ended meanwhile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, request: RequestId, tokens: int) -> None:
         """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tell(self, message: Fork | Keep) -> None:
         """Sends a change of a conversation, after everything that was sent before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def count_call(self, seconds: float, queued: Sequence[float]) -> None:
         """As `Metrics.ended`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def count_error(self, status: int) -> None:
         """Counts an answer with a status from 400 to 499."""
-        raise NotImplementedError
 
     def announce(self, stream: OutputStream) -> None:
         """Delivers the stream's news soon, together with those of all messages that wait."""
@@ -219,10 +220,11 @@ class EngineStreams:
         for stream in streams:
             stream.deliver()
 
+    @abstractmethod
     def _send_requests(
         self, stream: OutputStream, requests: Sequence[Request], arrived: float
     ) -> None:
-        raise NotImplementedError
+        """Sends the requests, whose outputs go to the stream."""
 
 
 class EngineClient(EngineStreams):

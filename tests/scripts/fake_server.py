@@ -19,8 +19,8 @@ NOTHING_TO_STORE = "never"
 
 
 class FakeServer(ThreadingHTTPServer):
-    """A context manager. `conversations`: id -> the user's messages, by creation; `bodies`: the
-    body of each request, except of those that create conversations.
+    """A context manager. `conversations`: id -> the user's messages, by creation. `bodies` has the
+    bodies of all requests but those that create conversations.
 
     The messages of `ENDLESS` get an endless answer: `stopped` is set when the client hangs up. The
     turn is stored then, except that of `NOTHING_TO_STORE`, and is in flight for one more request.

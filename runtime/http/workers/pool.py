@@ -259,8 +259,11 @@ class WorkerCalls:
 
 
 class RunningWorker:
-    """The process, from its start. `connections`: those that it was given and that have not ended;
-    `up`: it takes some."""
+    """A worker's process and the channel to it, from its start.
+
+    connections   the worker's open connections
+    up            the worker takes connections
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()

@@ -462,24 +462,6 @@ def test_a_process_without_a_file_for_a_connection_serves_later(
     server.close()
 
 
-def test_a_turn_may_follow_at_once_on_another_worker_when_its_client_hangs_up(
-    directory: Path,
-) -> None:
-    server = Workers(directory, 2)
-    with clients_of(server, 2) as (first, second):
-        first.chat("Hello?", conversation="mine")
-        for _ in range(5):
-            body = {"messages": [{"role": "user", "content": "More"}], "ignore_eos": True}
-            with slow_steps(server):
-                first.begin(
-                    "POST", CHAT, **body, stream=True, conversation="mine", history="server"
-                )
-                first.close()
-            second.chat("Again", conversation="mine", history="server")
-            first, second = second, Client(server)
-    server.close()
-
-
 def test_a_conflict_is_final_only_when_the_workers_have_told_what_happened() -> None:
     told = []
 
