@@ -12,6 +12,7 @@ imports it again.
 """
 
 import runpy
+import sys
 
 import torch
 from vllm.model_executor.model_loader import dummy_loader
@@ -40,4 +41,8 @@ def initialize(module: torch.nn.Module, model_config: object) -> None:
 dummy_loader.initialize_dummy_weights = initialize
 
 if __name__ == "__main__":
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    if "--api-server-count" in sys.argv:  # the module below ignores it
+        sys.argv[:1] = ["vllm", "serve"]
+        runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__")
+    else:
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -41,7 +41,7 @@ OTHER_PROGRAMS = {
     "compute-sanitizer": {"--tool"},
     "podman": {"--stop-timeout"},
     "pytest": {"--noconftest", "--pid", "--dist"},
-    "sglang": {"--schedule-policy"},
+    "sglang": {"--schedule-policy", "--stream-interval", "--tokenizer-worker-num"},
     "schemathesis": {"--checks", "--max-time"},
     "hf": {"--local-dir"},
     "tritonserver": {"--exit-timeout-secs", "--model-control-mode", "--model-repository"},
