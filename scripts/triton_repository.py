@@ -147,7 +147,7 @@ def model_config(name: str, options: Sequence[str], tensors: str) -> str:
         "options.",
         f"name: {json.dumps(name)}",
         'backend: "python"',
-        f"max_batch_size: {int(kind.BATCHED)}",
+        f"max_batch_size: {kind.MOST_ROWS}",
         "model_transaction_policy { decoupled: true }",
         "instance_group [{ count: 1 kind: KIND_CPU }]",
         *(

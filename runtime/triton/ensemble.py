@@ -51,10 +51,10 @@ GUIDES = {
 
 
 class EnsembleTensors(TensorSet):
-    """Every shape has a first dimension, of length 1. Each response has all outputs that the
-    request asks for, about the reply so far."""
+    """Each prompt of a request has a reply of its own. A response belongs to one of them, and has
+    all outputs that the request asks for, about the reply so far."""
 
-    BATCHED = True
+    MOST_ROWS = 64
     INPUTS: ClassVar = {
         **SHARED_INPUTS,
         "text_input": Input("STRING", "prompt"),
@@ -130,7 +130,7 @@ class EnsembleTensors(TensorSet):
         prompt = str(body.prompt) if body.after_prompt else ""
         values: dict[str, Any] = {
             "text_output": (prompt + piece.text).encode(),
-            "batch_index": 0,
+            "batch_index": piece.row,
             "sequence_index": 0,
         }
         if body.return_log_probs:

@@ -17,7 +17,7 @@ from .tensors import SHARED_INPUTS, Input, NewPiece, Tensors, TensorSet, TritonB
 class LlmapiTensors(TensorSet):
     """Those of TensorRT-LLM's llmapi model, without a dimension for a batch."""
 
-    BATCHED = False
+    MOST_ROWS = 0
     INPUTS: ClassVar = {
         **SHARED_INPUTS,
         "text_input": Input("STRING", "prompt"),

@@ -222,8 +222,12 @@ class TritonFrontend:
         await self._histories.close()
 
     async def answer(self, request: Any) -> None:
-        """Answers one request, from its tensors to its final response, also after a failure."""
-        visit = TritonRequest(request)
+        """Answers one request, from its tensors to its final response, also after a failure. Its
+        prompts are answered at the same time."""
+        visits = TritonRequest.of_each_row(request, self._tensors.batched)
+        await asyncio.gather(*map(self._answer, visits))
+
+    async def _answer(self, visit: TritonRequest) -> None:
         self._visits[visit] = asyncio.current_task()
         try:
             if self._asks_to_stop(visit):
@@ -272,11 +276,11 @@ class TritonFrontend:
                 if reply.finish is not None:
                     break
                 if body.stream and (text or tokens):
-                    new = NewPiece(text, tokens, time.perf_counter())
+                    new = NewPiece(text, tokens, time.perf_counter(), visit.row)
                     visit.send(self._tensors.response(body, call, reply, new))
                     text = ""
                     tokens = []
-            new = NewPiece(text, tokens, time.perf_counter())
+            new = NewPiece(text, tokens, time.perf_counter(), visit.row)
             await call.commit(replies)
             visit.send(self._tensors.response(body, call, reply, new), final=True)
         finally:
@@ -326,28 +330,60 @@ ERRORS = {
 """By the kind of a RequestError; others are INTERNAL."""
 
 
-class TritonRequest:
-    """A request from Triton, with the sender of its responses. `arrived`: time.perf_counter's
-    seconds."""
+class RowSender:
+    """Sends the responses of a request. The request ends with the last one of its last open row."""
 
-    def __init__(self, request: Any):
+    def __init__(self, sender: Any, rows: int):
+        self._sender = sender
+        self._open_rows = rows
+
+    def send(self, response: Any, last: bool) -> None:
+        """`last`: of its row."""
+        self._open_rows -= last
+        final = last and self._open_rows == 0
+        flags = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(response, flags=flags)
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+class TritonRequest:
+    """A prompt of a request from Triton, with the sender of its responses. `arrived`:
+    time.perf_counter's seconds. `row`: its number in the request's batch, None: there is no
+    dimension for a batch."""
+
+    def __init__(self, request: Any, sender: RowSender, row: int | None):
         self.arrived = time.perf_counter()
         self.id: str = request.request_id()
         self.sequence = str(request.correlation_id() or "")
+        self.row = row or 0
         self._request = request
+        self._batched = row is not None
         self.answered = self.stopped = False
         self.stream: OutputStream | None = None  # set once the engine has it
-        self._sender = request.get_response_sender()
+        self._sender = sender
+
+    @classmethod
+    def of_each_row(cls, request: Any, batched: bool) -> list[TritonRequest]:
+        """Every input has the same number of rows, and of a batch Triton ensures an input."""
+        count = request.inputs()[0].shape()[0] if batched else 1
+        sender = RowSender(request.get_response_sender(), count)
+        return [cls(request, sender, row if batched else None) for row in range(count)]
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
         """The input tensors by name. Exceptions of Triton's tensors are passed on."""
-        return {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
+        if not self._batched:
+            return tensors
+        return {name: values[self.row] for name, values in tensors.items()}
 
     @property
     def cancelled(self) -> bool:
         """True if its client is gone, or has cancelled the request."""
-        return bool(self._sender.is_cancelled())
+        return self._sender.cancelled
 
     def stop(self) -> None:
         """Cancels the request, now or before it is sent to the engine."""
@@ -362,10 +398,9 @@ class TritonRequest:
         """`code`: the name of a code of TritonError."""
         self._send([], triton.TritonError(message, getattr(triton.TritonError, code)), True)
 
-    def _send(self, tensors: list[Any], error: Any, final: bool) -> None:
-        flags = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        self._sender.send(triton.InferenceResponse(tensors, error), flags=flags)
-        self.answered |= final
+    def _send(self, tensors: list[Any], error: Any, last: bool) -> None:
+        self._sender.send(triton.InferenceResponse(tensors, error), last)
+        self.answered |= last
 
 
 class TritonMetrics:

@@ -64,15 +64,20 @@ class TensorSet(ABC):
     INPUTS      all are optional for Triton. A missing one gets the completion body's default, or is
                 refused by name
     OUTPUTS     the type and the shape of each
-    BATCHED     every shape has a first dimension, of length 1
+    MOST_ROWS   the most prompts of a request; every shape's first dimension is theirs. 0: there is
+                one prompt, and no dimension for it
     """
 
     INPUTS: ClassVar[Mapping[str, Input]]
     OUTPUTS: ClassVar[Mapping[str, tuple[str, Sequence[int]]]]
-    BATCHED: ClassVar[bool]
+    MOST_ROWS: ClassVar[int]
 
     def __init__(self, chunk_tokens: int):
         self._chunk_tokens = chunk_tokens
+
+    @property
+    def batched(self) -> bool:
+        return self.MOST_ROWS > 0
 
     @abstractmethod
     def fields(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +129,7 @@ class TensorSet(ABC):
         tensors: Tensors = {}
         for name, value in values.items():
             kind, dims = self.OUTPUTS[name]
-            tensors[name] = np.array(value, dtype=DTYPES[kind], ndmin=len(dims) + self.BATCHED)
+            tensors[name] = np.array(value, dtype=DTYPES[kind], ndmin=len(dims) + self.batched)
         return tensors
 
     def performance(self, call: GenerationCall, reply: Reply, now: float) -> dict[str, Any]:
@@ -146,11 +151,12 @@ class TensorSet(ABC):
 
 class NewPiece(NamedTuple):
     """What a response has of a reply: the text and tokens since the response before. `now`: time of
-    its last token, time.perf_counter's seconds."""
+    its last token, time.perf_counter's seconds. `row`: its prompt's number in the request."""
 
     text: str
     tokens: Sequence[int]
     now: float
+    row: int = 0
 
 
 def _nanoseconds(seconds: float) -> int:

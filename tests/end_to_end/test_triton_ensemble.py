@@ -51,8 +51,10 @@ def text(triton):
 
 
 def tensor(name, values):
-    """Of shape [1, n], as TensorRT-LLM's clients send them."""
-    array = np.array([values if isinstance(values, list) else [values]])
+    """Of shape [1, n], as TensorRT-LLM's clients send them; arrays keep theirs."""
+    if not isinstance(values, np.ndarray):
+        values = [values if isinstance(values, list) else [values]]
+    array = np.array(values)
     kinds = {"U": np.object_, "f": np.float32, "i": np.uint64 if "seed" in name else np.int32}
     array = array.astype(kinds.get(array.dtype.kind, array.dtype))
     sent = grpc.InferInput(name, array.shape, utils.np_to_triton_dtype(array.dtype))
@@ -111,6 +113,28 @@ def test_all_that_can_be_said_of_a_reply(triton, text):
     assert result.as_numpy("batch_index")[0][0] == 0
 
 
+def test_every_prompt_of_a_batch_has_its_reply(triton, text):
+    """And one that cannot be served has its error."""
+    rows = np.array([[PROMPT], ["Good morning"], [PROMPT]])
+    lengths = np.array([[12], [3], [4]])
+    inputs = dict(text_input=rows, max_tokens=lengths, end_id=np.array([[-1]] * 3))
+    outputs = ("text_output", "batch_index", "num_output_tokens")
+    counts = dict(return_num_output_tokens=np.array([[True]] * 3))
+    results = ask(triton, outputs, **inputs, **counts, stream=np.array([[True], [False], [True]]))
+    replies = ["", "", ""]
+    tokens = [0, 0, 0]
+    for result in results:
+        row = result.as_numpy("batch_index")[0][0]
+        replies[row] += result.as_numpy("text_output")[0].decode()
+        tokens[row] = result.as_numpy("num_output_tokens")[0][0]
+    assert tokens == [12, 3, 4]
+    assert replies[0].startswith(replies[2]) and text.startswith(replies[2].rstrip())
+    assert replies[1].startswith("Good morning")
+    with pytest.raises(grpc.InferenceServerException, match="beam_width"):
+        ask(triton, **inputs, beam_width=np.array([[1], [2], [1]]))
+    wait_for(lambda: triton.metric("pensieve:num_requests_running") == 0)
+
+
 def test_stop_words_bad_words_and_the_end_id(triton, text):
     word = text.split()[1]
     inputs = dict(text_input=PROMPT, max_tokens=12, exclude_input_in_output=True)
@@ -164,9 +188,9 @@ def test_triton_counts_the_requests(triton, text):
     wait_for(lambda: successes() == before + 1)
 
 
-def script(server, *options):
+def script(server, *options, prompts=PROMPT):
     """What TensorRT-LLM's client script prints."""
-    command = [sys.executable, SCRIPT, "-u", server.grpc, "--model-name", NAME, "-p", PROMPT]
+    command = [sys.executable, SCRIPT, "-u", server.grpc, "--model-name", NAME, "-p", prompts]
     done = subprocess.run(
         [*map(str, [*command, *options])], capture_output=True, text=True, timeout=120
     )
@@ -195,3 +219,12 @@ def script(server, *options):
 def test_the_client_script_gets_what_it_expects(triton, text, options):
     expected = ("--check-outputs", "--expected-outputs", json.dumps([text]))
     script(triton, "-o", 12, *options, *expected)
+
+
+@needs_script
+@pytest.mark.parametrize("options", [(), ("--streaming",)], ids=["whole", "streamed"])
+@pytest.mark.parametrize("way", [(), ("--batch-inputs",)], ids=["one by one", "at once"])
+def test_the_client_script_sends_several_prompts(triton, text, way, options):
+    prompts = json.dumps([PROMPT, PROMPT])
+    expected = ("--check-outputs", "--expected-outputs", json.dumps([text, text]))
+    script(triton, "-o", 12, *way, *options, *expected, prompts=prompts)

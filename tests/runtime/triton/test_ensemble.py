@@ -48,7 +48,7 @@ CLIENT = dict(
 def read(**inputs):
     return TENSORS.read(
         {
-            name: np.array([value if isinstance(value, list) else [value]]).astype(
+            name: np.array(value if isinstance(value, list) else [value]).astype(
                 DTYPES[TENSORS.INPUTS[name].type]
             )
             for name, value in inputs.items()
