@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ..builder.inductor.compile_parent import cpp_compiler
-from ..builder.tensorrt.installed import tensorrt_version
+from ..builder.tensorrt.installed import describe_tensorrt
 from ..runtime.conversations.databases import LEASE_SECONDS, look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
@@ -176,9 +176,9 @@ def _mpi() -> Finding:
 
 def _tensorrt() -> Finding:
     try:
-        return Finding("tensorrt", Level.OK, tensorrt_version())
+        return Finding("tensorrt", Level.OK, describe_tensorrt())
     except SettingError as error:
-        return Finding("tensorrt", Level.OPTIONAL, "not usable", str(error))
+        return Finding("tensorrt", Level.OPTIONAL, "not usable", error.message)
 
 
 def _memory() -> Finding:

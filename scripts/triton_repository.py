@@ -20,12 +20,8 @@ from ..runtime.launch.options import early_options, parse_options, parser
 from ..runtime.launch.settings import in_flags
 from ..scheduler.types import SettingError
 
-ONE_VALUE = {
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-}
+NAMES = {"llmapi": "pensieve", "ensemble": "ensemble"}
+"""The name of a model with these tensors, if the user gives none."""
 MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
 
 from pensieve.runtime.triton.model import TritonPythonModel
@@ -37,7 +33,8 @@ __all__ = ["TritonPythonModel"]
 def main(argv: Sequence[str] | None = None) -> int:
     command = CommandParser(
         prog="pensieve triton-repository",
-        usage="%(prog)s --engine DIR --output DIR [--name NAME] [options of pensieve serve]",
+        usage="%(prog)s --engine DIR --output DIR [--tensors SET] [--name NAME] "
+        "[options of pensieve serve]",
         description=(
             "Writes a model repository with which Triton Inference Server serves an engine."
         ),
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.output is None:
             raise SettingError("--output", "must name the repository")
-        directory = write_model(args.output, args.name, options)
+        directory = write_model(args.output, args.name, options, args.tensors)
     except SettingError as error:
         print(f"pensieve triton-repository: {in_flags(error)}", file=sys.stderr)
         return 2
@@ -64,21 +61,31 @@ def add_own_options(command: CommandParser) -> None:
         "--output", type=Path, metavar="DIR", help="the repository; made if need be"
     )
     command.add_argument(
-        "--name", default="pensieve", help="of the model in it (default %(default)s)"
+        "--tensors",
+        choices=NAMES,
+        default="llmapi",
+        help="the tensors of TensorRT-LLM's llmapi model, or of its ensemble and tensorrt_llm_bls "
+        "(default %(default)s)",
+    )
+    command.add_argument(
+        "--name", help="of the model in it (default pensieve; ensemble with --tensors ensemble)"
     )
 
 
-def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
+def write_model(
+    repository: Path, name: str | None, options: Sequence[str], tensors: str = "llmapi"
+) -> Path:
     """Writes the model NAME and returns its directory. An older one written by this command is
     replaced. SettingError."""
     options = checked(options)
+    name = NAMES[tensors] if name is None else name
     if not name or Path(name).name != name:
         raise SettingError("--name", f"{name!r} cannot name a directory")
     directory = repository / name
     try:
         (directory / "1").mkdir(parents=True, exist_ok=True)
         (directory / "1" / "model.py").write_text(MODEL, "utf-8")
-        (directory / "config.pbtxt").write_text(model_config(name, options), "utf-8")
+        (directory / "config.pbtxt").write_text(model_config(name, options, tensors), "utf-8")
     except OSError as error:
         raise SettingError(
             "--output", f"cannot write {error.filename}: {error.strerror}"
@@ -112,24 +119,26 @@ def checked(options: Sequence[str]) -> list[str]:
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]
 
 
-def model_config(name: str, options: Sequence[str]) -> str:
+def model_config(name: str, options: Sequence[str], tensors: str) -> str:
     """config.pbtxt in protobuf's text format, which accepts JSON strings."""
-    from ..runtime.triton.tensors import INPUTS, OUTPUTS  # and numpy
+    from ..runtime.triton.tensor_sets import TENSOR_SETS  # and numpy
 
+    kind = TENSOR_SETS[tensors]
     inputs = [
-        f'{{ name: "{name}" data_type: TYPE_{kind.type} dims: [{-1 if kind.several else 1}] '
-        f"optional: true }}"
-        for name, kind in INPUTS.items()
+        f'{{ name: "{name}" data_type: TYPE_{one.type} '
+        f"dims: {list(one.dims or (-1 if one.several else 1,))} optional: true }}"
+        for name, one in kind.INPUTS.items()
     ]
     outputs = [
-        f'{{ name: "{name}" data_type: TYPE_{kind} dims: [{1 if name in ONE_VALUE else -1}] }}'
-        for name, kind in OUTPUTS.items()
+        f'{{ name: "{name}" data_type: TYPE_{type_name} dims: {list(dims)} }}'
+        for name, (type_name, dims) in kind.OUTPUTS.items()
     ]
     # -E hides Triton's environment variables from the engine's Python.
     parameters = {
         "engine_command": json.dumps(
             [sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options]
-        )
+        ),
+        "tensors": tensors,
     }
     if sys.prefix != sys.base_prefix:  # a virtual environment, which Triton's Python does not know
         parameters["EXECUTION_ENV_PATH"] = sys.prefix
@@ -138,7 +147,7 @@ def model_config(name: str, options: Sequence[str]) -> str:
         "options.",
         f"name: {json.dumps(name)}",
         'backend: "python"',
-        "max_batch_size: 0",
+        f"max_batch_size: {kind.MOST_ROWS}",
         "model_transaction_policy { decoupled: true }",
         "instance_group [{ count: 1 kind: KIND_CPU }]",
         *(

@@ -39,6 +39,7 @@ OTHER_PROGRAMS = {
         "--tokenizer",
     },
     "compute-sanitizer": {"--tool"},
+    "pip": {"--extra-index-url"},
     "podman": {"--stop-timeout"},
     "pytest": {"--noconftest", "--pid", "--dist"},
     "sglang": {"--schedule-policy", "--stream-interval", "--tokenizer-worker-num"},

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from ...plugins.tensorrt.installation import STRONGLY_TYPED, check_version, find_tensorrt, text
 from ...plugins.tensorrt.library import load_library
 from ...scheduler.types import SettingError
 from ..checkpoints.config import DecoderConfig
-
-OLDEST = (8, 5)  # the first with addresses by name
-STRONGLY_TYPED = (10, 0)  # and with bfloat16
 
 
 def tensorrt_version() -> str:
     """Its version. SettingError('--backend', ...) that says what to install or set if it cannot be
     used here."""
     version = load_library().version
-    if version[:2] < OLDEST:
-        raise SettingError(
-            "--backend", f"TensorRT {_text(version)} is too old: install {_text(OLDEST)} or later"
-        )
-    return _text(version)
+    check_version(version)
+    return text(version)
+
+
+def describe_tensorrt() -> str:
+    """Its version, where it is, and that library, headers and plugins fit. SettingError as
+    `tensorrt_version`."""
+    version = tensorrt_version()
+    tensorrt = find_tensorrt()
+    headers = f"headers of {text(tensorrt.headers_version)} in {tensorrt.headers}"
+    return f"{version} from {tensorrt.source}, {headers}; the plugins fit"
 
 
 def check_decoder(config: DecoderConfig, dtype: str) -> None:
@@ -47,9 +51,5 @@ def check_type(dtype: str) -> None:
     version = load_library().version
     if dtype == "bfloat16" and version < STRONGLY_TYPED:
         raise SettingError(
-            "--dtype", f"TensorRT {_text(version)} has no bfloat16: use float16, or install 10"
+            "--dtype", f"TensorRT {text(version)} has no bfloat16: use float16, or install 10"
         )
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -1,7 +1,5 @@
 """The library in `native/`: our plugins, and TensorRT's builder and runtime behind C functions. It
 is compiled here, once for each TensorRT, with the user's compiler and TensorRT's headers, and kept.
-
-`TENSORRT_HOME` names TensorRT's folder, with `include/NvInfer.h` and `lib/libnvinfer.so*`.
 """
 
 from __future__ import annotations
@@ -14,9 +12,11 @@ import os
 import shutil
 import subprocess
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import replace
 from pathlib import Path
 
 from ...scheduler.types import SettingError
+from .installation import find_tensorrt
 
 NATIVE = Path(__file__).parent / "native"
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra",
@@ -142,28 +142,17 @@ def sizes(shape: tuple[int, ...]) -> ctypes.Array[c_int64]:
 
 @functools.cache
 def load_library() -> Library:
-    """The library for the TensorRT of `TENSORRT_HOME`. SettingError('--backend', ...) that says
-    what to install."""
-    home = Path(os.environ.get("TENSORRT_HOME", ""))
-    if "TENSORRT_HOME" not in os.environ:
-        raise SettingError(
-            "--backend", "tensorrt needs TENSORRT_HOME: TensorRT's folder, with include/ and lib/"
-        )
-    if not (home / "include" / "NvInfer.h").exists():
-        raise SettingError(
-            "--backend", f"TENSORRT_HOME has no {home}/include/NvInfer.h: headers are missing"
-        )
-    libraries = sorted((home / "lib").glob("libnvinfer.so*"))
-    if not libraries:
-        raise SettingError(
-            "--backend",
-            f"TENSORRT_HOME has no {home}/lib/libnvinfer.so: TensorRT itself is missing",
-        )
-    path = compile_library(home / "include", libraries[-1])
+    """The library for the TensorRT that is here. SettingError('--backend', ...) that says what to
+    install."""
+    tensorrt = find_tensorrt()
+    tensorrt.check()
+    path = compile_library(tensorrt.headers, tensorrt.library)
     try:
-        return Library(path)
+        library = Library(path)
     except OSError as error:
         raise SettingError("--backend", f"tensorrt's library cannot be loaded: {error}") from None
+    replace(tensorrt, version=library.version).check()  # now its version is known in full
+    return library
 
 
 def compile_library(headers: Path, tensorrt: Path) -> Path:

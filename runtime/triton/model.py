@@ -40,12 +40,15 @@ from ..frontend.request_builder import RequestBuilder
 from ..messages import Ready, TritonSettings
 from ..observe.logs import configure_logging
 from ..text.tokenizer import Tokenizer
-from .tensors import Tensors, TritonBody, end_tensors, piece_tensors, read_inputs, read_value
+from .tensor_sets import TENSOR_SETS
+from .tensors import NewPiece, Tensors, TensorSet, TritonBody
 
 log = logging.getLogger(__name__)
 
 # a parameter in config.pbtxt: JSON, the words of the engine's command line
 COMMAND = "engine_command"
+# another one: the name of a tensor set; older repositories have none
+TENSORS = "tensors"
 ENDED = "the engine's process has ended with status {}; the log says why"
 CANCEL_CHECK_S = 0.1
 METRICS_INTERVAL_S = 1.0
@@ -67,13 +70,15 @@ class TritonPythonModel:
         assert isinstance(settings, TritonSettings) and isinstance(ready, Ready)
         configure_logging(settings.log_format, settings.log_level)
         self._settings = settings
+        kind = parameters.get(TENSORS, {"string_value": "llmapi"})["string_value"]
+        tensors = TENSOR_SETS[kind](ready.chunk_tokens)
         self._event_loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._event_loop.run_forever, name="triton-model", daemon=True
         )
         self._thread.start()
         try:
-            self._desk = self._run(open_desk(connection, settings, ready)).result()
+            self._desk = self._run(open_desk(connection, settings, ready, tensors)).result()
         except SettingError as error:
             self._process.kill()
             self._stop()
@@ -161,25 +166,31 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
 
 
 async def open_desk(
-    connection: Connection, settings: TritonSettings, ready: Ready
+    connection: Connection, settings: TritonSettings, ready: Ready, tensors: TensorSet
 ) -> TritonFrontend:
     """Called on the event loop that runs everything below. SettingError if the histories cannot be
     used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
     quota = settings.max_conversations_per_owner
     store = HistoryStore(settings.histories, settings.history_ttl, quota, settings.server)
-    return TritonFrontend(EngineClient(connection), ready, tokenizer, store)
+    return TritonFrontend(EngineClient(connection), ready, tokenizer, store, tensors)
 
 
 class TritonFrontend:
     """Takes requests, answers them, and ends those whose clients leave. Runs on the event loop."""
 
     def __init__(
-        self, client: EngineClient, ready: Ready, tokenizer: Tokenizer | None, store: HistoryStore
+        self,
+        client: EngineClient,
+        ready: Ready,
+        tokenizer: Tokenizer | None,
+        store: HistoryStore,
+        tensors: TensorSet,
     ):
         self._client = client
         self._tokenizer = tokenizer
         self._ready = ready
+        self._tensors = tensors
         self._histories = TurnManager(store, client.tell, client.forget, tokenizer)
         self._histories.expire_in_background()
         self._calls = RequestBuilder(ready, tokenizer, self._histories, client.new_id)
@@ -211,11 +222,15 @@ class TritonFrontend:
         await self._histories.close()
 
     async def answer(self, request: Any) -> None:
-        """Answers one request, from its tensors to its final response, also after a failure."""
-        visit = TritonRequest(request)
+        """Answers one request, from its tensors to its final response, also after a failure. Its
+        prompts are answered at the same time."""
+        visits = TritonRequest.of_each_row(request, self._tensors.batched)
+        await asyncio.gather(*map(self._answer, visits))
+
+    async def _answer(self, visit: TritonRequest) -> None:
         self._visits[visit] = asyncio.current_task()
         try:
-            if visit.asks_to_stop:
+            if self._asks_to_stop(visit):
                 self._cancel(visit.id)
                 # TensorRT-LLM's model answers this request like the ones that it ends
                 raise ClientGone
@@ -230,7 +245,7 @@ class TritonFrontend:
                 visit.refuse("the request failed; the log says why", "INTERNAL")
 
     async def _serve(self, visit: TritonRequest) -> None:
-        body = read_inputs(visit.inputs, visit.sequence)
+        body = self._tensors.read(visit.inputs, visit.sequence)
         caller = Caller()  # Triton does not tell its clients apart, and has its own limits
         generate = await self._calls.check_form(body.generate(), caller)
         writer = body.writer(self._ready.model, self._tokenizer)
@@ -261,15 +276,20 @@ class TritonFrontend:
                 if reply.finish is not None:
                     break
                 if body.stream and (text or tokens):
-                    visit.send(piece_tensors(text, tokens))
+                    new = NewPiece(text, tokens, time.perf_counter(), visit.row)
+                    visit.send(self._tensors.response(body, call, reply, new))
                     text = ""
                     tokens = []
-            now = time.perf_counter()
+            new = NewPiece(text, tokens, time.perf_counter(), visit.row)
             await call.commit(replies)
-            end = end_tensors(body, call, reply, self._ready.chunk_tokens, now)
-            visit.send(piece_tensors(text, tokens) | end, final=True)
+            visit.send(self._tensors.response(body, call, reply, new), final=True)
         finally:
             stream.close()
+
+    def _asks_to_stop(self, visit: TritonRequest) -> bool:
+        """True if the request asks to stop others. Raises RequestError (INVALID)."""
+        tensor = visit.inputs.get("stop")
+        return tensor is not None and self._tensors.value("stop", tensor)
 
     def _cancel(self, name: str) -> None:
         """Ends the requests of this id. Raises RequestError (INVALID) if there is no id."""
@@ -310,33 +330,60 @@ ERRORS = {
 """By the kind of a RequestError; others are INTERNAL."""
 
 
-class TritonRequest:
-    """A request from Triton, with the sender of its responses. `arrived`: time.perf_counter's
-    seconds."""
+class RowSender:
+    """Sends the responses of a request. The request ends with the last one of its last open row."""
 
-    def __init__(self, request: Any):
+    def __init__(self, sender: Any, rows: int):
+        self._sender = sender
+        self._open_rows = rows
+
+    def send(self, response: Any, last: bool) -> None:
+        """`last`: of its row."""
+        self._open_rows -= last
+        final = last and self._open_rows == 0
+        flags = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(response, flags=flags)
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+class TritonRequest:
+    """A prompt of a request from Triton, with the sender of its responses. `arrived`:
+    time.perf_counter's seconds. `row`: its number in the request's batch, None: there is no
+    dimension for a batch."""
+
+    def __init__(self, request: Any, sender: RowSender, row: int | None):
         self.arrived = time.perf_counter()
         self.id: str = request.request_id()
         self.sequence = str(request.correlation_id() or "")
+        self.row = row or 0
         self._request = request
+        self._batched = row is not None
         self.answered = self.stopped = False
         self.stream: OutputStream | None = None  # set once the engine has it
-        self._sender = request.get_response_sender()
+        self._sender = sender
+
+    @classmethod
+    def of_each_row(cls, request: Any, batched: bool) -> list[TritonRequest]:
+        """Every input has the same number of rows, and of a batch Triton ensures an input."""
+        count = request.inputs()[0].shape()[0] if batched else 1
+        sender = RowSender(request.get_response_sender(), count)
+        return [cls(request, sender, row if batched else None) for row in range(count)]
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
         """The input tensors by name. Exceptions of Triton's tensors are passed on."""
-        return {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
-
-    @property
-    def asks_to_stop(self) -> bool:
-        """True if the request asks to stop others. Raises RequestError (INVALID)."""
-        return "stop" in self.inputs and read_value("stop", self.inputs["stop"])
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
+        if not self._batched:
+            return tensors
+        return {name: values[self.row] for name, values in tensors.items()}
 
     @property
     def cancelled(self) -> bool:
         """True if its client is gone, or has cancelled the request."""
-        return bool(self._sender.is_cancelled())
+        return self._sender.cancelled
 
     def stop(self) -> None:
         """Cancels the request, now or before it is sent to the engine."""
@@ -351,10 +398,9 @@ class TritonRequest:
         """`code`: the name of a code of TritonError."""
         self._send([], triton.TritonError(message, getattr(triton.TritonError, code)), True)
 
-    def _send(self, tensors: list[Any], error: Any, final: bool) -> None:
-        flags = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        self._sender.send(triton.InferenceResponse(tensors, error), flags=flags)
-        self.answered |= final
+    def _send(self, tensors: list[Any], error: Any, last: bool) -> None:
+        self._sender.send(triton.InferenceResponse(tensors, error), last)
+        self.answered |= last
 
 
 class TritonMetrics:

@@ -16,13 +16,24 @@ from pensieve.builder.inductor.compile_worker import engine_weights
 from pensieve.builder.manifest import PLAN, Manifest
 from pensieve.builder.model import LayerInputs
 from pensieve.builder.parity import CHUNK, MOST_CONTEXT, random_batches
+from pensieve.plugins.tensorrt.installation import find_tensorrt
 from pensieve.plugins.torch_ops import register_pool, release_pool
+from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
+
+
+def tensorrt_here():
+    try:
+        find_tensorrt()
+    except SettingError:
+        return False
+    return True
+
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif("TENSORRT_HOME" not in os.environ, reason="needs TENSORRT_HOME"),
+    pytest.mark.skipif(not tensorrt_here(), reason="needs TensorRT and its headers"),
 ]
 PROGRAM = Path(__file__).parents[1] / "plugins" / "tensorrt" / "without_python.cpp"
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "9")
@@ -128,8 +139,8 @@ def test_a_program_without_python_runs_the_plan(checker, engine, tmp_path):
     folder = tmp_path / "step"
     folder.mkdir()
     dumped = Dumped(engine, folder)
-    home = Path(os.environ["TENSORRT_HOME"])
-    library = compile_library(home / "include", max((home / "lib").glob("libnvinfer.so*")))
+    tensorrt = find_tensorrt()
+    library = compile_library(tensorrt.headers, tensorrt.library)
     program = tmp_path / "without_python"
     command = [
         "g++",

@@ -62,8 +62,12 @@ NOT_RUN = {
     ("tensor-parallel.md", "timeout 240 python -m pytest"): "needs four GPUs",
     (
         "triton.md",
-        "pensieve triton-repository",
+        "pensieve triton-repository --engine DIR --output models --gpu",
     ): "needs tritonserver; tests/end_to_end/test_triton.py does the same",
+    (
+        "triton.md",
+        "pensieve triton-repository --engine DIR --output models --tensors",
+    ): "the same; tests/end_to_end/test_triton_ensemble.py",
 }
 """(page, start of the block): why the block is not run."""
 

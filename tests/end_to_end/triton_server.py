@@ -49,33 +49,36 @@ needs_triton = pytest.mark.skipif(
 class TritonServer:
     """A context manager. `grpc` is host:port, `url` and `metrics_url` are HTTP addresses.
 
-    `broken`: further models by name, each with a Python program in place of its engine's process.
-    `flags`: further flags of tritonserver.
+    `name`, `tensors`: of the model. `broken`: further models by name, each with a Python program
+    in place of its engine's process. `flags`: further flags of tritonserver.
     """
 
     def __init__(
         self,
         directory: Path,
         *options: object,
+        name: str = "pensieve",
+        tensors: str = "llmapi",
         broken: Mapping[str, str] = NOTHING,
         flags: Sequence[str] = (),
         start_seconds: float = 120,
     ):
         self._directory = directory
+        self._name = name
         self._flags = flags
         self._start_seconds = start_seconds
-        for name in ("pensieve", *broken):
+        for model in (name, *broken):
             source = (
-                write_model(directory / "repository", name, list(map(str, options)))
+                write_model(directory / "repository", model, list(map(str, options)), tensors)
                 / "1"
                 / "model.py"
             )
             source.write_text(
                 f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}"
             )
-        for name, program in broken.items():
+        for model, program in broken.items():
             change_engine(
-                directory / "repository" / name / "config.pbtxt", [sys.executable, "-c", program]
+                directory / "repository" / model / "config.pbtxt", [sys.executable, "-c", program]
             )
         backend = directory / "backends" / "python"
         backend.mkdir(parents=True)
@@ -146,7 +149,7 @@ class TritonServer:
     @property
     def ready(self) -> bool:
         """Whether the model is ready."""
-        return HTTP.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
+        return HTTP.get(f"{self.url}/v2/models/{self._name}/ready", timeout=30).status_code == 200
 
     def why_not_loaded(self, model: str) -> str:
         index = HTTP.post(f"{self.url}/v2/repository/index", timeout=30).json()
@@ -170,7 +173,7 @@ class TritonServer:
         self.kill()
 
     def post(self, path: str = "generate", seconds: float = 120, **inputs) -> httpx.Response:
-        return HTTP.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
+        return HTTP.post(f"{self.url}/v2/models/{self._name}/{path}", json=inputs, timeout=seconds)
 
     def metric(self, name: str, missing: float | None = None) -> float:
         """The value of one sample of Triton's /metrics, named with its labels; of an unknown one

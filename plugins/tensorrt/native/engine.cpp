@@ -12,6 +12,7 @@
 
 #include "error.h"
 #include "launch.h"
+#include "versions.h"
 
 namespace {
 
@@ -56,15 +57,9 @@ T* made(T* object, std::string const& what) {
 }
 
 DataType type_of(int type) {
-  switch (type) {
-    case PENSIEVE_FLOAT32: return DataType::kFLOAT;
-    case PENSIEVE_FLOAT16: return DataType::kHALF;
-    case PENSIEVE_INT32: return DataType::kINT32;
-#if NV_TENSORRT_MAJOR >= 10
-    case PENSIEVE_BFLOAT16: return DataType::kBF16;
-#endif
-    default: throw std::runtime_error("this version of TensorRT has no type " + std::to_string(type));
-  }
+  DataType result{};
+  if (!pensieve::find_type(type, result)) throw std::runtime_error("this version of TensorRT has no type " + std::to_string(type));
+  return result;
 }
 
 Dims dims_of(int rank, int64_t const* shape) {
@@ -85,22 +80,9 @@ struct PensieveNetwork {
   std::vector<IOptimizationProfile*> profiles;  // the builder owns them
 
   PensieveNetwork() {
-#if NV_TENSORRT_MAJOR >= 10
-    uint32_t const flags = 1U << static_cast<int>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
-#else
-    uint32_t const flags = 1U << static_cast<int>(NetworkDefinitionCreationFlag::kEXPLICIT_BATCH);
-    config->setFlag(BuilderFlag::kFP16);
-    config->setFlag(BuilderFlag::kOBEY_PRECISION_CONSTRAINTS);
-#if NV_TENSORRT_MINOR == 5
-    config->setPreviewFeature(PreviewFeature::kFASTER_DYNAMIC_SHAPES_0805, true);
-    config->setPreviewFeature(PreviewFeature::kDISABLE_EXTERNAL_TACTIC_SOURCES_FOR_CORE_0805, true);
-#endif
-#endif
+    uint32_t const flags = pensieve::configure(*config);
     config->clearFlag(BuilderFlag::kTF32);  // float32 is float32
     config->setTacticSources(0);            // cuDNN and cuBLAS need not be installed
-#if NV_TENSORRT_MAJOR >= 10 || NV_TENSORRT_MINOR >= 6
-    config->setMaxAuxStreams(0);  // our operations are ordered by the one stream
-#endif
     network.reset(made(builder->createNetworkV2(flags), "make a network"));
   }
 
@@ -109,31 +91,18 @@ struct PensieveNetwork {
     return static_cast<int>(tensors.size()) - 1;
   }
 
-  // Since 10 networks are strongly typed: TensorRT derives each type. Before, each layer is told what to compute in.
   ITensor* typed(ILayer* layer, std::string const& name, DataType type) {
     made(layer, "add the layer " + name)->setName(name.c_str());
     ITensor* const out = layer->getOutput(0);
     out->setName((name + ".out").c_str());
-#if NV_TENSORRT_MAJOR < 10
-    layer->setPrecision(type);
-    layer->setOutputType(0, type);
-#else
-    static_cast<void>(type);
-#endif
+    pensieve::set_precision(*layer, type);
     return out;
   }
 
   ITensor* cast(ITensor* x, std::string const& name, DataType type) {
-#if NV_TENSORRT_MAJOR > 8 || NV_TENSORRT_MINOR >= 6
-    ILayer* const layer = network->addCast(*x, type);
-#else
-    ILayer* const layer = network->addIdentity(*x);
-#endif
+    ILayer* const layer = pensieve::add_cast(*network, *x, type);
     made(layer, "add the layer " + name)->setName(name.c_str());
     layer->getOutput(0)->setName((name + ".out").c_str());
-#if NV_TENSORRT_MAJOR < 10
-    layer->setOutputType(0, type);
-#endif
     return layer->getOutput(0);
   }
 
@@ -223,11 +192,7 @@ API int pensieve_layer(PensieveNetwork* network, char const* name, int kind, int
 API int pensieve_plugin(PensieveNetwork* network, char const* name, char const* plugin, void const* attributes, int size, int inputs, int const* tensors) {
   int number = -1;
   guarded([&] {
-#if NV_TENSORRT_MAJOR >= 11
-    auto* const creator = static_cast<IPluginCreator*>(getPluginRegistry()->getCreator(plugin, "1", ""));
-#else
-    auto* const creator = getPluginRegistry()->getPluginCreator(plugin, "1", "");
-#endif
+    auto* const creator = pensieve::find_creator(plugin, "1");
     require(creator != nullptr, std::string("find the plugin ") + plugin);
     PluginField field("attributes", attributes, PluginFieldType::kCHAR, size);
     PluginFieldCollection const fields{1, &field};
@@ -250,11 +215,7 @@ API int pensieve_output(PensieveNetwork* network, int tensor, int type, char con
     ITensor* const output = network->tensors.at(static_cast<size_t>(tensor));
     output->setName(name);
     network->network->markOutput(*output);
-#if NV_TENSORRT_MAJOR < 10
-    output->setType(type_of(type));  // else it is float32 for every type of layer
-#else
-    static_cast<void>(type);
-#endif
+    pensieve::set_output_type(*output, type_of(type));
     output->setAllowedFormats(1U << static_cast<int>(TensorFormat::kLINEAR));
   });
 }
@@ -308,21 +269,13 @@ API PensieveEngine* pensieve_engine_load(void const* plan, size_t size) {
 API void pensieve_engine_free(PensieveEngine* engine) { delete engine; }
 
 API size_t pensieve_engine_memory(PensieveEngine* engine) {
-#if NV_TENSORRT_MAJOR > 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR >= 1)
-  return static_cast<size_t>(engine->engine->getDeviceMemorySizeV2());
-#else
-  return engine->engine->getDeviceMemorySize();
-#endif
+  return pensieve::context_memory(*engine->engine);
 }
 
 API PensieveContext* pensieve_context_new(PensieveEngine* engine, int profile, void* memory, void* stream) {
   PensieveContext* context = nullptr;
   guarded([&] {
-#if NV_TENSORRT_MAJOR >= 10
-    std::unique_ptr<IExecutionContext> one(engine->engine->createExecutionContext(ExecutionContextAllocationStrategy::kUSER_MANAGED));
-#else
-    std::unique_ptr<IExecutionContext> one(engine->engine->createExecutionContextWithoutDeviceMemory());
-#endif
+    std::unique_ptr<IExecutionContext> one(pensieve::new_context(*engine->engine));
     require(one != nullptr, "make an execution context");
     one->setDeviceMemory(memory);
     require(one->setOptimizationProfileAsync(profile, static_cast<cudaStream_t>(stream)), "choose profile " + std::to_string(profile));

@@ -17,6 +17,7 @@
 #include "engine.h"
 #include "launch.h"
 #include "product.h"
+#include "versions.h"
 
 namespace {
 
@@ -41,10 +42,9 @@ struct Attributes {
 
 // Of a PensieveType. A plugin takes one type only: TensorRT would enqueue it to compare several, without a step to work on.
 DataType type_of(int32_t type) {
-#if NV_TENSORRT_MAJOR >= 10
-  if (type == PENSIEVE_BFLOAT16) return DataType::kBF16;
-#endif
-  return type == PENSIEVE_FLOAT16 ? DataType::kHALF : DataType::kFLOAT;
+  DataType result = DataType::kFLOAT;
+  pensieve::find_type(type, result);
+  return result;
 }
 
 class Plugin final : public IPluginV2DynamicExt {

@@ -14,7 +14,7 @@ from pensieve.runtime.frontend.generate import Generate
 from pensieve.runtime.http.messages import MessageBody
 from pensieve.runtime.http.responses import ResponseBody
 from pensieve.runtime.offline.params import SamplingParams, body_of
-from pensieve.runtime.triton.tensors import read_inputs
+from pensieve.runtime.triton.llmapi import LlmapiTensors
 
 SAMPLING = {"temperature": 0.5, "top_k": 7, "top_p": 0.75}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -66,7 +66,7 @@ def test_completions_triton_and_llm_agree(prompt: str | list[int]) -> None:
         "sampling_param_top_k": np.array([7], dtype=np.int32),
         "sampling_param_top_p": np.array([0.75], dtype=np.float32),
     }
-    assert read_inputs(tensors, "").generate() == expected
+    assert LlmapiTensors(chunk_tokens=32).read(tensors, "").generate() == expected
     params = SamplingParams(**limits, **SAMPLING, seed=3)
     offline = body_of(CompletionBody, params, prompt=prompt, conversation="mine")
     # SamplingParams have no defaults of the server

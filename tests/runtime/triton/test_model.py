@@ -24,6 +24,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.messages import Forget
 from pensieve.runtime.text.tokenizer import Tokenizer
+from pensieve.runtime.triton.llmapi import LlmapiTensors
 
 from ..conversations.test_store import transcript
 from ..fake_loop import FakeLoop, eventually, ready, save_tokenizer, say
@@ -134,7 +135,9 @@ async def desk_before(loop, directory, history_ttl=None):
     directory = save_tokenizer(directory)
     client = EngineClient(loop.client_end)
     store = HistoryStore(directory / "history.sqlite", history_ttl)
-    desk = sys.modules[NAME].TritonFrontend(client, ready(), Tokenizer.load(directory), store)
+    desk = sys.modules[NAME].TritonFrontend(
+        client, ready(), Tokenizer.load(directory), store, LlmapiTensors(chunk_tokens=32)
+    )
     yield desk
     loop.close()
     await desk.close()

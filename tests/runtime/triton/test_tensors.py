@@ -10,7 +10,8 @@ import pytest
 from pensieve.runtime.frontend.engine_client import OutputStream
 from pensieve.runtime.frontend.reply import Reply
 from pensieve.runtime.text.tokenizer import StopMatcher, Tokenizer
-from pensieve.runtime.triton.tensors import INPUTS, OUTPUTS, end_tensors, read_inputs, read_value
+from pensieve.runtime.triton.llmapi import LlmapiTensors
+from pensieve.runtime.triton.tensors import NewPiece
 from pensieve.scheduler.types import (
     ErrorKind,
     FinishReason,
@@ -24,6 +25,7 @@ from pensieve.scheduler.types import (
 from ..fake_loop import byte_tokenizer, byte_tokens
 
 EOS = 2
+TENSORS = LlmapiTensors(chunk_tokens=4)
 
 
 def tensor(name, *values):
@@ -34,12 +36,12 @@ def tensor(name, *values):
         "UINT64": np.uint64,
         "FP32": np.float32,
     }
-    return np.array(values, dtype=kinds[INPUTS[name].type])
+    return np.array(values, dtype=kinds[TENSORS.INPUTS[name].type])
 
 
 def request_body(sequence="", **inputs):
     values = {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}
-    return read_inputs({name: tensor(name, *value) for name, value in values.items()}, sequence)
+    return TENSORS.read({name: tensor(name, *value) for name, value in values.items()}, sequence)
 
 
 def test_every_input_reaches_its_field():
@@ -140,8 +142,8 @@ def test_what_cannot_be_asked_is_refused(inputs, param):
 
 
 def test_one_value_or_several():
-    assert read_value("stop", tensor("stop", True)) is True
-    assert read_value("sampling_param_stop", tensor("sampling_param_stop", b"a")) == ["a"]
+    assert TENSORS.value("stop", tensor("stop", True)) is True
+    assert TENSORS.value("sampling_param_stop", tensor("sampling_param_stop", b"a")) == ["a"]
 
 
 class Call:
@@ -168,8 +170,9 @@ def told(inputs, tokens, finish):
         stop_token_ids=wanted.stop_token_ids,
     )
     reply.add(RowResult(request.id, tuple(tokens), finish, usage=Usage(gpu=8, new=1)))
-    tensors = end_tensors(wanted, Call, reply, chunk_tokens=4, now=1.0)
-    assert all(value.ndim == 1 and name in OUTPUTS for name, value in tensors.items())
+    tensors = TENSORS.response(wanted, Call, reply, NewPiece("", (), 1.0))
+    assert all(value.ndim == 1 and name in TENSORS.OUTPUTS for name, value in tensors.items())
+    del tensors["output_ids"]
     return {name: value.item() for name, value in tensors.items()}
 
 
