@@ -16,11 +16,11 @@ tokens have no segment and write no KV, padded segments have no queries, padded 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -167,9 +167,9 @@ def forward_batch(
     return ForwardBatch.of(staged, token_ids=token_ids, block_table=block_table)
 
 
-def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
-    """Writes a batch, padded to `shape`, into `words` [shape.words] int32."""
-    batch = batch_views(words, shape)
+def lay_out(inputs: StepInputs, batch: StagedBatch[np.ndarray], words: np.ndarray) -> None:
+    """Writes a padded batch into `words` int32; `batch`: its parts, as `batch_views` returns
+    them."""
     words[:] = 0
     for name, padding in PADDED:
         getattr(batch, name)[:] = padding
@@ -178,7 +178,7 @@ def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
         getattr(batch, name)[: len(values)] = values
     fed = inputs.generated
     batch.feeds[:fed] = inputs.segments[:fed, 4]
-    batch.sharing[:, 0] = np.arange(shape.segments)
+    batch.sharing[:, 0] = np.arange(len(batch.sharing))
     if inputs.sharing is not None:
         batch.sharing[:fed] = inputs.sharing
 
@@ -202,6 +202,57 @@ def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
     if sampling.scores is not None:
         arrays += [sampling.scores.rows, sampling.scores.targets]
     return arrays
+
+
+_TYPES = {
+    np.dtype(one): torch.from_numpy(np.empty(0, one)).dtype
+    for one in (np.int32, np.int64, np.float32, np.float64)
+}
+_LEAST_CELLS = 32
+
+
+class _Others:
+    """All that is uploaded besides the batch: its values, `words` int32, and its place on the
+    device.
+
+    Steps with arrays of equal sizes are written into it one after the other. An array that is in
+    the step before too is not written again: no array of a step is ever changed.
+    """
+
+    def __init__(self, sizes: tuple[object, ...], cells: int, arrays: Sequence[np.ndarray]):
+        """cells: the most changes of the block table. arrays: see `write`."""
+        self.sizes = sizes
+        # in torch's types for indices, so the device converts nothing
+        seats = np.empty(len(arrays[0]), np.int64)
+        parts = [np.empty(cells, np.int64), np.empty(cells, np.int32), seats, *arrays[1:]]
+        begins, end = place_arrays(parts, 0)
+        self.words = np.zeros(-(-end // _ALIGNMENT) * _ALIGNED_WORDS, np.int32)
+        self._places = [
+            (part.dtype, slice(begin // part.itemsize, begin // part.itemsize + part.size), part)
+            for begin, part in zip(begins, parts, strict=True)
+        ]
+        views = {one: self.words.view(one) for one in _TYPES}
+        self._cells, self._slots, *self._targets = (
+            views[dtype][at].reshape(part.shape) for dtype, at, part in self._places
+        )
+        self._written: list[np.ndarray | None] = [None] * len(arrays)
+
+    def placed(self, device: Mapping[np.dtype[Any], Tensor]) -> list[Tensor]:
+        """Views of cells, slots and arrays on the device; `device`: its words in each type."""
+        return [
+            device[dtype][at] if part.ndim == 1 else device[dtype][at].view(part.shape)
+            for dtype, at, part in self._places
+        ]
+
+    def write(self, inputs: StepInputs, arrays: Sequence[np.ndarray]) -> None:
+        """arrays: the seats of the samples, then what the sampler reads."""
+        changed = len(inputs.block_cells)
+        self._cells[:changed] = inputs.block_cells
+        self._slots[:changed] = inputs.block_slots
+        for target, array, written in zip(self._targets, arrays, self._written, strict=True):
+            if array is not written:
+                target[...] = array
+        self._written[:] = arrays
 
 
 class Staging:
@@ -250,7 +301,14 @@ class StepBuffers:
         largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
         self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
         self._others = torch.empty(0, dtype=torch.int32, device=device)
-        self._placed: dict[int, Tensor] = {}
+        self._views: dict[np.dtype[Any], Tensor] = {}  # of the same
+        batch = self._batch = np.zeros(largest.words, np.int32)
+        self._parts = lru_cache(maxsize=1024)(
+            lambda shape: batch_views(batch[: shape.words], shape)
+        )
+        self._last: _Others | None = None
+        self._placed: list[Tensor] = []
+        self._tensors: dict[int, Tensor] = {}
 
     def batch(self, shape: Shape) -> StagedBatch[Tensor]:
         """The buffers of a batch of this shape; always at the same addresses."""
@@ -270,43 +328,42 @@ class StepBuffers:
         shape = self._shapes.of(
             tokens, len(inputs.sample_rows), generation=inputs.generated == tokens
         )
-        # In torch's types for indices, so the device converts nothing.
-        cells = inputs.block_cells.astype(np.int64)
-        seats = inputs.sample_seats.astype(np.int64)
-        arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
-        fixed = shape.words * 4
-        begins, end = place_arrays(arrays, fixed)
-        first = begins[0] // 4
-        last = -(-end // 4)
-        staging = self._staging.take(last)
-        view = staging.numpy().view(np.uint8)
-        lay_out(inputs, shape, view[:fixed].view(np.int32))
-        for begin, array in zip(begins, arrays, strict=True):
-            view[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
+        batch = self._batch[: shape.words]
+        lay_out(inputs, self._parts(shape), batch)
+        arrays = [inputs.sample_seats, *sampling_arrays(inputs.sampling)]
+        others = self._place_others(len(inputs.block_cells), arrays)
+        others.write(inputs, arrays)
 
-        if last - first > len(self._others):
-            self._others = torch.empty(2 * (last - first), dtype=torch.int32, device=self._device)
+        first = -(-shape.words // _ALIGNED_WORDS) * _ALIGNED_WORDS
+        staging = self._staging.take(first + len(others.words))
+        words = staging.numpy()
+        words[: shape.words] = batch
+        words[first:] = others.words
         self._copy(self._words[: shape.words], staging[: shape.words])
-        self._copy(self._others[: last - first], staging[first:])
+        self._copy(self._others[: len(others.words)], staging[first:])
         self._staging.issued()
-        placed = [
-            self._view(begin - begins[0], array)
-            for begin, array in zip(begins, arrays, strict=True)
-        ]
-        self.block_cells, self.block_slots, self.sample_seats = placed[:3]
-        self._placed = {
-            id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)
+        cells, slots, self.sample_seats, *sampled = self._placed
+        self.block_cells = cells[: len(inputs.block_cells)]
+        self.block_slots = slots[: len(inputs.block_cells)]
+        self._tensors = {
+            id(array): tensor for array, tensor in zip(arrays[1:], sampled, strict=True)
         }
         return shape
 
-    def _view(self, begin: int, array: np.ndarray) -> Tensor:
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return (
-            self._others.view(torch.uint8)[begin : begin + array.nbytes]
-            .view(dtype)
-            .view(array.shape)
-        )
+    def _place_others(self, changed: int, arrays: Sequence[np.ndarray]) -> _Others:
+        """Places all that the batch does not have, as in the last step if all sizes are equal.
+        `changed`: cells of the block table; their number changes with nearly each step, so they
+        have room for more."""
+        cells = max(_LEAST_CELLS, 1 << (changed - 1).bit_length())
+        sizes = cells, [(array.dtype, array.shape) for array in arrays]
+        if self._last is None or self._last.sizes != sizes:
+            self._last = _Others(sizes, cells, arrays)
+            if len(self._last.words) > len(self._others):
+                self._others = self._others.new_empty(2 * len(self._last.words))
+                self._views = {one: self._others.view(of) for one, of in _TYPES.items()}
+            self._placed = self._last.placed(self._views)
+        return self._last
 
     def place(self, array: np.ndarray) -> Tensor:
         """Returns an array of the last uploaded batch's sampling inputs, on the device."""
-        return self._placed[id(array)]
+        return self._tensors[id(array)]
