@@ -309,14 +309,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--heavy-steps", type=int, default=100, metavar="N", help="default %(default)s"
     )
     parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of the rows that generate throughout; above 0 with top-p 0.9 (default %(default)s)",
+    )
+    parser.add_argument(
         "--profile",
         action="store_true",
         help="print where the time goes (and measure slower steps)",
     )
     args = parser.parse_args(argv)
 
+    sampling = Sampling(args.temperature, top_p=0.9) if args.temperature else GREEDY
     bench = FilledScheduler(
-        SchedulerLoad(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps)
+        SchedulerLoad(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps), sampling
     )
     start = time.perf_counter()
     bench.fill()

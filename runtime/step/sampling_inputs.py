@@ -249,7 +249,7 @@ class SeatSampling:
         )
 
     def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws | None:
-        rows = np.flatnonzero(self._temperatures[seats])
+        (rows,) = self._temperatures[seats].nonzero()
         if not len(rows):
             return None
         drawn = seats[rows]
@@ -265,7 +265,7 @@ class SeatSampling:
 
     def _penalties(self, seats: np.ndarray) -> Penalties | None:
         places = self._places[seats]
-        rows = np.flatnonzero(places != NOTHING)
+        (rows,) = (places != NOTHING).nonzero()
         if not len(rows):
             return None
         penalised = seats[rows]
@@ -299,7 +299,7 @@ class SeatSampling:
         self, seats: np.ndarray, scored_seats: Sequence[int], targets: Sequence[int]
     ) -> ScoreRows | None:
         tops = self._logprobs[seats]
-        rows = np.flatnonzero(tops != NOTHING)
+        (rows,) = (tops != NOTHING).nonzero()
         if not len(rows) and not len(targets):
             return None
         prompt_tops = self._prompt_logprobs[_ids(scored_seats)]
