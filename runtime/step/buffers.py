@@ -16,7 +16,7 @@ tokens have no segment and write no KV, padded segments have no queries, padded 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -167,9 +167,9 @@ def forward_batch(
     return ForwardBatch.of(staged, token_ids=token_ids, block_table=block_table)
 
 
-def lay_out(inputs: StepInputs, batch: StagedBatch[np.ndarray], words: np.ndarray) -> None:
-    """Writes a padded batch into `words` int32; `batch`: its parts, as `batch_views` returns
-    them."""
+def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
+    """Writes a batch, padded to `shape`, into `words` [shape.words] int32."""
+    batch = batch_views(words, shape)
     words[:] = 0
     for name, padding in PADDED:
         getattr(batch, name)[:] = padding
@@ -178,7 +178,7 @@ def lay_out(inputs: StepInputs, batch: StagedBatch[np.ndarray], words: np.ndarra
         getattr(batch, name)[: len(values)] = values
     fed = inputs.generated
     batch.feeds[:fed] = inputs.segments[:fed, 4]
-    batch.sharing[:, 0] = np.arange(len(batch.sharing))
+    batch.sharing[:, 0] = np.arange(shape.segments)
     if inputs.sharing is not None:
         batch.sharing[:fed] = inputs.sharing
 
@@ -208,51 +208,35 @@ _TYPES = {
     np.dtype(one): torch.from_numpy(np.empty(0, one)).dtype
     for one in (np.int32, np.int64, np.float32, np.float64)
 }
-_LEAST_CELLS = 32
+_LEAST_CELLS = 32  # of the block table, in a layout: most steps change fewer
 
 
-class _Others:
-    """All that is uploaded besides the batch: its values, `words` int32, and its place on the
-    device.
+class _Layout:
+    """Where all that a step uploads besides its batch lies, the same on the host and on the device.
 
-    Steps with arrays of equal sizes are written into it one after the other. An array that is in
-    the step before too is not written again: no array of a step is ever changed.
+    `sizes`: what decides it. `words` int32, a multiple of 16 bytes.
     """
 
     def __init__(self, sizes: tuple[object, ...], cells: int, arrays: Sequence[np.ndarray]):
-        """cells: the most changes of the block table. arrays: see `write`."""
+        """cells: the most changed cells of the block table. arrays: the seats of the samples, then
+        what the sampler reads."""
         self.sizes = sizes
         # in torch's types for indices, so the device converts nothing
         seats = np.empty(len(arrays[0]), np.int64)
         parts = [np.empty(cells, np.int64), np.empty(cells, np.int32), seats, *arrays[1:]]
         begins, end = place_arrays(parts, 0)
-        self.words = np.zeros(-(-end // _ALIGNMENT) * _ALIGNED_WORDS, np.int32)
-        self._places = [
-            (part.dtype, slice(begin // part.itemsize, begin // part.itemsize + part.size), part)
+        self.words = -(-end // _ALIGNMENT) * _ALIGNED_WORDS
+        self.shapes = [part.shape for part in parts]
+        self.places = [
+            (part.dtype, slice(begin // part.itemsize, begin // part.itemsize + part.size))
             for begin, part in zip(begins, parts, strict=True)
         ]
-        views = {one: self.words.view(one) for one in _TYPES}
-        self._cells, self._slots, *self._targets = (
-            views[dtype][at].reshape(part.shape) for dtype, at, part in self._places
-        )
-        self._written: list[np.ndarray | None] = [None] * len(arrays)
 
-    def placed(self, device: Mapping[np.dtype[Any], Tensor]) -> list[Tensor]:
-        """Views of cells, slots and arrays on the device; `device`: its words in each type."""
-        return [
-            device[dtype][at] if part.ndim == 1 else device[dtype][at].view(part.shape)
-            for dtype, at, part in self._places
-        ]
-
-    def write(self, inputs: StepInputs, arrays: Sequence[np.ndarray]) -> None:
-        """arrays: the seats of the samples, then what the sampler reads."""
-        changed = len(inputs.block_cells)
-        self._cells[:changed] = inputs.block_cells
-        self._slots[:changed] = inputs.block_slots
-        for target, array, written in zip(self._targets, arrays, self._written, strict=True):
-            if array is not written:
-                target[...] = array
-        self._written[:] = arrays
+    def write(self, words: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Writes the arrays, cells and slots first, into `words` [self.words] int32."""
+        views = {one: words.view(one) for one in _TYPES}
+        for (dtype, place), array in zip(self.places, arrays, strict=True):
+            views[dtype][place][: array.size] = array.ravel()
 
 
 class Staging:
@@ -301,14 +285,10 @@ class StepBuffers:
         largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
         self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
         self._others = torch.empty(0, dtype=torch.int32, device=device)
-        self._views: dict[np.dtype[Any], Tensor] = {}  # of the same
-        batch = self._batch = np.zeros(largest.words, np.int32)
-        self._parts = lru_cache(maxsize=1024)(
-            lambda shape: batch_views(batch[: shape.words], shape)
-        )
-        self._last: _Others | None = None
-        self._placed: list[Tensor] = []
-        self._tensors: dict[int, Tensor] = {}
+        self._typed: dict[np.dtype[Any], Tensor] = {}  # the same words in each type
+        self._layout: _Layout | None = None
+        self._views: list[Tensor] = []  # of the layout, on the device
+        self._placed: dict[int, Tensor] = {}
 
     def batch(self, shape: Shape) -> StagedBatch[Tensor]:
         """The buffers of a batch of this shape; always at the same addresses."""
@@ -328,42 +308,41 @@ class StepBuffers:
         shape = self._shapes.of(
             tokens, len(inputs.sample_rows), generation=inputs.generated == tokens
         )
-        batch = self._batch[: shape.words]
-        lay_out(inputs, self._parts(shape), batch)
-        arrays = [inputs.sample_seats, *sampling_arrays(inputs.sampling)]
-        others = self._place_others(len(inputs.block_cells), arrays)
-        others.write(inputs, arrays)
-
+        sampling = sampling_arrays(inputs.sampling)
+        arrays = [inputs.sample_seats, *sampling]
+        cells = inputs.block_cells
+        layout = self._lay_out_others(len(cells), arrays)
         first = -(-shape.words // _ALIGNED_WORDS) * _ALIGNED_WORDS
-        staging = self._staging.take(first + len(others.words))
+        staging = self._staging.take(first + layout.words)
         words = staging.numpy()
-        words[: shape.words] = batch
-        words[first:] = others.words
+        lay_out(inputs, shape, words[: shape.words])
+        layout.write(words[first:], [cells, inputs.block_slots, *arrays])
         self._copy(self._words[: shape.words], staging[: shape.words])
-        self._copy(self._others[: len(others.words)], staging[first:])
+        self._copy(self._others[: layout.words], staging[first:])
         self._staging.issued()
-        cells, slots, self.sample_seats, *sampled = self._placed
-        self.block_cells = cells[: len(inputs.block_cells)]
-        self.block_slots = slots[: len(inputs.block_cells)]
-        self._tensors = {
-            id(array): tensor for array, tensor in zip(arrays[1:], sampled, strict=True)
-        }
+        placed_cells, placed_slots, self.sample_seats, *placed = self._views
+        self.block_cells = placed_cells[: len(cells)]
+        self.block_slots = placed_slots[: len(cells)]
+        self._placed = {id(array): tensor for array, tensor in zip(sampling, placed, strict=True)}
         return shape
 
-    def _place_others(self, changed: int, arrays: Sequence[np.ndarray]) -> _Others:
-        """Places all that the batch does not have, as in the last step if all sizes are equal.
-        `changed`: cells of the block table; their number changes with nearly each step, so they
-        have room for more."""
+    def _lay_out_others(self, changed: int, arrays: Sequence[np.ndarray]) -> _Layout:
+        """Returns the last step's layout if all sizes are equal, else a new one. `changed` cells of
+        the block table, whose number differs in nearly each step, have room for more."""
         cells = max(_LEAST_CELLS, 1 << (changed - 1).bit_length())
         sizes = cells, [(array.dtype, array.shape) for array in arrays]
-        if self._last is None or self._last.sizes != sizes:
-            self._last = _Others(sizes, cells, arrays)
-            if len(self._last.words) > len(self._others):
-                self._others = self._others.new_empty(2 * len(self._last.words))
-                self._views = {one: self._others.view(of) for one, of in _TYPES.items()}
-            self._placed = self._last.placed(self._views)
-        return self._last
+        if self._layout is not None and self._layout.sizes == sizes:
+            return self._layout
+        self._layout = layout = _Layout(sizes, cells, arrays)
+        if layout.words > len(self._others):
+            self._others = self._others.new_empty(2 * layout.words)
+            self._typed = {one: self._others.view(of) for one, of in _TYPES.items()}
+        self._views = [
+            self._typed[dtype][place] if len(shape) == 1 else self._typed[dtype][place].view(shape)
+            for (dtype, place), shape in zip(layout.places, layout.shapes, strict=True)
+        ]
+        return layout
 
     def place(self, array: np.ndarray) -> Tensor:
         """Returns an array of the last uploaded batch's sampling inputs, on the device."""
-        return self._tensors[id(array)]
+        return self._placed[id(array)]

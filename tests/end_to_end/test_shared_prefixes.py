@@ -44,7 +44,7 @@ class StackingDevice(SharingDevice):
                 tokens, len(inputs.sample_rows), generation=inputs.generated == tokens
             )
             words = np.empty(shape.words, np.int32)
-            lay_out(inputs, batch_views(words, shape), words)
+            lay_out(inputs, shape, words)
             batch = batch_views(torch.from_numpy(words), shape)
             self._items = list_work(
                 batch.segments, q.shape[1] // pool.shape[3], TILES, MOST_SPLITS, batch.sharing
