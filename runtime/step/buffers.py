@@ -223,7 +223,12 @@ class _Layout:
         self.sizes = sizes
         # in torch's types for indices, so the device converts nothing
         seats = np.empty(len(arrays[0]), np.int64)
-        parts = [np.empty(cells, np.int64), np.empty(cells, np.int32), seats, *arrays[1:]]
+        parts: list[np.ndarray] = [
+            np.empty(cells, np.int64),
+            np.empty(cells, np.int32),
+            seats,
+            *arrays[1:],
+        ]
         begins, end = place_arrays(parts, 0)
         self.words = -(-end // _ALIGNMENT) * _ALIGNED_WORDS
         self.shapes = [part.shape for part in parts]

@@ -78,8 +78,8 @@ class StepPacker:
         `mask`: the tokens that grammars allow for the plan's samples. `forbidden`: tokens that bad
         words end with, by the index of the sample.
         """
-        begins = [(join.seat, 0, 0) for join in plan.joins]
-        for seat, start, zero in (*begins, *plan.origins):
+        joined = [(join.seat, 0, 0) for join in plan.joins]
+        for seat, start, zero in (*joined, *plan.origins):
             self._table[seat] = NOT_WRITTEN
             self._chunks[seat] = 0
             self._prefixes.cleared(seat)

@@ -27,8 +27,8 @@ class SharedPrefixes:
         self._hashes = np.full((len(table), units), UNKNOWN, np.int64)
         self._changes = 0
         # of the last question: changes and seats; whether any of the seats share a unit
-        self._asked: tuple[int, bytes] | None = None
-        self._any = False
+        self._rows: tuple[int, bytes] | None = None
+        self._any_shared = False
         # of the last answer: changes, seats, bands
         self._question: tuple[int, bytes, bytes] | None = None
         self._answer = np.zeros((0, 2), np.int32)
@@ -67,14 +67,14 @@ class SharedPrefixes:
         """
         if len(seats) < 2 or not self._hashes.shape[1]:
             return None
-        asked = self._changes, seats.tobytes()
-        if asked != self._asked:
-            self._asked = asked
-            self._any = self._repeats(seats, 0)
-        if not self._any:
+        rows = self._changes, seats.tobytes()
+        if rows != self._rows:
+            self._rows = rows
+            self._any_shared = self._repeats(seats, 0)
+        if not self._any_shared:
             return None
         bands = np.ceil(np.log2(np.maximum(lengths, BAND_KEYS))).astype(np.int64)
-        question = (*asked, bands.tobytes())
+        question = (*rows, bands.tobytes())
         if question != self._question:
             self._question = question
             self._answer = self._sorted(seats, bands)

@@ -2,6 +2,7 @@
 and laid out anew."""
 
 import random
+from array import array
 from collections import Counter
 from dataclasses import fields, is_dataclass, replace
 
@@ -83,16 +84,17 @@ class Twins:
         fresh = StepBuffers(self._shapes, "cpu")
         shape = self._buffers.upload(inputs)
         assert fresh.upload(wanted) == shape
-        one, other = self._buffers.batch(shape), fresh.batch(shape)
+        one = self._buffers.batch(shape)
+        other = fresh.batch(shape)
         for name in STAGED_INPUTS:
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         for name in ("block_cells", "block_slots", "sample_seats"):
             own = getattr(self._buffers, name)
             assert own.dtype == getattr(fresh, name).dtype
             assert own.tolist() == getattr(fresh, name).tolist() == getattr(inputs, name).tolist()
-        for array in sampling_arrays(inputs.sampling):
-            placed = self._buffers.place(array).numpy()
-            assert placed.dtype == array.dtype and np.array_equal(placed, array)
+        for values in sampling_arrays(inputs.sampling):
+            placed = self._buffers.place(values).numpy()
+            assert placed.dtype == values.dtype and np.array_equal(placed, values)
 
     def _check_earlier_steps(self, inputs: StepInputs, wanted: StepInputs) -> None:
         """Those that may be in flight are as they were."""
@@ -150,7 +152,7 @@ class RandomPlans:
         order = [*generate]
         if not calm and dice.random() < 0.2:
             dice.shuffle(order)
-        made = plan(
+        step_plan = plan(
             self.step,
             joins=joins,
             origins=origins,
@@ -161,7 +163,7 @@ class RandomPlans:
                 dice.randrange(VOCAB) for span in spans for _ in range(span.end - span.start)
             ],
         )
-        return replace(made, scored=type(made.scored)("i", scored))
+        return replace(step_plan, scored=array("i", scored))
 
     def _row(self) -> Row:
         dice = self.dice
