@@ -1,5 +1,5 @@
-"""benchmarks.scheduler: the host's time for one step: planning, packing and applying it, on one
-core, without a device.
+"""benchmarks.scheduler: the host's time for one step: planning, launching and applying it, on one
+core. The device is one that only lays out what a GPU would read.
 
 A scheduler is filled through normal operation with made-up samples: about 200,000 chunks known
 (30,000 GPU slots, 170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then
@@ -7,6 +7,7 @@ measured, each planned before the previous one is applied, as in the serving loo
 
     plain     every seat generates; sometimes chunks fill up, and chunks are copied out ahead of
               time
+    joining   as plain, and a request with a prompt of a chunk joins
     heavy     nearly all seats generate while conversations return from HOST: at least 100 swap-ins,
               and 200 victims (GPU slots taken back and chunks copied out; HOST drops further chunks
               for them)
@@ -28,18 +29,26 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import cast
 
-from pensieve.runtime.step.inputs import StepPacker
+import numpy as np
+import torch
+
+from pensieve.plugins.kv_forms.forms import Form
+from pensieve.runtime.device.protocol import Device, ForwardPass, Ticket
+from pensieve.runtime.executor import Executor
+from pensieve.runtime.step.buffers import Shapes, StepBuffers
+from pensieve.runtime.step.inputs import StepInputs
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import StepPlan, StepResult
+from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import Request, RequestId
-from pensieve.scripts.simulation.models import MODELS
+from pensieve.scheduler.types import GREEDY, Request, RequestId, Sampling, Tier
+from pensieve.scripts.simulation.models import MODELS, ModelShape
 
 CHUNK_TOKENS = 32
 HISTORY_CHUNKS = 50
 LONG_PROMPT_TOKENS = 3200
-PHASES = ("plan", "pack", "apply", "total")
+PHASES = ("plan", "launch", "apply", "total")
 STEP_S = 0.02  # on the scheduler's clock
 
 
@@ -61,6 +70,7 @@ class MeasuredStep:
     """Seconds by phase, and the contents of the step."""
 
     seconds: tuple[float, float, float]
+    joins: int
     generate: int
     tokens: int
     swap_ins: int
@@ -77,8 +87,62 @@ class MeasuredStep:
         return sum(self.seconds)
 
 
+class ModelOfShape:
+    """What an executor asks of an engine before its first step."""
+
+    kv_dtype = torch.bfloat16
+
+    def __init__(self, shape: ModelShape):
+        self._shape = shape
+
+    def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
+        shape = self._shape
+        return (slots, shape.layers, 2, shape.kv_heads, chunk_tokens, shape.head_dim)
+
+
+class StagingDevice:
+    """Lays out and copies the inputs of steps as a GPU's device does, in memory of the host, and
+    computes nothing. Each sampled token is 1."""
+
+    def allocate_pool(
+        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+    ) -> None:
+        """Has no pools."""
+
+    def load(
+        self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
+    ) -> None:
+        self._buffers = StepBuffers(Shapes(most_tokens, seats, CHUNK_TOKENS), "cpu")
+
+    def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
+        """Copies nothing."""
+
+    def mark(self, lane: Lane, gate: int | None = None) -> Ticket:
+        return Ticket()
+
+    def wait(self, lane: Lane, ticket: Ticket) -> None:
+        """All work is complete at once."""
+
+    def ready(self, ticket: Ticket) -> bool:
+        return True
+
+    def synchronize(self, ticket: Ticket) -> None:
+        """All work is complete at once."""
+
+    def upload(self, inputs: StepInputs) -> None:
+        self._buffers.upload(inputs)
+        self._rows = len(inputs.sample_seats)
+
+    def run(self) -> None:
+        """Computes nothing."""
+
+    def sample(self) -> tuple[Ticket, np.ndarray, None]:
+        return Ticket(), np.ones(self._rows, np.int32), None
+
+
 class FilledScheduler:
-    def __init__(self, load: SchedulerLoad):
+    def __init__(self, load: SchedulerLoad, sampling: Sampling = GREEDY):
+        """`sampling`: of the rows that generate throughout."""
         self.load = load
         shape = MODELS["llama-3-8b"]
         cost = shape.cost(
@@ -94,26 +158,32 @@ class FilledScheduler:
             conversation_ttl=inf,
         )
         self.scheduler = Scheduler(config, cost)
-        self.packer = StepPacker(load.seats, config.chunks(config.max_model_len), CHUNK_TOKENS)
+        self.executor = Executor(
+            cast(Device, StagingDevice()), cast(ForwardPass, ModelOfShape(shape)), config
+        )
+        self.sampling = sampling
         self.random = random.Random(1)
         self.now = 0.0
         self.requests = 0
         self.conversations = 0
         self.returning = 0
-        self._launched: StepPlan | None = None
+        self._launched = False
 
     # -- requests
 
-    def add(self, conversation: str, prompt: array[int], max_tokens: int) -> None:
+    def add(
+        self, conversation: str, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY
+    ) -> None:
         self.requests += 1
-        self.scheduler.add(
-            Request(RequestId(self.requests), prompt, max_tokens, conversation), self.now
+        request = Request(
+            RequestId(self.requests), prompt, max_tokens, conversation, sampling=sampling
         )
+        self.scheduler.add(request, self.now)
 
-    def add_new(self, tokens: int, max_tokens: int) -> None:
+    def add_new(self, tokens: int, max_tokens: int, sampling: Sampling = GREEDY) -> None:
         self.conversations += 1
         prompt = array("i", array("H", self.random.randbytes(2 * tokens)))
-        self.add(f"c{self.conversations}", prompt, max_tokens)
+        self.add(f"c{self.conversations}", prompt, max_tokens, sampling)
 
     def add_returning(self) -> None:
         """The next conversation in the order of their ages writes a few tokens."""
@@ -124,31 +194,27 @@ class FilledScheduler:
     # -- steps
 
     def step(self) -> MeasuredStep | None:
-        """Plans and packs one step, then applies the one before it."""
+        """Plans and launches one step, then applies the one before it."""
         self.now += STEP_S
         before = self.scheduler.stats()
         start = time.perf_counter()
         plan = self.scheduler.next_plan(self.now)
         planned = time.perf_counter()
         after = self.scheduler.stats()
-        packing = time.perf_counter()
+        launching = time.perf_counter()
         if plan is not None:
-            self.packer.pack(plan)
-        packed = time.perf_counter()
-        launched = self._launched
-        self._launched = plan
-        result = launched and StepResult(
-            launched.step, launched.samples, (launched.step,) * len(launched.samples)
-        )
-        applying = time.perf_counter()
-        if result:
-            self.scheduler.apply(result, self.now)
+            self.executor.launch(plan)
+        launched = time.perf_counter()
+        if self._launched:
+            self.scheduler.apply(self.executor.wait(), self.now)
         applied = time.perf_counter()
+        self._launched = plan is not None
         if plan is None:
             return None
         slots_given = sum(len(update.slots) for update in plan.blocks)
         return MeasuredStep(
-            seconds=(planned - start, packed - packing, applied - applying),
+            seconds=(planned - start, launched - launching, applied - launched),
+            joins=len(plan.joins),
             generate=len(plan.generate),
             tokens=plan.tokens,
             swap_ins=after.swapped_in - before.swapped_in,
@@ -169,7 +235,7 @@ class FilledScheduler:
         # in the middle of the ages: neither dropped nor still on the GPU
         self.returning = self.conversations // 4
         for _ in range(self.load.seats - 4):
-            self.add_new(self.random.randrange(200, 1200), 10_000)
+            self.add_new(self.random.randrange(200, 1200), 10_000, self.sampling)
         while self.scheduler.stats().waiting:
             self.step()
 
@@ -179,6 +245,16 @@ class FilledScheduler:
 
     def plain(self) -> list[MeasuredStep]:
         return [step for _ in range(self.load.plain_steps) if (step := self.step())]
+
+    def joining(self) -> list[MeasuredStep]:
+        """A short prompt joins in each step."""
+        steps: list[MeasuredStep] = []
+        while len(steps) < self.load.heavy_steps:
+            self.add_new(CHUNK_TOKENS, 1, self.sampling)
+            step = self.step()
+            if step and step.joins:
+                steps.append(step)
+        return steps
 
     def heavy(self, prompt_tokens: int) -> list[MeasuredStep]:
         """Two conversations return and a prompt joins in one step; the lighter steps that follow
@@ -224,7 +300,7 @@ def show(title: str, figures: dict[str, float]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.scheduler", description="Host time of a step: plan, pack, apply."
+        prog="benchmarks.scheduler", description="Host time of a step: plan, launch, apply."
     )
     parser.add_argument(
         "--plain-steps", type=int, default=500, metavar="N", help="default %(default)s"
@@ -233,14 +309,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--heavy-steps", type=int, default=100, metavar="N", help="default %(default)s"
     )
     parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of the rows that generate throughout; above 0 with top-p 0.9 (default %(default)s)",
+    )
+    parser.add_argument(
         "--profile",
         action="store_true",
         help="print where the time goes (and measure slower steps)",
     )
     args = parser.parse_args(argv)
 
+    sampling = Sampling(args.temperature, top_p=0.9) if args.temperature else GREEDY
     bench = FilledScheduler(
-        SchedulerLoad(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps)
+        SchedulerLoad(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps), sampling
     )
     start = time.perf_counter()
     bench.fill()
@@ -252,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {}
     kinds = {
         "plain": bench.plain,
+        "joining": bench.joining,
         "heavy": lambda: bench.heavy(CHUNK_TOKENS),
         "heaviest": lambda: bench.heavy(LONG_PROMPT_TOKENS),
     }

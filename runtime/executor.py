@@ -31,7 +31,7 @@ from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
 from .disk.store import DiskReport, DiskSettings, DiskStore
 from .step.bad_words import BadWords
-from .step.inputs import StepPacker
+from .step.reusing_packer import ReusingPacker
 from .step.sampler import Scores
 from .step.sampling_inputs import Mask, SamplingInputs
 
@@ -98,7 +98,7 @@ class Executor:
         blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
-        self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
+        self._inputs = ReusingPacker(config.max_num_seqs, blocks, config.chunk_tokens)
         record = record_bytes(host_shape, engine.kv_dtype, host_form)
         is_exact = None if host_form is None else host_form.is_exact
         check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)

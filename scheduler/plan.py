@@ -224,6 +224,7 @@ def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tu
         (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0))
         for span in plan.spans
     )
-    rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
+    unseen = sum(first.get(seat, 0) for seat in plan.generate) if first else 0
+    rows_seen = sum(plan.positions) - unseen
     num_tokens, rows = len(plan.token_ids), len(plan.positions)
     return seen // num_tokens if num_tokens else 0, rows_seen // rows + 1 if rows else 0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -204,6 +204,46 @@ def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
     return arrays
 
 
+_TYPES = {
+    np.dtype(one): torch.from_numpy(np.empty(0, one)).dtype
+    for one in (np.int32, np.int64, np.float32, np.float64)
+}
+_LEAST_CELLS = 32  # of the block table, in a layout: most steps change fewer
+
+
+class _Layout:
+    """Where all that a step uploads besides its batch lies, the same on the host and on the device.
+
+    `sizes`: what decides it. `words` int32, a multiple of 16 bytes.
+    """
+
+    def __init__(self, sizes: tuple[object, ...], cells: int, arrays: Sequence[np.ndarray]):
+        """cells: the most changed cells of the block table. arrays: the seats of the samples, then
+        what the sampler reads."""
+        self.sizes = sizes
+        # in torch's types for indices, so the device converts nothing
+        seats = np.empty(len(arrays[0]), np.int64)
+        parts: list[np.ndarray] = [
+            np.empty(cells, np.int64),
+            np.empty(cells, np.int32),
+            seats,
+            *arrays[1:],
+        ]
+        begins, end = place_arrays(parts, 0)
+        self.words = -(-end // _ALIGNMENT) * _ALIGNED_WORDS
+        self.shapes = [part.shape for part in parts]
+        self.places = [
+            (part.dtype, slice(begin // part.itemsize, begin // part.itemsize + part.size))
+            for begin, part in zip(begins, parts, strict=True)
+        ]
+
+    def write(self, words: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Writes the arrays, cells and slots first, into `words` [self.words] int32."""
+        views = {one: words.view(one) for one in _TYPES}
+        for (dtype, place), array in zip(self.places, arrays, strict=True):
+            views[dtype][place][: array.size] = array.ravel()
+
+
 class Staging:
     """Pinned buffers that are written in turn, each only after the device has finished the work
     that reads it."""
@@ -250,6 +290,9 @@ class StepBuffers:
         largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
         self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
         self._others = torch.empty(0, dtype=torch.int32, device=device)
+        self._typed: dict[np.dtype[Any], Tensor] = {}  # the same words in each type
+        self._layout: _Layout | None = None
+        self._views: list[Tensor] = []  # of the layout, on the device
         self._placed: dict[int, Tensor] = {}
 
     def batch(self, shape: Shape) -> StagedBatch[Tensor]:
@@ -270,42 +313,40 @@ class StepBuffers:
         shape = self._shapes.of(
             tokens, len(inputs.sample_rows), generation=inputs.generated == tokens
         )
-        # In torch's types for indices, so the device converts nothing.
-        cells = inputs.block_cells.astype(np.int64)
-        seats = inputs.sample_seats.astype(np.int64)
-        arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
-        fixed = shape.words * 4
-        begins, end = place_arrays(arrays, fixed)
-        first = begins[0] // 4
-        last = -(-end // 4)
-        staging = self._staging.take(last)
-        view = staging.numpy().view(np.uint8)
-        lay_out(inputs, shape, view[:fixed].view(np.int32))
-        for begin, array in zip(begins, arrays, strict=True):
-            view[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
-
-        if last - first > len(self._others):
-            self._others = torch.empty(2 * (last - first), dtype=torch.int32, device=self._device)
+        sampling = sampling_arrays(inputs.sampling)
+        arrays = [inputs.sample_seats, *sampling]
+        cells = inputs.block_cells
+        layout = self._lay_out_others(len(cells), arrays)
+        first = -(-shape.words // _ALIGNED_WORDS) * _ALIGNED_WORDS
+        staging = self._staging.take(first + layout.words)
+        words = staging.numpy()
+        lay_out(inputs, shape, words[: shape.words])
+        layout.write(words[first:], [cells, inputs.block_slots, *arrays])
         self._copy(self._words[: shape.words], staging[: shape.words])
-        self._copy(self._others[: last - first], staging[first:])
+        self._copy(self._others[: layout.words], staging[first:])
         self._staging.issued()
-        placed = [
-            self._view(begin - begins[0], array)
-            for begin, array in zip(begins, arrays, strict=True)
-        ]
-        self.block_cells, self.block_slots, self.sample_seats = placed[:3]
-        self._placed = {
-            id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)
-        }
+        placed_cells, placed_slots, self.sample_seats, *placed = self._views
+        self.block_cells = placed_cells[: len(cells)]
+        self.block_slots = placed_slots[: len(cells)]
+        self._placed = {id(array): tensor for array, tensor in zip(sampling, placed, strict=True)}
         return shape
 
-    def _view(self, begin: int, array: np.ndarray) -> Tensor:
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return (
-            self._others.view(torch.uint8)[begin : begin + array.nbytes]
-            .view(dtype)
-            .view(array.shape)
-        )
+    def _lay_out_others(self, changed: int, arrays: Sequence[np.ndarray]) -> _Layout:
+        """Returns the last step's layout if all sizes are equal, else a new one. `changed` cells of
+        the block table, whose number differs in nearly each step, have room for more."""
+        cells = max(_LEAST_CELLS, 1 << (changed - 1).bit_length())
+        sizes = cells, [(array.dtype, array.shape) for array in arrays]
+        if self._layout is not None and self._layout.sizes == sizes:
+            return self._layout
+        self._layout = layout = _Layout(sizes, cells, arrays)
+        if layout.words > len(self._others):
+            self._others = self._others.new_empty(2 * layout.words)
+            self._typed = {one: self._others.view(of) for one, of in _TYPES.items()}
+        self._views = [
+            self._typed[dtype][place] if len(shape) == 1 else self._typed[dtype][place].view(shape)
+            for (dtype, place), shape in zip(layout.places, layout.shapes, strict=True)
+        ]
+        return layout
 
     def place(self, array: np.ndarray) -> Tensor:
         """Returns an array of the last uploaded batch's sampling inputs, on the device."""

@@ -13,7 +13,7 @@ changed at once and never passed on; changes travel with their step, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,7 @@ class StepPacker:
         have."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
+        self._chunks = [0] * seats  # by seat, that its row was given
         # By seat: the first position of its row, and the position that the model counts as 0.
         self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
         self._prefixes = SharedPrefixes(self._table, chunk_tokens)
@@ -77,12 +78,10 @@ class StepPacker:
         `mask`: the tokens that grammars allow for the plan's samples. `forbidden`: tokens that bad
         words end with, by the index of the sample.
         """
-        for join in plan.joins:
-            self._table[join.seat] = NOT_WRITTEN
-            self._prefixes.cleared(join.seat)
-            self._starts[join.seat] = self._zeros[join.seat] = 0
-        for seat, start, zero in plan.origins:
+        joined = [(join.seat, 0, 0) for join in plan.joins]
+        for seat, start, zero in (*joined, *plan.origins):
             self._table[seat] = NOT_WRITTEN
+            self._chunks[seat] = 0
             self._prefixes.cleared(seat)
             self._starts[seat], self._zeros[seat] = start, zero
         counts = self._sampling.join(plan.joins)
@@ -99,35 +98,36 @@ class StepPacker:
         samples = np.concatenate((np.ones(generated, np.int32), spans[:, 4]))
 
         lengths = ends - starts
-        q_ends = np.cumsum(lengths, dtype=np.int32)
+        q_ends = lengths.cumsum(dtype=np.int32)
+        q_starts = q_ends - lengths
         begins = self._starts[seats]
         self._check(plan, seats, ends - begins, lengths, samples)
-        coordinates = np.repeat(starts - begins - (q_ends - lengths), lengths)
+        coordinates = (starts - begins - q_starts).repeat(lengths)
         coordinates += np.arange(plan.tokens, dtype=np.int32)
-        segments = np.stack(
-            (q_ends - lengths, lengths, np.zeros_like(ends), ends - begins, seats), axis=1
-        )
+        segments = np.zeros((len(seats), 5), np.int32)
+        for column, values in enumerate((q_starts, lengths, 0, ends - begins, seats)):
+            segments[:, column] = values
         token_ids = np.empty(plan.tokens, np.int32)
         token_ids[:generated] = LAST_SAMPLE
         token_ids[generated:] = plan.token_ids
         # Of each sampled row, its distance from the end of its segment: 1, or n to 1 for a segment
         # with n.
-        before = np.repeat(np.cumsum(samples, dtype=np.int32), samples) - np.arange(
+        before = samples.cumsum(dtype=np.int32).repeat(samples) - np.arange(
             len(plan.samples), dtype=np.int32
         )
-        sample_seats = np.repeat(seats, samples)
-        sample_rows = np.repeat(q_ends, samples) - before
+        sample_seats = seats.repeat(samples)
+        sample_rows = q_ends.repeat(samples) - before
         # the positions of the tokens to be drawn
-        drawn = np.repeat(ends, samples) - before + np.int32(1)
+        drawn = ends.repeat(samples) - before + np.int32(1)
         scored_rows, scored_seats = (
             scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
         )
         return StepInputs(
             generated=generated,
             token_ids=token_ids,
-            positions=coordinates + np.repeat(begins - self._zeros[seats], lengths),
+            positions=coordinates + (begins - self._zeros[seats]).repeat(lengths),
             slots=self._places(
-                np.repeat(seats, lengths), coordinates, np.repeat(write_from - begins, lengths)
+                seats.repeat(lengths), coordinates, (write_from - begins).repeat(lengths)
             ),
             segments=segments,
             sharing=self._prefixes.order(seats[:generated], segments[:generated, 3]),
@@ -140,24 +140,26 @@ class StepPacker:
             block_slots=cell_slots,
         )
 
-    def _update_blocks(self, updates: Iterable[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
+    def _update_blocks(self, updates: Sequence[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
         """Applies the updates to the mirror. Returns them as (cells, slots) of the flattened
         table."""
         blocks = self._table.shape[1]
         cells: list[int] = []
         slots: list[int] = []
         for seat, first, given in updates:
-            if first + len(given) > blocks:
-                raise InvariantError(
-                    f"seat {seat} is given chunk {first + len(given) - 1}, beyond its {blocks}"
-                )
-            if first and self._table[seat, first - 1] == NOT_WRITTEN:
+            end = first + len(given)
+            if end > blocks:
+                raise InvariantError(f"seat {seat} is given chunk {end - 1}, beyond its {blocks}")
+            if first > self._chunks[seat]:
                 raise InvariantError(f"seat {seat} is given chunk {first} before chunk {first - 1}")
-            cells.extend(range(seat * blocks + first, seat * blocks + first + len(given)))
-            slots.extend(given)
-            self._table[seat, first : first + len(given)] = given
+            self._chunks[seat] = max(self._chunks[seat], end)
+            cells += range(seat * blocks + first, seat * blocks + end)
+            slots += given
+        changed = np.array(cells, np.int32), np.array(slots, np.int32)
+        self._table.reshape(-1)[changed[0]] = changed[1]
+        for seat, first, given in updates:
             self._prefixes.changed(seat, first, len(given))
-        return np.array(cells, np.int32), np.array(slots, np.int32)
+        return changed
 
     def _check(
         self,

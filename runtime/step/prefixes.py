@@ -26,6 +26,9 @@ class SharedPrefixes:
         units = table.shape[1] // self._chunks if SHARED_KEYS % chunk_tokens == 0 else 0
         self._hashes = np.full((len(table), units), UNKNOWN, np.int64)
         self._changes = 0
+        # of the last question: changes and seats; whether any of the seats share a unit
+        self._rows: tuple[int, bytes] | None = None
+        self._any_shared = False
         # of the last answer: changes, seats, bands
         self._question: tuple[int, bytes, bytes] | None = None
         self._answer = np.zeros((0, 2), np.int32)
@@ -62,10 +65,16 @@ class SharedPrefixes:
 
         seats, lengths [N]: of generating rows, and the tokens of their contexts.
         """
-        if len(seats) < 2 or not self._hashes.shape[1] or not self._repeats(seats, 0):
+        if len(seats) < 2 or not self._hashes.shape[1]:
+            return None
+        rows = self._changes, seats.tobytes()
+        if rows != self._rows:
+            self._rows = rows
+            self._any_shared = self._repeats(seats, 0)
+        if not self._any_shared:
             return None
         bands = np.ceil(np.log2(np.maximum(lengths, BAND_KEYS))).astype(np.int64)
-        question = self._changes, seats.tobytes(), bands.tobytes()
+        question = (*rows, bands.tobytes())
         if question != self._question:
             self._question = question
             self._answer = self._sorted(seats, bands)

@@ -119,13 +119,18 @@ class Sampler:
             add_biases(logits, *self._tensors(inputs.biases))
         if inputs.penalties is None:
             self._forbid(logits, inputs)
-            return sample(logits, *self._tensors(inputs.draws))
+            return self._sample(logits, inputs)
         rows, places, *factors = self._tensors(inputs.penalties)
         logits[rows] = penalise(logits[rows], self._counts[places], *factors)
         self._forbid(logits, inputs)
-        tokens = sample(logits, *self._tensors(inputs.draws))
+        tokens = self._sample(logits, inputs)
         self._counts[places, tokens[rows]] += 2
         return tokens
+
+    def _sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        if inputs.draws is None:
+            return logits.argmax(dim=-1)
+        return sample(logits, *self._tensors(inputs.draws))
 
     def _forbid(self, logits: Tensor, inputs: SamplingInputs) -> None:
         if inputs.mask is not None:
@@ -225,10 +230,9 @@ def sample(
     other rows take the largest logit; among equal ones, the lowest id.
     """
     tokens = logits.argmax(dim=-1)
-    if len(rows):
-        tokens[rows] = draw(
-            logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions)
-        )
+    tokens[rows] = draw(
+        logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions)
+    )
     return tokens
 
 

@@ -100,7 +100,7 @@ class ScoreRows(NamedTuple):
 class SamplingInputs:
     """For R sampled rows and K scored ones; a field is None if no row needs it."""
 
-    draws: Draws
+    draws: Draws | None
     starts: tuple[PenaltyStart, ...]
     penalties: Penalties | None
     biases: Biases | None
@@ -228,8 +228,30 @@ class SeatSampling:
             self._scores(seats, scored_seats, targets),
         )
 
-    def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws:
-        rows = np.flatnonzero(self._temperatures[seats])
+    def pack_again(
+        self,
+        last: SamplingInputs,
+        seats: np.ndarray,
+        positions: np.ndarray,
+        mask: Mask | None,
+        forbidden: Mapping[int, Sequence[int]],
+    ) -> SamplingInputs:
+        """Packs a step of the same rows as `last`, none of them scored. No seat was taken in
+        between."""
+        draws = last.draws
+        return SamplingInputs(
+            draws and draws._replace(positions=positions[draws.rows].astype(np.int64)),
+            (),
+            last.penalties,
+            self._step_biases(seats, positions, forbidden) if self._biases or forbidden else None,
+            mask,
+            last.scores,
+        )
+
+    def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws | None:
+        (rows,) = self._temperatures[seats].nonzero()
+        if not len(rows):
+            return None
         drawn = seats[rows]
         return Draws(
             rows,
@@ -243,7 +265,7 @@ class SeatSampling:
 
     def _penalties(self, seats: np.ndarray) -> Penalties | None:
         places = self._places[seats]
-        rows = np.flatnonzero(places != NOTHING)
+        (rows,) = (places != NOTHING).nonzero()
         if not len(rows):
             return None
         penalised = seats[rows]
@@ -277,7 +299,7 @@ class SeatSampling:
         self, seats: np.ndarray, scored_seats: Sequence[int], targets: Sequence[int]
     ) -> ScoreRows | None:
         tops = self._logprobs[seats]
-        rows = np.flatnonzero(tops != NOTHING)
+        (rows,) = (tops != NOTHING).nonzero()
         if not len(rows) and not len(targets):
             return None
         prompt_tops = self._prompt_logprobs[_ids(scored_seats)]

@@ -209,7 +209,8 @@ class Batcher:
         waiting = self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
         if len(owners) < 2:
-            self.plan_spans(builder)
+            for row in rows:
+                self.take_spans(row, builder, builder.budget)
             return
         shares = dict.fromkeys(owners, -(-builder.budget // len(owners)))
         for row in rows:
