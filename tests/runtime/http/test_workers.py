@@ -22,8 +22,10 @@ import pytest
 
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.turns import Beginning
+from pensieve.runtime.http.process import serve_http
 from pensieve.runtime.http.settings import HTTPSettings
-from pensieve.runtime.http.workers.pool import SharedServices, WorkerCalls
+from pensieve.runtime.http.workers import pool
+from pensieve.runtime.http.workers.pool import RunningWorker, SharedServices, WorkerCalls
 from pensieve.runtime.http.workers.worker import FIRST_ID_BITS
 from pensieve.runtime.messages import Abort, Forget, Fork, Keep, Look, Submit
 from pensieve.runtime.system import descendants, running
@@ -44,11 +46,12 @@ LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 600, "ignore_eos": True, "s
 class Workers(Server):
     """`count` processes that serve clients; 1: none besides the HTTP process."""
 
-    def __init__(self, directory: Path, count: int, **settings: Any):
+    def __init__(self, directory: Path, count: int, serve: Any = serve_http, **settings: Any):
         super().__init__(
             FakeLoop(spell, step_seconds=0.001),
             directory,
             HTTPSettings(api_server_count=count, **settings),
+            serve=serve,
             engine=replace(odd_ready(), tokenizer=str(directory)),
         )
         self.url = f"http://127.0.0.1:{self.port}"
@@ -83,6 +86,12 @@ class Workers(Server):
         match = re.search(rf"^{re.escape(name)} (\S+)$", self.get("/metrics").text, re.MULTILINE)
         assert match is not None
         return float(match[1])
+
+
+def serve_with_short_beats(*args: Any) -> None:
+    """In the HTTP process."""
+    pool.BEAT_S = 0.3
+    serve_http(*args)
 
 
 def worker_of(request: Request) -> int:
@@ -416,6 +425,84 @@ def test_a_worker_that_dies_is_replaced(directory: Path) -> None:
     workers = server.workers
     server.close()
     assert not any(map(running, workers))
+
+
+def test_a_worker_that_hangs_is_replaced(directory: Path) -> None:
+    server = Workers(directory, 2, serve_with_short_beats)
+    with clients_of(server, 2) as (hanging, other):
+        by_number = dict(zip(sorted({hanging.worker, other.worker}), server.workers, strict=True))
+        os.kill(by_number[hanging.worker], signal.SIGSTOP)
+        with pytest.raises(ConnectionError):
+            hanging.post(COMPLETIONS, prompt="Hi")
+        other.post(COMPLETIONS, prompt="Hi")
+        eventually(lambda: len(server.workers) == 2)
+        assert by_number[hanging.worker] not in server.workers
+    with clients_of(server, 2) as clients:
+        assert {client.worker for client in clients} == {other.worker, 3}
+    server.close()
+
+
+def test_a_worker_that_is_late_gets_connections_last() -> None:
+    given = []
+
+    class Stub(RunningWorker):
+        def __init__(self, name: str, connections: int):
+            self._name = name
+            self.connections = connections
+            self.silent = 0
+            self.up = True
+            self.channel = Mock()
+
+        def give(self, connection: socket.socket, mark: bytes) -> bool:
+            given.append(self._name)
+            return True
+
+    async def give_both() -> None:
+        with socket.socket() as listener:
+            workers = pool.Workers(listener, HTTPSettings(api_server_count=2))
+            hanging, busy = Stub("hanging", 0), Stub("busy", 9)
+            workers._running = {1: hanging, 2: busy}
+            for _ in range(2):
+                for worker in (hanging, busy):
+                    worker.beat()
+                busy.answer_beat()
+            workers._give(listener)
+            hanging.answer_beat()
+            workers._give(listener)
+
+    asyncio.run(give_both())
+    assert given == ["busy", "hanging"]
+
+
+def test_refusals_at_the_same_time_ask_the_workers_once() -> None:
+    asked = []
+
+    async def refuse(count: int) -> None:
+        with socket.socket() as listener:
+            workers = pool.Workers(listener, HTTPSettings(api_server_count=2))
+            answers: list[asyncio.Future[None]] = []
+
+            async def ask(method: Any) -> None:
+                asked.append(method)
+                answers.append(asyncio.get_running_loop().create_future())
+                await answers[-1]
+
+            workers._running = {1: Mock(channel=Mock(ask=ask))}
+            first = asyncio.create_task(workers.settle())
+            while not answers:
+                await asyncio.sleep(0)
+            later = [asyncio.create_task(workers.settle()) for _ in range(count)]
+            await asyncio.sleep(0)
+            answers[0].set_result(None)
+            await first
+            assert not any(one.done() for one in later)  # that round may have begun before them
+            while len(answers) < 2:
+                await asyncio.sleep(0)
+            answers[1].set_result(None)
+            await asyncio.gather(*later)
+
+    asyncio.run(refuse(20))
+    assert len(asked) == 2
 
 
 def test_the_workers_end_with_the_http_process(directory: Path) -> None:
