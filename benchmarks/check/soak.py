@@ -590,9 +590,7 @@ def soak(args: argparse.Namespace) -> int:
             lives = max(1, lives // len(runs))
             seconds = args.minutes * 60 / len(runs)
             try:
-                results[name] = run.run(
-                    state, seconds, lives, args.engine, server_options(options)
-                )
+                results[name] = run.run(state, seconds, lives, args.engine, server_options(options))
             except (Wrong, ServerError) as error:
                 if str(error) not in run.watch.wrong:
                     run.watch.report(str(error))

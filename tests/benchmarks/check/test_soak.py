@@ -178,9 +178,7 @@ def test_a_worker_is_killed_beside_the_load(tmp_path, monkeypatch):
     monkeypatch.setattr(soak_faults, "HANGING", 0.0)
     torch.set_num_threads(1)
     options = server_options(["--api-server-count=2"])
-    counts = Soak(Reference(DEMO_CHECKPOINT), 3, ["workers"]).run(
-        tmp_path, 6.0, 1, "demo", options
-    )
+    counts = Soak(Reference(DEMO_CHECKPOINT), 3, ["workers"]).run(tmp_path, 6.0, 1, "demo", options)
     assert counts["workers killed"] > 0 and counts["probe streams"] > 0
 
 

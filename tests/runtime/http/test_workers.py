@@ -23,7 +23,7 @@ import pytest
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.turns import Beginning
 from pensieve.runtime.http.process import serve_http
-from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.http.settings import HTTPSettings, key_digest
 from pensieve.runtime.http.workers import pool
 from pensieve.runtime.http.workers.pool import RunningWorker, SharedServices, WorkerCalls
 from pensieve.runtime.http.workers.worker import FIRST_ID_BITS
@@ -101,14 +101,16 @@ def worker_of(request: Request) -> int:
 class Client:
     """A connection that stays open. `worker`: the number of the worker that has it."""
 
-    def __init__(self, server: Workers):
+    def __init__(self, server: Workers, key: str = "", status: int = 200):
+        """`status`: of its first request."""
         self._server = server
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        self.post(COMPLETIONS, prompt=[9], max_tokens=1)
+        self.post(COMPLETIONS, status, prompt=[9], max_tokens=1)
         self.worker = worker_of(server.requests[-1])
 
     def begin(self, method: str, path: str, **body: Any) -> http.client.HTTPResponse:
-        self._connection.request(method, path, json.dumps(body) if body else None)
+        self._connection.request(method, path, json.dumps(body) if body else None, self._headers)
         return self._connection.getresponse()
 
     def ask(self, method: str, path: str, status: int = 200, **body: Any) -> Any:
@@ -133,14 +135,14 @@ class Client:
 
 
 @contextlib.contextmanager
-def clients_of(server: Workers, count: int) -> Iterator[list[Client]]:
+def clients_of(server: Workers, count: int, key: str = "") -> Iterator[list[Client]]:
     """Clients of so many workers, one of each. Other connections stay open meanwhile, because the
     next one goes to the worker that has the fewest."""
     with contextlib.ExitStack() as opened:
         clients: dict[int, Client] = {}
 
         def all_met() -> bool:
-            client = Client(server)
+            client = Client(server, key)
             opened.callback(client.close)
             clients.setdefault(client.worker, client)
             return len(clients) == count
@@ -307,6 +309,22 @@ def test_one_limit_holds_over_all_workers(server: Workers) -> None:
             clients[0].close()
             eventually(lambda: len(server.aborted & {r.id for r in server.requests[before:]}) == 2)
             clients.append(Client(server))
+
+
+def test_the_limit_of_a_key_holds_over_all_workers(directory: Path) -> None:
+    """Both keys come from one address, and each has its own."""
+    keys = ("of one", "of another")
+    server = Workers(directory, 2, max_requests_per_client=2, api_keys=tuple(map(key_digest, keys)))
+    with (
+        clients_of(server, 2, keys[0]) as ones,
+        clients_of(server, 2, keys[1]) as others,
+        slow_steps(server),
+    ):
+        for clients, key in zip((ones, others), keys, strict=True):
+            for client in clients:
+                assert client.begin("POST", COMPLETIONS, **LONG).status == 200
+            Client(server, key, 429).close()
+    server.close()
 
 
 def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> None:
