@@ -101,8 +101,8 @@ FAULTS = {
         ends="never",
     ),
     "workers": Fault(
-        begins="SIGKILL of one of the processes that serve clients, or SIGSTOP until it is replaced",
-        ends="another one serves",
+        begins="SIGKILL or SIGSTOP of one of the processes that serve clients",
+        ends="it is replaced",
         named=frozenset({CUT_OFF}),
         plain=frozenset({CUT_OFF}),
         slow="all",

@@ -15,7 +15,6 @@ from pensieve.runtime.system import descendants, running
 from .server import HTTP, Server
 from .test_server import wait_for
 
-
 STREAMS = 4
 
 

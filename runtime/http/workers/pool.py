@@ -1,8 +1,8 @@
 """The workers of the HTTP process (`worker.py`): starts them, and answers their calls.
 
 All that they share is here, once: the engine's pipe and its metrics, the histories, the limits, the
-grammar checkers. A worker that dies or hangs is replaced: what it held is released, and its requests
-are aborted.
+grammar checkers. A worker that dies or hangs is replaced: what it held is released, and its
+requests are aborted.
 """
 
 from __future__ import annotations
@@ -303,8 +303,8 @@ class RunningWorker:
         return self.silent > 1
 
     def beat(self) -> None:
-        """Called every BEAT_S. Kills a worker that hangs. Its silence is counted, not measured: after
-        a pause of all processes it has time to answer."""
+        """Called every BEAT_S. Kills a worker that hangs. Beats are counted, not seconds: after a
+        pause of all processes it has time to answer."""
         if not self.up:
             return
         self.silent += 1
