@@ -40,7 +40,7 @@ from ...observe.logs import configure_logging
 from ...text.tokenizer import Tokenizer
 from ..app import add_generation, add_layers
 from ..limits import OpenSequences
-from ..server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
+from ..server import FrontDoor, HTTPServer, freeze_objects, load_tokenizer, open_tracing
 from ..settings import HTTPSettings
 from .channel import ENDED, Channel
 
@@ -378,6 +378,7 @@ class Worker:
                 tokenizer = await load_tokenizer(ready, settings)
                 tracing = open_tracing(ready, settings, behind)
                 app = create_worker_app(engine, self.channel, ready, tokenizer, settings, tracing)
+                freeze_objects()
                 door.open(Forward(app, self.channel))
                 await self._ending.wait()
         finally:
