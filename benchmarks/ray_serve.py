@@ -3,8 +3,8 @@
 
 A server that only writes events stands for the engine: 50 a second to each stream, each with the
 time of its writing. A client reads them, in turns from that server and through Serve's proxy and
-the relay of a replica. The time from the event's writing to its reading is the added time. Then both
-serve many streams, at that pace and as fast as the client reads.
+the relay of a replica. The time from the event's writing to its reading is the added time. Then
+both serve many streams, at that pace and as fast as the client reads.
 """
 
 from __future__ import annotations

@@ -327,6 +327,31 @@ def test_the_limit_of_a_key_holds_over_all_workers(directory: Path) -> None:
     server.close()
 
 
+def test_hang_ups_leave_no_turn_and_no_sequence_open(server: Workers) -> None:
+    """At once, and after the first event: calls between the processes are under way."""
+    with slow_steps(server):
+        for at in range(2 * MOST):
+            message = {"role": "user", "content": "Hi"}
+            body = {"messages": [message], "conversation": f"gone {at}", "ignore_eos": True}
+            text = json.dumps(body | {"stream": True})
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+                client.sendall((head + text).encode())
+                if at % 2:
+                    assert client.recv(1 << 16)
+
+    def all_free() -> bool:
+        whole = {"prompt": "Hi", "n": MOST, "max_tokens": 1}
+        return httpx.post(f"{server.url}{COMPLETIONS}", json=whole, timeout=60).is_success
+
+    def all_ended() -> bool:
+        answers = [server.get(f"/v1/conversations/gone {at}") for at in range(2 * MOST)]
+        return all(one.status_code == 404 or not one.json()["in_flight"] for one in answers)
+
+    eventually(all_free)
+    eventually(all_ended)
+
+
 def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> None:
     def busy() -> bool:
         return httpx.get(f"{server.url}/live", timeout=60).status_code == 503
@@ -493,7 +518,7 @@ def test_a_worker_that_is_late_gets_connections_last() -> None:
 
 
 def test_refusals_at_the_same_time_ask_the_workers_once() -> None:
-    asked = []
+    questions = []
 
     async def refuse(count: int) -> None:
         with socket.socket() as listener:
@@ -501,7 +526,7 @@ def test_refusals_at_the_same_time_ask_the_workers_once() -> None:
             answers: list[asyncio.Future[None]] = []
 
             async def ask(method: Any) -> None:
-                asked.append(method)
+                questions.append(method)
                 answers.append(asyncio.get_running_loop().create_future())
                 await answers[-1]
 
@@ -520,7 +545,7 @@ def test_refusals_at_the_same_time_ask_the_workers_once() -> None:
             await asyncio.gather(*later)
 
     asyncio.run(refuse(20))
-    assert len(asked) == 2
+    assert len(questions) == 2
 
 
 def test_the_workers_end_with_the_http_process(directory: Path) -> None:
