@@ -3,7 +3,8 @@
 
 A server that only writes events stands for the engine: 50 a second to each stream, each with the
 time of its writing. A client reads them, in turns from that server and through Serve's proxy and
-the relay of a replica. The time from the event's writing to its reading is the added time.
+the relay of a replica. The time from the event's writing to its reading is the added time. Then
+both serve many streams, at that pace and as fast as the client reads.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ from pensieve.ray_serve.server import free_port
 
 EVENTS_PER_S = 50
 STREAMS = (1, 16)
+MANY_STREAMS = 256
 
 
 async def events(request: Request) -> StreamingResponse:
-    """Each event is as long as one of a chat."""
+    """Each event is as long as one of a chat. `paced`: EVENTS_PER_S, not as fast as possible."""
+    paced = request.query_params["paced"] == "1"
 
     async def written() -> AsyncIterator[bytes]:
         begin = time.monotonic()
         for number in range(int(request.query_params["events"])):
-            await asyncio.sleep(begin + number / EVENTS_PER_S - time.monotonic())
+            await asyncio.sleep(begin + number / EVENTS_PER_S - time.monotonic() if paced else 0)
             yield (
                 b"data: "
                 + json.dumps({"at": time.monotonic(), "choices": "." * 200}).encode()
@@ -74,13 +77,43 @@ class Relayed:
 async def read(session: aiohttp.ClientSession, url: str, number: int, name: str) -> list[float]:
     """The seconds from each event's writing to its reading."""
     headers = {"X-Session-ID": name}
-    async with session.get(f"{url}/events", params={"events": number}, headers=headers) as answer:
+    params = {"events": number, "paced": 1}
+    async with session.get(f"{url}/events", params=params, headers=headers) as answer:
         answer.raise_for_status()
         lines = (line[6:] async for line in answer.content if line.startswith(b"data: "))
         seconds = [time.monotonic() - json.loads(line)["at"] async for line in lines]
     if len(seconds) != number:
         raise RuntimeError(f"{len(seconds)} of {number} events came")
     return seconds
+
+
+async def count(
+    session: aiohttp.ClientSession, url: str, number: int, name: str, paced: bool
+) -> None:
+    params = {"events": number, "paced": int(paced)}
+    headers = {"X-Session-ID": name}
+    async with session.get(f"{url}/events", params=params, headers=headers) as answer:
+        answer.raise_for_status()
+        came = (await answer.read()).count(b"\n\n")
+    if came != number:
+        raise RuntimeError(f"{came} of {number} events came")
+
+
+async def measure_rate(places: dict[str, str], rounds: int, number: int) -> None:
+    print("| streams | events of each | way | events/s |\n|---|---|---|---|")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for paced in (True, False):
+            pace = f"{EVENTS_PER_S} a second" if paced else "as fast as they are read"
+            for turn in range(rounds + 1):  # the first one warms up
+                for way, url in places.items():
+                    began = time.monotonic()
+                    names = [f"session {stream}" for stream in range(MANY_STREAMS)]
+                    await asyncio.gather(
+                        *[count(session, url, number, name, paced) for name in names]
+                    )
+                    rate = len(names) * number / (time.monotonic() - began)
+                    if turn:
+                        print(f"| {len(names)} | {pace} | {way} | {rate:,.0f} |", flush=True)
 
 
 async def measure(places: dict[str, str], rounds: int, number: int) -> None:
@@ -136,7 +169,9 @@ def main() -> None:
         serve.run(Relayed.bind(bare))  # type: ignore[attr-defined]
         load = os.getloadavg()[0]
         print(f"Ray {ray.__version__}, {os.cpu_count()} cores, load before the start {load:.1f}")
-        asyncio.run(measure({"bare": bare, "through Serve": proxy}, args.rounds, args.events))
+        places = {"bare": bare, "through Serve": proxy}
+        asyncio.run(measure(places, args.rounds, args.events))
+        asyncio.run(measure_rate(places, args.rounds, args.events))
     finally:
         writer.terminate()
         writer.wait()

@@ -396,7 +396,7 @@ class Applied(NamedTuple):
             zip(RowResult._fields, zip(*self.rows, strict=True), strict=True)
         )
         for name in LOGPROBS:
-            columns[name] = [[*map(tuple, entries)] for entries in columns[name]]
+            columns[name] = [entries and [*map(tuple, entries)] for entries in columns[name]]
         return _read_applied, (self.requests, self.tokens, (*columns.values(),))
 
 

@@ -13,6 +13,7 @@ the same context. Meanwhile faults come and go; `--faults` chooses them:
     readers   clients ask for long streams and do not read them
     database  the histories' PostgreSQL is stopped and started again
     disk      the files of histories, of KV, or both cannot be written to for a while
+    workers   with `--api-server-count`: a process that serves clients is killed, or hangs
 
 Half of the time the histories are in a file, the other half in PostgreSQL, which the soak starts
 itself. `disk` needs the one, `database` the other.
@@ -77,6 +78,7 @@ from .soak_watch import MOST_WRONG, Watch, Wrong, table
 START_SECONDS = 120.0
 ANSWER_SECONDS = 120.0
 HISTORY_FILE = "history.sqlite"
+WORKER = b"workers.worker"  # in the command of such a process
 
 
 class Life:
@@ -156,6 +158,11 @@ class Life:
         self._copier.join(30)
         return status
 
+    def workers(self) -> list[int]:
+        """The processes that serve clients besides the HTTP process; looks for all anew."""
+        self.processes = [self.process.pid, *descendants(self.process.pid)]
+        return [process for process in self.processes if _is_worker(process)]
+
     def history_processes(self) -> list[int]:
         """Those that have the file of the histories open."""
         return [process for process in self.processes if self._has_histories(process)]
@@ -168,6 +175,13 @@ class Life:
             _target(file).startswith(self._histories)
             for file in Path(f"/proc/{process}/fd").iterdir()
         )
+
+
+def _is_worker(process: int) -> bool:
+    try:
+        return WORKER in Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return False
 
 
 def _size(file: Path) -> int:
@@ -424,6 +438,8 @@ class Soak(Stage):
             steps += [SlowReader(self, number).step for number in range(READERS)]
         if "database" in self._faults:
             steps.append(Faults(self, ["database"], self._database).step)
+        if "workers" in self._faults:
+            steps.append(Faults(self, ["workers"], None).step)
         if "disk" in self._faults:
             steps.append(Faults(self, ["full histories", "full disk tier", "full disk"], None).step)
         return steps
@@ -438,19 +454,19 @@ class Soak(Stage):
             if len(self.watch.wrong) >= MOST_WRONG:
                 break
             if not before and now > began + WARM_UP_SECONDS:
-                before = self.life.memory()
+                with self.undisturbed:
+                    before = self.life.memory()
             self.over.wait(min(1.0, began + seconds - now))
         self.raise_failure()
         if len(self.watch.wrong) >= MOST_WRONG:
             raise Wrong(f"{len(self.watch.wrong)} wrong results")
         if self.life.process.poll() is not None:
             raise Wrong(f"the server has ended by itself; see {self.life.log}")
-        growth = self.life.memory() - before if before else 0
-        if (
-            growth > MORE_MEMORY
-            or self.life.files() > files + 2 * (CLIENTS + OTHER_CLIENTS) + MORE_FILES
-        ):
-            raise Wrong(f"grown by {growth} bytes, {files} open files became {self.life.files()}")
+        with self.undisturbed:
+            growth = self.life.memory() - before if before else 0
+            now_open = self.life.files()
+        if growth > MORE_MEMORY or now_open > files + 2 * (CLIENTS + OTHER_CLIENTS) + MORE_FILES:
+            raise Wrong(f"grown by {growth} bytes, {files} open files became {now_open}")
         return growth
 
     def _end(self, calmly: bool, down: contextlib.ExitStack) -> None:
@@ -511,7 +527,7 @@ def _taken(metrics: dict[str, float]) -> dict[str, float]:
     return {}
 
 
-FAULTS = ("kills", "expiry", "readers", "database", "disk")
+FAULTS = ("kills", "expiry", "readers", "database", "disk", "workers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -519,8 +535,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="of serving (default %(default)s)"
     )
+    parser.add_argument("--faults", help=f"some of {','.join(FAULTS)} (default: all)")
     parser.add_argument(
-        "--faults", default=",".join(FAULTS), help="some of these (default %(default)s)"
+        "--api-server-count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="as of `pensieve serve` (default %(default)s)",
     )
     parser.add_argument(
         "--lives", type=int, help="starts in that time (default: one for 1.5 minutes)"
@@ -540,11 +561,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def soak(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    faults = args.faults.split(",")
+    faults = args.faults.split(",") if args.faults is not None else list(FAULTS)
     if unknown := set(faults) - set(FAULTS):
         raise SettingError(
             "--faults", f"must be some of {', '.join(FAULTS)}, not {', '.join(sorted(unknown))}"
         )
+    if args.api_server_count == 1 and "workers" in faults:
+        if args.faults is not None:
+            raise SettingError("--faults", "workers needs an --api-server-count of 2 or more")
+        faults.remove("workers")
+    options = [f"--api-server-count={args.api_server_count}", *args.options]
     torch.set_num_threads(1)
     results: dict[str, Any] = {"bench": "soak", "seed": args.seed, "minutes": args.minutes}
     watches: dict[str, Watch] = {}
@@ -564,9 +590,7 @@ def soak(args: argparse.Namespace) -> int:
             lives = max(1, lives // len(runs))
             seconds = args.minutes * 60 / len(runs)
             try:
-                results[name] = run.run(
-                    state, seconds, lives, args.engine, server_options(args.options)
-                )
+                results[name] = run.run(state, seconds, lives, args.engine, server_options(options))
             except (Wrong, ServerError) as error:
                 if str(error) not in run.watch.wrong:
                     run.watch.report(str(error))

@@ -1,5 +1,6 @@
 """The clients and faults that the soak adds to conversations: streams that are measured, looks at
-/health, clients that do not read, histories that expire, a database that stops, a disk that fills.
+/health, clients that do not read, histories that expire, a database that stops, a disk that fills,
+a worker of the HTTP process that ends.
 
 Each is a thread that repeats one step while the server is to be used (`Stage.repeat`).
 """
@@ -10,8 +11,10 @@ import contextlib
 import http.client
 import json
 import math
+import os
 import random
 import resource
+import signal
 import socket
 import threading
 import time
@@ -61,6 +64,7 @@ SHORT_TTL = 2.0  # seconds
 
 FAULT_LASTS = (3.0, 8.0)  # seconds
 FAULT_PAUSE = (2.0, 5.0)  # seconds between two faults
+HANGING = 0.2  # chance that a worker is stopped, which takes half a minute, and not killed
 PATIENCE = 60.0  # seconds until a fault must have been met, and until it must be over
 LEASE = 15.0  # seconds: longer than a lease of an open turn
 FAULTED = 'pensieve:kv_disk_faults_total{kind="system"}'
@@ -83,6 +87,8 @@ class RunningServer(Protocol):
     def history_processes(self) -> list[int]: ...
 
     def other_processes(self) -> list[int]: ...
+
+    def workers(self) -> list[int]: ...
 
 
 class Stage:
@@ -447,12 +453,12 @@ class ShortLived:
         return True
 
 
-# -- a database that stops, a disk that fills
+# -- a database that stops, a disk that fills, a worker that ends
 
 
 class Faults:
     """One fault after the other, of the kinds in `turns`: "database", "full histories", "full disk
-    tier" or "full disk" (both)."""
+    tier", "full disk" (both) or "workers"."""
 
     def __init__(self, stage: Stage, turns: Sequence[str], database: PrivatePostgres | None):
         self._stage = stage
@@ -471,6 +477,10 @@ class Faults:
             self._number += 1
             if kind == "database":
                 self._stop_database()
+            elif kind == "workers":
+                self._end_worker(
+                    signal.SIGSTOP if self._random.random() < HANGING else signal.SIGKILL
+                )
             else:
                 self._fill_disk(
                     histories=kind != "full disk tier", disk_tier=kind != "full histories"
@@ -493,6 +503,22 @@ class Faults:
                 self._database.start()
             self._until(200)
             self._until_untold([window])
+
+    def _end_worker(self, how: signal.Signals) -> None:
+        stage = self._stage
+        before = stage.life.workers()
+        ending = self._random.choice(before)
+        with stage.watch.fault("workers"):
+            os.kill(ending, how)
+            stage.count("workers killed" if how == signal.SIGKILL else "workers stopped")
+            until = time.monotonic() + PATIENCE
+            while not stage.over.is_set():
+                now = stage.life.workers()
+                if ending not in now and len(now) == len(before):
+                    break
+                if time.monotonic() > until:
+                    raise Wrong(f"worker {ending} is not replaced within {PATIENCE} s")
+                time.sleep(AWAY_SECONDS)
 
     def _fill_disk(self, histories: bool, disk_tier: bool) -> None:
         """No mount is needed: a process with RLIMIT_FSIZE 0 may write to no file."""

@@ -100,6 +100,14 @@ FAULTS = {
         begins="thousands of expired conversations at the start; new ones live for seconds",
         ends="never",
     ),
+    "workers": Fault(
+        begins="SIGKILL or SIGSTOP of one of the processes that serve clients",
+        ends="it is replaced",
+        named=frozenset({CUT_OFF}),
+        plain=frozenset({CUT_OFF}),
+        slow="all",
+        reason="its clients are cut off",
+    ),
     "readers": Fault(
         begins="clients do not read what they have asked for", ends="they read it, or hang up"
     ),

@@ -877,10 +877,14 @@ class TurnManager(Turns):
 
     def erase_if_deleted(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
         """At the end of an open turn whose conversation was deleted after it began: its KV, which
-        it has kept or computed since, is erased too."""
+        it has kept or computed since, is erased too. Without `tokens` the conversation ends
+        again, as at its deletion."""
         if (gone := self._deleted.pop(turn, None)) is not None:
-            shared = min(gone.shared, common_prefix(gone.tokens, tokens))
-            self._erase_kv(gone._replace(tokens=tokens, shared=shared, salt=salt))
+            if tokens:
+                shared = min(gone.shared, common_prefix(gone.tokens, tokens))
+                self._erase_kv(gone._replace(tokens=tokens, shared=shared, salt=salt))
+            elif gone.thread is not None:
+                self._erase_kv(gone)
 
     def _forget(self, gone: Gone) -> Awaitable[bool]:
         """Whether its KV is erased, when that is known. KV that open turns use stays until their

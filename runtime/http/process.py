@@ -19,7 +19,7 @@ from ..observe.logs import configure_logging
 from ..text.tokenizer import Tokenizer
 from .app import create_app
 from .limits import OpenSequences
-from .server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
+from .server import FrontDoor, HTTPServer, freeze_objects, load_tokenizer, open_tracing
 from .settings import DEFAULTS, HTTPSettings
 from .workers.pool import SharedServices, Workers
 
@@ -75,7 +75,9 @@ async def _open_and_close(
             tokenizer = await load_tokenizer(ready, settings)
             tracing = open_tracing(ready, settings, behind)
             histories = _open_histories(client, tokenizer, settings, behind)
-            door.open(create_app(client, ready, tokenizer, settings, histories, tracing))
+            app = create_app(client, ready, tokenizer, settings, histories, tracing)
+            freeze_objects()
+            door.open(app)
             await client.closed.wait()
     finally:
         door.close()
@@ -99,6 +101,7 @@ async def _open_workers(
             limit = OpenSequences(most, workers.settle) if most is not None else None
             grammars = GrammarChecks(ready)
             app = create_app(client, ready, tokenizer, settings, histories, limit=limit)
+            freeze_objects()
             workers.open(
                 SharedServices(app, client, ready, histories, grammars, limit, workers.settle)
             )

@@ -1,7 +1,12 @@
-"""A real server in a process of its own: `pensieve serve`, on a free port."""
+"""A real server in a process of its own: `pensieve serve`, on a free port.
+
+With the environment variable HTTP_PROCESSES it has so many (`--api-server-count`), so each test
+can run with several: `HTTP_PROCESSES=4 python -m pytest tests/end_to_end/test_ui.py`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -35,6 +40,8 @@ class Server:
         environment=None,
     ):
         words = [*command, "--port", 0, *options]
+        if (count := os.environ.get("HTTP_PROCESSES")) and "--api-server-count" not in options:
+            words += ["--api-server-count", count]
         for option, value in (("--engine", engine), ("--state-dir", state_dir)):
             words += [option, value] if value is not None else []
         self.process = subprocess.Popen(

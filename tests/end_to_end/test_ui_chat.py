@@ -1,6 +1,7 @@
 """The page as a chat: a reply that is stopped, sent again or edited, addresses, thoughts, calls.
 
-The model says what its script tells it, from the KV pool: a reply is right only if the KV is.
+The model says what its script tells it, from the KV pool: a reply is right only if the KV is. Two
+processes serve the page and its calls.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SIZES = pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     # a reply that never ends has room for minutes
-    small = ("--max-model-len", 131072, "--gpu-kv-chunks", 8192)
+    small = ("--max-model-len", 131072, "--gpu-kv-chunks", 8192, "--api-server-count", 2)
     with scripted_server(tmp_path_factory.mktemp("scripted"), SCRIPT, *small) as running:
         yield running
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.system import descendants
 from tests.runtime.fake_loop import FakeLoop, echo
 from tests.runtime.http.test_connection_limits import serve
 
@@ -21,17 +22,25 @@ SHORT = (2.0, 20.0)
 """Seconds of the ordinary run: on a busy machine not much is sent in a short while."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[1, 4], ids=["one", "several"])
 def target(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    pytestconfig: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[str, list[int]]]:
-    """The server's address and the processes that are watched."""
+    """The server's address and the processes that are watched, of one or several that serve
+    clients."""
     if (url := pytestconfig.getoption("--url")) is not None:
+        if request.param > 1:
+            pytest.skip("the running server has the processes that it has")
         yield url, pytestconfig.getoption("--pid")
         return
     loop = FakeLoop(lambda request: echo(request)[-40:])
-    for server in serve(tmp_path_factory.mktemp("tokenizer"), HTTPSettings(), loop):
-        yield server.url, [server.process.pid]
+    settings = HTTPSettings(api_server_count=request.param)
+    for server in serve(tmp_path_factory.mktemp("tokenizer"), settings, loop):
+        process = server.process.pid
+        assert process is not None
+        yield server.url, [process, *descendants(process)]
 
 
 def test_random_bytes_leave_nothing_behind(

@@ -79,7 +79,7 @@ class Channel(asyncio.Protocol):
         **_: Arguments.kwargs,
     ) -> Result:
         """Calls the function of this name at the other end, and returns its result. Cancels it
-        there if this call is cancelled.
+        there if this call is cancelled; what it has opened before stays open.
 
         Raises the function's RequestError, and UNAVAILABLE if the other end is gone.
         """

@@ -1,8 +1,8 @@
 """The workers of the HTTP process (`worker.py`): starts them, and answers their calls.
 
 All that they share is here, once: the engine's pipe and its metrics, the histories, the limits, the
-grammar checkers. A worker that dies is replaced: what it held is released, and its requests are
-aborted.
+grammar checkers. A worker that dies or hangs is replaced: what it held is released, and its
+requests are aborted.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ END_SECONDS = CLOSING_SECONDS + 3.0  # for a worker to end, once it was told
 LAST_SECONDS = 2.0  # for a process to exit, once its channel is closed
 GIVEN_BYTES = 1 << 15  # some 40 connections wait for a worker that is busy; others get the next
 RETRY_S = 0.01  # until a worker takes a connection
+BEAT_S = 1.0  # between two questions to each worker whether it works
+MOST_SILENT = 30  # beats without an answer; then the worker hangs
 SETTLE_S = 1.0  # longest wait for what a worker has not told yet
 
 
@@ -263,6 +265,7 @@ class RunningWorker:
 
     connections   the worker's open connections
     up            the worker takes connections
+    silent        beats that it has not answered
     """
 
     def __init__(self) -> None:
@@ -276,9 +279,10 @@ class RunningWorker:
             self._process = subprocess.Popen(words, pass_fds=files, stdin=subprocess.DEVNULL)
         self._socket = ours
         self.channel = Channel()
-        self.channel.offer(self.started, self.lose_connection)
+        self.channel.offer(self.started, self.lose_connection, self.answer_beat)
         self.connections = 0
         self.up = False
+        self.silent = 0
 
     async def connect(self) -> None:
         """Called first."""
@@ -290,6 +294,25 @@ class RunningWorker:
 
     def lose_connection(self) -> None:
         self.connections -= 1
+
+    def answer_beat(self) -> None:
+        self.silent = 0
+
+    @property
+    def is_late(self) -> bool:
+        return self.silent > 1
+
+    def beat(self) -> None:
+        """Called every BEAT_S. Kills a worker that hangs. Beats are counted, not seconds: after a
+        pause of all processes it has time to answer."""
+        if not self.up:
+            return
+        self.silent += 1
+        if self.silent <= MOST_SILENT:
+            self.channel.tell(Worker.beat)
+        elif self._process.poll() is None:
+            log.error("an HTTP worker does not answer: it is killed")
+            self._process.kill()
 
     def give(self, connection: socket.socket, mark: bytes) -> bool:
         """Gives an accepted connection to the worker: SERVED or REFUSED. Returns False if it takes
@@ -327,6 +350,9 @@ class Workers:
         self._ending = asyncio.Event()
         self._running: dict[int, RunningWorker] = {}  # by their numbers
         self._replaced = False  # one of the first workers
+        # rounds of `settle` that have begun
+        self._settling = asyncio.Lock()
+        self._rounds = 0
 
     def open(self, shared: SharedServices) -> None:
         """The engine is ready."""
@@ -343,19 +369,33 @@ class Workers:
         accepting = asyncio.create_task(self._accept())
         keeping = asyncio.gather(*[self._keep_worker() for _ in range(self._settings.workers)])
         ending = asyncio.create_task(self._ending.wait())
+        beating = asyncio.create_task(self._beat())
         await asyncio.wait((accepting, keeping, ending), return_when=asyncio.FIRST_COMPLETED)
         if accepting.done():
             accepting.result()  # raises the reason
         accepting.cancel()
+        beating.cancel()
         self._listener.close()
         await keeping
 
     async def settle(self) -> None:
-        """Returns when the workers have told what happened before."""
-        asking = [worker.channel.ask(Worker.settle) for worker in self._running.values()]
-        with contextlib.suppress(TimeoutError):
-            # one that dies meanwhile has nothing to tell
-            await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), SETTLE_S)
+        """Returns when the workers have told what happened before. Calls that wait at the same time
+        share one round of questions, which begins after them."""
+        begun = self._rounds
+        async with self._settling:
+            if self._rounds > begun:
+                return
+            self._rounds += 1
+            asking = [worker.channel.ask(Worker.settle) for worker in self._running.values()]
+            with contextlib.suppress(TimeoutError):
+                # one that dies meanwhile has nothing to tell
+                await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), SETTLE_S)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for worker in self._running.values():
+                worker.beat()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -379,7 +419,9 @@ class Workers:
 
     def _give(self, connection: socket.socket) -> bool:
         """Returns False if no worker takes a connection now."""
-        workers = sorted(self._running.values(), key=lambda worker: worker.connections)
+        workers = sorted(
+            self._running.values(), key=lambda worker: (worker.is_late, worker.connections)
+        )
         is_full = sum(worker.connections for worker in workers) >= self._most
         mark = REFUSED if is_full else SERVED
         return any(worker.up and worker.give(connection, mark) for worker in workers)

@@ -40,7 +40,7 @@ from ...observe.logs import configure_logging
 from ...text.tokenizer import Tokenizer
 from ..app import add_generation, add_layers
 from ..limits import OpenSequences
-from ..server import FrontDoor, HTTPServer, load_tokenizer, open_tracing
+from ..server import FrontDoor, HTTPServer, freeze_objects, load_tokenizer, open_tracing
 from ..settings import HTTPSettings
 from .channel import ENDED, Channel
 
@@ -95,6 +95,9 @@ class MainCalls:
 
     def lose_connection(self) -> None:
         """One of its connections has ended."""
+
+    def answer_beat(self) -> None:
+        """The worker does not hang."""
 
     async def answer(self, scope: dict[str, Any], number: int) -> Answered:
         """Answers a request for something that all workers share. `Forward.receive` has its body
@@ -277,7 +280,7 @@ class Worker:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.channel = Channel()
-        self.channel.offer(self.configure, self.open, self.settle, self.end)
+        self.channel.offer(self.configure, self.open, self.beat, self.settle, self.end)
         self._settings: asyncio.Future[tuple[HTTPSettings, int]] = self._loop.create_future()
         self._ready: asyncio.Future[Ready | None] = self._loop.create_future()
         self._ending = asyncio.Event()
@@ -292,6 +295,10 @@ class Worker:
     def open(self, ready: Ready) -> None:
         """The engine is ready."""
         self._ready.set_result(ready)
+
+    def beat(self) -> None:
+        """Asks for a sign that this process does not hang."""
+        self.channel.tell(MainCalls.answer_beat)
 
     async def settle(self) -> None:
         """When this is answered, all has been told that happened here before."""
@@ -371,6 +378,7 @@ class Worker:
                 tokenizer = await load_tokenizer(ready, settings)
                 tracing = open_tracing(ready, settings, behind)
                 app = create_worker_app(engine, self.channel, ready, tokenizer, settings, tracing)
+                freeze_objects()
                 door.open(Forward(app, self.channel))
                 await self._ending.wait()
         finally:

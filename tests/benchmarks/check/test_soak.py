@@ -155,8 +155,9 @@ def test_a_process_may_write_no_file_for_a_while(tmp_path):
 
 
 def test_an_unknown_fault_is_refused(capsys):
-    assert soak.main(["--faults", "expiry,earthquakes"]) == 2
-    assert "--faults" in capsys.readouterr().err
+    for faults in ("expiry,earthquakes", "workers"):  # of one process, none can end alone
+        assert soak.main(["--faults", faults]) == 2
+        assert "--faults" in capsys.readouterr().err
 
 
 def test_without_postgres_only_its_half_is_left_out(monkeypatch, capsys):
@@ -168,6 +169,17 @@ def test_without_postgres_only_its_half_is_left_out(monkeypatch, capsys):
         assert list(histories_of(["expiry", "database"], temporary)) == ["file"]
     assert "PostgreSQL is not installed" in capsys.readouterr().err
     assert soak.main(["--faults", "database"]) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_beside_the_load(tmp_path, monkeypatch):
+    """Until one is killed, of `--faults workers --api-server-count 2`."""
+    monkeypatch.setattr(soak_faults, "FAULT_PAUSE", (0.5, 0.5))
+    monkeypatch.setattr(soak_faults, "HANGING", 0.0)
+    torch.set_num_threads(1)
+    options = server_options(["--api-server-count=2"])
+    counts = Soak(Reference(DEMO_CHECKPOINT), 3, ["workers"]).run(tmp_path, 6.0, 1, "demo", options)
+    assert counts["workers killed"] > 0 and counts["probe streams"] > 0
 
 
 @pytest.mark.slow

@@ -83,6 +83,25 @@ def test_the_turn_of_a_deleted_conversation_erases_what_is_not_shared_by_its_own
     run(work())
 
 
+def test_a_turn_without_tokens_erases_nothing_that_others_share(told: Told) -> None:
+    """As that of a process that died: the conversation ends again, as at its deletion."""
+
+    async def work() -> None:
+        turns = manager(told)
+        await say(turns, "c", LOG)
+        await turns.fork(Name("key", "c"), "fork")
+        turn = await turns.open_completion("key", "c", LOG)
+        await turns.delete(Name("key", "c"))
+        assert turn.opening is not None
+        turns.close_turn(turn.opening.turn, array("i"), b"")
+        await settled()
+        deleted, again = told
+        assert deleted.shared == len(LOG) + 2 and again == deleted
+        await turns.close()
+
+    run(work())
+
+
 def test_a_conversation_that_was_made_anew_keeps_its_claims_when_an_old_turn_ends(
     told: Told,
 ) -> None:

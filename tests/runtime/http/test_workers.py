@@ -22,8 +22,10 @@ import pytest
 
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.turns import Beginning
-from pensieve.runtime.http.settings import HTTPSettings
-from pensieve.runtime.http.workers.pool import SharedServices, WorkerCalls
+from pensieve.runtime.http.process import serve_http
+from pensieve.runtime.http.settings import HTTPSettings, key_digest
+from pensieve.runtime.http.workers import pool
+from pensieve.runtime.http.workers.pool import RunningWorker, SharedServices, WorkerCalls
 from pensieve.runtime.http.workers.worker import FIRST_ID_BITS
 from pensieve.runtime.messages import Abort, Forget, Fork, Keep, Look, Submit
 from pensieve.runtime.system import descendants, running
@@ -44,11 +46,12 @@ LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 600, "ignore_eos": True, "s
 class Workers(Server):
     """`count` processes that serve clients; 1: none besides the HTTP process."""
 
-    def __init__(self, directory: Path, count: int, **settings: Any):
+    def __init__(self, directory: Path, count: int, serve: Any = serve_http, **settings: Any):
         super().__init__(
             FakeLoop(spell, step_seconds=0.001),
             directory,
             HTTPSettings(api_server_count=count, **settings),
+            serve=serve,
             engine=replace(odd_ready(), tokenizer=str(directory)),
         )
         self.url = f"http://127.0.0.1:{self.port}"
@@ -85,6 +88,12 @@ class Workers(Server):
         return float(match[1])
 
 
+def serve_with_short_beats(*args: Any) -> None:
+    """In the HTTP process."""
+    pool.BEAT_S = 0.3
+    serve_http(*args)
+
+
 def worker_of(request: Request) -> int:
     return request.id >> FIRST_ID_BITS
 
@@ -92,14 +101,16 @@ def worker_of(request: Request) -> int:
 class Client:
     """A connection that stays open. `worker`: the number of the worker that has it."""
 
-    def __init__(self, server: Workers):
+    def __init__(self, server: Workers, key: str = "", status: int = 200):
+        """`status`: of its first request."""
         self._server = server
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        self.post(COMPLETIONS, prompt=[9], max_tokens=1)
+        self.post(COMPLETIONS, status, prompt=[9], max_tokens=1)
         self.worker = worker_of(server.requests[-1])
 
     def begin(self, method: str, path: str, **body: Any) -> http.client.HTTPResponse:
-        self._connection.request(method, path, json.dumps(body) if body else None)
+        self._connection.request(method, path, json.dumps(body) if body else None, self._headers)
         return self._connection.getresponse()
 
     def ask(self, method: str, path: str, status: int = 200, **body: Any) -> Any:
@@ -124,14 +135,14 @@ class Client:
 
 
 @contextlib.contextmanager
-def clients_of(server: Workers, count: int) -> Iterator[list[Client]]:
+def clients_of(server: Workers, count: int, key: str = "") -> Iterator[list[Client]]:
     """Clients of so many workers, one of each. Other connections stay open meanwhile, because the
     next one goes to the worker that has the fewest."""
     with contextlib.ExitStack() as opened:
         clients: dict[int, Client] = {}
 
         def all_met() -> bool:
-            client = Client(server)
+            client = Client(server, key)
             opened.callback(client.close)
             clients.setdefault(client.worker, client)
             return len(clients) == count
@@ -300,6 +311,47 @@ def test_one_limit_holds_over_all_workers(server: Workers) -> None:
             clients.append(Client(server))
 
 
+def test_the_limit_of_a_key_holds_over_all_workers(directory: Path) -> None:
+    """Both keys come from one address, and each has its own."""
+    keys = ("of one", "of another")
+    server = Workers(directory, 2, max_requests_per_client=2, api_keys=tuple(map(key_digest, keys)))
+    with (
+        clients_of(server, 2, keys[0]) as ones,
+        clients_of(server, 2, keys[1]) as others,
+        slow_steps(server),
+    ):
+        for clients, key in zip((ones, others), keys, strict=True):
+            for client in clients:
+                assert client.begin("POST", COMPLETIONS, **LONG).status == 200
+            Client(server, key, 429).close()
+    server.close()
+
+
+def test_hang_ups_leave_no_turn_and_no_sequence_open(server: Workers) -> None:
+    """At once, and after the first event: calls between the processes are under way."""
+    with slow_steps(server):
+        for at in range(2 * MOST):
+            message = {"role": "user", "content": "Hi"}
+            body = {"messages": [message], "conversation": f"gone {at}", "ignore_eos": True}
+            text = json.dumps(body | {"stream": True})
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+                client.sendall((head + text).encode())
+                if at % 2:
+                    assert client.recv(1 << 16)
+
+    def all_free() -> bool:
+        whole = {"prompt": "Hi", "n": MOST, "max_tokens": 1}
+        return httpx.post(f"{server.url}{COMPLETIONS}", json=whole, timeout=60).is_success
+
+    def all_ended() -> bool:
+        answers = [server.get(f"/v1/conversations/gone {at}") for at in range(2 * MOST)]
+        return all(one.status_code == 404 or not one.json()["in_flight"] for one in answers)
+
+    eventually(all_free)
+    eventually(all_ended)
+
+
 def test_one_limit_of_connections_holds_over_all_workers(server: Workers) -> None:
     def busy() -> bool:
         return httpx.get(f"{server.url}/live", timeout=60).status_code == 503
@@ -416,6 +468,84 @@ def test_a_worker_that_dies_is_replaced(directory: Path) -> None:
     workers = server.workers
     server.close()
     assert not any(map(running, workers))
+
+
+def test_a_worker_that_hangs_is_replaced(directory: Path) -> None:
+    server = Workers(directory, 2, serve_with_short_beats)
+    with clients_of(server, 2) as (hanging, other):
+        by_number = dict(zip(sorted({hanging.worker, other.worker}), server.workers, strict=True))
+        os.kill(by_number[hanging.worker], signal.SIGSTOP)
+        with pytest.raises(ConnectionError):
+            hanging.post(COMPLETIONS, prompt="Hi")
+        other.post(COMPLETIONS, prompt="Hi")
+        eventually(lambda: len(server.workers) == 2)
+        assert by_number[hanging.worker] not in server.workers
+    with clients_of(server, 2) as clients:
+        assert {client.worker for client in clients} == {other.worker, 3}
+    server.close()
+
+
+def test_a_worker_that_is_late_gets_connections_last() -> None:
+    given = []
+
+    class Stub(RunningWorker):
+        def __init__(self, name: str, connections: int):
+            self._name = name
+            self.connections = connections
+            self.silent = 0
+            self.up = True
+            self.channel = Mock()
+
+        def give(self, connection: socket.socket, mark: bytes) -> bool:
+            given.append(self._name)
+            return True
+
+    async def give_both() -> None:
+        with socket.socket() as listener:
+            workers = pool.Workers(listener, HTTPSettings(api_server_count=2))
+            hanging, busy = Stub("hanging", 0), Stub("busy", 9)
+            workers._running = {1: hanging, 2: busy}
+            for _ in range(2):
+                for worker in (hanging, busy):
+                    worker.beat()
+                busy.answer_beat()
+            workers._give(listener)
+            hanging.answer_beat()
+            workers._give(listener)
+
+    asyncio.run(give_both())
+    assert given == ["busy", "hanging"]
+
+
+def test_refusals_at_the_same_time_ask_the_workers_once() -> None:
+    questions = []
+
+    async def refuse(count: int) -> None:
+        with socket.socket() as listener:
+            workers = pool.Workers(listener, HTTPSettings(api_server_count=2))
+            answers: list[asyncio.Future[None]] = []
+
+            async def ask(method: Any) -> None:
+                questions.append(method)
+                answers.append(asyncio.get_running_loop().create_future())
+                await answers[-1]
+
+            workers._running = {1: Mock(channel=Mock(ask=ask))}
+            first = asyncio.create_task(workers.settle())
+            while not answers:
+                await asyncio.sleep(0)
+            later = [asyncio.create_task(workers.settle()) for _ in range(count)]
+            await asyncio.sleep(0)
+            answers[0].set_result(None)
+            await first
+            assert not any(one.done() for one in later)  # that round may have begun before them
+            while len(answers) < 2:
+                await asyncio.sleep(0)
+            answers[1].set_result(None)
+            await asyncio.gather(*later)
+
+    asyncio.run(refuse(20))
+    assert len(questions) == 2
 
 
 def test_the_workers_end_with_the_http_process(directory: Path) -> None:
