@@ -7,6 +7,7 @@
     conversations     the logs: fork, keep, delete, residency of their KV
     disk              records of an earlier process, chunks to spill, records to erase
     work              the budget of work until the next plan
+    grow_host(slots)  HOST has more slots
 
 `next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied.
 Results are applied in order. Times are seconds on any clock that does not run backwards.
@@ -125,6 +126,7 @@ class Scheduler:
         self._timing_out: deque[Turn] = deque()
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
+        self._cost = cost
         self._mark = swap_out_chunks(cost, config)
 
     # -- requests
@@ -257,6 +259,23 @@ class Scheduler:
     @property
     def _has_begun_work(self) -> bool:
         return bool(self._releases or self._preparing or self._claim_work or self._deletion_work)
+
+    # -- tiers
+
+    def grow_host(self, slots: int) -> bool:
+        """HOST has `slots` slots now. Called between any two other calls. Returns whether slots are
+        new. InvariantError for fewer than before, or more than `host_kv_growth` allows."""
+        host = self._store.host
+        if slots == host.count:
+            return False
+        if not host.count < slots <= self.config.most_host_kv_chunks:
+            raise InvariantError(
+                f"HOST is to have {slots} slots: it has {host.count}, and at most "
+                f"{self.config.most_host_kv_chunks}"
+            )
+        host.grow(slots)
+        self._mark = swap_out_chunks(self._cost, replace(self.config, host_kv_chunks=slots))
+        return True
 
     # -- steps
 

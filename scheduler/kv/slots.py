@@ -35,6 +35,13 @@ class SlotPool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
+    def grow(self, count: int) -> None:
+        """The pool has `count` slots now. The new ones are free, behind the others."""
+        for last in self.last:
+            last.extend(array("q", bytes(8 * (count - self.count))))
+        self._free.extend(range(self.count, count))
+        self.count = count
+
     def take_all(self, slots: Container[int]) -> None:
         """Takes all of these free slots."""
         self._free = deque(slot for slot in self._free if slot not in slots)
