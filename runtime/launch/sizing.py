@@ -21,7 +21,7 @@ from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
 from ...scheduler.types import SettingError, Tier
-from ..device.memory import GIB, activation_bytes, check_pool_fits, divide
+from ..device.memory import GIB, activation_bytes, check_pool_fits, divide, host_room
 from ..device.protocol import Device
 from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
@@ -42,14 +42,20 @@ ESTIMATES = {
     "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
 }
 
+MOST_HOST_TO_GPU = 16
+"""Bytes that the HOST pool grows to by default at most, for each byte of the GPU's pool."""
+
 # Chunks in the logs of conversations for each chunk of KV that the tiers hold. A chunk in a log
 # takes 150 to 500 bytes, a chunk of KV about a megabyte. Agents share long prompts, so logs of
 # sessions are many times larger than their KV.
 LOGGED_FOR_EACH_HELD = 32
 
 
-def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
-    """SettingError names the flag at fault."""
+def scheduler_config(
+    settings: ServeSettings, engine: Engine, device: Device, sharing: int = 1
+) -> SchedulerConfig:
+    """sharing: ranks of this machine, which share its memory. SettingError names the flag at
+    fault."""
     check_overflow(settings.overflow, engine.manifest)
     record = engine.chunk_bytes(settings.chunk_tokens)
     if (
@@ -78,13 +84,19 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
             pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free
         )
     check_disk_has_host(settings, host_chunks, disk_chunks)
+    growth = 0
+    if settings.host_grows:
+        room = host_room(device.memory(Tier.HOST)) // sharing
+        grown = min(room, MOST_HOST_TO_GPU * gpu_chunks * record) // host_record
+        growth = max(0, grown - host_chunks)
     quota = settings.owner_kv_bytes
     values: dict[str, Any] = plain_values(settings) | dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
+        host_kv_growth=growth,
         owner_kv_chunks=None if quota is None else quota // record,
-        log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),
+        log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
         copies_may_fail=form is not None and form.is_exact is not None,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )

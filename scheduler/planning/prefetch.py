@@ -78,8 +78,7 @@ class Prefetcher:
             self._prefetch_expected(evictor)
 
     def _prefetch_queue(self, evictor: Evictor, now: float) -> bool:
-        """Returns whether reading has begun for the turns that join first: so many that HOST can hold
-        their chunks."""
+        """Returns whether reading has begun for the turns that join first."""
         window = self._store.host.count
         for turn in self._order.preferred(now):
             keys = self._lookup.seen_keys(turn)

@@ -115,7 +115,7 @@ class WriteBehind:
             self._copy_out(evictor)
             self._short = not evictor.spill_ahead(
                 max(1, int(HOST_BUFFER * self._store.host.count)),
-                self._most_writes - self._store.disk.writing
+                self._most_writes - self._store.disk.writing,
             )
         self._end_staging()
 

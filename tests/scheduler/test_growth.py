@@ -1,0 +1,35 @@
+"""HOST gains slots while the scheduler runs. The driver grows it in the middle of everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.scheduler.types import InvariantError
+
+from .harness import Harness
+
+
+def test_host_grows_to_its_limit_and_does_not_shrink():
+    harness = Harness(host_kv_chunks=4, host_kv_growth=3)
+    assert not harness.scheduler.grow_host(4) and harness.scheduler.grow_host(7)
+    assert harness.scheduler.stats().slots["host"] == {"free": 7, "copy": 0, "idle": 0}
+    for slots in (6, 8):
+        with pytest.raises(InvariantError, match=f"HOST is to have {slots} slots: it has 7"):
+            harness.scheduler.grow_host(slots)
+
+
+def test_what_a_small_host_loses_stays_once_it_has_grown():
+    harness = Harness(host_kv_chunks=4, host_kv_growth=60)
+
+    def recomputed():
+        """Tokens, while six conversations take a turn each."""
+        before = harness.counts["recomputed tokens"]
+        for number, name in enumerate("abcdef"):
+            harness.turn(range(number, 24 + number), 4, name)
+        return harness.counts["recomputed tokens"] - before
+
+    recomputed()
+    assert recomputed() > 0
+    harness.grow_host(64)
+    recomputed()  # what was lost before
+    assert recomputed() == 0
