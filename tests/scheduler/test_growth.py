@@ -29,7 +29,7 @@ def test_what_a_small_host_loses_stays_once_it_has_grown():
         return harness.counts["recomputed tokens"] - before
 
     recomputed()
-    assert recomputed() > 0
+    assert recomputed() > 6
     harness.grow_host(64)
     recomputed()  # what was lost before
-    assert recomputed() == 0
+    assert recomputed() == 6, "the last token of each prompt, to sample behind it"
