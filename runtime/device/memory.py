@@ -18,6 +18,9 @@ HOST_SHARE = 0.7
 """Share of the host's memory that may be in use, by this and all other programs, while the HOST
 pool grows (`--host-kv-bytes` by default)."""
 
+MOST_HOST_TO_GPU = 16
+"""Bytes that the HOST pool grows to at most, for each byte of the GPU's pool."""
+
 CUDA_ALLOWANCE = 2 * GIB
 """Bytes of a GPU for its context, the libraries' work spaces, compiled kernels, the captured graphs
 themselves, and the staging buffers of copies in eight bits (`compressed_copies.HALF_BYTES`, four
@@ -49,6 +52,12 @@ def host_memory(root: Path = Path("/")) -> Memory:
 def host_room(memory: Memory) -> int:
     """Bytes that the HOST pool may still take of that memory (HOST_SHARE)."""
     return memory.free - int((1 - HOST_SHARE) * memory.total)
+
+
+def host_pool_bytes(memory: Memory, gpu_pool: int, sharing: int = 1) -> int:
+    """Bytes that the HOST pool of one GPU grows to by default, if `sharing` GPUs share the memory
+    and the GPU's pool has `gpu_pool` bytes."""
+    return min(host_room(memory) // sharing, MOST_HOST_TO_GPU * gpu_pool)
 
 
 def _nodes(root: Path) -> Iterator[Memory]:

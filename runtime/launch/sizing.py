@@ -21,7 +21,7 @@ from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
 from ...scheduler.types import SettingError, Tier
-from ..device.memory import GIB, activation_bytes, check_pool_fits, divide, host_room
+from ..device.memory import GIB, activation_bytes, check_pool_fits, divide, host_pool_bytes
 from ..device.protocol import Device
 from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
@@ -41,9 +41,6 @@ ESTIMATES = {
     "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
     "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
 }
-
-MOST_HOST_TO_GPU = 16
-"""Bytes that the HOST pool grows to by default at most, for each byte of the GPU's pool."""
 
 # Chunks in the logs of conversations for each chunk of KV that the tiers hold. A chunk in a log
 # takes 150 to 500 bytes, a chunk of KV about a megabyte. Agents share long prompts, so logs of
@@ -86,9 +83,8 @@ def scheduler_config(
     check_disk_has_host(settings, host_chunks, disk_chunks)
     growth = 0
     if settings.host_grows:
-        room = host_room(device.memory(Tier.HOST)) // sharing
-        grown = min(room, MOST_HOST_TO_GPU * gpu_chunks * record) // host_record
-        growth = max(0, grown - host_chunks)
+        size = host_pool_bytes(device.memory(Tier.HOST), gpu_chunks * record, sharing)
+        growth = max(0, size // host_record - host_chunks)
     quota = settings.owner_kv_bytes
     values: dict[str, Any] = plain_values(settings) | dict(
         gpu_kv_chunks=gpu_chunks,
