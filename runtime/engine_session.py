@@ -147,8 +147,9 @@ class EngineSession:
 
     def grow(self) -> bool:
         """Tells the scheduler of slots that HOST has gained. Returns whether there are any."""
-        grows = self.scheduler.config.host_kv_growth > 0
-        return grows and self.scheduler.grow_host(self.executor.host_slots)
+        return self.scheduler.config.host_kv_growth > 0 and self.scheduler.grow_host(
+            self.executor.host_slots
+        )
 
     def take_results(self) -> list[RowResult]:
         """Returns the results that have come since the last step. Adds requests whose grammars are

@@ -113,8 +113,9 @@ class Executor:
         self._launched: deque[_Launched] = deque()
         self._seated: dict[int, RowId] = {}  # the newest row of each seat
         device.allocate_pool(Tier.GPU, shape, engine.kv_dtype)
-        most = config.most_host_kv_chunks
-        device.allocate_pool(Tier.HOST, host_shape, engine.kv_dtype, host_form, most)
+        device.allocate_pool(
+            Tier.HOST, host_shape, engine.kv_dtype, host_form, config.most_host_kv_chunks
+        )
         self._disk = (
             DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         )

@@ -126,7 +126,6 @@ class Scheduler:
         self._timing_out: deque[Turn] = deque()
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
-        self._cost = cost
         self._mark = swap_out_chunks(cost, config)
 
     # -- requests
@@ -263,19 +262,9 @@ class Scheduler:
     # -- tiers
 
     def grow_host(self, slots: int) -> bool:
-        """HOST has `slots` slots now. Called between any two other calls. Returns whether slots are
-        new. InvariantError for fewer than before, or more than `host_kv_growth` allows."""
-        host = self._store.host
-        if slots == host.count:
-            return False
-        if not host.count < slots <= self.config.most_host_kv_chunks:
-            raise InvariantError(
-                f"HOST is to have {slots} slots: it has {host.count}, and at most "
-                f"{self.config.most_host_kv_chunks}"
-            )
-        host.grow(slots)
-        self._mark = swap_out_chunks(self._cost, replace(self.config, host_kv_chunks=slots))
-        return True
+        """HOST has `slots` slots now; fewer than before change nothing. Returns whether some are
+        new. May come between any two other calls."""
+        return self._store.host.grow(slots)
 
     # -- steps
 
@@ -441,7 +430,8 @@ class Scheduler:
 
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or
-        than the first waiting request needs if that is more.
+        than the first waiting request needs if that is more. Most of HOST is kept for chunks that
+        are in no other tier: a second copy of a chunk on the GPU gains nothing.
 
         The next plan takes slots for generation before it admits that request. The slots for both
         are freed now.
@@ -449,7 +439,8 @@ class Scheduler:
         needed = builder.wanted + builder.short
         if builder.wanted:
             needed += sum(row.position == row.first_without_slot for row in self._queues.rows)
-        target = max(self._mark, needed) - self._queues.coming_free()
+        target = max(min(self._mark, self._store.host.count // 4), needed)
+        target -= self._queues.coming_free()
         if self._store.available < target:
             builder.evictor.swap_out_ahead(
                 target, most=max(needed, self._admission.link_chunks(builder))

@@ -127,7 +127,7 @@ def parser() -> CommandParser:
     return command
 
 
-class Sizes(NamedTuple):
+class TierBytes(NamedTuple):
     """Bytes of KV for each GPU."""
 
     host: int
@@ -158,12 +158,12 @@ def plan(args: argparse.Namespace) -> None:
         draw(args, rates, loads[-1])
 
 
-def tier_sizes(args: argparse.Namespace) -> list[Sizes]:
+def tier_sizes(args: argparse.Namespace) -> list[TierBytes]:
     """Raises SettingError."""
     gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
     host = sorted(host_size(size, gpu_bytes) for size in args.host_kv_bytes.split(","))
     disk = sorted(parse_bytes(size, "--disk-kv-bytes") for size in args.disk_kv_bytes.split(","))
-    return [Sizes(*sizes) for sizes in product(host, disk)]
+    return [TierBytes(*sizes) for sizes in product(host, disk)]
 
 
 def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
@@ -205,7 +205,7 @@ def describe(args: argparse.Namespace) -> tuple[CostProfile, str]:
     return shape.cost(args.chunk_tokens, 2**17, *speeds), "not measured: estimated from the shape"
 
 
-def largest_rate(args: argparse.Namespace, cost: CostProfile, sizes: Sizes, seed: int) -> float:
+def largest_rate(args: argparse.Namespace, cost: CostProfile, sizes: TierBytes, seed: int) -> float:
     """Conversations/s at which one replica meets the targets. Raises SettingError if it never
     does."""
     tiers = {"host_kv_bytes": str(sizes.host), "disk_kv_bytes": str(sizes.disk)}
@@ -253,7 +253,9 @@ def replicas(load: float, rate: float) -> int:
     return count
 
 
-def plan_row(args: argparse.Namespace, load: float, sizes: Sizes, rates: Sequence[float]) -> dict:
+def plan_row(
+    args: argparse.Namespace, load: float, sizes: TierBytes, rates: Sequence[float]
+) -> dict:
     gpus, most, fewest = (
         args.tensor_parallel * replicas(load, of(rates)) for of in (median, min, max)
     )
@@ -308,12 +310,12 @@ def table(source: str, rows: Sequence[Mapping]) -> Iterator[str]:
     yield f"costs of steps: {source}; simulated beside measured: docs/measured/planning.md"
 
 
-def _label(sizes: Sizes) -> str:
+def _label(sizes: TierBytes) -> str:
     disk = f", {sizes.disk / 2**30:g} of disk" if sizes.disk else ""
     return f"{sizes.host / 2**30:g} GiB of host memory{disk} a GPU"
 
 
-def draw(args: argparse.Namespace, rates: Mapping[Sizes, Sequence[float]], most: float) -> None:
+def draw(args: argparse.Namespace, rates: Mapping[TierBytes, Sequence[float]], most: float) -> None:
     """Writes the figure: a line a size of host memory, shaded between the seeds."""
     figure, axis = subplots("--plot", figsize=(7, 4))
     loads = [most * step / 200 for step in range(1, 201)]

@@ -36,7 +36,7 @@ from ..system import give_up_after
 from .compressed_copies import CodedCopies
 from .cuda_api import CudaError, CudaRuntime
 from .cuda_graphs import StepGraphs
-from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory, host_room
+from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned_memory import PinnedPool, Records
 from .protocol import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .timing import TransferTimes
@@ -163,7 +163,7 @@ class CudaDevice:
 
     @property
     def host_slots(self) -> int:
-        return 0 if self._host is None else self._host.records.slots
+        return self._records[Tier.HOST].slots
 
     def record(self, slot: int) -> np.ndarray:
         assert self._host is not None
@@ -268,7 +268,7 @@ class CudaDevice:
         if not self._enforce_eager:
             self._capture(shapes)
         if self._host is not None:  # only now: a capture fails if another thread pins meanwhile
-            self._host.grow(lambda: host_room(host_memory()))
+            self._host.grow()
 
     def _capture(self, shapes: Shapes) -> None:
         rows = max(shape.rows for shape in shapes.captured)
@@ -368,8 +368,6 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
-        if self._host is not None:
-            self._host.stop()
         idle = self._finish()
         if idle:
             self._times.read()  # the watcher gets the last of the times
@@ -377,8 +375,8 @@ class CudaDevice:
             release_pool(self._handle)
         self._graphs.clear()
         # Memory that a copy may still use is freed by the end of the process, which is near.
-        if idle and self._host is not None:
-            self._host.free()
+        if self._host is not None:
+            self._host.free(idle)
         self._coded.clear()
         self._pool = self._host = None
 

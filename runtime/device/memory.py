@@ -87,16 +87,16 @@ def _groups(root: Path) -> Iterator[Memory]:
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         inner = top / name.strip("/")
         for group in (inner, *inner.parents):
-            if controllers:
-                limit = _limit(group / "memory.limit_in_bytes")
-                used, cached = "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
-            else:
-                limit = min(_limit(group / "memory.max"), _limit(group / "memory.high"))
-                used, cached = "memory.current", ("inactive_file", "active_file")
+            limits = ("limit_in_bytes",) if controllers else ("max", "high")
+            limit = min(_limit(group / f"memory.{name}") for name in limits)
             if limit < math.inf:
+                used = group / f"memory.{'usage_in_bytes' if controllers else 'current'}"
                 fields = _read_fields(group / "memory.stat")
-                given_up = sum(fields[name] for name in cached)  # under memory pressure
-                yield Memory(int(limit) - int((group / used).read_text()) + given_up, int(limit))
+                cached = sum(  # given up under memory pressure
+                    fields[f"{'total_' * bool(controllers)}{kind}_file"]
+                    for kind in ("inactive", "active")
+                )
+                yield Memory(int(limit) - int(used.read_text()) + cached, int(limit))
             if group == top:
                 break
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...builder.progress import show_progress
 from ...scheduler.types import InvariantError
-from .memory import GIB
+from .memory import GIB, host_memory, host_room
 
 LARGEST_PIECE = 4 * GIB
 
@@ -103,7 +103,7 @@ class PinnedPool:
         self._addresses.append(address)
         records.slots += count
 
-    def grow(self, room: Callable[[], int]) -> None:
+    def grow(self, room: Callable[[], int] = lambda: host_room(host_memory())) -> None:
         """Begins to pin the other slots, in another thread. It ends early, with a warning, if
         `room`, bytes, is less than a piece, or if pinning fails."""
         if self.records.slots < self._most:
@@ -143,13 +143,11 @@ class PinnedPool:
             memoryview((ctypes.c_uint8 * self.records.record).from_address(address)), np.uint8
         )
 
-    def stop(self) -> None:
-        """Ends the growth, after the piece that is being pinned."""
+    def free(self, idle: bool = True) -> None:
+        """Ends the growth, after the piece that is being pinned. Frees the memory if `idle`: no
+        copy uses it."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
-
-    def free(self) -> None:
-        self.stop()
-        while self._addresses:
+        while idle and self._addresses:
             self._memory.free_pinned(self._addresses.pop())

@@ -97,7 +97,7 @@ class Reports:
 
     @property
     def host_slots(self) -> int:
-        """Slots of HOST that all the other ranks have reported."""
+        """Slots of HOST that all the other ranks have; 0 before they have reported."""
         return min(report.host_slots for report in self._last.values())
 
     def late(self, step: int) -> list[int]:
@@ -174,7 +174,6 @@ class RankedExecutor(Executor):
     def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any):
         """Further arguments as for `Executor`."""
         super().__init__(*arguments, **settings)
-        self._first_host_slots = super().host_slots
         self._ranks = ranks
         self._reports = Reports(ranks.size - 1)
         self._records = agreed_records(ranks, self)
@@ -188,8 +187,8 @@ class RankedExecutor(Executor):
 
     @property
     def host_slots(self) -> int:
-        """Slots of HOST that all ranks have."""
-        return max(self._first_host_slots, min(super().host_slots, self._reports.host_slots))
+        """Slots of HOST that all ranks have reported."""
+        return min(super().host_slots, self._reports.host_slots)
 
     def launch(self, plan: StepPlan) -> None:
         with self._noting_failure():

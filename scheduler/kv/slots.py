@@ -35,12 +35,15 @@ class SlotPool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
-    def grow(self, count: int) -> None:
-        """The pool has `count` slots now. The new ones are free, behind the others."""
+    def grow(self, count: int) -> bool:
+        """The pool has at least `count` slots now. New ones are free, behind the others. Returns
+        whether there are any."""
+        new = range(self.count, count)
         for last in self.last:
-            last.extend(array("q", bytes(8 * (count - self.count))))
-        self._free.extend(range(self.count, count))
-        self.count = count
+            last.extend(0 for _ in new)
+        self._free.extend(new)
+        self.count += len(new)
+        return bool(new)
 
     def take_all(self, slots: Container[int]) -> None:
         """Takes all of these free slots."""

@@ -81,12 +81,12 @@ def test_replies_at_other_pool_sizes(model, ids, host):
 class GrowingDevice(SharingDevice):
     """Its HOST pool gains a slot now and then."""
 
-    asked = 0
+    looks = 0
 
     @property
     def host_slots(self):
-        self.asked += 1
-        return min(5 + self.asked // 3, super().host_slots)
+        self.looks += 1
+        return min(5 + self.looks // 3, super().host_slots)
 
 
 def test_replies_while_the_host_pool_grows(model):

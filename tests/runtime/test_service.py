@@ -280,7 +280,8 @@ def test_growth_of_the_host_pool_is_told_while_nothing_runs(
 
     service._inbox = SimpleNamespace(get=get)  # type: ignore[assignment]
     service._session.executor.host_slots = 2
-    scheduler.wake_at, scheduler.grow_host = float("inf"), grow_host
+    scheduler.wake_at = float("inf")
+    scheduler.grow_host = grow_host
     scheduler.config.host_kv_growth = 6
     service._send = lambda applied: sent.append(0)
     service._sleep()

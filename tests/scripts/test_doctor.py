@@ -109,15 +109,15 @@ def test_a_fast_disk_is_proposed_for_kv(tmp_path: Path, monkeypatch: pytest.Monk
         (None, "refuses writes"),
     ):
         monkeypatch.setattr(speeds, lambda directory, chunk_bytes, speed=speed: speed)
-        found = doctor._disk_speed(tmp_path, 100 * 2**30)
-        assert found.advice.endswith(advice) and bool(found.advice) == bool(advice)
-        assert (found.level is Level.OK) == (speed is not None)
+        finding = doctor._disk_speed(tmp_path, 100 * 2**30)
+        assert finding.advice.endswith(advice) and bool(finding.advice) == bool(advice)
+        assert (finding.level is Level.OK) == (speed is not None)
 
 
 def test_the_speed_of_a_disk_is_measured_without_traces(tmp_path: Path) -> None:
     (tmp_path / "speed").mkdir()
-    found = doctor._disk_speed(tmp_path, 100 * 2**30)
-    assert found.level is Level.OK and "GB/s" in found.state
+    finding = doctor._disk_speed(tmp_path, 100 * 2**30)
+    assert finding.level is Level.OK and "GB/s" in finding.state
     assert [path.name for path in tmp_path.iterdir()] == ["speed"]
 
 

@@ -98,7 +98,7 @@ def test_the_table_names_the_cheapest_size_of_host_memory():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
     sizes = ((0, 0, [1.0]), (2**32, 0, [2.0]), (2**33, 0, [2.0]), (2**32, 2**39, [2.0]))
     by_size = [
-        plan.plan_row(args, load, plan.Sizes(host, disk), rates)
+        plan.plan_row(args, load, plan.TierBytes(host, disk), rates)
         for load in (2.0, 40.0)
         for host, disk, rates in sizes
     ]
@@ -113,7 +113,9 @@ def test_the_table_names_the_cheapest_size_of_host_memory():
 def test_a_disk_that_saves_gpus_is_proposed():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
     sizes = ((0, [1.0]), (2**38, [2.0]), (2**39, [2.0]))
-    by_size = [plan.plan_row(args, 40.0, plan.Sizes(2**32, disk), rates) for disk, rates in sizes]
+    by_size = [
+        plan.plan_row(args, 40.0, plan.TierBytes(2**32, disk), rates) for disk, rates in sizes
+    ]
     best = list(plan.table("", by_size))[-3]
     assert ", --disk-kv-bytes 256GiB, " in best
 
@@ -139,7 +141,7 @@ def test_more_disk_serves_more(capsys):
 
 def test_the_seeds_say_how_sure_it_is():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
-    row = plan.plan_row(args, 10.0, plan.Sizes(2**32, 0), [1.0, 0.5, 2.0])
+    row = plan.plan_row(args, 10.0, plan.TierBytes(2**32, 0), [1.0, 0.5, 2.0])
     assert row["rate"] == median([1.0, 0.5, 2.0]) and row["rates_by_seed"] == "0.5 to 2"
     fewest, most = map(int, row["gpus_by_seed"].split(" to "))
     assert fewest < row["gpus"] < most

@@ -23,7 +23,7 @@ from pensieve.runtime.device import cuda as cuda_device
 from pensieve.runtime.device import pinned_memory
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.device.cuda import CudaDevice
-from pensieve.runtime.device.memory import host_memory, host_room
+from pensieve.runtime.device.memory import host_memory
 from pensieve.runtime.device.pinned_memory import PinnedPool
 from pensieve.runtime.device.protocol import Device
 from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
@@ -230,7 +230,8 @@ def await_slots(device: CudaDevice, slots: int) -> None:
 def test_random_copies_beside_growth_equal_numpys(closing, monkeypatch, batched):
     """Copies across pieces, while more are pinned."""
     dice = np.random.default_rng(2)
-    most, record = 300, 96 * 1000
+    most = 300
+    record = 96 * 1000
     monkeypatch.setattr(pinned_memory, "GROWING_PIECE", record)
     device = closing(CudaDevice(batched_copies=batched))
     growing(device, most, record)
@@ -263,12 +264,14 @@ def test_random_copies_beside_growth_equal_numpys(closing, monkeypatch, batched)
 
 @on_gpu
 def test_a_close_during_growth_frees_what_is_pinned(monkeypatch):
-    most, record = 20_000, 96 * 20_000  # 36 GiB: never reached
+    most = 20_000  # 36 GiB: never reached
+    record = 96 * 20_000
     monkeypatch.setattr(pinned_memory, "GROWING_PIECE", record)
     device = CudaDevice()
     growing(device, most, record)
-    pool, held = device._host, host_memory().free
-    pool.grow(lambda: host_room(host_memory()))
+    pool = device._host
+    held = host_memory().free
+    pool.grow()
     await_slots(device, 100)
     copied = np.arange(50, dtype=np.int32)
     device.copy(Lane.OUT, copied, copied + 50, range(3))

@@ -136,12 +136,11 @@ def test_the_slowest_rank_says_what_is_complete():
 
 
 def test_host_has_the_slots_that_all_ranks_have_pinned(leader):
-    """Before their first reports it has those of the start."""
+    """Before their first reports none: the scheduler counts those of the start by itself."""
     _, executor = leader
-    first = executor.host_slots
-    executor._device._pools[Tier.HOST] = torch.zeros(first + 9, 1)
-    assert executor.host_slots == first
-    for told, agreed in ((first + 3, first + 3), (first + 20, first + 9)):
+    executor._device._pools[Tier.HOST] = torch.zeros(9, 1)
+    assert executor.host_slots == 0
+    for told, agreed in ((3, 3), (20, 9)):
         executor._reports.take(1, report(1)._replace(host_slots=told))
         assert executor.host_slots == agreed
 
