@@ -94,10 +94,15 @@ class Timed(_Device):
         self.copies_in, self.steps = [], []
 
     def allocate_pool(
-        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+        self,
+        tier: Tier,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Form | None = None,
+        most: int = 0,
     ) -> None:
         if tier not in self._allocated:
-            super().allocate_pool(tier, shape, dtype, form)
+            super().allocate_pool(tier, shape, dtype, form, most)
             self._allocated.add(tier)
 
     def load(

@@ -332,7 +332,7 @@ def follow(ranks: Ranks) -> None:
         clock = Clock()
         ranks.report(
             (
-                report_of(StepResult(step, (), (), Tickets(step, 2 * step, 2 * step))),
+                report_of(StepResult(step, (), (), Tickets(step, 2 * step, 2 * step)), 0),
                 when,
                 unpacking,
                 reporting,

@@ -32,7 +32,7 @@ from pensieve.scripts.simulate import (
     in_processes,
     print_lines,
 )
-from pensieve.scripts.simulation.load import add_workload, config_of, conversations
+from pensieve.scripts.simulation.load import add_workload, config_of, conversations, host_size
 from pensieve.scripts.simulation.models import MODELS
 from pensieve.scripts.simulation.traces import TURN_COUNTS
 
@@ -146,7 +146,8 @@ def plan_cluster(args: argparse.Namespace) -> list[ClusterRun]:
     for number, seed in product(replicas, numbers(args.seeds, "--seeds", int)):
         sessions = conversations(args, args.sessions_per_s * number, seed)
         cost = MODELS[args.model].cost(args.chunk_tokens, longest_context(sessions), *speeds)
-        host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // cost.chunk_bytes
+        gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
+        host_kv_chunks = host_size(args.host_kv_bytes, gpu_bytes) // cost.chunk_bytes
         config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks)
         runs += [
             ClusterRun(

@@ -113,7 +113,9 @@ class Executor:
         self._launched: deque[_Launched] = deque()
         self._seated: dict[int, RowId] = {}  # the newest row of each seat
         device.allocate_pool(Tier.GPU, shape, engine.kv_dtype)
-        device.allocate_pool(Tier.HOST, host_shape, engine.kv_dtype, host_form)
+        device.allocate_pool(
+            Tier.HOST, host_shape, engine.kv_dtype, host_form, config.most_host_kv_chunks
+        )
         self._disk = (
             DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         )
@@ -124,6 +126,11 @@ class Executor:
             self._transfers.gates,
             config.max_num_batched_tokens,
         )
+
+    @property
+    def host_slots(self) -> int:
+        """Slots of HOST that plans may use now; more with time, if HOST grows."""
+        return self._device.host_slots
 
     def begin_grammar(self, grammar: str) -> Future[Any] | None:
         """Begins to compile the grammar, in another thread. Returns None if this engine cannot

@@ -37,7 +37,7 @@ from .frontend.reply_forms import reply_forms
 from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
-from .launch.settings import HISTORY_FILE
+from .launch.settings import DEFAULT_HOST_KV, HISTORY_FILE
 from .messages import SAMPLING_DEFAULTS, Forget, Fork, Keep
 from .observe.logs import shown_while_open
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
@@ -119,6 +119,8 @@ class LLM:
                 model, dtype=dtype, quantization=quantization, backend=backend, device=args.device
             )
             args = replace(args, engine=str(engine))
+            if args.host_grows:  # other programs of the machine come first
+                args = replace(args, host_kv_bytes=DEFAULT_HOST_KV)
             history = ":memory:"
             if state_dir is not None:
                 opened.enter_context(locked_directories(args))

@@ -199,7 +199,7 @@ class Service:
             if draining == float("inf") and self._scheduler.idle:
                 config = self._scheduler.config
                 if (
-                    config.gpu_kv_chunks + config.host_kv_chunks + config.disk_kv_chunks
+                    config.gpu_kv_chunks + config.most_host_kv_chunks + config.disk_kv_chunks
                     <= MOST_CHECKED
                 ):
                     self._scheduler.check()
@@ -214,6 +214,8 @@ class Service:
             with contextlib.suppress(Empty):
                 self._take(self._inbox.get(timeout=min(left, LONGEST_WAIT_S)))
                 return
+            if self._session.grow():
+                self._send(Applied())
 
     def _take(self, message: FromHTTP | GrammarCompiled) -> None:
         self._scheduler.work.spend(MESSAGE)

@@ -138,6 +138,7 @@ class SchedulerConfig(SchedulerSettings):
 
     gpu_kv_chunks, host_kv_chunks
                      slots of each tier (0 host slots: GPU cache only)
+    host_kv_growth   slots that HOST may gain while it is in use (`Scheduler.grow_host`)
     max_model_len    most tokens of a context, reply included
     disk_kv_chunks   0: no disk tier
     owner_kv_chunks  quota of each owner: chunks beyond it are evicted first; None: no quotas
@@ -152,6 +153,7 @@ class SchedulerConfig(SchedulerSettings):
     host_kv_chunks: int
     max_model_len: int
     disk_kv_chunks: int = 0
+    host_kv_growth: int = 0
     owner_kv_chunks: int | None = None
     log_chunks: float = inf
     copies_may_fail: bool = False
@@ -163,6 +165,11 @@ class SchedulerConfig(SchedulerSettings):
         for name, least in sizes.items():
             size = getattr(self, name)
             need(size >= least, name, f"must be at least {least}, not {size}")
+        need(
+            self.host_kv_growth >= 0 and (self.host_kv_chunks > 0 or not self.host_kv_growth),
+            "host_kv_growth",
+            f"must be at least 0, and 0 without HOST, not {self.host_kv_growth}",
+        )
         need(
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
             "disk_kv_bytes",
@@ -179,6 +186,10 @@ class SchedulerConfig(SchedulerSettings):
             f"a context of {self.max_model_len} tokens needs {needed} GPU chunks with the reserve; "
             f"`gpu_kv_chunks` is {self.gpu_kv_chunks}, enough for {largest} tokens",
         )
+
+    @property
+    def most_host_kv_chunks(self) -> int:
+        return self.host_kv_chunks + self.host_kv_growth
 
     def chunks(self, tokens: int) -> int:
         """Chunks that hold `tokens` tokens."""

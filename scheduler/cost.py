@@ -177,15 +177,12 @@ def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
 
 
 def swap_out_chunks(cost: CostProfile, config: SchedulerConfig) -> int:
-    """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time.
-
-    Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the GPU
-    gains nothing.
-    """
+    """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time, as far as
+    HOST has room for copies."""
     share = config.swap_out_below
     if share is None:
         share = propose_swap_out_below(cost, config)
-    return min(int(share * config.gpu_kv_chunks), config.host_kv_chunks // 4)
+    return int(share * config.gpu_kv_chunks)
 
 
 def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:

@@ -7,6 +7,7 @@
     conversations     the logs: fork, keep, delete, residency of their KV
     disk              records of an earlier process, chunks to spill, records to erase
     work              the budget of work until the next plan
+    grow_host(slots)  HOST has more slots
 
 `next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied.
 Results are applied in order. Times are seconds on any clock that does not run backwards.
@@ -258,6 +259,13 @@ class Scheduler:
     def _has_begun_work(self) -> bool:
         return bool(self._releases or self._preparing or self._claim_work or self._deletion_work)
 
+    # -- tiers
+
+    def grow_host(self, slots: int) -> bool:
+        """HOST has `slots` slots now; fewer than before change nothing. Returns whether some are
+        new. May come between any two other calls."""
+        return self._store.host.grow(slots)
+
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
@@ -422,7 +430,8 @@ class Scheduler:
 
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or
-        than the first waiting request needs if that is more.
+        than the first waiting request needs if that is more. Most of HOST is kept for chunks that
+        are in no other tier: a second copy of a chunk on the GPU gains nothing.
 
         The next plan takes slots for generation before it admits that request. The slots for both
         are freed now.
@@ -430,7 +439,8 @@ class Scheduler:
         needed = builder.wanted + builder.short
         if builder.wanted:
             needed += sum(row.position == row.first_without_slot for row in self._queues.rows)
-        target = max(self._mark, needed) - self._queues.coming_free()
+        target = max(min(self._mark, self._store.host.count // 4), needed)
+        target -= self._queues.coming_free()
         if self._store.available < target:
             builder.evictor.swap_out_ahead(
                 target, most=max(needed, self._admission.link_chunks(builder))

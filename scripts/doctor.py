@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +38,8 @@ LEAST_CAPABILITY = 8.0
 LEAST_MEMORY = 4 * GIB
 LEAST_DISK = 5 * GIB
 LEAST_SHARED = GIB
+MEASURED_CHUNK = 4 * 2**20  # bytes of KV, as 32 tokens of an 8B model have
+FAST_DISK = 2e9  # bytes/s, as local NVMe disks read: beside running rows reading KV pays then
 
 
 class Level(StrEnum):
@@ -89,7 +92,7 @@ def look(
     yield _tensorrt()
     yield _memory()
     yield _shared_memory()
-    yield _disk(state_dir)
+    yield from _disk(state_dir)
     yield from _histories(state_dir, history_url)
     yield _open_files()
     yield from map(_replica, urls)
@@ -182,14 +185,14 @@ def _tensorrt() -> Finding:
 
 
 def _memory() -> Finding:
-    from ..runtime.device.memory import host_memory  # and torch
+    from ..runtime.device.memory import host_memory, host_room  # and torch
 
     memory = host_memory()
     return examined(
         "memory",
         memory.free >= LEAST_MEMORY,
         f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, the container's limit "
-        "included",
+        f"included; a GPU server takes up to {max(0, host_room(memory)) / GIB:.1f} for KV",
         Level.PROBLEM,
         "end other programs, or raise the container's memory limit",
     )
@@ -206,23 +209,45 @@ def _shared_memory() -> Finding:
     )
 
 
-def _disk(state_dir: Path) -> Finding:
+def _disk(state_dir: Path) -> Iterator[Finding]:
     there = next(path for path in (state_dir, *state_dir.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
-        return Finding(
+        yield Finding(
             "disk",
             Level.PROBLEM,
             f"{there} cannot be written",
             "give --state-dir another directory",
         )
+        return
     free = shutil.disk_usage(there).free
-    return examined(
+    yield examined(
         "disk",
         free >= LEAST_DISK,
         f"{free / GIB:.1f} GiB free for {state_dir}",
         Level.PROBLEM,
         "make room, or give --state-dir another directory",
     )
+    if free >= LEAST_DISK:
+        yield _disk_speed(there, free)
+
+
+def _disk_speed(directory: Path, free: int) -> Finding:
+    """Proposes the disk tier if the disk is fast; writes 96 MiB."""
+    from ..runtime.disk.speed import measure_disk  # and torch
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="pensieve-", dir=directory) as folder:
+            speed = measure_disk(Path(folder), MEASURED_CHUNK)
+    except (SettingError, OSError) as error:
+        return Finding("disk speed", Level.OPTIONAL, "not measured", str(error))
+    if speed is None:
+        return Finding("disk speed", Level.OPTIONAL, "not measured", "the disk refuses writes")
+    state = f"reads {speed.read / 1e9:.1f} GB/s, writes {speed.write / 1e9:.1f}"
+    if speed.read < FAST_DISK:
+        return Finding("disk speed", Level.OK, f"{state}, slow for KV")
+    size = free // 2 // GIB
+    advice = f"fast enough for KV beside host memory: pensieve serve --disk-kv-bytes {size}GiB"
+    return Finding("disk speed", Level.OK, state, advice)
 
 
 def _histories(state_dir: Path, url: str | None) -> Iterator[Finding]:

@@ -4,10 +4,10 @@ price.
     pensieve plan --config config.json --profile profile.json --synthetic sharegpt --load 10,100
     --ms-per-token 20
 
-One replica is simulated (`simulation/load.py`). For each size of host memory and each seed,
-bisection finds the largest rate of conversations that meets the targets. The median over the seeds
-counts; the lowest and the highest say how sure it is. A session stays with its replica, so the
-replica with the most sessions must meet the targets too.
+One replica is simulated (`simulation/load.py`). For each size of host memory and of disk, and each
+seed, bisection finds the largest rate of conversations that meets the targets. The median over the
+seeds counts; the lowest and the highest say how sure it is. A session stays with its replica, so
+the replica with the most sessions must meet the targets too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import parse_bytes
@@ -38,8 +39,15 @@ from .command import (
     subplots,
     title_line,
 )  # fmt: skip
-from .simulate import POSITIVE, add_common_options, add_hardware_options
-from .simulation.load import add_run_options, add_workload, conversations, load_run, simulate_load
+from .simulate import POSITIVE, add_common_options, add_disk_options, add_hardware_options
+from .simulation.load import (
+    add_run_options,
+    add_workload,
+    conversations,
+    host_size,
+    load_run,
+    simulate_load,
+)
 from .simulation.models import read_costs, read_shape
 
 TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_load`
@@ -110,12 +118,20 @@ def parser() -> CommandParser:
     )
     option("--plot", type=Path, metavar="FILE", help="draw the cost over the load (matplotlib)")
     add_common_options(command)
+    add_disk_options(command)
     add_run_options(command)
     add_hardware_options(command)
     command.set_defaults(
         gpu_kv_bytes="auto", host_kv_bytes="64GiB", seeds="0,1,2", measure_s=180.0, ramp_s=60.0
     )
     return command
+
+
+class TierBytes(NamedTuple):
+    """Bytes of KV for each GPU."""
+
+    host: int
+    disk: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> None:
     """Prints the plan. Raises SettingError."""
     loads, seeds = check(args)
-    sizes = sorted(parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(","))
     cost, source = describe(args)
+    sizes = tier_sizes(args)
     cases = list(product(sizes, seeds))
     spawn = multiprocessing.get_context("spawn")
     with safe_path(), spawn.Pool(min(args.jobs, len(cases))) as pool:
@@ -140,6 +156,14 @@ def plan(args: argparse.Namespace) -> None:
     print("\n".join(map(json.dumps, rows) if args.json else table(source, rows)))
     if args.plot is not None:
         draw(args, rates, loads[-1])
+
+
+def tier_sizes(args: argparse.Namespace) -> list[TierBytes]:
+    """Raises SettingError."""
+    gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
+    host = sorted(host_size(size, gpu_bytes) for size in args.host_kv_bytes.split(","))
+    disk = sorted(parse_bytes(size, "--disk-kv-bytes") for size in args.disk_kv_bytes.split(","))
+    return [TierBytes(*sizes) for sizes in product(host, disk)]
 
 
 def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
@@ -181,10 +205,11 @@ def describe(args: argparse.Namespace) -> tuple[CostProfile, str]:
     return shape.cost(args.chunk_tokens, 2**17, *speeds), "not measured: estimated from the shape"
 
 
-def largest_rate(args: argparse.Namespace, cost: CostProfile, host_bytes: int, seed: int) -> float:
+def largest_rate(args: argparse.Namespace, cost: CostProfile, sizes: TierBytes, seed: int) -> float:
     """Conversations/s at which one replica meets the targets. Raises SettingError if it never
     does."""
-    args = argparse.Namespace(**{**vars(args), "host_kv_bytes": str(host_bytes)})
+    tiers = {"host_kv_bytes": str(sizes.host), "disk_kv_bytes": str(sizes.disk)}
+    args = argparse.Namespace(**{**vars(args), **tiers})
 
     def good(rate: float) -> bool:
         figures = simulate_load(load_run(args, cost, conversations(args, rate, seed), rate, seed))
@@ -229,17 +254,18 @@ def replicas(load: float, rate: float) -> int:
 
 
 def plan_row(
-    args: argparse.Namespace, load: float, host_bytes: int, rates: Sequence[float]
+    args: argparse.Namespace, load: float, sizes: TierBytes, rates: Sequence[float]
 ) -> dict:
     gpus, most, fewest = (
         args.tensor_parallel * replicas(load, of(rates)) for of in (median, min, max)
     )
-    host_gib = gpus * host_bytes / 2**30
+    host_gib = gpus * sizes.host / 2**30
     cost = args.price * gpus + args.host_price * host_gib
     even = args.tensor_parallel * math.ceil(load / median(rates))
     spread = f"{min(rates):.3g} to {max(rates):.3g}", gpus, f"{fewest} to {most}"
     values = (
-        host_bytes / 2**30,
+        sizes.host / 2**30,
+        sizes.disk / 2**30,
         load,
         median(rates),
         *spread,
@@ -253,6 +279,7 @@ def plan_row(
 
 COLUMNS = {
     "host_gib_per_gpu": ("host GiB/GPU", "5.4g"),
+    "disk_gib_per_gpu": ("disk", "5.4g"),
     "load": ("load/s", "6.4g"),
     "rate": ("a replica/s", "5.3g"),
     "rates_by_seed": ("by seed", ">14"),
@@ -270,17 +297,25 @@ conversations."""
 def table(source: str, rows: Sequence[Mapping]) -> Iterator[str]:
     yield title_line(COLUMNS)
     yield from (result_line(COLUMNS, row) for row in rows)
-    best = min(rows, key=lambda row: (-row["load"], row["cost"], row["host_gib"]))
-    yield "{load:g}/s: {gpus} GPUs, {host_gib:,.0f} GiB of host memory, {cost:,.2f} an hour".format(
-        **best
+    best = min(
+        rows,
+        key=lambda row: (-row["load"], row["cost"], row["host_gib"], row["disk_gib_per_gpu"]),
     )
+    disk = ", --disk-kv-bytes {disk_gib_per_gpu:.0f}GiB" if best["disk_gib_per_gpu"] else ""
+    line = "{load:g}/s: {gpus} GPUs, {host_gib:,.0f} GiB of host memory" + disk
+    yield (line + ", {cost:,.2f} an hour").format(**best)
     yield "how sure: by seed {gpus_by_seed} GPUs; other traffic and failures are not in it".format(
         **best
     )
     yield f"costs of steps: {source}; simulated beside measured: docs/measured/planning.md"
 
 
-def draw(args: argparse.Namespace, rates: Mapping[int, Sequence[float]], most: float) -> None:
+def _label(sizes: TierBytes) -> str:
+    disk = f", {sizes.disk / 2**30:g} of disk" if sizes.disk else ""
+    return f"{sizes.host / 2**30:g} GiB of host memory{disk} a GPU"
+
+
+def draw(args: argparse.Namespace, rates: Mapping[TierBytes, Sequence[float]], most: float) -> None:
     """Writes the figure: a line a size of host memory, shaded between the seeds."""
     figure, axis = subplots("--plot", figsize=(7, 4))
     loads = [most * step / 200 for step in range(1, 201)]
@@ -289,9 +324,7 @@ def draw(args: argparse.Namespace, rates: Mapping[int, Sequence[float]], most: f
             [plan_row(args, x, size, [of(by_seed)])["cost"] for x in loads]
             for of in (max, median, min)
         )
-        (line,) = axis.plot(
-            loads, middle, drawstyle="steps", label=f"{size / 2**30:g} GiB of host memory a GPU"
-        )
+        (line,) = axis.plot(loads, middle, drawstyle="steps", label=_label(size))
         axis.fill_between(loads, low, high, step="pre", alpha=0.2, color=line.get_color())
     axis.set(
         title="Shaded: between the seeds",

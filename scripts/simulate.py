@@ -30,7 +30,14 @@ from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
 from .command import check_above_0, check_least, exit_status, result_line, title_line
 from .simulation.load import COLUMNS as LOAD_COLUMNS
-from .simulation.load import add_load_options, add_workload, config_of, plan_load, simulate_load
+from .simulation.load import (
+    add_load_options,
+    add_workload,
+    config_of,
+    host_size,
+    plan_load,
+    simulate_load,
+)
 from .simulation.models import MODELS
 from .simulation.traces import CHATS, read_trace, synthetic
 
@@ -73,6 +80,7 @@ def parser(preset: str = "trace") -> CommandParser:
         "--preset", choices=PRESETS, default="trace", help="each has its own options (trace)"
     )
     add_common_options(command)
+    add_disk_options(command)
     {"load": add_load_options, "trace": add_trace_options}[preset](command)
     return command
 
@@ -88,7 +96,8 @@ def add_common_options(command: argparse.ArgumentParser) -> None:
     )
     option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
     option("--host-kv-bytes", default="16GiB,32GiB,64GiB", metavar="SIZES",
-           help="comma between, of load only one (default %(default)s)")  # fmt: skip
+           help="comma between, of load only one; auto: what `pensieve serve` takes on this "
+                "machine (default %(default)s)")  # fmt: skip
     option(
         "--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)"
     )
@@ -154,12 +163,6 @@ def add_trace_options(command: argparse.ArgumentParser) -> None:
     )
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
     option(
-        "--disk-kv-bytes",
-        default="0",
-        metavar="SIZES",
-        help="comma between (default %(default)s: no disk)",
-    )
-    option(
         "--save",
         choices=SAVE_MODES,
         default="async",
@@ -187,21 +190,17 @@ def add_trace_options(command: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"all, or of {','.join(EVICTION_POLICIES)}",
     )
-    option(
-        "--disk-read-bytes-per-s",
-        type=float,
-        default=6e9,
-        metavar="B",
-        help="(default %(default)g)",
-    )
-    option(
-        "--disk-write-bytes-per-s",
-        type=float,
-        default=4e9,
-        metavar="B",
-        help="(default %(default)g)",
-    )
     add_hardware_options(command)
+
+
+def add_disk_options(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
+    option("--disk-kv-bytes", default="0", metavar="SIZES",
+           help="comma between, of load only one (default %(default)s: no disk)")  # fmt: skip
+    option("--disk-read-bytes-per-s", type=float, default=6e9, metavar="B",
+           help="`pensieve doctor` measures a disk (default %(default)g)")  # fmt: skip
+    option("--disk-write-bytes-per-s", type=float, default=4e9, metavar="B",
+           help="(default %(default)g)")  # fmt: skip
 
 
 def add_hardware_options(command: argparse.ArgumentParser) -> None:
@@ -302,7 +301,8 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
         disk_write_bytes_per_s=args.disk_write_bytes_per_s,
     )
     policies = EVICTION_POLICIES if args.eviction == "all" else args.eviction.split(",")
-    host_sizes = [parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(",")]
+    gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
+    host_sizes = [host_size(size, gpu_bytes) for size in args.host_kv_bytes.split(",")]
     disk_sizes = [parse_bytes(size, "--disk-kv-bytes") for size in args.disk_kv_bytes.split(",")]
     for name, default in (("save", "async"), ("prefetch", "on")):
         if getattr(args, name) != default and not any(disk_sizes):

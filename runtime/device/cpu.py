@@ -163,8 +163,14 @@ class CpuDevice:
         return host_memory()
 
     def allocate_pool(
-        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+        self,
+        tier: Tier,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Form | None = None,
+        most: int = 0,
     ) -> None:
+        shape = max(shape[0], most), *shape[1:]
         # numpy's zeroed pages are not allocated before they are written, so the existing pools
         # still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
@@ -186,6 +192,10 @@ class CpuDevice:
                 f"lower it ({error})"
             )
             raise SettingError(POOL_SETTINGS[tier], message) from error
+
+    @property
+    def host_slots(self) -> int:
+        return len(self._pools[Tier.HOST])
 
     def record(self, slot: int) -> np.ndarray:
         return self._pools[Tier.HOST][slot].view(-1).view(torch.uint8).numpy()

@@ -125,7 +125,12 @@ class CudaDevice:
         return Memory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 
     def allocate_pool(
-        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+        self,
+        tier: Tier,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Form | None = None,
+        most: int = 0,
     ) -> None:
         slots = shape[0]
         record = record_bytes(shape, dtype, form)
@@ -137,7 +142,7 @@ class CudaDevice:
                 first = np.array([self._pool.data_ptr()], np.uint64)
                 self._records[tier] = Records(first, slots, slots, record)
             else:
-                self._host = PinnedPool(self._runtime, slots, record)
+                self._host = PinnedPool(self._runtime, slots, record, most)
                 self._records[tier] = self._host.records
         except (torch.cuda.OutOfMemoryError, CudaError) as error:
             raise SettingError(
@@ -155,6 +160,10 @@ class CudaDevice:
                 )
                 for lane in (Lane.IN, Lane.OUT)
             }
+
+    @property
+    def host_slots(self) -> int:
+        return self._records[Tier.HOST].slots
 
     def record(self, slot: int) -> np.ndarray:
         assert self._host is not None
@@ -258,6 +267,8 @@ class CudaDevice:
         torch.cuda.synchronize()  # pools are zeroed on another stream
         if not self._enforce_eager:
             self._capture(shapes)
+        if self._host is not None:  # only now: a capture fails if another thread pins meanwhile
+            self._host.grow()
 
     def _capture(self, shapes: Shapes) -> None:
         rows = max(shape.rows for shape in shapes.captured)
@@ -364,8 +375,8 @@ class CudaDevice:
             release_pool(self._handle)
         self._graphs.clear()
         # Memory that a copy may still use is freed by the end of the process, which is near.
-        if idle and self._host is not None:
-            self._host.free()
+        if self._host is not None:
+            self._host.free(idle)
         self._coded.clear()
         self._pool = self._host = None
 

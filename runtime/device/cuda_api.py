@@ -64,15 +64,19 @@ class CudaRuntime:
             )
         self._library.cudaMemcpyBatchAsync.argtypes = _BATCH_SIGNATURE
         self._attributes = _CopyAttributes(order=_IN_STREAM_ORDER)
+        self._device = 0
         self._first = np.zeros(1, np.uint64)  # the attributes apply from the first entry on
 
     def use_device(self, device: int) -> None:
-        """Sets the calling thread's GPU to torch's: cuda-python has its own runtime, which starts
-        with GPU 0."""
+        """Sets the GPU, of the calling thread and of threads that pin, to torch's: cuda-python has
+        its own runtime, which starts with GPU 0 in each thread."""
+        self._device = device
         _call("cudaSetDevice", device)
 
     def allocate_pinned(self, size: int) -> int:
-        """Returns the address of `size` bytes of page-locked host memory, for `free_pinned`."""
+        """Returns the address of `size` bytes of page-locked host memory, for `free_pinned`. Any
+        thread may call it."""
+        _call("cudaSetDevice", self._device)
         return int(_call("cudaHostAlloc", size, 0))
 
     def free_pinned(self, address: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +13,13 @@ from .protocol import Memory
 
 POOL_SETTINGS = {Tier.GPU: "--gpu-kv-chunks", Tier.HOST: "--host-kv-chunks"}
 GIB = 2**30
+
+HOST_SHARE = 0.7
+"""Share of the host's memory that may be in use, by this and all other programs, while the HOST
+pool grows (`--host-kv-bytes` by default)."""
+
+MOST_HOST_TO_GPU = 16
+"""Bytes that the HOST pool grows to at most, for each byte of the GPU's pool."""
 
 CUDA_ALLOWANCE = 2 * GIB
 """Bytes of a GPU for its context, the libraries' work spaces, compiled kernels, the captured graphs
@@ -23,26 +32,87 @@ times)."""
 # exponentiated).
 _DRAWN_LOGIT = 3 * 4 + 2 * 8 + 6 * 8
 _SCORED_LOGIT = 2 * 4
+_FREE_ON_NODE = ("MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:")
 _MOST_SPLITS = 16  # of a context, by the attention kernel's work list
 _SMALLEST_SPLIT = 1024  # tokens
 
 
-def host_memory() -> Memory:
-    """Memory that the host, or the container, may still use."""
-    fields = _read_fields(Path("/proc/meminfo"))
+def host_memory(root: Path = Path("/")) -> Memory:
+    """Memory that this process may still use: of the machine, of the NUMA nodes that it is confined
+    to, and within the limits of its control groups and of strict overcommit."""
+    fields = _read_fields(root / "proc/meminfo")
     free, total = fields["MemAvailable:"] * 1024, fields["MemTotal:"] * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        used = int(limit.with_name("memory.current").read_text())
-        # given up under memory pressure
-        cached = _read_fields(limit.with_name("memory.stat"))["inactive_file"]
-        free, total = min(free, max(int(most) - used + cached, 0)), min(total, int(most))
-    return Memory(free, total)
+    if _limit(root / "proc/sys/vm/overcommit_memory") == 2:
+        free = min(free, (fields["CommitLimit:"] - fields["Committed_AS:"]) * 1024)
+    for part in (*_nodes(root), *_groups(root)):
+        free, total = min(free, part.free), min(total, part.total)
+    return Memory(max(0, free), total)
 
 
-def _read_fields(path: Path) -> dict[str, int]:
-    """Reads a file with a name and a number in each line."""
-    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
+def host_room(memory: Memory) -> int:
+    """Bytes that the HOST pool may still take of that memory (HOST_SHARE)."""
+    return memory.free - int((1 - HOST_SHARE) * memory.total)
+
+
+def host_pool_bytes(memory: Memory, gpu_pool: int, sharing: int = 1) -> int:
+    """Bytes that the HOST pool of one GPU grows to by default, if `sharing` GPUs share the memory
+    and the GPU's pool has `gpu_pool` bytes."""
+    return min(host_room(memory) // sharing, MOST_HOST_TO_GPU * gpu_pool)
+
+
+def _nodes(root: Path) -> Iterator[Memory]:
+    """The memory of the NUMA nodes that the process may use, together."""
+    nodes = root / "sys/devices/system/node"
+    status = (root / "proc/self/status").read_text().splitlines()
+    allowed = next((line.split()[1] for line in status if line.startswith("Mems_allowed_list")), "")
+    free = total = 0
+    for part in filter(None, allowed.split(",")):
+        first, _, last = part.partition("-")
+        for node in range(int(first), int(last or first) + 1):
+            if (path := nodes / f"node{node}/meminfo").exists():
+                fields = _read_fields(path, skipped=2)  # "Node 0"
+                free += sum(fields[name] for name in _FREE_ON_NODE)
+                total += fields["MemTotal:"]
+    if total:
+        yield Memory(free * 1024, total * 1024)
+
+
+def _groups(root: Path) -> Iterator[Memory]:
+    """The memory of each control group of the process that has a limit, the groups around it
+    included. A container may see its own group only, as the outermost one."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        inner = top / name.strip("/")
+        for group in (inner, *inner.parents):
+            limits = ("limit_in_bytes",) if controllers else ("max", "high")
+            limit = min(_limit(group / f"memory.{name}") for name in limits)
+            if limit < math.inf:
+                used = group / f"memory.{'usage_in_bytes' if controllers else 'current'}"
+                fields = _read_fields(group / "memory.stat")
+                cached = sum(  # given up under memory pressure
+                    fields[f"{'total_' * bool(controllers)}{kind}_file"]
+                    for kind in ("inactive", "active")
+                )
+                yield Memory(int(limit) - int(used.read_text()) + cached, int(limit))
+            if group == top:
+                break
+
+
+def _limit(path: Path) -> float:
+    """The number in the file; infinity if it says "max", or is not there."""
+    try:
+        return float(path.read_text().strip().replace("max", "inf"))
+    except FileNotFoundError:
+        return math.inf
+
+
+def _read_fields(path: Path, skipped: int = 0) -> dict[str, int]:
+    """Reads a file with a name and a number in each line, behind some words that are skipped."""
+    words = (line.split()[skipped:] for line in path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in words}
 
 
 def check_pool_fits(setting: str, chunks: int, size: int, free: int) -> None:

@@ -1,4 +1,5 @@
-"""The interface between a device and the executor: 15 methods. `cpu.py` and `cuda.py` implement it.
+"""The interface between a device and the executor: 15 methods and a property. `cpu.py` and
+`cuda.py` implement it.
 
 **Lanes.** Work is put on one of three lanes (COMPUTE, IN, OUT). Each lane does its work in the
 order of issue; only `wait` orders work on different lanes. On CUDA a lane is a stream (two if
@@ -98,16 +99,26 @@ class Device(Protocol):
         """Returns the memory of GPU or HOST."""
 
     def allocate_pool(
-        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+        self,
+        tier: Tier,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Form | None = None,
+        most: int = 0,
     ) -> None:
         """Makes the tier's KV pool, `shape` as in `ForwardPass.kv_shape`, zeroed; once for each
         tier, kept until `close`.
 
         The GPU's pool comes first. HOST's records are like the GPU's, or of `form`: then `copy`
-        encodes and decodes.
+        encodes and decodes. From `load` on HOST grows towards `most` slots in the background, if
+        they are more, as long as there is memory.
 
         SettingError names the setting to lower if the pool does not fit.
         """
+
+    @property
+    def host_slots(self) -> int:
+        """Slots of the HOST pool that can be used now. They never become fewer."""
 
     def record(self, slot: int) -> np.ndarray:
         """Returns the record in a HOST slot, [bytes] uint8: the memory itself, not a copy.

@@ -21,7 +21,7 @@ from ...scheduler.cost import CostProfile
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import SettingError, Tier
 from ..device.cpu import CpuDevice
-from ..device.memory import check_pool_fits
+from ..device.memory import GIB, check_pool_fits
 from ..device.protocol import Device
 from ..disk.directory import locked
 from ..disk.store import DiskSettings
@@ -159,6 +159,11 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         config.chunk_tokens,
         config.max_model_len,
     )
+    if config.host_kv_growth:
+        log.info(
+            "the host cache grows to %.1f GiB in the background",
+            config.most_host_kv_chunks * host_record / GIB,
+        )
     return Assembled(scheduler, executor, cost, trace, ready)
 
 
@@ -188,15 +193,24 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     began = time.monotonic()
     device, engine = open_rank(directory, settings.device, make, ranks, settings.kv_cache_dtype)
     log_loaded(engine, began)
-    config = ranks.together(lambda: scheduler_config(settings, engine, device))
-    gpu, host, disk, longest = ranks.smallest(
-        config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
+    config = ranks.together(lambda: scheduler_config(settings, engine, device, ranks.local_size))
+    gpu, host, growth, disk, longest = ranks.smallest(
+        config.gpu_kv_chunks,
+        config.host_kv_chunks,
+        config.host_kv_growth,
+        config.disk_kv_chunks,
+        config.max_model_len,
     )
     size = host * host_record_bytes(settings, engine) * ranks.local_size
     setting = pool_setting(settings, Tier.HOST)
     ranks.together(lambda: check_pool_fits(setting, host, size, device.memory(Tier.HOST).free))
     agreed = replace(
-        config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest
+        config,
+        gpu_kv_chunks=gpu,
+        host_kv_chunks=host,
+        host_kv_growth=growth,
+        disk_kv_chunks=disk,
+        max_model_len=longest,
     )
     return Prepared(directory, device, engine, agreed)
 

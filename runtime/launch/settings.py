@@ -135,7 +135,12 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         common=True,
     )
     host_kv_bytes: int | None = _cache(
-        None, "KV in host memory, as 40GiB", size_text(DEFAULT_HOST_KV), unit="SIZE", common=True
+        None,
+        "KV in host memory, as 40GiB",
+        f"{size_text(DEFAULT_HOST_KV)}; on a GPU it grows until 0.7 of the memory is in use",
+        unit="SIZE",
+        common=True,
+        page="docs/use/operations.md",
     )
     host_kv_chunks: int | None = _cache(None, "or in chunks")
     disk_kv_bytes: int | None = _cache(
@@ -250,6 +255,12 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
     def changed(self, name: str) -> bool:
         """True if the option is not at its default."""
         return bool(getattr(self, name) != DEFAULTS[name])
+
+    @property
+    def host_grows(self) -> bool:
+        """True if the HOST pool takes what the machine's memory has room for."""
+        given = self.changed("host_kv_bytes") or self.changed("host_kv_chunks")
+        return self.device == "cuda" and not given
 
     @property
     def engine_directory(self) -> Path:

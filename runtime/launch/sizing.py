@@ -21,7 +21,7 @@ from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
 from ...scheduler.types import SettingError, Tier
-from ..device.memory import GIB, activation_bytes, check_pool_fits, divide
+from ..device.memory import GIB, activation_bytes, check_pool_fits, divide, host_pool_bytes
 from ..device.protocol import Device
 from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
@@ -48,8 +48,11 @@ ESTIMATES = {
 LOGGED_FOR_EACH_HELD = 32
 
 
-def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
-    """SettingError names the flag at fault."""
+def scheduler_config(
+    settings: ServeSettings, engine: Engine, device: Device, sharing: int = 1
+) -> SchedulerConfig:
+    """sharing: ranks of this machine, which share its memory. SettingError names the flag at
+    fault."""
     check_overflow(settings.overflow, engine.manifest)
     record = engine.chunk_bytes(settings.chunk_tokens)
     if (
@@ -78,13 +81,18 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
             pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free
         )
     check_disk_has_host(settings, host_chunks, disk_chunks)
+    growth = 0
+    if settings.host_grows:
+        size = host_pool_bytes(device.memory(Tier.HOST), gpu_chunks * record, sharing)
+        growth = max(0, size // host_record - host_chunks)
     quota = settings.owner_kv_bytes
     values: dict[str, Any] = plain_values(settings) | dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
+        host_kv_growth=growth,
         owner_kv_chunks=None if quota is None else quota // record,
-        log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),
+        log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
         copies_may_fail=form is not None and form.is_exact is not None,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )

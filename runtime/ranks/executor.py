@@ -49,7 +49,7 @@ def unpack(packed: bytes) -> StepPlan:
 
 
 class RankReport(NamedTuple):
-    """One rank's report on one step; fields as in `StepResult`."""
+    """One rank's report on one step; fields as in `StepResult`, but for the last one."""
 
     step: int
     completed: Tickets
@@ -58,10 +58,13 @@ class RankReport(NamedTuple):
     failed: tuple[int, ...]
     erase_failed: tuple[int, ...]
     bad_copies: tuple[int, ...]
+    host_slots: int = 0
+    """As in `Executor`."""
 
 
-def report_of(result: StepResult) -> RankReport:
-    return RankReport(*(getattr(result, field) for field in RankReport._fields))
+def report_of(result: StepResult, host_slots: int) -> RankReport:
+    values = (getattr(result, field) for field in RankReport._fields[:-1])
+    return RankReport._make((*values, host_slots))
 
 
 @dataclass(slots=True)
@@ -91,6 +94,11 @@ class Reports:
         self._bad_copies.update(dict.fromkeys(report.bad_copies))
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(report, kind))
+
+    @property
+    def host_slots(self) -> int:
+        """Slots of HOST that all the other ranks have; 0 before they have reported."""
+        return min(report.host_slots for report in self._last.values())
 
     def late(self, step: int) -> list[int]:
         """The ranks that have not reported the step."""
@@ -177,6 +185,11 @@ class RankedExecutor(Executor):
         """The records that all ranks have."""
         return self._records
 
+    @property
+    def host_slots(self) -> int:
+        """Slots of HOST that all ranks have reported."""
+        return min(super().host_slots, self._reports.host_slots)
+
     def launch(self, plan: StepPlan) -> None:
         with self._noting_failure():
             self._ranks.send(pack(plan))
@@ -239,7 +252,7 @@ def follow(ranks: Ranks, executor: Executor) -> None:
         moved = time.monotonic()
         while True:
             if executor.done():
-                ranks.report(report_of(executor.wait()))
+                ranks.report(report_of(executor.wait(), executor.host_slots))
                 moved = time.monotonic()
             elif (packed := ranks.receive()) is None:
                 if not executor.in_flight:

@@ -75,7 +75,7 @@ class ChunkStore:
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
         self._most_forgotten = (
-            4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
+            4 * (config.gpu_kv_chunks + config.most_host_kv_chunks) + config.disk_kv_chunks
         )
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []

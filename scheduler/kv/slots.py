@@ -35,6 +35,16 @@ class SlotPool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
+    def grow(self, count: int) -> bool:
+        """The pool has at least `count` slots now. New ones are free, behind the others. Returns
+        whether there are any."""
+        new = range(self.count, count)
+        for last in self.last:
+            last.extend(0 for _ in new)
+        self._free.extend(new)
+        self.count += len(new)
+        return bool(new)
+
     def take_all(self, slots: Container[int]) -> None:
         """Takes all of these free slots."""
         self._free = deque(slot for slot in self._free if slot not in slots)

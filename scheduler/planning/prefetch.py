@@ -41,7 +41,6 @@ class Prefetcher:
         self._order = order
         self._cost = cost
         self._active = config.prefetch and config.disk_kv_chunks > 0
-        self._window = config.host_kv_chunks
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
         self._expected: deque[Chunk] = deque()
         # HOST has no slot for the last prefetch, and no spill will free one soon
@@ -79,8 +78,8 @@ class Prefetcher:
             self._prefetch_expected(evictor)
 
     def _prefetch_queue(self, evictor: Evictor, now: float) -> bool:
-        """Returns whether reading has begun for the whole window: the turns that join first."""
-        window = self._window
+        """Returns whether reading has begun for the turns that join first."""
+        window = self._store.host.count
         for turn in self._order.preferred(now):
             keys = self._lookup.seen_keys(turn)
             window -= len(keys)

@@ -36,7 +36,6 @@ class WriteBehind:
         self._store = store
         self._eager = config.disk_kv_chunks > 0 and config.save != "off"
         self._in_time = self._eager and config.save == "sync"
-        self._host_buffer = max(1, int(HOST_BUFFER * config.host_kv_chunks))
         self._most_copies = min(64, max(1, int(LINK_PIECE_S / cost.swap_out())))
         self._most_writes = min(256, max(4, int(WRITES_AHEAD_S / cost.write())))
         self._queue: deque[Chunk] = deque()
@@ -115,7 +114,8 @@ class WriteBehind:
             self._spill_copied(evictor)
             self._copy_out(evictor)
             self._short = not evictor.spill_ahead(
-                self._host_buffer, self._most_writes - self._store.disk.writing
+                max(1, int(HOST_BUFFER * self._store.host.count)),
+                self._most_writes - self._store.disk.writing,
             )
         self._end_staging()
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
+from ...runtime.launch.settings import DEFAULT_HOST_KV
 from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig, SchedulerSettings
 from ...scheduler.cost import CostProfile, propose_swap_out_below
 from ...scheduler.sim.simulator import (
@@ -225,6 +226,16 @@ def add_workload(command: argparse.ArgumentParser) -> None:
     )
 
 
+def host_size(text: str, gpu_bytes: int) -> int:
+    """Bytes of `--host-kv-bytes`; `auto` is the default of `pensieve serve` on this machine, beside
+    a GPU's pool of `gpu_bytes`. SettingError."""
+    if text != "auto":
+        return parse_bytes(text, "--host-kv-bytes")
+    from ...runtime.device.memory import host_memory, host_pool_bytes  # and torch
+
+    return max(DEFAULT_HOST_KV, host_pool_bytes(host_memory(), gpu_bytes))
+
+
 def config_of(
     args: argparse.Namespace, sessions: Sequence[Session], cost: CostProfile, **how: Any
 ) -> SchedulerConfig:
@@ -279,12 +290,20 @@ def load_run(
         if args.lower_tier_kv != "same":
             raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
         cost = replace(cost, chunk_bytes=int(cost.chunk_bytes * FP8_POOL))
-    lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
+    lower = replace(
+        cost,
+        chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]),
+        disk_read_bytes_per_s=args.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=args.disk_write_bytes_per_s,
+    )
     how = {
         name: getattr(args, name) for name in ("eviction", "swap_out_below", "generation_reserve")
     }
-    host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes
-    config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks, **how)
+    gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
+    how["host_kv_chunks"] = host_size(args.host_kv_bytes, gpu_bytes) // lower.chunk_bytes
+    disk_bytes = parse_bytes(args.disk_kv_bytes, "--disk-kv-bytes")
+    how["disk_kv_chunks"] = disk_bytes // lower.chunk_bytes
+    config = config_of(args, sessions, cost, **how)
     if config.swap_out_below is None:  # so that results can tell it
         config = replace(config, swap_out_below=propose_swap_out_below(lower, config))
     token_bytes = cost.chunk_bytes / cost.chunk_tokens

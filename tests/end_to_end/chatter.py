@@ -211,6 +211,8 @@ class Chatter:
                 moments.pop()
                 self.restart()
                 loop = EngineLoop(self.scheduler, self)
+            if self.config.host_kv_growth:
+                self.counts["grown"] += self.scheduler.grow_host(self.executor.host_slots)
             applied = loop.step()
             if applied is not None:
                 self._apply(applied)

@@ -17,6 +17,7 @@ from tests.compiled import compiled_engine
 from tests.models import tiny_checkpoint
 
 from .chatter import TIGHT, Chatter
+from .sharing import SharingDevice
 
 MODELS = ("llama", "qwen3", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt")
 POLICIES = ("retention", "lru", "lru-conversation", "lru-plain", "fifo-plain")
@@ -74,6 +75,34 @@ def test_replies_at_other_pool_sizes(model, ids, host):
     chatter = Chatter(engine, reference, 7, ids=ids, host_kv_chunks=host, gpu_kv_chunks=29)
     counts = chatter.run(TURNS, events=["host"] if host else [])
     assert host or not counts["host"]
+    happened.update(counts)
+
+
+class GrowingDevice(SharingDevice):
+    """Its HOST pool gains a slot now and then."""
+
+    looks = 0
+
+    @property
+    def host_slots(self):
+        self.looks += 1
+        return min(5 + self.looks // 3, super().host_slots)
+
+
+def test_replies_while_the_host_pool_grows(model):
+    engine, reference, happened = model
+    chatter = Chatter(
+        engine,
+        reference,
+        8,
+        disturbed=True,
+        gpu_kv_chunks=29,
+        host_kv_chunks=5,
+        host_kv_growth=60,
+        make_device=GrowingDevice,
+    )
+    counts = chatter.run(TURNS, events=["host"])
+    assert counts["grown"] > 10
     happened.update(counts)
 
 

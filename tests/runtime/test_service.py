@@ -49,6 +49,7 @@ class Scheduler(SimpleNamespace):
             calls=[], stored={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers
         )
         self.work = WorkBudget()
+        self.config = SimpleNamespace(host_kv_growth=0)
         self.has_work = lambda now: False
         self.expire = lambda now: []
         self.conversations = Conversations(self)
@@ -227,7 +228,9 @@ def test_an_idle_loop_checks_its_state_if_that_is_quick(
 
     service._inbox = SimpleNamespace(get=get, empty=lambda: False)  # type: ignore[assignment]
     scheduler.idle, scheduler.wake_at = True, 0.0
-    scheduler.config = SimpleNamespace(gpu_kv_chunks=16, host_kv_chunks=8, disk_kv_chunks=slots)
+    scheduler.config = SimpleNamespace(
+        gpu_kv_chunks=16, most_host_kv_chunks=8, disk_kv_chunks=slots, host_kv_growth=0
+    )
     scheduler.check = lambda: scheduler.calls.append("check")
     service._wait_for_news()
     assert scheduler.calls == ["check"] * checked
@@ -258,6 +261,31 @@ def test_a_signal_that_comes_just_before_a_wait_is_heard_soon(
     service._sleep()
     assert waits == [LONGEST_WAIT_S] * 3
     assert service._drained()
+
+
+def test_growth_of_the_host_pool_is_told_while_nothing_runs(
+    service: Service, scheduler: Scheduler
+) -> None:
+    sent: list[int] = []
+
+    def get(timeout: float | None) -> Drain:
+        if service._session.executor.host_slots < 8:
+            service._session.executor.host_slots += 2
+            raise Empty
+        return Drain(0.0)
+
+    def grow_host(slots: int) -> bool:
+        sent.append(slots)
+        return slots > 4
+
+    service._inbox = SimpleNamespace(get=get)  # type: ignore[assignment]
+    service._session.executor.host_slots = 2
+    scheduler.wake_at = float("inf")
+    scheduler.grow_host = grow_host
+    scheduler.config.host_kv_growth = 6
+    service._send = lambda applied: sent.append(0)
+    service._sleep()
+    assert sent == [4, 6, 0, 8, 0]
 
 
 def submit(service: Service, number: int, grammar: str | None = None) -> None:

@@ -66,6 +66,9 @@ class DeviceModel:
         self.salts = {} if salts is None else salts
         self.erases = erases
 
+    def grow_host(self, slots):
+        self.pools["host"] += [{} for _ in range(slots - len(self.pools["host"]))]
+
     # -- order
 
     def _begin(self, lane, ticket, after):

@@ -47,9 +47,10 @@ class Driver(Harness):
                     self.lose_some,
                     self.restart_one,
                     self.erase_one,
+                    self.grow_one,
                 ),
             ),
-            (12, 40, 40, 3, 4, 1, 1, 1, 2, 0.2 * self.has_disk, 0.2 * self.has_disk),
+            (12, 40, 40, 3, 4, 1, 1, 1, 2, 0.2 * self.has_disk, 0.2 * self.has_disk, 1),
         )[0]
         operation()
         if self.config.queue_timeout is not None:
@@ -116,6 +117,12 @@ class Driver(Harness):
                 self.add_to(request.conversation)
             elif self.random.random() < 0.3:
                 self.abort(request_id)
+
+    def grow_one(self):
+        """HOST gets some of the slots that it may still get."""
+        slots = self.scheduler._store.host.count
+        left = self.config.most_host_kv_chunks - slots
+        self.grow_host(slots + self.random.randint(0, min(left, 9)))
 
     # -- the disk
 

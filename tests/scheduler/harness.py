@@ -318,6 +318,11 @@ class Harness:
         self.counts["restarts"] += 1
         self.check()
 
+    def grow_host(self, slots):
+        if self.scheduler.grow_host(slots):
+            self.device.grow_host(slots)
+            self.counts["growths"] += 1
+
     # -- steps
 
     def launch(self):

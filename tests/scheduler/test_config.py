@@ -33,7 +33,7 @@ from .harness import SMALL, Harness
             ("generation_reserve", 2.0),
         ),
         *(("eviction", "random"), ("batching", "both"), ("queue_order", "lifo")),
-        ("max_model_len", 89),
+        *(("host_kv_growth", -1), ("max_model_len", 89)),
         *(("overflow", "never"), ("overflow_ratio", 0.0), ("overflow_ratio", 1.0)),
     ],
 )

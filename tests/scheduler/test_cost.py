@@ -250,9 +250,8 @@ def test_without_a_mark_the_proposed_one_counts():
     quick_link = a_profile()
     proposed = propose_swap_out_below(quick_link, POOL)
     assert swap_out_chunks(quick_link, POOL) == int(proposed * 1000) != 250
-    assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.5)) == 250  # of HOST's 1000
+    assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.5)) == 500
     assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.0)) == 0
-    assert swap_out_chunks(quick_link, replace(POOL, host_kv_chunks=0)) == 0
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def runs():
             "save": ("async", "off", "sync", "async")[number // 3 % 4],
             "prefetch": number % 5 != 0,
             "copies_may_fail": number % 4 == number // 4 % 4,
+            "host_kv_growth": (0, 3, 40)[number // 5 % 3] if host else 0,
             "log_chunks": (inf, 60)[number // 2 % 2],
         }
 
@@ -96,6 +97,7 @@ def test_random_operations(run, totals):
             "deletes",
             "pins",
             "expired",
+            "growths",
             "forgotten",
             "refused too many",
             "refused invalid",

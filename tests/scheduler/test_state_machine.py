@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             gpu_kv_chunks=14,
             max_model_len=48,
             host_kv_chunks=host,
+            host_kv_growth=20 if host else 0,
             disk_kv_chunks=disk if host else 0,
             max_num_batched_tokens=tokens_a_step,
             **settings,
@@ -90,6 +91,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_a_while(self, steps):
         for _ in range(steps):
             self.harness.tick()
+
+    @rule(slots=st.integers(1, 20))
+    def grow(self, slots):
+        harness = self.harness
+        slots += harness.scheduler._store.host.count
+        harness.grow_host(min(slots, harness.config.most_host_kv_chunks))
 
     @precondition(lambda self: self.harness.open)
     @rule(pick=pick)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.runtime.disk.speed import DiskSpeed
 from pensieve.scripts import doctor
 from pensieve.scripts.doctor import Finding, Level, look, main
 
@@ -98,6 +99,26 @@ def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
     findings = findings_of("cpu", tmp_path / "not" / "made" / "yet")
     assert findings["memory"].level is findings["disk"].level is Level.PROBLEM
     assert findings["/dev/shm"].level is Level.OPTIONAL
+
+
+def test_a_fast_disk_is_proposed_for_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = "pensieve.runtime.disk.speed.measure_disk"
+    for speed, advice in (
+        (DiskSpeed(3e9, 2e9), "--disk-kv-bytes 50GiB"),
+        (DiskSpeed(3e8, 2e8), ""),
+        (None, "refuses writes"),
+    ):
+        monkeypatch.setattr(speeds, lambda directory, chunk_bytes, speed=speed: speed)
+        finding = doctor._disk_speed(tmp_path, 100 * 2**30)
+        assert finding.advice.endswith(advice) and bool(finding.advice) == bool(advice)
+        assert (finding.level is Level.OK) == (speed is not None)
+
+
+def test_the_speed_of_a_disk_is_measured_without_traces(tmp_path: Path) -> None:
+    (tmp_path / "speed").mkdir()
+    finding = doctor._disk_speed(tmp_path, 100 * 2**30)
+    assert finding.level is Level.OK and "GB/s" in finding.state
+    assert [path.name for path in tmp_path.iterdir()] == ["speed"]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from statistics import median
 
 import pytest
 
+from pensieve.runtime.device.protocol import Memory
 from pensieve.scheduler.sim.ring import fullest_share
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import plan
+from pensieve.scripts.simulation.load import host_size
 from pensieve.scripts.simulation.models import MODELS, read_costs, read_shape, scaled
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
@@ -94,21 +96,52 @@ def test_a_margin_is_a_harder_target(capsys):
 
 def test_the_table_names_the_cheapest_size_of_host_memory():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
-    sizes = ((0, [1.0]), (2**32, [2.0]), (2**33, [2.0]))
+    sizes = ((0, 0, [1.0]), (2**32, 0, [2.0]), (2**33, 0, [2.0]), (2**32, 2**39, [2.0]))
     by_size = [
-        plan.plan_row(args, load, size, rates) for load in (2.0, 40.0) for size, rates in sizes
+        plan.plan_row(args, load, plan.TierBytes(host, disk), rates)
+        for load in (2.0, 40.0)
+        for host, disk, rates in sizes
     ]
     titles, *lines, best, sure, source = plan.table("NVIDIA H200, 2026-11-20", by_size)
     assert titles.split()[:2] == ["host", "GiB/GPU"]
-    assert [line.split()[:2] for line in lines[:2]] == [["0", "2"], ["4", "2"]]
-    gpus = by_size[4]["gpus"]
+    assert [line.split()[:3] for line in lines[:2]] == [["0", "0", "2"], ["4", "0", "2"]]
+    gpus = by_size[5]["gpus"]
     assert best == f"40/s: {gpus} GPUs, {4 * gpus} GiB of host memory, {gpus:.2f} an hour"
     assert f"{gpus} to {gpus} GPUs" in sure and "NVIDIA H200, 2026-11-20" in source
 
 
+def test_a_disk_that_saves_gpus_is_proposed():
+    args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
+    sizes = ((0, [1.0]), (2**38, [2.0]), (2**39, [2.0]))
+    by_size = [
+        plan.plan_row(args, 40.0, plan.TierBytes(2**32, disk), rates) for disk, rates in sizes
+    ]
+    best = list(plan.table("", by_size))[-3]
+    assert ", --disk-kv-bytes 256GiB, " in best
+
+
+def test_the_default_of_a_servers_host_memory_is_known(monkeypatch):
+    memory = Memory(90 * 2**30, 100 * 2**30)
+    monkeypatch.setattr("pensieve.runtime.device.memory.host_memory", lambda: memory)
+    options = [*SMALL, "--ms-per-token", "20", "--disk-kv-bytes", "0,1GiB"]
+    args = plan.parser().parse_args([*options, "--host-kv-bytes", "auto,1GiB"])
+    sizes = [(host // 2**30, disk // 2**30) for host, disk in plan.tier_sizes(args)]
+    assert sizes == [(1, 0), (1, 1), (60, 0), (60, 1)]
+    assert host_size("auto", 2**30) == 16 * 2**30 and host_size("auto", 0) == 2 * 2**30
+
+
+@pytest.mark.slow
+def test_more_disk_serves_more(capsys):
+    """Conversations that come back after 5 s, and a host that holds few of them."""
+    options = ("--ms-per-token", "20", "--load", "40", "--host-kv-bytes", "1GiB")
+    none, some = rows(capsys, *options, "--disk-kv-bytes", "0,64GiB")
+    assert (none["disk_gib_per_gpu"], some["disk_gib_per_gpu"]) == (0, 64)
+    assert some["rate"] >= none["rate"]
+
+
 def test_the_seeds_say_how_sure_it_is():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
-    row = plan.plan_row(args, 10.0, 2**32, [1.0, 0.5, 2.0])
+    row = plan.plan_row(args, 10.0, plan.TierBytes(2**32, 0), [1.0, 0.5, 2.0])
     assert row["rate"] == median([1.0, 0.5, 2.0]) and row["rates_by_seed"] == "0.5 to 2"
     fewest, most = map(int, row["gpus_by_seed"].split(" to "))
     assert fewest < row["gpus"] < most

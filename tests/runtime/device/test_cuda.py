@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from pensieve.runtime.device import cuda as cuda_device
+from pensieve.runtime.device import pinned_memory
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.device.cuda import CudaDevice
+from pensieve.runtime.device.memory import host_memory
 from pensieve.runtime.device.pinned_memory import PinnedPool
 from pensieve.runtime.device.protocol import Device
 from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
@@ -206,6 +208,119 @@ def test_random_copies_equal_numpys(closing, monkeypatch, batched):
         device.synchronize(device.mark(lane))
     for got, wanted in zip(contents(device), (on_device, on_host), strict=True):
         assert np.array_equal(got, wanted)
+
+
+def growing(device: CudaDevice, most: int, record: int) -> None:
+    """Makes pools of records of that size, with two slots on HOST that may become `most`, one in a
+    piece."""
+    shape = (50, 3, 2, 1, 4, record // 96)
+    device.allocate_pool(Tier.GPU, shape, torch.float32)
+    device.allocate_pool(Tier.HOST, (2, *shape[1:]), torch.float32, most=most)
+    assert device.host_slots == 2 and device._host.records.slots_a_piece == 1
+
+
+def await_slots(device: CudaDevice, slots: int) -> None:
+    while device.host_slots < slots:
+        assert device._host._thread.is_alive()
+        time.sleep(1e-4)
+
+
+@on_gpu
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
+def test_random_copies_beside_growth_equal_numpys(closing, monkeypatch, batched):
+    """Copies across pieces, while more are pinned."""
+    dice = np.random.default_rng(2)
+    most = 300
+    record = 96 * 1000
+    monkeypatch.setattr(pinned_memory, "GROWING_PIECE", record)
+    device = closing(CudaDevice(batched_copies=batched))
+    growing(device, most, record)
+    on_device = np.zeros((50, record), np.uint8)
+    on_host = np.zeros((most, record), np.uint8)
+    device._host.grow(lambda: 2**60)
+    at_work = 0
+    while device.host_slots < most or at_work < 20:
+        usable = device.host_slots
+        at_work += 1
+        lane = Lane(int(dice.choice([Lane.IN, Lane.OUT])))
+        count = int(dice.integers(1, min(usable, 50)))
+        gpu_slots = dice.permutation(50)[:count].astype(np.int32)
+        host_slots = dice.permutation(usable)[:count].astype(np.int32)
+        if lane is Lane.IN:
+            for slot in host_slots:
+                on_host[slot] = dice.integers(256)
+                device.record(slot)[:] = on_host[slot]
+            device.copy(lane, host_slots.copy(), gpu_slots.copy(), range(3))
+            on_device[gpu_slots] = on_host[host_slots]
+        else:
+            device.copy(lane, gpu_slots.copy(), host_slots.copy(), range(3))
+            on_host[host_slots] = on_device[gpu_slots]
+        device.synchronize(device.mark(lane))
+    torch.cuda.synchronize()
+    pool = device._pool.cpu().numpy().reshape(50, -1).view(np.uint8)
+    assert np.array_equal(pool, on_device)
+    assert all(np.array_equal(device.record(slot), on_host[slot]) for slot in range(most))
+
+
+@on_gpu
+def test_a_close_during_growth_frees_what_is_pinned(monkeypatch):
+    most = 20_000  # 36 GiB: never reached
+    record = 96 * 20_000
+    monkeypatch.setattr(pinned_memory, "GROWING_PIECE", record)
+    device = CudaDevice()
+    growing(device, most, record)
+    pool = device._host
+    held = host_memory().free
+    pool.grow()
+    await_slots(device, 100)
+    copied = np.arange(50, dtype=np.int32)
+    device.copy(Lane.OUT, copied, copied + 50, range(3))
+    began = time.monotonic()
+    device.close()
+    print(f"closed after {1e3 * (time.monotonic() - began):.0f} ms")
+    assert not pool._thread.is_alive() and not pool._addresses
+    assert pool.records.slots < most
+    print(f"{(held - host_memory().free) / 2**20:.0f} MiB more in use than before")
+
+
+@on_gpu
+def test_copies_go_on_beside_growth(closing):
+    """Prints by how much pinning delays another thread's copies."""
+    device = closing(CudaDevice())
+    record = 96 * 2**14
+    shape = (50, 3, 2, 1, 4, record // 96)
+    device.allocate_pool(Tier.GPU, shape, torch.float32)
+    device.allocate_pool(Tier.HOST, (50, *shape[1:]), torch.float32, most=2000)
+    slots = np.arange(50, dtype=np.int32)
+
+    def seconds(rounds=200) -> list[float]:
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            device.copy(Lane.OUT, slots, slots, range(3))
+            device.synchronize(device.mark(Lane.OUT))
+            times.append(time.perf_counter() - began)
+        return sorted(times)
+
+    alone = seconds()
+    device._host.grow(lambda: 2**60)
+    beside = seconds()
+    grown = device.host_slots
+    for name, times in (("alone", alone), ("beside growth", beside)):
+        print(f"{name}: p50 {1e3 * times[100]:.2f} ms, p99 {1e3 * times[197]:.2f} ms")
+    assert grown > 60
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_while_the_host_pool_grows(monkeypatch, kind):
+    engine = TinyEngine(kind, "cuda")
+    monkeypatch.setattr(pinned_memory, "GROWING_PIECE", 2 * engine.chunk_bytes(8))
+    monkeypatch.setattr(pinned_memory, "GAP_SECONDS", 0.02)
+    settings = dict(gpu_kv_chunks=27, host_kv_chunks=4, host_kv_growth=60)
+    chatter = Chatter(engine, Reference(kind), 12, make_device=lambda **_: HeldUp(), **settings)
+    counts = chatter.run(50, events=["host"])
+    assert counts["grown"] > 5 and chatter.scheduler.config.most_host_kv_chunks == 64
 
 
 @on_gpu

@@ -60,8 +60,12 @@ def test_the_second_runtime_in_the_process_is_told_its_device(library, monkeypat
     monkeypatch.setattr(
         cuda_runtime.cuda, "cudaSetDevice", lambda device: (told.append(device) or 0,)
     )
-    CudaRuntime("pretended").use_device(3)
+    monkeypatch.setattr(cuda_runtime.cuda, "cudaHostAlloc", lambda size, flags: (0, 2**40))
+    runtime = CudaRuntime("pretended")
+    runtime.use_device(3)
     assert told == [3]
+    assert runtime.allocate_pinned(100) == 2**40
+    assert told == [3, 3], "the calling thread may be another"
 
 
 def test_a_failed_call_says_what_was_called_and_what_the_status_means(library, monkeypatch):
@@ -72,6 +76,7 @@ def test_a_failed_call_says_what_was_called_and_what_the_status_means(library, m
     ):
         runtime.copy_batch(*some_copies(1), 7)
     assert library.cleared == 1, "or torch would blame its own next call"
+    monkeypatch.setattr(cuda_runtime.cuda, "cudaSetDevice", lambda device: (0,))
     failed = cuda_runtime.cuda.cudaError_t.cudaErrorMemoryAllocation
     monkeypatch.setattr(cuda_runtime.cuda, "cudaHostAlloc", lambda size, flags: (failed, None))
     with pytest.raises(

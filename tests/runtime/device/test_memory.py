@@ -9,6 +9,8 @@ from pensieve.runtime.device.memory import (
     activation_bytes,
     check_pool_fits,
     divide,
+    host_memory,
+    host_room,
 )
 from pensieve.runtime.device.protocol import Memory
 from pensieve.scheduler.types import SettingError
@@ -124,3 +126,101 @@ def test_a_pool_that_does_not_fit_says_what_does():
         SettingError, match=r"--host-kv-chunks: 10 chunks need 10\.00 GiB and 5\.50 .* enough for 5"
     ):
         check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 5 * GIB + GIB // 2)
+
+
+class Machine:
+    """The files of a system with 100 GiB of memory, of which 80 are available."""
+
+    def __init__(self, root, groups="0::/\n"):
+        self.root = root
+        self.write("proc/meminfo", MemTotal=100, MemAvailable=80, CommitLimit=60, Committed_AS=15)
+        self.write("proc/sys/vm/overcommit_memory", "0\n")
+        self.write("proc/self/status", "Name:\tpython\nMems_allowed_list:\t0-1\n")
+        self.write("proc/self/cgroup", groups)
+
+    def write(self, path, text="", **gib):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            text or "".join(f"{name}: {size * 2**20} kB\n" for name, size in gib.items())
+        )
+
+    def node(self, number, **gib):
+        lines = (f"Node {number} {name}:  {size * 2**20} kB\n" for name, size in gib.items())
+        self.write(f"sys/devices/system/node/node{number}/meminfo", "".join(lines))
+
+    def group(self, name, *, used, cached=0, **limits):
+        """Of version 2; sizes in GiB."""
+        for file, limit in (("max", "max"), ("high", "max"), *limits.items()):
+            size = limit if limit == "max" else limit * GIB
+            self.write(f"sys/fs/cgroup/{name}/memory.{file}", f"{size}\n")
+        self.write(f"sys/fs/cgroup/{name}/memory.current", f"{used * GIB}\n")
+        stat = f"anon 5\nactive_file {cached * GIB}\ninactive_file 0\n"
+        self.write(f"sys/fs/cgroup/{name}/memory.stat", stat)
+
+    def group_v1(self, name, *, used, limit, cached=0):
+        for file, text in (
+            ("limit_in_bytes", f"{limit}\n"),
+            ("usage_in_bytes", f"{used * GIB}\n"),
+            ("stat", f"total_inactive_file {cached * GIB}\ntotal_active_file 0\n"),
+        ):
+            self.write(f"sys/fs/cgroup/memory/{name}/memory.{file}", text)
+
+    def gib(self):
+        memory = host_memory(self.root)
+        return memory.free / GIB, memory.total / GIB
+
+
+def test_the_hosts_memory_is_that_of_the_machine(tmp_path):
+    machine = Machine(tmp_path)
+    assert machine.gib() == (80, 100)
+    assert host_memory().total > 0, "and this machine has its own files"
+
+
+def test_every_control_group_around_the_process_limits_it(tmp_path):
+    machine = Machine(tmp_path, "0::/pod/server\n")
+    machine.group("pod/server", used=10)
+    assert machine.gib() == (80, 100)
+    machine.group("pod/server", used=10, cached=4, max=60)
+    assert machine.gib() == (54, 60), "the page cache is given up"
+    machine.group("pod/server", used=10, cached=4, max=60, high=30)
+    assert machine.gib() == (24, 30), "beyond `high` the process is slowed down"
+    machine.group("pod", used=25, max=28)
+    assert machine.gib() == (3, 28)
+    machine.group("pod", used=29, max=28)
+    assert machine.gib() == (0, 28)
+
+
+def test_a_container_sees_its_own_group_as_the_outermost_one(tmp_path):
+    machine = Machine(tmp_path, "0::/somewhere/outside\n")
+    machine.group("", used=10, max=40)
+    assert machine.gib() == (30, 40)
+
+
+def test_control_groups_of_version_1(tmp_path):
+    machine = Machine(tmp_path, "5:cpu,cpuacct:/other\n4:memory:/pod/server\n0::/\n")
+    machine.group_v1("", used=70, limit=2**63 - 4096)
+    machine.group_v1("pod", used=20, limit=50 * GIB)
+    machine.group_v1("pod/server", used=12, limit=40 * GIB, cached=6)
+    assert machine.gib() == (30, 40)
+
+
+def test_a_process_may_be_confined_to_some_numa_nodes(tmp_path):
+    machine = Machine(tmp_path)
+    parts = {"Active(file)": 3, "Inactive(file)": 2, "SReclaimable": 1}
+    machine.node(0, MemTotal=50, MemFree=30, **parts)
+    machine.node(1, MemTotal=50, MemFree=40, **parts)
+    assert machine.gib() == (80, 100)
+    machine.write("proc/self/status", "Mems_allowed_list:\t1,3-4\n")
+    assert machine.gib() == (46, 50)
+
+
+def test_strict_overcommit_leaves_what_is_not_promised_yet(tmp_path):
+    machine = Machine(tmp_path)
+    machine.write("proc/sys/vm/overcommit_memory", "2\n")
+    assert machine.gib() == (45, 100)
+
+
+def test_the_host_pool_leaves_a_share_of_the_memory_free():
+    assert host_room(Memory(80 * GIB, 100 * GIB)) == pytest.approx(50 * GIB)
+    assert host_room(Memory(20 * GIB, 100 * GIB)) < 0, "another server has taken its share"

@@ -359,6 +359,26 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
         gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.05")
 
 
+def test_by_default_a_gpus_host_pool_grows_into_the_machines_memory():
+    """0.7 of 140 GiB less the 20 in use, and 16 times the GPU's pool at most."""
+
+    def host_gib(*flags, sharing=1):
+        args = parse_options(["--engine", "some", "--max-model-len", "2048", *flags])
+        config = scheduler_config(args, LLAMA_8B, H200, sharing)
+        chunk = LLAMA_8B.chunk_bytes(32) / GIB
+        assert config.host_kv_chunks * chunk == (1 if "1GiB" in flags else 2)
+        return config.most_host_kv_chunks * chunk
+
+    cuda = ("--device", "cuda")
+    assert host_gib(*cuda) == pytest.approx(78, abs=0.01)
+    assert host_gib(*cuda, sharing=4) == pytest.approx(78 / 4, abs=0.01)
+    assert host_gib(*cuda, "--gpu-kv-bytes", "3GiB") == 48
+    assert host_gib(*cuda, sharing=100) == host_gib() == 2
+    assert host_gib(*cuda, "--host-kv-bytes", "1GiB") == 1
+    offline = read_settings("demo", None, {"device": "cuda"})
+    assert offline.host_grows, "`LLM` itself gives it the size of other devices"
+
+
 @pytest.mark.parametrize("seconds", ["-1", "nan"])
 def test_the_grace_time_ends(seconds):
     with pytest.raises(SettingError, match="shutdown_timeout: must be at least 0 seconds, not"):

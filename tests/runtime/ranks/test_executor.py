@@ -64,6 +64,7 @@ from pensieve.scheduler.types import (
     RowId,
     RowResult,
     Sampling,
+    Tier,
 )
 
 from ..fake_engine import FakeEngine, copy, join, plan, reply, span
@@ -132,6 +133,16 @@ def test_the_slowest_rank_says_what_is_complete():
     reports.take(2, report(1, (1, 4, 2)))
     assert reports.late(1) == [] and reports.late(2) == [1, 2]
     assert reports.merged(result(2, (2, 9, 9))).completed == (1, 3, 2)
+
+
+def test_host_has_the_slots_that_all_ranks_have_pinned(leader):
+    """Before their first reports none: the scheduler counts those of the start by itself."""
+    _, executor = leader
+    executor._device._pools[Tier.HOST] = torch.zeros(9, 1)
+    assert executor.host_slots == 0
+    for told, agreed in ((3, 3), (20, 9)):
+        executor._reports.take(1, report(1)._replace(host_slots=told))
+        assert executor.host_slots == agreed
 
 
 def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
@@ -371,7 +382,7 @@ def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, mo
     executor = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, disk=disk)
     executor.launch(plan(1))
     done = executor.wait()
-    pipes.report(report_of(done))
+    pipes.report(report_of(done, 0))
     executor.launch(replace(plan(2), erased=(3,)))
     while not executor.done():  # the step itself is not late
         time.sleep(0.001)
