@@ -296,7 +296,7 @@ def test_plans_of_random_conversations(seed, short_prefixes):
         host_kv_chunks=(16, 60)[seed % 2],
         overflow=OVERFLOW_MODES[seed % 2],
         chunk_tokens=CHUNK,
-    ).play(300, seen)
+    ).play(600, seen)
     assert seen["again"] > 20
 
 
