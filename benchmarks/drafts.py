@@ -353,7 +353,7 @@ def parser() -> argparse.ArgumentParser:
         default=1.1,
         help="simulated: a step's work on the host (default %(default)s)",
     )
-    option("--host-us-per-row", type=float, default=2.0, help="(default %(default)s)")
+    option("--host-us-per-row", type=float, default=8.0, help="(default %(default)s)")
     return parser
 
 

@@ -155,7 +155,10 @@ class Drafting:
         return (expected + left_out) * rates.token > added + self._timing.turnaround
 
     def _watched(self, applied: int) -> list[RunningTurn]:
-        """The rows that this step looks at, of those that are past their prompts."""
+        """The rows that this step looks at, of those that are past their prompts; none if there is
+        no room for drafts."""
+        if self._room <= 0:
+            return []
         rows = self._queues.rows
         if len(rows) > MOST_ROWS:
             first = applied // WATCHED * MOST_ROWS % len(rows)
@@ -166,32 +169,37 @@ class Drafting:
             if not row.spans and not row.leaving and row.position <= row.last_position
         ]
 
+    @property
+    def _room(self) -> int:
+        """Drafts that the next step can check: with one position of each row, and those that join,
+        it samples no more positions than there are seats, so it fits the captured graphs. Half of
+        the budget that the rows leave is kept for prompts."""
+        queues = self._queues
+        rows = len(queues.rows)
+        free = self._seats - rows
+        free -= min(JOINING, len(queues.waiting) + len(queues.swapping_in))
+        return min(free, (self._budget - rows) // 2)
+
     def _rates(self, watched: Sequence[RunningTurn]) -> Rates | None:
         """Returns None if no drafts can pay: there is no room, or even drafts that all come true
         would not save a turnaround."""
-        queues = self._queues
-        seated = len(queues.rows)
-        free = self._seats - seated
-        free -= min(free, JOINING, len(queues.waiting) + len(queues.swapping_in))
-        room = min(free, (self._budget - seated) // 2)
-        if room <= 0 or not watched:
+        if not watched:
             return None
-        computing = [row.spans for row in queues.rows if row.spans]
-        rows = seated - len(computing)
-        context = sum(row.position for row in watched) // len(watched)
-        prompt = 0
-        for spans in computing:
-            prompt += spans[-1].end - spans[0].start
+        room = self._room
+        seated = self._queues.rows
+        computing = [row.spans for row in seated if row.spans]
+        rows = len(seated) - len(computing)
+        prompt = sum(spans[-1].end - spans[0].start for spans in computing)
         prompt = min(prompt, self._budget - rows)
+        context = sum(row.position for row in watched) // len(watched)
         step = self._timing.step
-        token = (step(prompt, rows, context) - step(prompt, 0, 0)) / rows
+        without = step(prompt, rows, context)
+        token = (without - step(prompt, 0, 0)) / rows
         some = min(room, 4 * rows)
-        draft = (
-            step(prompt, rows, context, some) - step(prompt, rows, context, 1)
-        ) / max(1, some - 1)
+        draft = max(0.0, step(prompt, rows, context, some) - without) / some
         if room * (token - draft) <= self._timing.turnaround:
             return None
-        return Rates(rows, context, prompt, room, token, max(draft, 0.0))
+        return Rates(rows, context, prompt, room, token, draft)
 
     # -- their spans
 

@@ -9,13 +9,17 @@ from math import log
 from ..types import Request, Tokens
 from .conversations import common_prefix
 
-LONGEST, SHORTEST = 6, 3  # tokens of a match; a longer match is preferred
-MOST_DRAFTS = 32
+LONGEST, SHORTEST = 6, 2  # tokens of a match; a longer match is preferred
+MOST_DRAFTS = 16
 # latest tokens in which matches are looked for: this bounds a row's time in a step, and its memory
 SEARCHED = 8192
-LEARNED = 1 / 8  # weight of each new observation in a row's shares, in all rows' an eighth of it
+LEARNED, SHARED = 1 / 4, 1 / 16
+# A reply whose proposals come true so rarely, or that so rarely has one, is searched only once in so
+# many tokens.
+RARELY_FIRST, RARELY_FOUND, PAUSE = 0.12, 0.04, 8
 LEAST, MOST = 0.02, 0.98  # of every share, so that no row is given up for ever
-FIRST, LATER, FOUND = 0.6, 0.8, 0.3  # shares before anything has been observed
+FIRST, LATER, FOUND = 0.5, 0.8, 0.3  # shares before anything has been observed
+_NONE = array("i")
 _CODE = "utf-32-le", "surrogatepass"  # of one character for each token
 
 
@@ -53,16 +57,27 @@ class Drafts:
     a step checks them or not, so the shares in `own` are known without drafting.
     """
 
-    __slots__ = ("_begin", "_came", "_count", "_proposal", "_text", "checked", "own", "shared")
+    __slots__ = (
+        "_begin",
+        "_came",
+        "_count",
+        "_next_search",
+        "_proposal",
+        "_text",
+        "checked",
+        "own",
+        "shared",
+    )
 
     def __init__(self, shared: Acceptance):
         """`shared`: of all replies. It learns from this one; this one begins with it."""
         # the latest tokens as text, because `str.rfind` is fast; the count of all
         self._text = ""
         self._count = 0
-        self._proposal = array("i")
+        self._proposal = _NONE
         self._begin = 0  # position of the proposal's first token
         self._came = 0  # tokens of the proposal that have come true
+        self._next_search = 0  # none is made for fewer tokens
         self.shared = shared
         self.own = Acceptance(shared.first, shared.later, shared.found)
         self.checked = 0  # the last step that checks drafts
@@ -96,6 +111,8 @@ class Drafts:
         if left > 1:
             chance, count = self._first, _depth(later, later, left - 1, least)
             return chance * count, chance * _expected(later, later, count)
+        if self._next_search > self._count + 1:
+            return 0, 0.0
         first, chance = _within(self.own.first), _within(self.own.found)
         count = _depth(first, later, MOST_DRAFTS, least)
         return chance * count, chance * _expected(first, later, count)
@@ -110,24 +127,29 @@ class Drafts:
 
     def _settle(self, tokens: Tokens) -> None:
         """Compares the open proposal with `tokens`, and makes a new one if it is settled."""
-        if len(tokens) == self._count + self._came:
-            return
-        proposal = self._proposal
-        sampled = tokens[self._begin : self._begin + len(proposal)]
-        came = common_prefix(sampled, proposal)
-        if came == len(sampled) and came < len(proposal):
-            self._came = came
-            return
-        if proposal:
+        count = len(tokens)
+        if self._proposal:
+            proposal = self._proposal
+            sampled = tokens[self._begin : self._begin + len(proposal)]
+            self._came = came = common_prefix(sampled, proposal)
+            if came == len(sampled) and came < len(proposal):
+                return
             self.own.settled(came, len(proposal), LEARNED)
-            self.shared.settled(came, len(proposal), LEARNED / 8)
-        new = tokens[max(self._count, len(tokens) - SEARCHED) :]
+            self.shared.settled(came, len(proposal), SHARED)
+            self._proposal, self._came = _NONE, 0
+        if count >= self._next_search:
+            self._search(tokens, count)
+
+    def _search(self, tokens: Tokens, count: int) -> None:
+        new = tokens[max(self._count, count - SEARCHED) :]
         self._text = (self._text + new.tobytes().decode(*_CODE))[-SEARCHED:]
-        self._begin = self._count = len(tokens)
-        self._came = 0
+        self._begin = self._count = count
         self._proposal = array("i", propose(self._text).encode(*_CODE))
-        self.own.searched(bool(self._proposal), LEARNED)
-        self.shared.searched(bool(self._proposal), LEARNED / 8)
+        found = bool(self._proposal)
+        self.own.searched(found, LEARNED)
+        self.shared.searched(found, SHARED)
+        rare = self.own.first < RARELY_FIRST or self.own.found < RARELY_FOUND
+        self._next_search = count + (PAUSE if rare else 1)
 
 
 def _within(share: float) -> float:
@@ -148,13 +170,15 @@ def propose(text: str) -> str:
     """Returns what followed the latest earlier occurrence of the text's end, and would follow if
     that went on in the same way; "" if there is no earlier occurrence."""
     end = len(text) - 1
-    if text.rfind(text[-SHORTEST:], 0, end) < 0 or len(text) <= SHORTEST:
-        return ""
-    for length in range(LONGEST, SHORTEST - 1, -1):
+    proposed = ""
+    for length in range(SHORTEST, LONGEST + 1):
+        # a longer match ends where a shorter one does, or before
         at = text.rfind(text[-length:], 0, end)
-        if at >= 0:
-            return (text[at + length :][:MOST_DRAFTS] * MOST_DRAFTS)[:MOST_DRAFTS]
-    return ""
+        if at < 0 or length > len(text):
+            break
+        end = at + length
+        proposed = text[end : end + MOST_DRAFTS]
+    return (proposed * MOST_DRAFTS)[:MOST_DRAFTS]
 
 
 def may_draft(request: Request) -> bool:
