@@ -48,7 +48,7 @@ from pensieve.scheduler.types import Applied, Request, RequestId, SettingError
 from pensieve.scripts.command import check_least, exit_status
 from pensieve.scripts.simulation.models import read_profile
 
-from .check.drafts import replies
+from .check.drafts import replies, sampled_positions
 from .clients import load_encode
 
 SPARE = 1.1  # GPU chunks by those of the rows' longest contexts
@@ -158,13 +158,11 @@ class Replayed:
         result = self._inner.wait()
         plan = self._plans.popleft()
         self.steps += bool(plan.tokens)
-        ends = [position + 1 for position in plan.positions]
-        for span in plan.spans:
-            ends += range(span.end - span.samples + 1, span.end + 1)
-        tokens = (
-            self.texts[row.request][end] for row, end in zip(plan.samples, ends, strict=True)
+        tokens = tuple(
+            self.texts[row.request][position]
+            for row, position in zip(plan.samples, sampled_positions(plan), strict=True)
         )
-        return replace(result, tokens=tuple(tokens))
+        return replace(result, tokens=tokens)
 
     def done(self) -> bool:
         return self._inner.done()

@@ -105,7 +105,9 @@ class Drafting:
             expected += true
         if left_out == rates.rows and not rates.prompt:
             return not self._queues.waiting  # without them there is nothing else to plan
-        return self._pays(rates, expected, checked, left_out)
+        # The plan behind the checks waits as well. If this one waits behind checks, that is counted
+        # as the next one's.
+        return self._pays(rates, expected, checked, 1 if left_out else 2, left_out)
 
     def choose(self, applied: int) -> Mapping[RowId, array[int]]:
         """Returns the drafts that the next plan checks, of rows whose newest token is known; none
@@ -136,14 +138,15 @@ class Drafting:
                 chosen[row.id] = left[:count]
                 expected += drafts.expected(count)
                 room -= count
-        return chosen if self._pays(rates, expected, rates.room - room) else {}
+        return chosen if self._pays(rates, expected, rates.room - room, 1) else {}
 
-    def _pays(self, rates: Rates, expected: float, drafts: float, left_out: int = 0) -> bool:
+    def _pays(
+        self, rates: Rates, expected: float, drafts: float, waits: int, left_out: int = 0
+    ) -> bool:
         """True if so many drafts, of which `expected` come true, save more seconds than they cost.
 
         They save the seconds of the tokens that they give, and of those of rows that would be left
-        out. They cost the longer step, and a turnaround, because the step after it cannot be
-        planned while it runs.
+        out. They cost a longer step, and `waits` times a turnaround, in which the device idles.
         """
         if not drafts or not expected:
             return False
@@ -152,7 +155,7 @@ class Drafting:
         rows, prompt, step = rates.rows, rates.prompt, self._timing.step
         added = step(prompt, rows, rates.context, round(drafts))
         added -= step(prompt, rows - left_out, rates.context)
-        return (expected + left_out) * rates.token > added + self._timing.turnaround
+        return (expected + left_out) * rates.token > added + waits * self._timing.turnaround
 
     def _watched(self, applied: int) -> list[RunningTurn]:
         """The rows that this step looks at, of those that are past their prompts; none if there is

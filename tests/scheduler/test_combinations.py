@@ -20,7 +20,8 @@ from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.planning import admission
 
 from .driver import STATES, Driver
-from .test_drafting import KeyedDriver, decide_by_chance
+from .draft_policy import decide_by_chance
+from .test_drafting import KeyedDriver
 
 SEEDS = 240
 FAST = 40  # seeds that every test run plays
