@@ -19,6 +19,7 @@ has begun to generate until `--tokens` tokens a row are generated:
 
     output_tokens_per_s, ms_per_step, tokens_per_step    of all rows together
     checks, drafted_per_check, accepted_per_check        a check: one row's drafts in one step
+    p50_ms, p99_ms   from one result of a row to its next, each with a token or more
     gain             output tokens/s by those without drafts
 """
 
@@ -207,6 +208,8 @@ class Replay:
         self._row_of: dict[RequestId, int] = {}
         self._begun: set[int] = set()
         self._ids = self._tokens = 0
+        self._last: dict[RequestId, float] = {}  # the time of its last result
+        self._gaps = array("d")
 
     def run(self, tokens: int) -> dict[str, float]:
         """Counts `tokens` tokens a row, then aborts what is left."""
@@ -214,8 +217,12 @@ class Replay:
             self._next(row)
         self._until(lambda: len(self._begun) == self._rows)
         begin = self._count()
+        self._gaps = array("d")
         self._until(lambda: self._tokens - begin.tokens >= tokens * self._rows)
         counted = self._count().since(begin)
+        gaps = sorted(self._gaps)
+        for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
+            counted[name] = round(1e3 * gaps[int(share * (len(gaps) - 1))], 2)
         scheduler = self._loop.scheduler
         for request in scheduler.open_requests():
             scheduler.abort(request, self._loop.clock())
@@ -246,6 +253,7 @@ class Replay:
                 self._take(applied)
 
     def _take(self, applied: Applied) -> None:
+        now = self._loop.clock()
         for result in applied.results():
             if result.error is not None:
                 raise result.error
@@ -253,7 +261,11 @@ class Replay:
             self._tokens += len(result.tokens)
             if result.tokens:
                 self._begun.add(row)
+                if result.request in self._last:
+                    self._gaps.append(now - self._last[result.request])
+                self._last[result.request] = now
             if result.finish is not None:
+                self._last.pop(result.request, None)
                 del self._executor.texts[result.request]
                 self._next(row)
 

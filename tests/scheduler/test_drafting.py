@@ -231,7 +231,7 @@ def test_while_drafts_are_checked_other_rows_generate_if_waiting_does_not_pay(al
     assert "".join(map(chr, third.token_ids)) == "X", "the device keeps another sample"
 
 
-@pytest.mark.parametrize("turnaround", [0.2e-3, 1.0])
+@pytest.mark.parametrize("turnaround", [1e-5, 1.0])
 def test_drafts_pay_if_they_save_more_than_the_turnaround_and_their_own_time(turnaround):
     """A step takes 1 ms and 0.55 ms a token, so a draft must be likely, and gives at most 1 ms."""
     scheduler, _, result = two_rows()
