@@ -64,6 +64,7 @@ class RecordedTurn:
 
 
 Conversations = list[list[RecordedTurn]]
+Clock = Callable[[], float]
 
 
 def load(path: Path, encode: Callable[[str], Sequence[int]], longest: int) -> Conversations:
@@ -101,10 +102,6 @@ def _misled(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
         taken = len(turn.prompt) + len(turn.reply)
 
 
-class Clock(Protocol):
-    def __call__(self) -> float: ...
-
-
 class VirtualClock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -117,7 +114,9 @@ class VirtualExecutor:
     """The simulator's device behind the loop, on a virtual clock. A launch takes all of the host's
     time in a pass of the loop."""
 
-    def __init__(self, cost: CostProfile, clock: VirtualClock, host_s: float, host_s_per_row: float):
+    def __init__(
+        self, cost: CostProfile, clock: VirtualClock, host_s: float, host_s_per_row: float
+    ):
         self._device = VirtualDevice(cost)
         self._clock = clock
         self._host_s, self._host_s_per_row = host_s, host_s_per_row
@@ -140,6 +139,10 @@ class VirtualExecutor:
 
     def close(self) -> None:
         """As the other executor's."""
+
+
+class Closable(StepExecutor, Protocol):
+    def close(self) -> None: ...
 
 
 class Replayed:
@@ -194,7 +197,7 @@ class Counted:
         }
 
 
-class Replay:
+class ReplayedRows:
     """`rows` rows, each with one request at any time."""
 
     def __init__(
@@ -297,7 +300,7 @@ class Simulated:
         self.vocab_size = sys.maxunicode
         self._host = 1e-3 * args.host_ms, 1e-6 * args.host_us_per_row
 
-    def executor(self, _: SchedulerConfig) -> tuple[StepExecutor, Clock]:
+    def executor(self, _: SchedulerConfig) -> tuple[Closable, Clock]:
         clock = VirtualClock()
         return VirtualExecutor(self.cost, clock, *self._host), clock
 
@@ -331,7 +334,7 @@ class Real:
             self.cost, _ = read_profile(args.profile)
         self._device = loop.make_device(args.device)
 
-    def executor(self, config: SchedulerConfig) -> tuple[StepExecutor, Clock]:
+    def executor(self, config: SchedulerConfig) -> tuple[Closable, Clock]:
         from pensieve.runtime.executor import Executor
 
         return Executor(self._device, self._engine, config), time.monotonic
@@ -421,7 +424,7 @@ def play(
     try:
         executor = Replayed(inner)
         loop = EngineLoop(Scheduler(config, machine.cost), executor, clock=clock)
-        return Replay(conversations, rows, loop, executor).run(tokens)
+        return ReplayedRows(conversations, rows, loop, executor).run(tokens)
     finally:
         inner.close()
 

@@ -48,10 +48,6 @@ class EngineLoop:
         self.clock = clock
         self.counters = LoopCounters() if counters is None else counters
         self._timing = StepTiming(scheduler.cost) if timing is None else timing
-        # when the result came for which the next plan waits, and the device with it; None: it does
-        # not wait
-        self._awaited: float | None = None
-        self._apply_seconds = 0.0  # of the last result
 
     def step(self) -> Applied | None:
         """Makes one pass. Returns None if no result was due: a step was launched, or nothing is in
@@ -80,11 +76,7 @@ class EngineLoop:
         idle = self.scheduler.in_flight > 1 and self.executor.done()
         now = self.clock()
         self._timing.launched(plan, began, now, idle)
-        turnaround = now - began + self._apply_seconds
-        if self._awaited is not None:
-            turnaround = now - self._awaited
-            self._awaited = None
-        self.scheduler.draft_timing.turned_round(turnaround)
+        self.scheduler.draft_timing.launched(began, now)
 
     def _finish(self) -> Applied:
         """Waits for the oldest step in flight and applies its result."""
@@ -94,8 +86,8 @@ class EngineLoop:
         self.counters.finished()
         came = self.clock()
         took = self._timing.finished(came, running)
-        self._awaited = came if self.scheduler.awaits_result else None
+        scheduler = self.scheduler
         with self.counters.apply:
-            applied = self.scheduler.apply(result, came, took)
-        self._apply_seconds = self.clock() - came
+            applied = scheduler.apply(result, came, took)
+        scheduler.draft_timing.applied(came, self.clock(), scheduler.awaits_result)
         return applied

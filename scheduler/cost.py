@@ -146,8 +146,8 @@ class CostProfile:
             return 0.0
         seen, rows_seen = mean_contexts(plan, begins)
         checks = sum(span.samples > 1 for span in plan.spans)
-        rows = len(plan.generate) + checks
-        return self.step(len(plan.token_ids) - checks, seen, rows, rows_seen)
+        tokens = len(plan.token_ids) - checks
+        return self.step(tokens, seen, len(plan.generate) + checks, rows_seen)
 
     def _row_attention(self, context: int) -> float:
         return (

@@ -1,4 +1,4 @@
-"""What a step with drafts costs: the profile's seconds, corrected by those of the steps that ran."""
+"""What a step with drafts costs: the profile's seconds, corrected by those of steps that ran."""
 
 from __future__ import annotations
 
@@ -23,8 +23,25 @@ class DraftTiming:
     def __init__(self, cost: CostProfile):
         self._cost = cost
         self.turnaround = FIRST_TURNAROUND
+        self._apply_seconds = 0.0  # of the last result
+        # when the result came for which the next plan waits, and the device with it
+        self._awaited: float | None = None
         # measured to predicted seconds of steps that only generate, and of those with drafts
         self._plain = self._drafted = 1.0
+
+    def applied(self, came: float, now: float, awaited: bool) -> None:
+        """Records that a result came and was applied. `awaited`: the next plan waited for it."""
+        self._apply_seconds = now - came
+        self._awaited = came if awaited else None
+
+    def launched(self, began: float, now: float) -> None:
+        """Records that a plan, begun at `began`, was launched. If it waited for a result, that was
+        a turnaround. Otherwise the device did not idle, and the loop's parts of one count."""
+        if self._awaited is None:
+            self.turned_round(now - began + self._apply_seconds)
+        else:
+            self.turned_round(now - self._awaited)
+            self._awaited = None
 
     def turned_round(self, seconds: float) -> None:
         """Records a turnaround, seconds."""
@@ -48,7 +65,7 @@ class DraftTiming:
         with mean context `context`, and drafts of these rows."""
         if not prompt + rows + drafts:
             return 0.0
-        known = prompt + drafts
-        seen = context * drafts // known if known else 0
-        predicted = self._cost.step(known, seen, rows, context)
+        tokens = prompt + drafts
+        seen = context * drafts // tokens if tokens else 0
+        predicted = self._cost.step(tokens, seen, rows, context)
         return predicted * (self._drafted if drafts else self._plain)

@@ -220,16 +220,14 @@ def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tu
     `begins`: by seat, the first position that its row sees (default: 0).
     """
     first = begins or {}
-    seen = rows_seen = 0
-    num_tokens, rows = len(plan.token_ids), len(plan.positions)
-    for span in plan.spans:
-        start = span.start
-        begin = first.get(span.seat, 0)
-        if span.samples > 1:
+    seen = rows_seen = checks = 0
+    for seat, start, end, _, samples, _ in plan.spans:
+        begin = first.get(seat, 0)
+        if samples > 1:
             rows_seen += start - begin
             start += 1
-            rows += 1
-            num_tokens -= 1
-        seen += (span.end - start) * ((start + span.end + 1) // 2 - begin)
+            checks += 1
+        seen += (end - start) * ((start + end + 1) // 2 - begin)
     rows_seen += sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
+    num_tokens, rows = len(plan.token_ids) - checks, len(plan.positions) + checks
     return seen // num_tokens if num_tokens else 0, rows_seen // rows + 1 if rows else 0

@@ -84,9 +84,7 @@ class Scheduler:
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self.draft_timing = DraftTiming(cost)
-        self._batcher = Batcher(
-            config, cost, self.draft_timing, self._store, self._queues, windows
-        )
+        self._batcher = Batcher(config, cost, self.draft_timing, self._store, self._queues, windows)
         self._admission = Admission(
             config,
             cost,
@@ -278,17 +276,16 @@ class Scheduler:
         """
         self._store.now = now
         self.go_on(now)
-        drafting = self._batcher.drafting
-        self.awaits_result = bool(self._inflight) and drafting.awaits_result(self._applied)
+        batcher = self._batcher
+        step = self._step + 1
+        self.awaits_result = batcher.drafting.awaits_result(self._applied, self._step)
         if self.awaits_result:
             return None
-        step = self._step + 1
         copies = StepCopies(step, self._store.gpu, self._store.host)
         evictor = Evictor(self._store, copies, now)
         builder = PlanBuilder(
             step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens
         )
-        batcher = self._batcher
 
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from itertools import chain
 
@@ -18,8 +17,6 @@ from ..types import RowId
 from .drafting import Drafting
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
-
-NONE = array("i")  # of a row without drafts
 
 
 class Batcher:
@@ -61,21 +58,20 @@ class Batcher:
                 continue
             generating = True
             drafts = row.drafts
-            known = not row.awaits_token
-            if not known and (
-                row.constrained or (drafts is not None and drafts.checked > builder.applied)
-            ):
-                continue
-            if known and drafts is not None:
+            if row.awaits_token:
+                if row.constrained or (drafts is not None and drafts.checked > builder.applied):
+                    continue
+                drafts = None
+            if drafts is not None:
                 row.position = len(row.tokens) - 1  # accepted drafts have moved the row on
             position = row.position
             if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
             # After a check its newest token is not the device's last sample.
-            behind_check = known and drafts is not None and drafts.checked == row.launched
+            behind_check = drafts is not None and drafts.checked == row.launched
             row.launched = step
             if behind_check or row.id in chosen:
-                checked += self.drafting.plan(row, chosen.get(row.id, NONE), builder, self._extend)
+                checked += self.drafting.plan(row, chosen, builder, self._extend)
             else:
                 generate.append(row.seat)
                 positions.append(position)

@@ -28,6 +28,8 @@ MOST_ROWS, WATCHED = 64, 16
 """Rows that are searched for drafts in a step: this bounds the host's time. After so many steps
 these are other rows."""
 
+NONE = array("i")
+
 MOST_LEAST = 0.9
 """If drafts above this chance do not fit into a step, rows behind the first ones have none."""
 
@@ -77,15 +79,15 @@ class Drafting:
 
     # -- whether drafts pay
 
-    def awaits_result(self, applied: int) -> bool:
+    def awaits_result(self, applied: int, planned: int) -> bool:
         """True if the next plan is better made when the result of the step that runs is applied,
         because its rows can then draft behind their newest tokens. Steps up to `applied` are
-        applied, the last one is not.
+        applied, those behind, up to `planned`, are not.
 
         A plan made now leaves out the rows whose newest token must be known: those whose drafts are
         being checked, and constrained ones.
         """
-        if not self._on:
+        if not self._on or applied == planned:
             return False
         rows = self._watched(applied)
         rates = self._rates(rows)
@@ -207,11 +209,16 @@ class Drafting:
     # -- their spans
 
     def plan(
-        self, row: RunningTurn, drafts: array[int], builder: PlanBuilder, extend: Extend
+        self,
+        row: RunningTurn,
+        chosen: Mapping[RowId, array[int]],
+        builder: PlanBuilder,
+        extend: Extend,
     ) -> list[RowId]:
-        """Plans the row's newest token, which is known, and the drafts behind it. Returns the
+        """Plans the row's newest token, which is known, and the drafts chosen for it. Returns the
         step's samples of the row, which follow those of the rows that generate. Drafts never cost
         another row its slots."""
+        drafts = chosen.get(row.id, NONE)
         start = row.position
         spare = self._store.available - len(self._queues.rows)
         if (

@@ -14,11 +14,11 @@ MOST_DRAFTS = 16
 # latest tokens in which matches are looked for: this bounds a row's time in a step, and its memory
 SEARCHED = 8192
 LEARNED, SHARED = 1 / 4, 1 / 16
-# A reply whose proposals come true so rarely, or that so rarely has one, is searched only once in so
-# many tokens.
-RARELY_FIRST, RARELY_FOUND, PAUSE = 0.12, 0.04, 8
+# A reply whose proposals come true so rarely, or that so rarely has one, is searched only once in
+# so many tokens.
+RARELY_FIRST, RARELY_HITS, PAUSE = 0.12, 0.04, 8
 LEAST, MOST = 0.02, 0.98  # of every share, so that no row is given up for ever
-FIRST, LATER, FOUND = 0.5, 0.8, 0.3  # shares before anything has been observed
+FIRST, LATER, HITS = 0.5, 0.8, 0.3  # before anything has been observed
 _NONE = array("i")
 _CODE = "utf-32-le", "surrogatepass"  # of one character for each token
 
@@ -28,13 +28,13 @@ class Acceptance:
 
     first   of a proposal's first tokens
     later   of its tokens behind one that has come true
-    found   of the searches for a proposal, those that found one
+    hits    of the searches for a proposal, those that had one
     """
 
-    __slots__ = ("first", "found", "later")
+    __slots__ = ("first", "hits", "later")
 
-    def __init__(self, first: float = FIRST, later: float = LATER, found: float = FOUND):
-        self.first, self.later, self.found = first, later, found
+    def __init__(self, first: float = FIRST, later: float = LATER, hits: float = HITS):
+        self.first, self.later, self.hits = first, later, hits
 
     def settled(self, came: int, proposed: int, weight: float) -> None:
         """Of `proposed` tokens the first `came` have come true."""
@@ -45,8 +45,8 @@ class Acceptance:
                 share = (came - 1) / trials
                 self.later += (1 - (1 - weight) ** trials) * (share - self.later)
 
-    def searched(self, found: bool, weight: float) -> None:
-        self.found += weight * (found - self.found)
+    def searched(self, hit: bool, weight: float) -> None:
+        self.hits += weight * (hit - self.hits)
 
 
 class Drafts:
@@ -79,7 +79,7 @@ class Drafts:
         self._came = 0  # tokens of the proposal that have come true
         self._next_search = 0  # none is made for fewer tokens
         self.shared = shared
-        self.own = Acceptance(shared.first, shared.later, shared.found)
+        self.own = Acceptance(shared.first, shared.later, shared.hits)
         self.checked = 0  # the last step that checks drafts
 
     def next(self, tokens: Tokens) -> array[int]:
@@ -113,7 +113,7 @@ class Drafts:
             return chance * count, chance * _expected(later, later, count)
         if self._next_search > self._count + 1:
             return 0, 0.0
-        first, chance = _within(self.own.first), _within(self.own.found)
+        first, chance = _within(self.own.first), _within(self.own.hits)
         count = _depth(first, later, MOST_DRAFTS, least)
         return chance * count, chance * _expected(first, later, count)
 
@@ -145,10 +145,10 @@ class Drafts:
         self._text = (self._text + new.tobytes().decode(*_CODE))[-SEARCHED:]
         self._begin = self._count = count
         self._proposal = array("i", propose(self._text).encode(*_CODE))
-        found = bool(self._proposal)
-        self.own.searched(found, LEARNED)
-        self.shared.searched(found, SHARED)
-        rare = self.own.first < RARELY_FIRST or self.own.found < RARELY_FOUND
+        hit = bool(self._proposal)
+        self.own.searched(hit, LEARNED)
+        self.shared.searched(hit, SHARED)
+        rare = self.own.first < RARELY_FIRST or self.own.hits < RARELY_HITS
         self._next_search = count + (PAUSE if rare else 1)
 
 

@@ -72,7 +72,7 @@ def test_only_the_loop_plans_steps():
 def test_the_loop_measures_the_pause_of_the_device_in_which_a_plan_waits(monkeypatch):
     """From the arrival of the result to the launch behind it: apply, what the caller does, plan,
     launch. Otherwise no pause is seen, and it is taken to be the loop's own parts of it."""
-    loop, executor = make_loop()
+    loop, _ = make_loop()
     ticks = iter(range(1000))
     loop.clock = lambda: float(next(ticks))
     turnarounds = []

@@ -19,8 +19,8 @@ from pensieve.scheduler.config import (
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.planning import admission
 
-from .driver import STATES, Driver
 from .draft_policy import decide_by_chance
+from .driver import STATES, Driver
 from .test_drafting import KeyedDriver
 
 SEEDS = 240

@@ -23,9 +23,7 @@ COST = CostProfile(
     row_attention=((1000, 1e-3),),
 )
 ROWS = plan(1, generate={0: 99, 1: 99})
-CHECK = plan(
-    1, generate={0: 99}, spans=[Span(1, 99, 104, 99, 5)], token_ids=array("i", range(5))
-)
+CHECK = plan(1, generate={0: 99}, spans=[Span(1, 99, 104, 99, 5)], token_ids=array("i", range(5)))
 
 
 def test_a_check_reads_its_context_as_a_row_does_and_its_drafts_are_known_tokens():

@@ -194,9 +194,7 @@ def two_rows(**settings):
         max_num_batched_tokens=64,
         chunk_tokens=8,
     )
-    scheduler = Scheduler(
-        SchedulerConfig(**config, speculate="lookup", **settings), profile()
-    )
+    scheduler = Scheduler(SchedulerConfig(**config, speculate="lookup", **settings), profile())
     for number, prompt in ((1, PROMPT), (2, "qrstuvwxyz")):
         scheduler.add(Request(RequestId(number), array("i", map(ord, prompt)), 20), 0.0)
     plan = scheduler.next_plan(0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.scheduler.turns.drafts import (
     FIRST,
-    FOUND,
+    HITS,
     LATER,
     LEARNED,
     LONGEST,
@@ -81,18 +81,18 @@ def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() 
 def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() -> None:
     shared = Acceptance()
     drafts = Drafts(shared)
-    first, found = FIRST, FOUND
+    first, hits = FIRST, HITS
     text = "ab12"
     for sign in "EFG":
         text += sign + "ab"
         drafts.next(ids(text))
-        found += LEARNED * (1 - found)
+        hits += LEARNED * (1 - hits)
         text += sign.lower()
         drafts.next(ids(text))
         first += LEARNED * (0 - first)
-        found += LEARNED * (0 - found)
+        hits += LEARNED * (0 - hits)
         assert drafts.own.first == pytest.approx(first)
-        assert drafts.own.found == pytest.approx(found)
+        assert drafts.own.hits == pytest.approx(hits)
     assert drafts.own.later == LATER, "no token came behind one that had come true"
     assert first < shared.first < FIRST
     assert Drafts(shared).own.first == shared.first, "the next reply begins with it"
@@ -129,12 +129,12 @@ def test_a_reply_without_matches_is_searched_only_now_and_then() -> None:
         drafts.next(tokens[:end])
     assert drafts.coming(0, True, 0.1) == (0, 0)
     after = tokens[:60]
-    found = []
+    hits = []
     for sign in range(2000, 2000 + PAUSE):
         for token in (1001, 1002, sign):
             after.append(token)
-            found.append(bool(drafts.next(after)))
-    assert any(found) and not all(found[1::3]), "each second token ends a match"
+            hits.append(bool(drafts.next(after)))
+    assert any(hits) and not all(hits[1::3]), "each second token ends a match"
 
 
 @pytest.mark.parametrize("step", [1, 1000, 5 * SEARCHED])
