@@ -119,7 +119,8 @@ class VirtualExecutor:
     ):
         self._device = VirtualDevice(cost)
         self._clock = clock
-        self._host_s, self._host_s_per_row = host_s, host_s_per_row
+        self._host_s = host_s
+        self._host_s_per_row = host_s_per_row
         self._launched = deque[tuple[StepPlan, float]]()
 
     def launch(self, plan: StepPlan) -> None:
@@ -177,7 +178,9 @@ class Counted:
 
     def __init__(self, now: float, steps: int, tokens: int, scheduler: Scheduler):
         stats = scheduler.stats()
-        self.seconds, self.steps, self.tokens = now, steps, tokens
+        self.seconds = now
+        self.steps = steps
+        self.tokens = tokens
         self.drafts, self.drafted, self.accepted = stats.drafts, stats.drafted, stats.accepted
 
     def since(self, begin: Counted) -> dict[str, float]:

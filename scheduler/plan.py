@@ -229,5 +229,6 @@ def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tu
             checks += 1
         seen += (end - start) * ((start + end + 1) // 2 - begin)
     rows_seen += sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
-    num_tokens, rows = len(plan.token_ids) - checks, len(plan.positions) + checks
+    num_tokens = len(plan.token_ids) - checks
+    rows = len(plan.positions) + checks
     return seen // num_tokens if num_tokens else 0, rows_seen // rows + 1 if rows else 0

@@ -62,7 +62,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
         cost = replace(cost, most_context=config.max_model_len)
-        self.config, self.cost = config, cost
+        self.config = config
+        self.cost = cost
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(

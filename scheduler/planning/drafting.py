@@ -93,7 +93,8 @@ class Drafting:
         rates = self._rates(rows)
         if rates is None:
             return False
-        expected, checked, left_out = 0.0, 0.0, 0
+        expected = checked = 0.0
+        left_out = 0
         for row in rows:
             drafts = row.drafts
             if drafts is None:
@@ -133,7 +134,8 @@ class Drafting:
             least = max(least, 0.1) ** 0.5
             counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
         room = rates.room
-        chosen, expected = {}, 0.0
+        expected = 0.0
+        chosen = {}
         for (row, drafts, left), count in zip(open_rows, counts, strict=True):
             count = min(count, room)
             if count:
@@ -154,9 +156,9 @@ class Drafting:
             return False
         if drafts > rates.room:
             expected, drafts = expected * rates.room / drafts, rates.room
-        rows, prompt, step = rates.rows, rates.prompt, self._timing.step
-        added = step(prompt, rows, rates.context, round(drafts))
-        added -= step(prompt, rows - left_out, rates.context)
+        step = self._timing.step
+        added = step(rates.prompt, rates.rows, rates.context, round(drafts))
+        added -= step(rates.prompt, rates.rows - left_out, rates.context)
         return (expected + left_out) * rates.token > added + waits * self._timing.turnaround
 
     def _watched(self, applied: int) -> list[RunningTurn]:

@@ -34,7 +34,9 @@ class Acceptance:
     __slots__ = ("first", "hits", "later")
 
     def __init__(self, first: float = FIRST, later: float = LATER, hits: float = HITS):
-        self.first, self.later, self.hits = first, later, hits
+        self.first = first
+        self.later = later
+        self.hits = hits
 
     def settled(self, came: int, proposed: int, weight: float) -> None:
         """Of `proposed` tokens the first `came` have come true."""
@@ -109,7 +111,8 @@ class Drafts:
             return count, self.expected(count)
         later = self._later
         if left > 1:
-            chance, count = self._first, _depth(later, later, left - 1, least)
+            chance = self._first
+            count = _depth(later, later, left - 1, least)
             return chance * count, chance * _expected(later, later, count)
         if self._next_search > self._count + 1:
             return 0, 0.0
@@ -136,7 +139,8 @@ class Drafts:
                 return
             self.own.settled(came, len(proposal), LEARNED)
             self.shared.settled(came, len(proposal), SHARED)
-            self._proposal, self._came = _NONE, 0
+            self._proposal = _NONE
+            self._came = 0
         if count >= self._next_search:
             self._search(tokens, count)
 

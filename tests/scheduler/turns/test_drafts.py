@@ -81,7 +81,8 @@ def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() 
 def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() -> None:
     shared = Acceptance()
     drafts = Drafts(shared)
-    first, hits = FIRST, HITS
+    first = FIRST
+    hits = HITS
     text = "ab12"
     for sign in "EFG":
         text += sign + "ab"
