@@ -40,14 +40,14 @@ class EngineLoop:
     ):
         """counters    times the parts of each step (default: new counters)
         timing      receives the times at which steps are planned, launched and finished; predicts
-                    when the next plan is due
+                    when the next plan is due (default: one of its own)
         clock       returns seconds; the scheduler gets the same times
         """
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.counters = LoopCounters() if counters is None else counters
-        self._timing = timing
+        self._timing = StepTiming(scheduler.cost) if timing is None else timing
 
     def step(self) -> Applied | None:
         """Makes one pass. Returns None if no result was due: a step was launched, or nothing is in
@@ -73,17 +73,21 @@ class EngineLoop:
         with self.counters.launch:
             self.executor.launch(plan)
         self.counters.launched(plan)
-        if self._timing is not None:
-            idle = self.scheduler.in_flight > 1 and self.executor.done()
-            self._timing.launched(plan, began, self.clock(), idle)
+        idle = self.scheduler.in_flight > 1 and self.executor.done()
+        now = self.clock()
+        self._timing.launched(plan, began, now, idle)
+        self.scheduler.draft_timing.launched(began, now)
 
     def _finish(self) -> Applied:
         """Waits for the oldest step in flight and applies its result."""
-        running = self._timing is not None and not self.executor.done()
+        running = not self.executor.done()
         with self.counters.wait:
             result = self.executor.wait()
         self.counters.finished()
-        if self._timing is not None:
-            self._timing.finished(self.clock(), running)
+        came = self.clock()
+        took = self._timing.finished(came, running)
+        scheduler = self.scheduler
         with self.counters.apply:
-            return self.scheduler.apply(result, self.clock())
+            applied = scheduler.apply(result, came, took)
+        scheduler.draft_timing.applied(came, self.clock(), scheduler.awaits_result)
+        return applied

@@ -145,7 +145,9 @@ class CostProfile:
         if not plan.tokens:
             return 0.0
         seen, rows_seen = mean_contexts(plan, begins)
-        return self.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
+        checks = sum(span.samples > 1 for span in plan.spans)
+        tokens = len(plan.token_ids) - checks
+        return self.step(tokens, seen, len(plan.generate) + checks, rows_seen)
 
     def _row_attention(self, context: int) -> float:
         return (

@@ -22,6 +22,7 @@ from dataclasses import replace
 from .config import SchedulerConfig
 from .context_window import check_length
 from .cost import CostProfile, swap_out_chunks
+from .draft_timing import DraftTiming
 from .invariants import check_requests, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
@@ -63,6 +64,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
         cost = replace(cost, most_context=config.max_model_len)
         self.config = config
+        self.cost = cost
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(
@@ -83,7 +85,8 @@ class Scheduler:
         )
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
-        self._batcher = Batcher(config, cost, self._store, self._queues, windows)
+        self.draft_timing = DraftTiming(cost)
+        self._batcher = Batcher(config, cost, self.draft_timing, self._store, self._queues, windows)
         self._admission = Admission(
             config,
             cost,
@@ -126,6 +129,7 @@ class Scheduler:
         self._timing_out: deque[Turn] = deque()
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
+        self.awaits_result = False
         self._mark = swap_out_chunks(cost, config)
 
     # -- requests
@@ -275,17 +279,23 @@ class Scheduler:
         A plan without tokens, copies and disk work exists only so that its result reports progress.
         It is made while disk work is in progress, while a copy is not confirmed yet, or while a
         deletion continues.
+
+        None while a step is in flight may also mean that drafts behind its tokens are expected to
+        be worth more than a plan now (`awaits_result`).
         """
-        step = self._step + 1
         self._store.now = now
+        self.go_on(now)
+        batcher = self._batcher
+        step = self._step + 1
+        self.awaits_result = batcher.drafting.awaits_result(self._applied, self._step)
+        if self.awaits_result:
+            return None
         copies = StepCopies(step, self._store.gpu, self._store.host)
         evictor = Evictor(self._store, copies, now)
         builder = PlanBuilder(
             step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens
         )
-        batcher = self._batcher
 
-        self.go_on(now)
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
@@ -317,14 +327,16 @@ class Scheduler:
         self._swapped_out += swapped_out
         return plan
 
-    def apply(self, result: StepResult, now: float) -> Applied:
+    def apply(self, result: StepResult, now: float, took: float | None = None) -> Applied:
         """Applies the oldest plan's result. Results of rows that have ended or left are skipped;
-        their epoch shows it."""
+        their epoch shows it. `took`: seconds of the step, if its begin and end were seen."""
         plan, span_rows = self._inflight.popleft()
         if (result.step, result.samples) != (plan.step, plan.samples):
             raise InvariantError(
                 f"the result of step {result.step} came where that of step {plan.step} was due"
             )
+        if took is not None:
+            self.draft_timing.took(plan, took)
         self._applied = plan.step
         self._store.completed = result.completed._replace(compute=plan.step)
         if result.bad_copies:

@@ -91,11 +91,13 @@ class StepTiming:
             _Running(kind, self._cost.plan_seconds(plan), None if self._steps else now)
         )
 
-    def finished(self, now: float, seen: bool) -> None:
+    def finished(self, now: float, seen: bool) -> float | None:
         """Records that the oldest step's result has arrived. `seen`: the loop waited for it, so the
-        step ended now."""
+        step ended now. Returns the seconds that it took if its begin was seen too."""
         kind, seconds, began = self._steps.popleft()
-        if seen and began is not None and seconds:
-            self._experience[kind].add((now - began) / seconds)
+        took = now - began if seen and began is not None and seconds else None
+        if took is not None:
+            self._experience[kind].add(took / seconds)
         if self._steps:
             self._steps[0] = self._steps[0]._replace(began=now if seen else None)
+        return took

@@ -15,7 +15,7 @@ FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts", "benchmarks"
 LAYERS = [
     "scheduler.types scheduler.declaration scheduler.plan scheduler.context_window "
     "scheduler.config scheduler.cost "
-    "scheduler.step_timing scheduler.work",
+    "scheduler.step_timing scheduler.draft_timing scheduler.work",
     "scheduler.kv",
     "scheduler.turns",
     "scheduler.planning",

@@ -3,8 +3,10 @@
     python -m benchmarks.check.drafts tokenizer.json FILE...
 
 The scheduler generates each reply of the files again, alone, and the recorded tokens are its
-samples. A file has one conversation a line: `messages: [{role, content}]`; it may be gzipped.
-Messages are encoded one by one, without a chat template.
+samples. It decides for steps of an 8B model and without a pause between two of them, so it drafts
+wherever that saves a step. `benchmarks.drafts` counts time. A file has one conversation a line:
+`messages: [{role, content}]`; it may be gzipped. Messages are encoded one by one, without a chat
+template.
 """
 
 from __future__ import annotations
@@ -40,22 +42,14 @@ COST = analytic_profile(
     link_bytes_per_s=5e10,
     step_base_seconds=5e-3,
 )
-"""Has no influence on a request that is alone."""
 
 
 @dataclass
 class Counts:
-    """Counts of replies.
-
-    steps, periods          steps in which the row takes part; these and the steps that it skips for
-                            its drafts
-    drafts, drafted, accepted
-                            checks, drafted tokens, and accepted ones
-    """
+    """Counts of replies: their tokens and steps, checks, drafted tokens, and accepted ones."""
 
     tokens: int = 0
     steps: int = 0
-    periods: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -64,16 +58,13 @@ class Counts:
         of_check = (
             f"{self.accepted / max(1, self.drafts):.2f} of {self.drafted / max(1, self.drafts):.2f}"
         )
-        alone, beside = self.tokens / self.steps, self.tokens / self.periods
-        return (
-            f"| {name} | {self.tokens:,} | {self.drafts:,} | {of_check} | {alone:.2f} | "
-            f"{beside:.2f} |"
-        )
+        each = self.tokens / self.steps
+        return f"| {name} | {self.tokens:,} | {self.drafts:,} | {of_check} | {each:.2f} |"
 
 
 HEADER = (
-    "| conversations | reply tokens | checks of drafts | true of drafted, each "
-    "| tokens/step, alone | not alone |\n|---|---|---|---|---|---|"
+    "| conversations | reply tokens | checks of drafts | accepted of drafted, each "
+    "| tokens/step |\n|---|---|---|---|---|"
 )
 
 
@@ -99,9 +90,7 @@ def _run(args: argparse.Namespace) -> None:
     assert encode is not None  # as there is a path
     print(HEADER)
     for path in args.files:
-        counts = Counts()
-        for prompt, reply in replies(path, encode, args.conversations):
-            generate(prompt, reply, counts)
+        counts = count(list(replies(path, encode, args.conversations)))
         print(counts.row(path.name.partition(".")[0]), flush=True)
 
 
@@ -127,8 +116,8 @@ def replies(
 class Recorded:
     """The loop's executor: it samples the tokens that were recorded."""
 
-    def __init__(self, tokens: array[int]):
-        self._tokens = tokens
+    def __init__(self) -> None:
+        self.tokens = array("i")  # prompt and reply
         self._launched = deque[StepPlan]()
         self.steps = 0
 
@@ -138,36 +127,41 @@ class Recorded:
 
     def wait(self) -> StepResult:
         plan = self._launched.popleft()
-        ends = [position + 1 for position in plan.positions]
-        for span in plan.spans:
-            ends += range(span.end - span.samples + 1, span.end + 1)
-        return StepResult(plan.step, plan.samples, tuple(self._tokens[end] for end in ends))
+        return StepResult(
+            plan.step, plan.samples, tuple(self.tokens[end] for end in sampled_positions(plan))
+        )
 
     def done(self) -> bool:
         return bool(self._launched)
 
 
-def generate(prompt: array[int], reply: array[int], counts: Counts) -> None:
-    """Adds the steps in which the reply is generated."""
-    whole = prompt + reply
-    chunks = 2 * (len(whole) // CHUNK + 2)
+def sampled_positions(plan: StepPlan) -> list[int]:
+    """The position of each sample of the plan."""
+    ends = [position + 1 for position in plan.positions]
+    for span in plan.spans:
+        ends += range(span.end - span.samples + 1, span.end + 1)
+    return ends
+
+
+def count(generated: Sequence[tuple[array[int], array[int]]]) -> Counts:
+    """Generates these (prompt, reply), one after the other, and counts the steps."""
+    longest = max((len(prompt) + len(reply) for prompt, reply in generated), default=1)
+    chunks = 2 * (longest // CHUNK + 2)
     config = SchedulerConfig(
-        chunks, 0, len(whole), max_num_batched_tokens=len(whole) + 64, speculate="lookup"
+        chunks, 0, longest, max_num_batched_tokens=longest + 64, reuse=False, speculate="lookup"
     )
     scheduler = Scheduler(config, COST)
-    recorded = Recorded(whole)
-    scheduler.add(Request(RequestId(1), prompt, len(reply)), 0.0)
-    loop = EngineLoop(scheduler, recorded)
-    while not scheduler.idle:
-        steps = recorded.steps
-        loop.step()
-        counts.periods += recorded.steps > steps or not scheduler.idle
+    recorded = Recorded()
+    loop = EngineLoop(scheduler, recorded, clock=lambda: 0.0)
+    scheduler.draft_timing.turnaround = 0.0
+    for number, (prompt, reply) in enumerate(generated, 1):
+        recorded.tokens = prompt + reply
+        scheduler.add(Request(RequestId(number), prompt, len(reply)), 0.0)
+        while not scheduler.idle:
+            loop.step()
     stats = scheduler.stats()
-    counts.tokens += len(reply)
-    counts.steps += recorded.steps
-    counts.drafts += stats.drafts
-    counts.drafted += stats.drafted
-    counts.accepted += stats.accepted
+    tokens = sum(len(reply) for _, reply in generated)
+    return Counts(tokens, recorded.steps, stats.drafts, stats.drafted, stats.accepted)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from itertools import chain
 from ..config import SchedulerConfig
 from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
+from ..draft_timing import DraftTiming
 from ..kv.chunk_store import ChunkStore
 from ..plan import BlockUpdate, RowStart
 from ..turns.turn import RunningTurn
@@ -25,6 +26,7 @@ class Batcher:
         self,
         config: SchedulerConfig,
         cost: CostProfile,
+        timing: DraftTiming,
         store: ChunkStore,
         queues: RequestQueues,
         windows: ContextWindow | None,
@@ -34,14 +36,14 @@ class Batcher:
         self._store = store
         self._queues = queues
         self._windows = windows
-        self.drafting = Drafting(config, store, queues)
+        self.drafting = Drafting(config, timing, store, queues)
 
     # -- generation
 
     def plan_generation(self, builder: PlanBuilder) -> None:
-        """Plans one token, and drafts, for each row that is past its prompt, in row order. Takes
-        slots when a row needs them. A row whose drafts are worth it skips a step: until its newest
-        token is known."""
+        """Plans one token for each row that is past its prompt, in row order, and the chosen
+        drafts. Takes slots when a row needs them. A row takes no part if its newest token must be
+        known and is not: for the mask of a grammar or of bad words, or behind drafts."""
         step, generate, positions, samples = (
             builder.step,
             builder.generate,
@@ -49,14 +51,15 @@ class Batcher:
             builder.samples,
         )
         generating = False
+        chosen = self.drafting.choose(builder.applied)
         checked = list[RowId]()
         for row in tuple(self._queues.rows):
             if row.spans or row.leaving or row.position > row.last_position:
                 continue
             generating = True
             drafts = row.drafts
-            if (row.constrained or drafts is not None) and row.awaits_token:
-                if self.drafting.waits(row, builder):
+            if row.awaits_token:
+                if row.constrained or (drafts is not None and drafts.checked > builder.applied):
                     continue
                 drafts = None
             if drafts is not None:
@@ -64,9 +67,11 @@ class Batcher:
             position = row.position
             if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
+            # After a check its newest token is not the device's last sample.
+            behind_check = drafts is not None and drafts.checked == row.launched
             row.launched = step
-            if drafts is not None:
-                checked += self.drafting.plan(row, builder, self._extend)
+            if behind_check or row.id in chosen:
+                checked += self.drafting.plan(row, chosen, builder, self._extend)
             else:
                 generate.append(row.seat)
                 positions.append(position)

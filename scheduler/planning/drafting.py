@@ -1,13 +1,17 @@
-"""Rows that check drafts: their spans, and which of their samples count (docs/design/drafts.md)."""
+"""Rows that check drafts: which ones, their spans, and which of their samples count
+(docs/design/drafts.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from ..config import SchedulerConfig
+from ..draft_timing import DraftTiming
 from ..kv.chunk_store import ChunkStore
 from ..plan import Span, StepPlan, StepResult
-from ..turns.drafts import MOST_DRAFTS, Drafts, may_draft
+from ..turns.drafts import Acceptance, Drafts, may_draft
 from ..turns.turn import RunningTurn
 from ..types import Request, RowId
 from .plan_builder import PlanBuilder
@@ -16,57 +20,208 @@ from .queues import RequestQueues
 Extend = Callable[[RunningTurn, PlanBuilder, int], bool]
 """`Batcher._extend`: takes slots for the row's positions below the given one."""
 
-SKIPPED = 1
-"""A check costs one skipped step, which would give this many tokens. More drafts than this must be
-expected to come true."""
+JOINING = 4
+"""Seats that drafts leave to waiting requests. If more join in one step, it may sample more
+positions than there are seats, and then runs without a captured graph."""
+
+MOST_ROWS, WATCHED = 64, 16
+"""Rows that are searched for drafts in a step: this bounds the host's time. After so many steps
+these are other rows."""
+
+NONE = array("i")
+
+MOST_LEAST = 0.9
+"""If drafts above this chance do not fit into a step, rows behind the first ones have none."""
+
+
+class Rates(NamedTuple):
+    """What the next step is like, and what a draft must give in it.
+
+    rows, context  rows past their prompts, and their mean context
+    prompt         tokens of prompts beside them
+    room           drafts that the step can check
+    token          seconds that the rows add to a step without drafts, for each of its tokens: a
+                   token more saves so much
+    draft          seconds that one more draft adds
+    """
+
+    rows: int
+    context: int
+    prompt: int
+    room: int
+    token: float
+    draft: float
+
+    @property
+    def least(self) -> float:
+        """The least chance of coming true with which a draft is worth its own seconds."""
+        return self.draft / self.token
 
 
 class Drafting:
     """Plans checks of drafts. Counts since the start: checks, drafted tokens and accepted ones."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues):
+    def __init__(
+        self, config: SchedulerConfig, timing: DraftTiming, store: ChunkStore, queues: RequestQueues
+    ):
         self._on = config.speculate == "lookup"
         self._seats = config.max_num_seqs
         self._budget = config.max_num_batched_tokens
+        self._timing = timing
         self._store = store
         self._queues = queues
+        self._acceptance = Acceptance()
         self.checks = self.drafted = self.accepted = 0
 
     def begin(self, request: Request) -> Drafts | None:
         """Returns the drafts of the request's reply, or None if it has none."""
-        return Drafts() if self._on and may_draft(request) else None
+        return Drafts(self._acceptance) if self._on and may_draft(request) else None
+
+    # -- whether drafts pay
+
+    def awaits_result(self, applied: int, planned: int) -> bool:
+        """True if the next plan is better made when the result of the step that runs is applied,
+        because its rows can then draft behind their newest tokens. Steps up to `applied` are
+        applied, those behind, up to `planned`, are not.
+
+        A plan made now leaves out the rows whose newest token must be known: those whose drafts are
+        being checked, and constrained ones.
+        """
+        if not self._on or applied == planned:
+            return False
+        rows = self._watched(applied)
+        rates = self._rates(rows)
+        if rates is None:
+            return False
+        expected = checked = 0.0
+        left_out = 0
+        for row in rows:
+            drafts = row.drafts
+            if drafts is None:
+                left_out += row.constrained and row.awaits_token
+                continue
+            running = drafts.checked > applied
+            left_out += running
+            left = 0 if running else len(drafts.next(row.tokens))
+            count, true = drafts.coming(left, row.awaits_token, rates.least)
+            checked += count
+            expected += true
+        if left_out == rates.rows and not rates.prompt:
+            return not self._queues.waiting  # without them there is nothing else to plan
+        # The plan behind the checks waits as well. If this one waits behind checks, that is counted
+        # as the next one's.
+        return self._pays(rates, expected, checked, 1 if left_out else 2, left_out)
+
+    def choose(self, applied: int) -> Mapping[RowId, array[int]]:
+        """Returns the drafts that the next plan checks, of rows whose newest token is known; none
+        if they do not pay."""
+        if not self._on:
+            return {}
+        rows = self._watched(applied)
+        rates = self._rates(rows)
+        if rates is None:
+            return {}
+        open_rows = []
+        for row in rows:
+            drafts = row.drafts
+            if drafts is not None and not row.awaits_token:
+                left = drafts.next(row.tokens)[: row.last_position + 1 - len(row.tokens)]
+                if left:
+                    open_rows.append((row, drafts, left))
+        least = rates.least
+        counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
+        while sum(counts) > rates.room and least < MOST_LEAST:
+            least = max(least, 0.1) ** 0.5
+            counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
+        room = rates.room
+        expected = 0.0
+        chosen = {}
+        for (row, drafts, left), count in zip(open_rows, counts, strict=True):
+            count = min(count, room)
+            if count:
+                chosen[row.id] = left[:count]
+                expected += drafts.expected(count)
+                room -= count
+        return chosen if self._pays(rates, expected, rates.room - room, 1) else {}
+
+    def _pays(
+        self, rates: Rates, expected: float, drafts: float, waits: int, left_out: int = 0
+    ) -> bool:
+        """True if so many drafts, of which `expected` come true, save more seconds than they cost.
+
+        They save the seconds of the tokens that they give, and of those of rows that would be left
+        out. They cost a longer step, and `waits` times a turnaround, in which the device idles.
+        """
+        if not drafts or not expected:
+            return False
+        if drafts > rates.room:
+            expected, drafts = expected * rates.room / drafts, rates.room
+        step = self._timing.step
+        added = step(rates.prompt, rates.rows, rates.context, round(drafts))
+        added -= step(rates.prompt, rates.rows - left_out, rates.context)
+        return (expected + left_out) * rates.token > added + waits * self._timing.turnaround
+
+    def _watched(self, applied: int) -> list[RunningTurn]:
+        """The rows that this step looks at, of those that are past their prompts; none if there is
+        no room for drafts."""
+        if self._room <= 0:
+            return []
+        rows = self._queues.rows
+        if len(rows) > MOST_ROWS:
+            first = applied // WATCHED * MOST_ROWS % len(rows)
+            rows = (rows + rows[:MOST_ROWS])[first : first + MOST_ROWS]
+        return [
+            row
+            for row in rows
+            if not row.spans and not row.leaving and row.position <= row.last_position
+        ]
 
     @property
-    def _most(self) -> int:
-        """Drafts of a step. With one position of each row it then samples no more positions than
-        there are seats, so it fits the captured graphs. Half of the budget that the rows leave is
-        kept for prompts."""
-        rows = len(self._queues.rows)
-        return min(self._seats - rows, (self._budget - rows) // 2)
+    def _room(self) -> int:
+        """Drafts that the next step can check: with one position of each row, and those that join,
+        it samples no more positions than there are seats, so it fits the captured graphs. Half of
+        the budget that the rows leave is kept for prompts."""
+        queues = self._queues
+        rows = len(queues.rows)
+        free = self._seats - rows
+        free -= min(JOINING, len(queues.waiting) + len(queues.swapping_in))
+        return min(free, (self._budget - rows) // 2)
 
-    def waits(self, row: RunningTurn, builder: PlanBuilder) -> bool:
-        """True if this step leaves the row out. Its newest token is not known yet, and is needed:
-        for the mask of a grammar or of bad words, because drafts behind it are being checked, or
-        because enough drafts are expected to come true."""
-        drafts = row.drafts
-        if drafts is None:  # a constrained row
-            return True
-        if drafts.checked <= builder.applied:
-            room = self._most - builder.drafting * MOST_DRAFTS
-            if room <= SKIPPED + 1 or not drafts.next(row.tokens, SKIPPED + 1):
-                return False
-        builder.drafting += 1
-        return True
+    def _rates(self, watched: Sequence[RunningTurn]) -> Rates | None:
+        """Returns None if no drafts can pay: there is no room, or even drafts that all come true
+        would not save a turnaround."""
+        if not watched:
+            return None
+        room = self._room
+        seated = self._queues.rows
+        computing = [row.spans for row in seated if row.spans]
+        rows = len(seated) - len(computing)
+        prompt = sum(spans[-1].end - spans[0].start for spans in computing)
+        prompt = min(prompt, self._budget - rows)
+        context = sum(row.position for row in watched) // len(watched)
+        step = self._timing.step
+        without = step(prompt, rows, context)
+        token = (without - step(prompt, 0, 0)) / rows
+        some = min(room, 4 * rows)
+        draft = max(0.0, step(prompt, rows, context, some) - without) / some
+        if room * (token - draft) <= self._timing.turnaround:
+            return None
+        return Rates(rows, context, prompt, room, token, draft)
 
-    def plan(self, row: RunningTurn, builder: PlanBuilder, extend: Extend) -> list[RowId]:
-        """Plans the row's newest token, which is known, and the drafts behind it. Returns the
+    # -- their spans
+
+    def plan(
+        self,
+        row: RunningTurn,
+        chosen: Mapping[RowId, array[int]],
+        builder: PlanBuilder,
+        extend: Extend,
+    ) -> list[RowId]:
+        """Plans the row's newest token, which is known, and the drafts chosen for it. Returns the
         step's samples of the row, which follow those of the rows that generate. Drafts never cost
         another row its slots."""
-        assert row.drafts is not None
+        drafts = chosen.get(row.id, NONE)
         start = row.position
-        others = len(builder.token_ids) - len(builder.spans)  # drafts of other rows
-        most = min(row.last_position - start, self._most - others)
-        drafts = row.drafts.next(row.tokens, SKIPPED)[: max(0, most)]
         spare = self._store.available - len(self._queues.rows)
         if (
             start + len(drafts) >= row.first_without_slot
@@ -75,10 +230,9 @@ class Drafting:
         ):
             extend(row, builder, row.first_without_slot + 1)
         drafts = drafts[: row.first_without_slot - start - 1]
-        if len(drafts) <= SKIPPED and start + len(drafts) < row.last_position:
-            drafts = drafts[:0]  # it would skip a step for no more than that step's token
         count = 1 + len(drafts)
         if drafts:
+            assert row.drafts is not None
             row.drafts.checked = builder.step
         builder.spans.append(Span(row.seat, start, start + count, start, count))
         builder.span_rows.append(row)

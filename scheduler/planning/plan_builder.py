@@ -44,7 +44,6 @@ class PlanBuilder:
         self.scored: array[int] = array("i")
         # an empty plan is needed: a copy must be confirmed, or more requests are to be tried
         self.polls = False
-        self.drafting = 0  # rows that this step leaves out because of their drafts
         self.short = 0  # GPU slots that running rows lacked
         self.wanted = 0  # GPU slots that the first waiting request needed and did not get
         self.spills: tuple[Spill, ...] = ()

@@ -242,6 +242,9 @@ class Chatter:
         self._note_bases(plan)
         self.executor.launch(plan)
 
+    def done(self):
+        return self.executor.done()
+
     def wait(self):
         return self.executor.wait()
 

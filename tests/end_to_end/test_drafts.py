@@ -14,6 +14,7 @@ from pensieve.runtime.engine import open_engine
 from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.scheduler.types import FinishReason, Sampling
 from tests.models import SHAPE, tiny_checkpoint
+from tests.scheduler.draft_policy import always_draft, decide_by_chance
 
 from .chatter import TIGHT, Chatter
 from .player import Player
@@ -49,6 +50,12 @@ def model(request, tmp_path_factory):
     reference.save_pretrained(directory / "checkpoint")
     build_engine(directory / "checkpoint", directory / "engine")
     return open_engine(directory / "engine"), reference
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Drafts are checked however long a step takes here."""
+    always_draft(monkeypatch)
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
@@ -108,8 +115,12 @@ def prompts():
     "sampling", [Sampling(), SAMPLED, BIASED], ids=["greedy", "sampled", "biased"]
 )
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-def test_tokens_are_those_without_drafts(model, sampling, together):
-    """Stop ids, the least and the largest number of tokens count as ever."""
+@pytest.mark.parametrize("seed", [None, 1, 2], ids=["always", "by chance 1", "by chance 2"])
+def test_tokens_are_those_without_drafts(model, sampling, together, seed, monkeypatch):
+    """Stop ids, the least and the largest number of tokens count as ever. Which steps wait, draft
+    and leave rows out does not matter."""
+    if seed is not None:
+        decide_by_chance(monkeypatch, seed)
     heard = {}
     for speculate in ("off", "lookup"):
         with Player(model[0], speculate=speculate, max_num_seqs=40) as player:

@@ -67,3 +67,30 @@ def test_without_requests_nothing_is_launched():
 def test_only_the_loop_plans_steps():
     """Elsewhere only the simulator and tests of the scheduler do."""
     assert planners(*SHIPPED, "benchmarks", "tests") == {"runtime/loop.py"}
+
+
+def test_the_loop_measures_the_pause_of_the_device_in_which_a_plan_waits(monkeypatch):
+    """From the arrival of the result to the launch behind it: apply, what the caller does, plan,
+    launch. Otherwise no pause is seen, and it is taken to be the loop's own parts of it."""
+    loop, _ = make_loop()
+    ticks = iter(range(1000))
+    loop.clock = lambda: float(next(ticks))
+    turnarounds = []
+    scheduler = loop.scheduler
+    monkeypatch.setattr(scheduler.draft_timing, "turned_round", turnarounds.append)
+    scheduler.add(Request(RequestId(1), array("i", [1, 2, 3]), 5), 0.0)
+    loop.step()  # plan at 0, launched at 1
+    assert turnarounds == [1.0]
+    next_plan = scheduler.next_plan
+
+    def waits(now):
+        scheduler.awaits_result = True
+
+    monkeypatch.setattr(scheduler, "next_plan", waits)
+    assert loop.step() is not None  # plan at 2; the result came at 3, applied at 4
+    monkeypatch.setattr(scheduler, "next_plan", next_plan)
+    loop.clock()  # the caller is busy until 5
+    loop.step()  # plan at 6, launched at 7
+    assert turnarounds == [1.0, 4.0]
+    loop.step()  # plan at 8, launched at 9, result at 10, applied at 11
+    assert turnarounds == [1.0, 4.0, 2.0], "one for the plan and launch, one for the last apply"

@@ -18,8 +18,8 @@ from pensieve.scheduler.config import (
 )
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.planning import admission
-from pensieve.scheduler.turns import drafts
 
+from .draft_policy import decide_by_chance
 from .driver import STATES, Driver
 from .test_drafting import KeyedDriver
 
@@ -90,7 +90,7 @@ def totals():
 )
 def test_random_operations_with_random_settings(seed, totals, monkeypatch):
     if seed % 2:
-        monkeypatch.setattr(drafts, "FIRST_MEAN", 1e9)  # every match is drafted
+        decide_by_chance(monkeypatch, seed)
     monkeypatch.setattr(admission, "MOST_TRIED", (1, 2, 4, 64)[seed % 4])
     settings = drawn(seed)
     driver = (KeyedDriver if settings["reuse"] else Driver)(seed, **settings)

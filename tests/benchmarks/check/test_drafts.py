@@ -26,8 +26,8 @@ def test_a_repeated_text_has_several_tokens_a_step(tmp_path, capsys):
         == 0
     )
     copied, new = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
-    assert float(copied[4]) > 4 and float(copied[5].strip(" |")) > 3
-    assert new[2:] == ["0", "0.00 of 0.00", "1.00", "1.00 |"]
+    assert float(copied[4].strip(" |")) > 4
+    assert new[2:] == ["0", "0.00 of 0.00", "1.00 |"]
 
 
 def test_a_line_without_messages_is_named(tmp_path, capsys):
