@@ -133,7 +133,6 @@ class EngineSession:
     def step(self) -> Applied | None:
         """Makes one pass of the loop. Returns the results since the last one, or None if there are
         none: a step was launched, or there is nothing to do. Raises as `EngineLoop.step`."""
-        self.grow()
         before = tuple(self.take_results())
         applied = self._loop.step()
         self._answer_erased()  # also without a result: each plan looks up a part of a long log
@@ -143,12 +142,6 @@ class EngineSession:
             Applied(rows=before)
             if applied is None
             else applied._replace(rows=(*before, *applied.rows))
-        )
-
-    def grow(self) -> bool:
-        """Tells the scheduler of slots that HOST has gained. Returns whether there are any."""
-        return self.scheduler.config.host_kv_growth > 0 and self.scheduler.grow_host(
-            self.executor.host_slots
         )
 
     def take_results(self) -> list[RowResult]:

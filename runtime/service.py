@@ -176,6 +176,7 @@ class Service:
     def _step(self) -> None:
         """Makes one pass of the loop. Sends the result if there is one, and sleeps if there is
         nothing to do."""
+        self._grow()
         applied = self._session.step()
         if applied is None:
             if self._session.idle:
@@ -214,8 +215,14 @@ class Service:
             with contextlib.suppress(Empty):
                 self._take(self._inbox.get(timeout=min(left, LONGEST_WAIT_S)))
                 return
-            if self._session.grow():
+            if self._grow():
                 self._send(Applied())
+
+    def _grow(self) -> bool:
+        """Tells the scheduler of slots that HOST has gained. Returns whether there are any."""
+        return self._scheduler.config.host_kv_growth > 0 and self._scheduler.grow_host(
+            self._executor.host_slots
+        )
 
     def _take(self, message: FromHTTP | GrammarCompiled) -> None:
         self._scheduler.work.spend(MESSAGE)

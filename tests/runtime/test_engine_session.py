@@ -52,25 +52,11 @@ class Sevens:
         self.kept.append((request, compiled))
 
 
-def make_session(host_kv_chunks=0, host_kv_growth=0, **settings):
+def make_session(**settings):
     config = SchedulerConfig(
-        gpu_kv_chunks=8,
-        host_kv_chunks=host_kv_chunks,
-        host_kv_growth=host_kv_growth,
-        max_model_len=64,
-        chunk_tokens=8,
-        max_queue=2,
+        gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, chunk_tokens=8, max_queue=2
     )
     return EngineSession(Scheduler(config, COST), Sevens(), **settings)
-
-
-def test_slots_that_host_gains_are_told_before_the_next_plan():
-    session = make_session(host_kv_chunks=2, host_kv_growth=5)
-    for slots in (2, 4, 7, 7):
-        session.executor.host_slots = slots
-        session.step()
-        assert session.scheduler.stats().slots["host"]["free"] == slots
-    assert not session.grow()
 
 
 def request(number, max_tokens=3, **fields):

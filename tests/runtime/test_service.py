@@ -269,8 +269,8 @@ def test_growth_of_the_host_pool_is_told_while_nothing_runs(
     sent: list[int] = []
 
     def get(timeout: float | None) -> Drain:
-        if service._session.executor.host_slots < 8:
-            service._session.executor.host_slots += 2
+        if service._executor.host_slots < 8:
+            service._executor.host_slots += 2
             raise Empty
         return Drain(0.0)
 
@@ -279,13 +279,26 @@ def test_growth_of_the_host_pool_is_told_while_nothing_runs(
         return slots > 4
 
     service._inbox = SimpleNamespace(get=get)  # type: ignore[assignment]
-    service._session.executor.host_slots = 2
+    service._executor.host_slots = 2
     scheduler.wake_at = float("inf")
     scheduler.grow_host = grow_host
     scheduler.config.host_kv_growth = 6
     service._send = lambda applied: sent.append(0)
     service._sleep()
     assert sent == [4, 6, 0, 8, 0]
+
+
+def test_slots_that_host_gains_are_told_before_each_plan(
+    service: Service, scheduler: Scheduler
+) -> None:
+    scheduler.config.host_kv_growth = 6
+    scheduler.grow_host = lambda slots: scheduler.calls.append(("host", slots))
+    scheduler.next_plan = lambda now: scheduler.calls.append("plan")
+    scheduler.in_flight = 0
+    service._wait_for_news = lambda: None  # type: ignore[method-assign]
+    for service._executor.host_slots in (4, 7):
+        service._step()
+    assert scheduler.calls == [("host", 4), "plan", ("host", 7), "plan"]
 
 
 def submit(service: Service, number: int, grammar: str | None = None) -> None:
