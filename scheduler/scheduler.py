@@ -335,7 +335,7 @@ class Scheduler:
             raise InvariantError(
                 f"the result of step {result.step} came where that of step {plan.step} was due"
             )
-        if took is not None:
+        if took is not None and self.config.speculate != "off":
             self.draft_timing.took(plan, took)
         self._applied = plan.step
         self._store.completed = result.completed._replace(compute=plan.step)
