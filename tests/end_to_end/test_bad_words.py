@@ -14,6 +14,7 @@ from pensieve.runtime.engine import open_engine
 from pensieve.runtime.step.grammar import Grammars, json_grammar
 from pensieve.scheduler.types import Sampling
 from tests.models import SHAPE, tiny_checkpoint
+from tests.scheduler.draft_policy import always_draft
 
 from .player import Player
 from .test_drafts import WEAKENED, WEAKER, prompts
@@ -108,7 +109,8 @@ def cases(model):
     ],
     ids=["plain", "together", "swapped", "recomputed", "drafts", "drafts and swapped"],
 )
-def test_replies_are_those_of_the_twin(model, cases, settings):
+def test_replies_are_those_of_the_twin(model, cases, settings, monkeypatch):
+    always_draft(monkeypatch)
     with Player(model[0], **settings) as player:
         requests = [player.request(tokens, 60, sampling=sampling) for tokens, sampling, _ in cases]
         heard = player.play(*requests)
