@@ -130,7 +130,7 @@ class Scheduler:
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
         self.awaits_result = False
-        self._mark = swap_out_chunks(cost, config)
+        self._most_marked = swap_out_chunks(cost, config)
 
     # -- requests
 
@@ -440,10 +440,15 @@ class Scheduler:
 
     # -- internal
 
+    def _mark(self) -> int:
+        """While fewer GPU slots are available, chunks are copied out ahead of time. Most of HOST is
+        kept for chunks that are in no other tier: a second copy of a chunk on the GPU gains
+        nothing."""
+        return min(self._most_marked, self._store.host.count // 4)
+
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or
-        than the first waiting request needs if that is more. Most of HOST is kept for chunks that
-        are in no other tier: a second copy of a chunk on the GPU gains nothing.
+        than the first waiting request needs if that is more.
 
         The next plan takes slots for generation before it admits that request. The slots for both
         are freed now.
@@ -451,8 +456,7 @@ class Scheduler:
         needed = builder.wanted + builder.short
         if builder.wanted:
             needed += sum(row.position == row.first_without_slot for row in self._queues.rows)
-        target = max(min(self._mark, self._store.host.count // 4), needed)
-        target -= self._queues.coming_free()
+        target = max(self._mark(), needed) - self._queues.coming_free()
         if self._store.available < target:
             builder.evictor.swap_out_ahead(
                 target, most=max(needed, self._admission.link_chunks(builder))

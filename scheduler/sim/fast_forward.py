@@ -30,7 +30,7 @@ class FastForwardScheduler(Scheduler):
         if (
             busy
             or self.in_flight != 1
-            or (self._store.available < self._mark and self._store.uncopied)
+            or (self._store.available < self._mark() and self._store.uncopied)
         ):
             return 0
         rows = self._queues.rows
