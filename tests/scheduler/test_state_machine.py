@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A conversation of an earlier life is deleted."""
         name = chosen(pick, [name for name in self.remembered if name not in self.harness.logs])
         scheduler = self.harness.scheduler
-        scheduler.disk.erase(scheduler.disk.keys(self.remembered.pop(name), b""))
+        scheduler.lower.erase(scheduler.lower.keys(self.remembered.pop(name), b""))
 
     @rule(pick=pick)
     def lose_a_chunk(self, pick):
