@@ -452,29 +452,29 @@ class ChunkStore:
 
     # A chunk's states. "lower": in some tier below HOST. An idle chunk is held by no row.
     #
-    # | GPU | HOST   | lower | state                      | set          | changes                  |
-    # | --- | ------ | ----- | -------------------------- | ------------ | -----------------------  |
-    # | -   | -      | -     | dropped                    | none         | computed, or forgotten   |
-    # | yes | -      | any   | in use                     | none         | released, deleted        |
-    # | yes | yes    | any   | in use                     | busy_copied  | released, loses a copy   |
-    # | yes | yes    | any   | in use: awaits its swap-in | none         | swapped in, reported     |
-    # |     |        |       | or is staged or moving     |              |                          |
-    # | yes | -      | any   | idle                       | only[GPU]    | used, swapped out,       |
-    # |     |        |       |                            |              | staged, dropped          |
-    # | yes | -      | any   | idle, and HOST has refused | spare[GPU]   | used, dropped, touched   |
-    # |     |        |       | it or has no slots         |              | (asks HOST again)        |
-    # | yes | staged | any   | idle, on its way down      | only[GPU]    | spilled, then loses      |
-    # |     |        |       |                            |              | this copy                |
-    # | yes | yes    | any   | idle                       | spare[GPU]   | used, leaves the GPU,    |
-    # |     |        |       |                            |              | loses a copy             |
-    # | -   | yes    | -     | idle                       | only[HOST]   | swapped in, spilled,     |
-    # |     |        |       |                            |              | dropped                  |
-    # | -   | yes    | yes   | idle                       | spare[HOST]  | swapped in, loses a copy |
-    # | -   | -      | one   | idle                       | only[tier]   | promoted, dropped        |
-    # | -   | -      | more  | idle                       | spare[the    | promoted, loses a copy   |
-    # |     |        |       |                            | fastest]     |                          |
-    # | -   | any    | any   | moving: written or read    | none         | reported, dropped,       |
-    # |     |        |       |                            |              | computed again           |
+    # | GPU | HOST   | lower | state                      | set          | changes                |
+    # | --- | ------ | ----- | -------------------------- | ------------ | ---------------------- |
+    # | -   | -      | -     | dropped                    | none         | computed, or forgotten |
+    # | yes | -      | any   | in use                     | none         | released, deleted      |
+    # | yes | yes    | any   | in use                     | busy_copied  | released, loses a copy |
+    # | yes | yes    | any   | in use: awaits its swap-in | none         | swapped in, reported   |
+    # |     |        |       | or is staged or moving     |              |                        |
+    # | yes | -      | any   | idle                       | only[GPU]    | used, swapped out,     |
+    # |     |        |       |                            |              | staged, dropped        |
+    # | yes | -      | any   | idle, and HOST has refused | spare[GPU]   | used, dropped, touched |
+    # |     |        |       | it or has no slots         |              | (asks HOST again)      |
+    # | yes | staged | any   | idle, on its way down      | only[GPU]    | spilled, then loses    |
+    # |     |        |       |                            |              | this copy              |
+    # | yes | yes    | any   | idle                       | spare[GPU]   | used, leaves the GPU,  |
+    # |     |        |       |                            |              | loses a copy           |
+    # | -   | yes    | -     | idle                       | only[HOST]   | swapped in, spilled,   |
+    # |     |        |       |                            |              | dropped                |
+    # | -   | yes    | yes   | idle                       | spare[HOST]  | swapped in, loses copy |
+    # | -   | -      | one   | idle                       | only[tier]   | promoted, dropped      |
+    # | -   | -      | more  | idle                       | spare[the    | promoted, loses a copy |
+    # |     |        |       |                            | fastest]     |                        |
+    # | -   | any    | any   | moving: written or read    | none         | reported, dropped,     |
+    # |     |        |       |                            |              | computed again         |
     #
     # A move never changes the set of a chunk that is idle on the GPU.
 

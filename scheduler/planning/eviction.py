@@ -235,7 +235,7 @@ class Evictor:
 
     def _makes_room(self, lower: LowerTier, value: float, for_host: bool = False) -> bool:
         """Makes room in the tier for a chunk of that value. Returns False if the tier holds nothing
-        of lower value.
+        of lower value, or must erase a slot before it is used again.
 
         `for_host`: the caller frees a HOST slot. Then a record whose chunk is also on the GPU goes
         first, if that chunk will stay there longer: the latest one, which has about the highest
@@ -249,7 +249,7 @@ class Evictor:
         if copy is not None and store.policy.value(copy, self._now) > value:
             store.release_record(copy, lower)
             store.evictions.count(tier, "copy", 1)
-            return True
+            return lower.room > 0
         head = self._head(store.only[tier])
         victims = head.peek(store.policy.at_once(1))
         if not victims or head.value >= value:
@@ -258,4 +258,4 @@ class Evictor:
         store.evictions.count_values(head.value, len(victims))
         for victim in victims:
             store.drop(victim)
-        return True
+        return lower.room > 0

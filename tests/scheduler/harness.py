@@ -13,6 +13,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
+from pensieve.scheduler.kv.disk_tier import DiskTier
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
@@ -63,6 +64,18 @@ def profile(chunk_tokens=4, chunks_a_step=3):
         link_bytes_per_s=4096 * chunks_a_step / 2e-3,
         step_base_seconds=1e-3,
     )
+
+
+def former_keys(lower):
+    """Keys whose records may be in slots that their chunks have given up."""
+    return lower._former_slots if isinstance(lower, DiskTier) else lower.former_keys()
+
+
+def free_slots(lower, held):
+    """Those of the slots that hold records which should be free."""
+    if isinstance(lower, DiskTier):
+        return set(lower.pool._free) & set(held)
+    return lower.free_slots(held)
 
 
 class Harness:
@@ -272,7 +285,7 @@ class Harness:
                 key
                 for key in keys
                 if store.find(key) is None
-                and not any(key in lower._former_slots for lower in store.lower)
+                and not any(key in former_keys(lower) for lower in store.lower)
             }
             left = [key for key, _, _ in self.device.disk.values() if key in gone]
             assert not (wholly and left), f"records of deleted chunks: {left}"
@@ -587,7 +600,7 @@ class Harness:
         if self._check:
             self.scheduler.check()
             for lower in self.scheduler._store.lower:
-                stale = set(lower.pool._free) & set(self.device.disk)
+                stale = free_slots(lower, self.device.disk)
                 assert not stale, f"free slots {stale} hold records"
 
     def check_logs(self):

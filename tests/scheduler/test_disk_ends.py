@@ -17,6 +17,8 @@ from .harness import Harness, profile
 from .kv.test_disk_tier import only_on_disk
 from .test_state_machine import SlowDisk
 
+pytestmark = pytest.mark.usefixtures("each_lower_tier")
+
 
 def rest(harness):
     for _ in range(50):

@@ -26,6 +26,8 @@ from pensieve.scheduler.sim.simulator import (
 )
 from pensieve.scheduler.types import Request, RequestId, StoredRecord, Tier, Usage
 
+pytestmark = pytest.mark.usefixtures("each_lower_tier")
+
 SIZE, NEW_TOKENS = 32, 32
 H200 = CostProfile(
     chunk_tokens=SIZE,

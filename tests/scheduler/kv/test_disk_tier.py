@@ -17,6 +17,8 @@ from ..harness import Harness
 from ..stories import TIGHT
 from ..test_state_machine import SlowDisk
 
+pytestmark = pytest.mark.usefixtures("each_lower_tier")
+
 DISK = TIGHT | {"host_kv_chunks": 16, "disk_kv_chunks": 64}
 
 
