@@ -461,8 +461,8 @@ class ChunkStore:
     # |     |        |       | or is staged or moving     |              |                        |
     # | yes | -      | any   | idle                       | only[GPU]    | used, swapped out,     |
     # |     |        |       |                            |              | staged, dropped        |
-    # | yes | -      | any   | idle, and HOST has refused | spare[GPU]   | used, dropped, touched |
-    # |     |        |       | it or has no slots         |              | (asks HOST again)      |
+    # | yes | - or   | any   | idle, and HOST has refused | spare[GPU]   | used, dropped, touched |
+    # |     | staged |       | it or has no slots         |              | (asks HOST again)      |
     # | yes | staged | any   | idle, on its way down      | only[GPU]    | spilled, then loses    |
     # |     |        |       |                            |              | this copy              |
     # | yes | yes    | any   | idle                       | spare[GPU]   | used, leaves the GPU,  |
