@@ -290,12 +290,13 @@ class ChunkStore:
             chunk.refused_by_host = chunk.staged = False
         victim_set = victims[0].victim_set
         assert isinstance(victim_set, VictimSet)
-        dropped = [chunk for chunk in victims if chunk.slots == NOWHERE]
         if self.lower:
+            dropped = [chunk for chunk in victims if chunk.slots == NOWHERE]
             for chunk in victims:
                 self.update_victim_set(chunk)
         else:
-            copied = [chunk for chunk in victims if chunk.slots != NOWHERE]
+            dropped = [chunk for chunk in victims if chunk.slots[HOST] == NO_SLOT]
+            copied = [chunk for chunk in victims if chunk.slots[HOST] != NO_SLOT]
             victim_set.move(copied, self.only[HOST])
             victim_set.move(dropped, None)
         for chunk in dropped:
@@ -510,12 +511,13 @@ class ChunkStore:
             chunk.victim_set = victim_set
         if victim_set is not None:
             victim_set.add(chunk)
-        for tier, copies in self.copies.items():
+        if self.copies:
             on_gpu = slots[GPU] != NO_SLOT and not chunk.awaits_swap_in
-            if slots[tier] != NO_SLOT and on_gpu and chunk.moving is None:
-                copies.add(chunk)
-            else:
-                copies.discard(chunk)
+            for tier, copies in self.copies.items():
+                if slots[tier] != NO_SLOT and on_gpu and chunk.moving is None:
+                    copies.add(chunk)
+                else:
+                    copies.discard(chunk)
 
     # -- checks
 

@@ -46,9 +46,10 @@ class Evictor:
         that the step waits for, or dropped.
         """
         store = self._store
+        if count <= store.gpu.free:
+            return
         evictions = store.evictions
         spare = self._head(store.spare[GPU])
-        only = self._head(store.only[GPU])
         while (missing := count - store.gpu.free) > 0:
             victims = spare.peek(store.policy.at_once(missing))
             if not victims:
@@ -57,6 +58,7 @@ class Evictor:
             dropped = store.reclaim_gpu(victims)
             evictions.count(GPU, "dropped", dropped)
             evictions.count(GPU, "reclaimed", len(victims) - dropped)
+        only = self._head(store.only[GPU])
         while (missing := count - store.gpu.free) > 0:
             victims = only.peek(missing)
             if not victims:

@@ -285,7 +285,7 @@ class CacheLookup:
                 return next(last for last in reversed(seen) if self.must_wait(last))
             # Older positions cannot be recomputed alone, so the rest of their KV is read and
             # swapped in at any cost.
-            if chunk is not None and turn.promotes and reads(chunk):
+            if chunk is not None and chunk.slots[HOST] < 0 and turn.promotes and reads(chunk):
                 to_read.append(chunk)
             hit = (
                 chunk is not None

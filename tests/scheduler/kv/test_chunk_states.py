@@ -174,7 +174,8 @@ def test_every_change_of_every_state_leads_to_the_set_of_the_table():
     one = OneChunk()
     ways = {one.state: ()}
     waiting = deque(ways)
-    rows, changes = {}, set()
+    rows = {}
+    changes = set()
     while waiting:
         state = waiting.popleft()
         way = ways[state]
