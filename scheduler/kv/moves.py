@@ -1,4 +1,5 @@
-"""The ends of moves to and from the tiers below HOST, and the slots of all tiers counted."""
+"""Parts of the chunk store: the ends of moves to and from the tiers below HOST, and all slots
+counted."""
 
 from __future__ import annotations
 
