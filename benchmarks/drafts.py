@@ -131,9 +131,9 @@ class VirtualExecutor:
     def wait(self) -> StepResult:
         plan, end = self._launched.popleft()
         self._clock.now = max(self._clock.now, end)
-        completed, spilled, promoted = self._device.reports(self._clock.now)
+        completed, lower = self._device.reports(self._clock.now)
         tokens = (0,) * len(plan.samples)
-        return StepResult(plan.step, plan.samples, tokens, completed, spilled, promoted)
+        return StepResult(plan.step, plan.samples, tokens, completed, lower)
 
     def done(self) -> bool:
         return bool(self._launched) and self._launched[0][1] <= self._clock.now

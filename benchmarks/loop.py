@@ -257,7 +257,7 @@ class Loop:
         self.device = device
         self.scheduler = Scheduler(config, cost)
         self.executor = make_executor(device, engine, config)
-        self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
+        self.scheduler.lower.adopt(self.executor.stored_records(), time.monotonic())
         self._session = EngineSession(self.scheduler, self.executor)
         self._vocab_size = engine.vocab_size
         self._dice = np.random.default_rng(seed)

@@ -121,7 +121,7 @@ class EngineSession:
         conversation, tokens, shared, salt = message
         self._erasing.append(answer)
         if conversation is None or conversation not in self.scheduler.conversations:
-            self.scheduler.disk.erase(self.scheduler.disk.keys(tokens, salt, shared))
+            self.scheduler.lower.erase(self.scheduler.lower.keys(tokens, salt, shared))
         else:
             # When turns ran concurrently, the turn that ended last here may not be the last in the
             # history file.
@@ -175,7 +175,9 @@ class EngineSession:
         """Makes steps until all KV for the disk is spilled, for at most `seconds`. No request is
         open."""
         until = self.clock() + seconds
-        while (self.scheduler.disk.unfinished or self.scheduler.in_flight) and self.clock() < until:
+        while (
+            self.scheduler.lower.unfinished or self.scheduler.in_flight
+        ) and self.clock() < until:
             self.step()
 
     # -- internal
@@ -201,5 +203,5 @@ class EngineSession:
             self.executor.keep_grammar(request.id, compiled)
 
     def _answer_erased(self) -> None:
-        for wholly in self.scheduler.disk.take_erased():
+        for wholly in self.scheduler.lower.take_erased():
             self._erasing.popleft()(wholly)

@@ -15,21 +15,21 @@ import numpy as np
 
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import Lane, StepPlan, StepResult
+from ..scheduler.plan import Lane, StepPlan, StepResult, TierReport
 from ..scheduler.types import (
-    DiskRecord,
     ErrorKind,
     InvariantError,
     RequestError,
     RequestId,
     RowId,
     RowResult,
+    StoredRecord,
     Tier,
 )
 from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
-from .disk.store import DiskReport, DiskSettings, DiskStore
+from .disk.store import DiskSettings, DiskStore
 from .step.bad_words import BadWords
 from .step.reusing_packer import ReusingPacker
 from .step.sampler import Scores
@@ -45,8 +45,8 @@ three."""
 GROUP_LAYERS = 4
 """Layers of a gated swap-in that share a gate: copies of 4 layers reach the link's speed."""
 
-DISK_WAIT_SECONDS = 0.002
-"""Seconds that a plan without computation and copies lasts at most while the disk works."""
+LOWER_WAIT_SECONDS = 0.002
+"""Seconds that a plan without computation and copies lasts at most while a lower tier works."""
 
 STUCK = (
     "the reply's grammar cannot be followed any further: it is too complex for a text of this "
@@ -65,7 +65,7 @@ class _Launched(NamedTuple):
     tokens: np.ndarray = _NO_TOKENS
     scores: Scores | None = None
     scored_rows: tuple[RowId, ...] = ()
-    erased: Future[tuple[int, ...]] | None = None
+    erased: Sequence[tuple[Tier, Future[tuple[int, ...]] | None]] = ()
 
 
 class Executor:
@@ -92,7 +92,7 @@ class Executor:
         grammars    None: no row may have a grammar
         in_first    as in `Transfers`
         host_form   of the records in HOST, as in `Device.allocate_pool`
-        disk        None: no plan may have disk work
+        disk        None: no plan may have work for DISK
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         blocks = config.chunks(config.max_model_len)
@@ -116,9 +116,9 @@ class Executor:
         device.allocate_pool(
             Tier.HOST, host_shape, engine.kv_dtype, host_form, config.most_host_kv_chunks
         )
-        self._disk = (
-            DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
-        )
+        self._stores: dict[Tier, DiskStore] = {}
+        if disk is not None:
+            self._stores[Tier.DISK] = DiskStore(disk, config.chunk_tokens, device.record)
         device.load(
             engine,
             config.max_num_seqs,
@@ -170,10 +170,11 @@ class Executor:
             ticket = self._device.mark(Lane.COMPUTE)
             launched = _Launched(plan, inputs.sampling, [*tickets, ticket])
         self._transfers.launched(plan.step, ticket)
-        if plan.spills or plan.promotions or plan.erased:
-            if self._disk is None:
-                raise InvariantError(f"step {plan.step} has work for the disk and there is none")
-            launched = launched._replace(erased=self._disk.begin(plan))
+        if plan.lower:
+            if not self._stores.keys() >= {work.tier for work in plan.lower}:
+                raise InvariantError(f"step {plan.step} has work for a tier that does not exist")
+            erased = [(work.tier, self._stores[work.tier].begin(work)) for work in plan.lower]
+            launched = launched._replace(erased=erased)
         self._launched.append(launched)
 
     @property
@@ -195,12 +196,12 @@ class Executor:
         plan = launched.plan
         for ticket in launched.tickets:
             self._device.synchronize(ticket)
-        erase_failed = launched.erased.result() if launched.erased is not None else ()
+        failed = {tier: ended.result() for tier, ended in launched.erased if ended}
         tokens = tuple(launched.tokens.tolist())
         stuck = () if self._constraints is None else self._constraints.advance(plan.samples, tokens)
         self._bad_words.advance(plan.samples, tokens)
         completed = self._transfers.completed()
-        disk = self._disk_report(plan)
+        lower = self._lower_reports(plan, failed)
         rows = {} if launched.scores is None else _with_logprobs(launched, tokens, launched.scores)
         rows |= {
             row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, STUCK))
@@ -211,29 +212,31 @@ class Executor:
             plan.samples,
             tokens,
             completed,
-            *disk,
-            erase_failed=erase_failed,
+            lower,
             bad_copies=self._transfers.bad_copies(),
             rows=rows,
         )
 
-    def _disk_report(self, plan: StepPlan) -> DiskReport:
-        if self._disk is None:
-            return DiskReport()
-        if not plan.tokens and not plan.copies and self._disk.busy:
-            self._disk.wait(DISK_WAIT_SECONDS)
-        return self._disk.take()
+    def _lower_reports(
+        self, plan: StepPlan, erase_failed: dict[Tier, tuple[int, ...]]
+    ) -> tuple[TierReport, ...]:
+        busy = [store for store in self._stores.values() if store.busy]
+        if not plan.tokens and not plan.copies and busy:
+            busy[0].wait(LOWER_WAIT_SECONDS)
+        return tuple(
+            store.take()._replace(erase_failed=erase_failed.get(tier, ()))
+            for tier, store in self._stores.items()
+        )
 
-    def disk_records(self) -> list[DiskRecord]:
-        """The records that the disk holds from an earlier process. Called before the first plan;
-        reads every header."""
-        return self._disk.records() if self._disk is not None else []
+    def stored_records(self) -> dict[Tier, list[StoredRecord]]:
+        """The records that the lower tiers hold from an earlier process. Called before the first
+        plan; reads every header."""
+        return {tier: store.records() for tier, store in self._stores.items()}
 
-    def erase_records(self, slots: Sequence[int]) -> None:
-        """Erases these slots of `disk_records`. Called before the first plan; blocks until the
+    def erase_records(self, tier: Tier, slots: Sequence[int]) -> None:
+        """Erases these slots of `stored_records`. Called before the first plan; blocks until the
         records are gone."""
-        if self._disk is not None:
-            self._disk.erase(slots)
+        self._stores[tier].erase(slots)
 
     def _grammar_mask(self, plan: StepPlan) -> Mask | None:
         if self._constraints is not None:
@@ -250,7 +253,8 @@ class Executor:
     @property
     def disk_counters(self) -> DiskCounters | None:
         """The disk's counters, or None without a disk tier."""
-        return self._disk.counters if self._disk is not None else None
+        disk = self._stores.get(Tier.DISK)
+        return disk.counters if disk is not None else None
 
     def transfer_seconds(self) -> TransferSeconds:
         """The seconds that the link was busy so far, and the part of them that steps waited for."""
@@ -258,8 +262,8 @@ class Executor:
 
     def close(self) -> None:
         """Closes the device and frees the pools, after work in flight is finished. Idempotent."""
-        if self._disk is not None:
-            self._disk.close()  # first, because its threads use the HOST pool
+        for store in self._stores.values():  # first, because their threads use the HOST pool
+            store.close()
         self._device.close()
 
 

@@ -262,7 +262,7 @@ class Service:
     def _log_drain(self, seconds: float) -> None:
         replies = len(self._session.open_requests())
         waited = [f"{replies} running {'reply' if replies == 1 else 'replies'}"] if replies else []
-        waited += ["KV on its way to the disk"] if self._scheduler.disk.unfinished else []
+        waited += ["KV on its way to the disk"] if self._scheduler.lower.unfinished else []
         if seconds and waited:
             what = " and ".join(waited)
             log.info(
@@ -279,14 +279,14 @@ class Service:
         if self._drain_until == float("inf"):
             return False
         open_requests = self._session.open_requests()
-        unfinished = open_requests or self._scheduler.disk.unfinished
+        unfinished = open_requests or self._scheduler.lower.unfinished
         if unfinished and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:
             self._session.abort(request)
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
-        if self._scheduler.disk.unfinished:
+        if self._scheduler.lower.unfinished:
             log.warning("shut down before all KV was spilled to disk")
         aborted = tuple(RowResult(request, finish=FinishReason.ABORT) for request in open_requests)
         self._send(Applied(rows=aborted))

@@ -9,7 +9,7 @@ from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
 from .planning.queues import RequestQueues
 from .turns.turn import RunningTurn, Turn
-from .types import InvariantError, QueuePlace, RequestId
+from .types import GPU, HOST, InvariantError, QueuePlace, RequestId, Tier
 
 
 def check_requests(
@@ -44,17 +44,14 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     """Checks that each slot is free or owned once, and that users and claims are those of rows and
     conversations."""
     chunks = list(store.resident_chunks())
-    store.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
-    moving_host, moving_disk = store.disk.check(chunks)
+    store.gpu.check(chunk.slots[GPU] for chunk in chunks if chunk.slots[GPU] != NO_SLOT)
+    moving_host = [slot for lower in store.lower for slot in lower.check(chunks)]
     store.host.check(
         [
-            *(chunk.host for chunk in chunks if chunk.host != NO_SLOT),
+            *(chunk.slots[HOST] for chunk in chunks if chunk.slots[HOST] != NO_SLOT),
             *store.late_host_slots,
             *moving_host,
         ]
-    )
-    store.disk.pool.check(
-        [*(chunk.disk for chunk in chunks if chunk.disk != NO_SLOT), *moving_disk]
     )
     stored = set(chunks)
     if missing := {*users, *claims} - stored:
@@ -72,64 +69,55 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             )
         if chunk.key is not None and store.find(chunk.key) is not chunk:
             raise InvariantError(f"{chunk} is not the owner of its key")
-        if chunk.users and chunk.gpu == NO_SLOT:
+        if chunk.users and chunk.slots[GPU] == NO_SLOT:
             raise InvariantError(f"{chunk} is in use but not on the GPU")
-        if chunk.key is None and (chunk.disk != NO_SLOT or chunk.moving is not None):
-            raise InvariantError(f"{chunk} is private and has to do with the disk")
+        if chunk.key is None and (chunk.moving is not None or _lower_slots(chunk)):
+            raise InvariantError(f"{chunk} is private and has to do with a lower tier")
         if not (chunk.resident or chunk.claims):
             raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")
         filed += _check_filing(store, chunk)
-        copies += _check_copy(store, chunk)
-    sets = (
-        store.reclaimable,
-        store.uncopied,
-        store.host_only,
-        store.host_spare,
-        store.disk_only,
-        store.busy_copied,
-    )
-    if filed != sum(len(members) for members in sets) or copies != len(store.disk_copies):
+        copies += sum(_is_copy(chunk, lower.tier) for lower in store.lower)
+        for lower in store.lower:
+            if _is_copy(chunk, lower.tier) != (chunk in store.copies[lower.tier]):
+                raise InvariantError(f"{chunk} is taken for a copy, or for none, wrongly")
+    sizes = [len(members) for members in (*store.spare, *store.only)]
+    if filed != sum(sizes) + len(store.busy_copied) or copies != sum(
+        map(len, store.copies.values())
+    ):
         raise InvariantError("a set of victims holds a chunk that does not belong there")
 
 
+def _lower_slots(chunk: Chunk) -> list[int]:
+    return [slot for slot in chunk.slots[HOST + 1 :] if slot != NO_SLOT]
+
+
 def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
-    """Computes, independently of `ChunkStore.file`, the set that the chunk belongs to. Returns
-    whether there is one."""
-    on_gpu, on_host, on_disk = (slot != NO_SLOT for slot in (chunk.gpu, chunk.host, chunk.disk))
-    movable = not chunk.users and chunk.moving is None
+    """Computes, independently of `ChunkStore.update_victim_set`, the set that the chunk belongs to.
+    Returns whether there is one."""
+    on_gpu = chunk.slots[GPU] != NO_SLOT
+    on_host = chunk.slots[HOST] != NO_SLOT
+    in_lower = bool(_lower_slots(chunk))
+    idle = not chunk.users
+    moving = chunk.moving is not None
     belongs: VictimSet | OrderedSet | None = None
-    if chunk.copied_for_disk and not (on_gpu and on_host):
-        raise InvariantError(
-            f"{chunk} is marked as copied_for_disk, but is not on the GPU and HOST"
-        )
-    if (
-        chunk.users
-        and on_gpu
-        and on_host
-        and not chunk.awaits_swap_in
-        and not chunk.copied_for_disk
-        and chunk.moving is None
-    ):
+    if chunk.staged and not (on_gpu and on_host):
+        raise InvariantError(f"{chunk} is staged, but is not on the GPU and HOST")
+    held_copy = on_gpu and on_host and not (chunk.awaits_swap_in or chunk.staged or moving)
+    if chunk.users and held_copy:
         belongs = store.busy_copied
-    if movable and on_host and not on_gpu:
-        belongs = store.host_spare if on_disk else store.host_only
-    if movable and on_disk and not (on_gpu or on_host):
-        belongs = store.disk_only
-    if not chunk.users and on_gpu:
-        safe = (
-            (on_host and not chunk.copied_for_disk)
-            or chunk.refused_by_host
-            or store.host.count == 0
-        )
-        belongs = store.reclaimable if safe else store.uncopied
+    if idle and on_gpu:
+        spare = (on_host and not chunk.staged) or chunk.refused_by_host or store.host.count == 0
+        belongs = store.spare[GPU] if spare else store.only[GPU]
+    if idle and on_host and not (on_gpu or moving):
+        belongs = store.spare[HOST] if in_lower else store.only[HOST]
+    if idle and in_lower and not (on_gpu or on_host or moving):
+        tiers = [lower.tier for lower in store.lower if chunk.slots[lower.tier] != NO_SLOT]
+        belongs = store.only[tiers[0]] if len(tiers) == 1 else store.spare[tiers[0]]
     if chunk.victim_set is not belongs or (belongs is not None and chunk not in belongs):
         raise InvariantError(f"{chunk} is not in the set of victims where it belongs")
     return belongs is not None
 
 
-def _check_copy(store: ChunkStore, chunk: Chunk) -> bool:
-    on_gpu = chunk.gpu != NO_SLOT and not chunk.awaits_swap_in
-    is_copy = chunk.disk != NO_SLOT and on_gpu and chunk.moving is None
-    if is_copy != (chunk in store.disk_copies):
-        raise InvariantError(f"{chunk} is taken for a copy on DISK, or for none, wrongly")
-    return is_copy
+def _is_copy(chunk: Chunk, tier: Tier) -> bool:
+    on_gpu = chunk.slots[GPU] != NO_SLOT and not chunk.awaits_swap_in
+    return chunk.slots[tier] != NO_SLOT and on_gpu and chunk.moving is None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from .types import ChunkKey, RequestId, RowId, RowResult, Sampling
+from .types import ChunkKey, RequestId, RowId, RowResult, Sampling, Tier
 
 
 class Lane(IntEnum):
@@ -112,21 +112,58 @@ class CopyBatch:
 
 
 class Spill(NamedTuple):
-    """Write HOST slot `host` to DISK slot `disk`, as the record of the keyed chunk that ends at
-    position `end`."""
+    """Write HOST slot `host` to the lower tier's slot `slot`, as the record of the keyed chunk that
+    ends at position `end`."""
 
     host: int
-    disk: int
+    slot: int
     key: ChunkKey
     end: int
 
 
 class Promotion(NamedTuple):
-    """Read the record of `key` in DISK slot `disk` into HOST slot `host`."""
+    """Read the record of `key` in the lower tier's slot `slot` into HOST slot `host`."""
 
-    disk: int
+    slot: int
     host: int
     key: ChunkKey
+
+
+class TierWork(NamedTuple):
+    """Work of one tier below HOST.
+
+    spills, promotions
+                they are on no lane: they begin at once, and the step does not wait for them. Until
+                a result reports one done or failed, its slots have no other use (but copies may
+                read a HOST slot that is being spilled). All earlier uses of its HOST slots are
+                complete on the device
+    erased      slots whose records cannot be read again once the plan is done, except those in the
+                result's `erase_failed`; no plan uses these slots before that result
+    """
+
+    tier: Tier
+    spills: tuple[Spill, ...] = ()
+    promotions: tuple[Promotion, ...] = ()
+    erased: tuple[int, ...] = ()
+
+
+class TierReport(NamedTuple):
+    """Slots of one tier below HOST.
+
+    spilled, promoted
+                their records are written, or read and verified, on every rank; each reported once
+    failed      their records could not be written, read or verified on some rank; each reported
+                once
+    erase_failed
+                of a plan's `erased`: some rank could not erase them; reported with that plan's
+                result or before
+    """
+
+    tier: Tier
+    spilled: tuple[int, ...] = ()
+    promoted: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    erase_failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +182,7 @@ class StepPlan:
                 samples has none
     samples     a row for each token, in this order: all of `generate`, then the positions of spans
                 that sample
-    spills, promotions
-                disk work, which is on no lane: it begins at once, and the step does not wait for
-                it. Until a result reports it done or failed, its slots have no other use (but
-                copies may read a HOST slot that is being spilled). All earlier uses of its HOST
-                slots are complete on the device
-    erased      DISK slots whose records cannot be read again once the plan is done, except those in
-                the result's `erase_failed`; no plan uses these slots before that result
+    lower       work of the tiers below HOST, at most one entry for each
     ended       requests with a grammar that will take no seat again: the states of their grammars
                 can be freed
 
@@ -170,9 +201,7 @@ class StepPlan:
     token_ids: array[int]
     samples: tuple[RowId, ...]
     scored: array[int] = field(default_factory=lambda: array("i"))
-    spills: tuple[Spill, ...] = ()
-    promotions: tuple[Promotion, ...] = ()
-    erased: tuple[int, ...] = ()
+    lower: tuple[TierWork, ...] = ()
     origins: tuple[RowStart, ...] = ()
     ended: tuple[RequestId, ...] = ()
 
@@ -189,14 +218,7 @@ class StepResult:
     rows        the results of rows that have more than a token: log probabilities that they asked
                 for, or an error that ends them (then their sampled tokens mean nothing)
     completed   the last ticket known to be complete on each lane, the minimum over all ranks
-    spilled, promoted
-                DISK slots whose record is written, or read and verified, on every rank; each
-                reported once
-    failed      DISK slots whose record could not be written, read or verified on some rank; each
-                reported once
-    erase_failed
-                DISK slots of a plan's `erased` that some rank could not erase; reported with that
-                plan's result or before
+    lower       reports of the tiers below HOST, at most one for each
     bad_copies  HOST slots with a failed copy on some rank: a swap-out left data there that is not
                 its chunk's KV. Reported with the `completed` that covers the swap-out, or before
     """
@@ -205,10 +227,7 @@ class StepResult:
     samples: tuple[RowId, ...]
     tokens: tuple[int, ...]
     completed: Tickets = NO_TICKETS
-    spilled: tuple[int, ...] = ()
-    promoted: tuple[int, ...] = ()
-    failed: tuple[int, ...] = ()
-    erase_failed: tuple[int, ...] = ()
+    lower: tuple[TierReport, ...] = ()
     bad_copies: tuple[int, ...] = ()
     rows: Mapping[RowId, RowResult] = field(default_factory=dict)
 

@@ -5,7 +5,7 @@
     apply(result)     the step's tokens; replies that end are committed to their conversations
     abort, finish     a client has left; the length of a reply is known
     conversations     the logs: fork, keep, delete, residency of their KV
-    disk              records of an earlier process, chunks to spill, records to erase
+    lower             records of an earlier process, chunks to spill, records to erase
     work              the budget of work until the next plan
     grow_host(slots)  HOST has more slots
 
@@ -27,15 +27,16 @@ from .invariants import check_requests, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
+from .kv.moves import report_moves, slot_counts
 from .kv.retention import eviction_policy
 from .kv.stats import SchedulerStats
 from .plan import Lane, StepPlan, StepResult
 from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
-from .planning.disk_work import DiskWork
 from .planning.eviction import Evictor
 from .planning.lookup import CacheLookup
+from .planning.lower_work import LowerTierWork
 from .planning.plan_builder import PlanBuilder
 from .planning.plan_copies import StepCopies
 from .planning.prefetch import Prefetcher
@@ -115,7 +116,7 @@ class Scheduler:
         self._committer = Committer(
             config, self._chunk_keys, self._store, self.conversations, self._prefetcher
         )
-        self.disk = DiskWork(
+        self.lower = LowerTierWork(
             self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind
         )
         self._turns: dict[RequestId, Turn] = {}
@@ -276,9 +277,9 @@ class Scheduler:
         """Returns the next step, or None if there is nothing to do until a result, a request or an
         abort arrives.
 
-        A plan without tokens, copies and disk work exists only so that its result reports progress.
-        It is made while disk work is in progress, while a copy is not confirmed yet, or while a
-        deletion continues.
+        A plan without tokens, copies and work of lower tiers exists only so that its result reports
+        progress. It is made while such work is in progress, while a copy is not confirmed yet, or
+        while a deletion continues.
 
         None while a step is in flight may also mean that drafts behind its tokens are expected to
         be worth more than a plan now (`awaits_result`).
@@ -308,8 +309,8 @@ class Scheduler:
             if not builder.tokens:
                 self._admission.admit(builder)
         self._swap_out_ahead(builder)
-        if self.config.disk_kv_chunks:
-            self.disk.plan(builder)
+        if self._store.lower:
+            self.lower.plan(builder)
 
         self._store.end_plan()
         builder.ended = tuple(self._ended_grammars)
@@ -341,8 +342,7 @@ class Scheduler:
         self._store.completed = result.completed._replace(compute=plan.step)
         if result.bad_copies:
             self._store.drop_bad_copies(result.bad_copies)
-        if self.config.disk_kv_chunks:
-            self._store.report_disk(result, now)
+        report_moves(self._store, result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks and span.samples < 2:  # with drafts: below, token by token
                 self._committer.on_computed(span_row, span.start, span.end)
@@ -415,16 +415,16 @@ class Scheduler:
             swapped_in=self._swapped_in,
             swapped_out=self._swapped_out,
             conversations=len(self.conversations),
-            slots=store.slot_counts(),
+            slots=slot_counts(store),
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
             eviction_value_sum=store.evictions.value_sum,
             choices=self._admission.choices.by_choice(),
             regret_tokens=store.regret_tokens,
-            spilled=store.disk.spilled,
-            promoted=store.disk.promoted,
-            failed_writes=store.disk.failed_writes,
-            failed_reads=store.disk.failed_reads,
+            spilled=sum(lower.spilled for lower in store.lower),
+            promoted=sum(lower.promoted for lower in store.lower),
+            failed_writes=sum(lower.failed_writes for lower in store.lower),
+            failed_reads=sum(lower.failed_reads for lower in store.lower),
             bad_copies=store.bad_copies,
         )
 
@@ -463,14 +463,14 @@ class Scheduler:
             )
 
     def _polls(self, builder: PlanBuilder) -> bool:
-        """True if an empty plan is needed: it carries disk work, or, with nothing in flight, its
-        result reports the progress of disk work."""
-        if builder.spills or builder.promotions or builder.erased:
+        """True if an empty plan is needed: it carries work of lower tiers, or, with nothing
+        in flight, its result reports their progress."""
+        if builder.lower:
             return True
         if self._inflight:
             return False
         return (
-            builder.polls or self.disk.busy or self._awaits_copies() or self.has_work(builder.now)
+            builder.polls or self.lower.busy or self._awaits_copies() or self.has_work(builder.now)
         )
 
     def _awaits_copies(self) -> bool:

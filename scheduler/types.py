@@ -92,9 +92,9 @@ class InvariantError(AssertionError):
 QueuePlace = tuple[int, int]
 
 
-class DiskRecord(NamedTuple):
-    """A record that an earlier process left in a DISK slot: the keyed chunk that ends at position
-    `end`, last active `age_s` seconds ago."""
+class StoredRecord(NamedTuple):
+    """A record that an earlier process left in a slot of a lower tier: the keyed chunk that ends at
+    position `end`, last active `age_s` seconds ago."""
 
     slot: int
     key: ChunkKey
@@ -103,9 +103,21 @@ class DiskRecord(NamedTuple):
 
 
 class Tier(IntEnum):
+    """The tiers of KV, the fastest first. All KV to and from the tiers below HOST passes through a
+    HOST slot."""
+
     GPU = 0
     HOST = 1
     DISK = 2
+
+
+TIERS = tuple(Tier)
+LABELS = tuple(tier.name.lower() for tier in TIERS)
+"""By tier: its name in metrics, in answers to clients, and as a field of `Usage`."""
+
+GPU, HOST, DISK = map(int, TIERS)
+"""The same as plain numbers: each step indexes slots by tier, which takes twice the time with an
+enum."""
 
 
 class FinishReason(StrEnum):
@@ -330,7 +342,7 @@ class Usage:
 
     @property
     def cached(self) -> int:
-        return self.gpu + self.host + self.disk
+        return sum(getattr(self, label) for label in LABELS)
 
 
 class RowResult(NamedTuple):
@@ -410,14 +422,11 @@ def _read_applied(
 
 
 class ConversationKV(NamedTuple):
-    """Chunk counts of one conversation's log by tier. A chunk in several tiers counts in the
-    highest only."""
+    """`chunks`: counts of one conversation's log by the tiers' labels, and "dropped". A chunk in
+    several tiers counts in the fastest only."""
 
     conversation: str
-    gpu: int
-    host: int
-    dropped: int
-    disk: int = 0
+    chunks: dict[str, int]
 
 
 class Residency(NamedTuple):

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from array import array
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ...scheduler.plan import NO_TICKETS, Promotion, Spill, StepPlan
+from ...scheduler.plan import Promotion, Spill, TierWork
 from ...scheduler.types import ChunkKey, SettingError
 from .segments import aligned_buffer
 from .store import DiskSettings, DiskStore
@@ -41,8 +40,10 @@ def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
     folder = directory / "speed"
     store = DiskStore(DiskSettings(folder, count, engine=""), 0, host.__getitem__)
     try:
-        write = min(_seconds(store, _plan(spills=spills)) for _ in range(ROUNDS))
-        read = min(_seconds(store, _plan(promotions=promotions)) for _ in range(ROUNDS))
+        write = min(_seconds(store, TierWork(store.tier, spills=spills)) for _ in range(ROUNDS))
+        read = min(
+            _seconds(store, TierWork(store.tier, promotions=promotions)) for _ in range(ROUNDS)
+        )
         return None if store.counters.errors else DiskSpeed(host.nbytes / read, host.nbytes / write)
     finally:
         store.close()
@@ -52,16 +53,9 @@ def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
             raise SettingError("--disk-dir", f"cannot use {folder}: {error}") from error
 
 
-def _plan(spills: tuple[Spill, ...] = (), promotions: tuple[Promotion, ...] = ()) -> StepPlan:
-    none = array("i")
-    return StepPlan(
-        1, (), NO_TICKETS, (), (), none, none, (), none, (), spills=spills, promotions=promotions
-    )
-
-
-def _seconds(store: DiskStore, plan: StepPlan) -> float:
+def _seconds(store: DiskStore, work: TierWork) -> float:
     began = time.perf_counter()
-    store.begin(plan)
+    store.begin(work)
     while store.busy:
         store.wait(1.0)
         store.take()

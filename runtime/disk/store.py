@@ -1,7 +1,7 @@
 """One rank's disk tier: does the spills, promotions and erasures of plans in threads, so that the
 loop never waits.
 
-    begin(plan)     hands work to the threads and returns
+    begin(work)     hands a plan's work to the threads and returns
     take()          returns the work that has ended since, each slot once
 
 Separate threads read and write, so no turn waits behind records that are being spilled.
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ...scheduler.plan import Promotion, Spill, StepPlan
-from ...scheduler.types import DiskRecord, InvariantError, SettingError
+from ...scheduler.plan import Promotion, Spill, TierReport, TierWork
+from ...scheduler.types import InvariantError, SettingError, StoredRecord, Tier
 from ..counters import DiskCounters
 from .directory import RecordOrigin, open_directory
 from .record import PAGE, pack_header, payload_intact, read_header, record_bytes
@@ -39,14 +39,6 @@ COMPLAINT_SECONDS = 60.0  # least time between two log messages about failures
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's quota, a file's limit
 
 Work = TypeVar("Work", Spill, Promotion)
-
-
-class DiskReport(NamedTuple):
-    """DISK slots whose work has ended since the last report, as in `StepResult`."""
-
-    spilled: tuple[int, ...] = ()
-    promoted: tuple[int, ...] = ()
-    failed: tuple[int, ...] = ()
 
 
 class DiskSettings(NamedTuple):
@@ -64,6 +56,8 @@ class DiskSettings(NamedTuple):
 
 class DiskStore:
     """Reads and writes records in its own threads. One thread calls its methods."""
+
+    tier = Tier.DISK
 
     def __init__(
         self, settings: DiskSettings, chunk_tokens: int, host_record: Callable[[int], np.ndarray]
@@ -107,7 +101,7 @@ class DiskStore:
 
     # -- called by the loop
 
-    def records(self) -> list[DiskRecord]:
+    def records(self) -> list[StoredRecord]:
         """Returns the records of an earlier process. Reads headers only; payloads are checked when
         they are read. Blocks.
 
@@ -154,9 +148,9 @@ class DiskStore:
             )
         return tuple(refused)
 
-    def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
-        """Begins the plan's work. The future's result is that of `erase` for the plan's `erased`
-        slots; None if there are none.
+    def begin(self, work: TierWork) -> Future[tuple[int, ...]] | None:
+        """Begins a plan's work. The future's result is that of `erase` for the `erased` slots; None
+        if there are none.
 
         Raises the error that ended a thread, if there is one, and InvariantError if a slot is
         already in use by other work.
@@ -164,20 +158,20 @@ class DiskStore:
         self._raise_error()
         began = time.perf_counter()
         slots = [
-            *(work.disk for work in plan.spills),
-            *(work.disk for work in plan.promotions),
-            *plan.erased,
+            *(spill.slot for spill in work.spills),
+            *(promotion.slot for promotion in work.promotions),
+            *work.erased,
         ]
         with self._changed:
             if len(set(slots)) < len(slots) or not self._under_way.isdisjoint(slots):
-                raise InvariantError(f"step {plan.step} uses a DISK slot that is in use: {slots}")
-            self._under_way.update(slots[: len(slots) - len(plan.erased)])
-            self._count(spilling=len(plan.spills), promoting=len(plan.promotions))
-        for spills in self._runs(plan.spills):
+                raise InvariantError(f"a plan uses a DISK slot that is in use: {slots}")
+            self._under_way.update(slots[: len(slots) - len(work.erased)])
+            self._count(spilling=len(work.spills), promoting=len(work.promotions))
+        for spills in self._runs(work.spills):
             self._writers.submit(self._guarded, self._spill, spills, began)
-        for promotions in self._runs(plan.promotions):
+        for promotions in self._runs(work.promotions):
             self._readers.submit(self._guarded, self._promote, promotions, began)
-        return self._eraser.submit(self.erase, plan.erased) if plan.erased else None
+        return self._eraser.submit(self.erase, work.erased) if work.erased else None
 
     @property
     def busy(self) -> bool:
@@ -189,7 +183,7 @@ class DiskStore:
         with self._changed:
             self._changed.wait_for(lambda: any(self._report) or self._error is not None, seconds)
 
-    def take(self) -> DiskReport:
+    def take(self) -> TierReport:
         """Returns the work that has ended since the last call. Raises the error that ended a
         thread, if there is one."""
         self._raise_error()
@@ -197,7 +191,7 @@ class DiskStore:
             spilled, promoted, failed = map(tuple, self._report)
             for slots in self._report:
                 slots.clear()
-        return DiskReport(spilled, promoted, failed)
+        return TierReport(self.tier, spilled, promoted, failed)
 
     @property
     def counters(self) -> DiskCounters:
@@ -255,8 +249,8 @@ class DiskStore:
         """Called while the condition is held. `kind`: index in the report for the slots that
         succeeded."""
         for work in run:
-            self._under_way.discard(work.disk)
-            self._report[kind if work.disk in done else 2].append(work.disk)
+            self._under_way.discard(work.slot)
+            self._report[kind if work.slot in done else 2].append(work.slot)
         self._changed.notify_all()
 
     def _one_or_all(
@@ -287,10 +281,10 @@ class DiskStore:
             else:
                 buffer[PAGE : PAGE + len(payload)] = payload
                 buffers.append(buffer)
-        self._segments.write(run[0].disk, buffers)
+        self._segments.write(run[0].slot, buffers)
         if self._counters.full:
             self._not_full()
-        return {spill.disk for spill in run}
+        return {spill.slot for spill in run}
 
     def _read(self, run: list[Promotion]) -> set[int]:
         """Reads records. Returns the DISK slots whose record is the expected one."""
@@ -301,7 +295,7 @@ class DiskStore:
             in_place = self._in_place(payload)
             buffers += [buffer[:PAGE], payload] if in_place else [buffer]
             read.append((promotion, buffer, payload, in_place))
-        self._segments.read(run[0].disk, buffers)
+        self._segments.read(run[0].slot, buffers)
         intact = set()
         for promotion, buffer, payload, in_place in read:
             page = buffer[:PAGE].data
@@ -312,10 +306,10 @@ class DiskStore:
                 continue
             if not in_place:
                 payload[:] = content
-            intact.add(promotion.disk)
+            intact.add(promotion.slot)
         return intact
 
-    def _look(self, slot: int, now: float, unreadable: list[int]) -> DiskRecord | None:
+    def _look(self, slot: int, now: float, unreadable: list[int]) -> StoredRecord | None:
         page = self._buffers()[0][:PAGE].data
         try:
             self._segments.read(slot, [page])
@@ -327,7 +321,7 @@ class DiskStore:
         return (
             None
             if header is None
-            else DiskRecord(slot, header.key, header.end, max(0.0, now - header.written))
+            else StoredRecord(slot, header.key, header.end, max(0.0, now - header.written))
         )
 
     # -- internal
@@ -335,11 +329,11 @@ class DiskStore:
     def _runs(self, work: Sequence[Work]) -> list[list[Work]]:
         """Sorts the work by slot and groups records that one call can move."""
         runs: list[list[Work]] = []
-        for one in sorted(work, key=lambda one: one.disk):
+        for one in sorted(work, key=lambda one: one.slot):
             if (
                 runs
                 and len(runs[-1]) < self._most_merged
-                and self._segments.neighbours(runs[-1][-1].disk, one.disk)
+                and self._segments.neighbours(runs[-1][-1].slot, one.slot)
             ):
                 runs[-1].append(one)
             else:
@@ -390,7 +384,7 @@ class DiskStore:
     def _reject(self, promotion: Promotion) -> None:
         self._count(rejected=1)
         self._complain(
-            f"the record in slot {promotion.disk} is not intact, or another's; its chunk is "
+            f"the record in slot {promotion.slot} is not intact, or another's; its chunk is "
             "computed again"
         )
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from ...scheduler.types import ConversationKV, ErrorKind, RequestError
+from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name, StoredConversation
 from ..conversations.transcript import Transcript
 from ..conversations.turns import TurnManager, kv_name
@@ -115,7 +115,7 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
             kv_name(Name(conversation.owner, conversation.id), conversation.thread)
         )
         return described(conversation, transcript) | {
-            "kv_chunks": None if residency is None else by_tier(residency)
+            "kv_chunks": None if residency is None else residency.chunks
         }
 
     @router.get("")
@@ -191,11 +191,6 @@ async def parsed(kind: Any, request: Request) -> Any:
 
 def new_id() -> str:
     return f"conv_{uuid.uuid4().hex}"
-
-
-def by_tier(conversation: ConversationKV) -> dict[str, int]:
-    """Chunks by tier, each in the highest tier that has it."""
-    return {tier: getattr(conversation, tier) for tier in ("gpu", "host", "disk", "dropped")}
 
 
 def describe(

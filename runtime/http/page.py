@@ -82,8 +82,8 @@ def _sender(file: File) -> Any:
 
 
 def _state(client: EngineClient, owner: str) -> dict[str, Any]:
-    """Counters since the start, which the page turns into rates, and for each conversation (name,
-    on the GPU, on the host, dropped, on disk) in chunks. `moves` counts chunks too; a drop is an
+    """Counters since the start, which the page turns into rates, and for each conversation its
+    name and its chunks by tier. `moves` counts chunks too; a drop is an
     eviction that left no copy, as counted by `pensieve:kv_evictions`."""
     metrics = client.metrics
     stats = metrics.stats

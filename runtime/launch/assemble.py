@@ -124,8 +124,8 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     disk = disk_settings(settings, config, ranks)
     executor = make_executor(settings, prepared, disk, ranks, grammars)
-    records = executor.disk_records()
-    scheduler.disk.adopt(records, time.monotonic())
+    records = executor.stored_records()
+    scheduler.lower.adopt(records, time.monotonic())
     model, *aliases = settings.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ...scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
-from ...scheduler.types import GREEDY, DiskRecord, RequestId, RowId
+from ...scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets, TierReport
+from ...scheduler.types import GREEDY, RequestId, RowId, StoredRecord, Tier
 from ..executor import Executor
 from ..gc_control import GarbageCollector
 from ..system import give_up_after
@@ -53,10 +53,7 @@ class RankReport(NamedTuple):
 
     step: int
     completed: Tickets
-    spilled: tuple[int, ...]
-    promoted: tuple[int, ...]
-    failed: tuple[int, ...]
-    erase_failed: tuple[int, ...]
+    lower: tuple[TierReport, ...]
     bad_copies: tuple[int, ...]
     host_slots: int = 0
     """As in `Executor`."""
@@ -69,7 +66,7 @@ def report_of(result: StepResult, host_slots: int) -> RankReport:
 
 @dataclass(slots=True)
 class _Answers:
-    """The ranks' answers about one DISK slot."""
+    """The ranks' answers about one slot of a lower tier."""
 
     count: int = 0
     kind: str = ""
@@ -77,23 +74,20 @@ class _Answers:
 
 
 class Reports:
-    """The other ranks' reports, merged: the slowest rank's tickets, and disk work that all ranks
-    have done."""
+    """The other ranks' reports, merged: the slowest rank's tickets, and work of lower tiers
+    that all ranks have done."""
 
     def __init__(self, others: int):
-        self._last = {
-            rank: RankReport(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)
-        }
-        self._answers: dict[int, _Answers] = {}
-        self._erase_failed: dict[int, None] = {}
+        self._last = {rank: RankReport(0, NO_TICKETS, (), ()) for rank in range(1, others + 1)}
+        self._answers: dict[tuple[Tier, int], _Answers] = {}
+        self._erase_failed: dict[tuple[Tier, int], None] = {}
         self._bad_copies: dict[int, None] = {}
 
     def take(self, rank: int, report: RankReport) -> None:
         self._last[rank] = report
-        self._erase_failed.update(dict.fromkeys(report.erase_failed))
         self._bad_copies.update(dict.fromkeys(report.bad_copies))
-        for kind in ("spilled", "promoted", "failed"):
-            self._count(kind, getattr(report, kind))
+        for tier_report in report.lower:
+            self._count(tier_report)
 
     @property
     def host_slots(self) -> int:
@@ -105,40 +99,41 @@ class Reports:
         return [rank for rank, report in self._last.items() if report.step < step]
 
     def merged(self, own: StepResult) -> StepResult:
-        """Returns rank 0's result, merged with the others'. A disk slot on which some ranks differ
-        has failed, once all have answered."""
-        for kind in ("spilled", "promoted", "failed"):
-            self._count(kind, getattr(own, kind))
+        """Returns rank 0's result, merged with the others'. A slot on which some ranks differ has
+        failed, once all have answered."""
+        for report in own.lower:
+            self._count(report)
         completed = Tickets(
             *map(min, own.completed, *(report.completed for report in self._last.values()))
         )
-        done: dict[str, list[int]] = {"spilled": [], "promoted": [], "failed": []}
-        for slot, answers in list(self._answers.items()):
+        done: dict[Tier, dict[str, list[int]]] = {}
+        for (tier, slot), answers in list(self._answers.items()):
             if answers.count > len(self._last):
-                done["failed" if answers.failed else answers.kind].append(slot)
-                del self._answers[slot]
-        erase_failed = tuple(dict.fromkeys((*own.erase_failed, *self._erase_failed)))
+                kind = "failed" if answers.failed else answers.kind
+                done.setdefault(tier, {}).setdefault(kind, []).append(slot)
+                del self._answers[tier, slot]
+        for tier, slot in self._erase_failed:
+            done.setdefault(tier, {}).setdefault("erase_failed", []).append(slot)
         bad_copies = tuple(dict.fromkeys((*own.bad_copies, *self._bad_copies)))
         self._erase_failed.clear()
         self._bad_copies.clear()
-        return replace(
-            own,
-            completed=completed,
-            erase_failed=erase_failed,
-            bad_copies=bad_copies,
-            spilled=tuple(done["spilled"]),
-            promoted=tuple(done["promoted"]),
-            failed=tuple(done["failed"]),
+        lower = tuple(
+            TierReport(tier, **{kind: tuple(slots) for kind, slots in kinds.items()})
+            for tier, kinds in done.items()
         )
+        return replace(own, completed=completed, lower=lower, bad_copies=bad_copies)
 
-    def _count(self, kind: str, slots: tuple[int, ...]) -> None:
-        for slot in slots:
-            answers = self._answers.setdefault(slot, _Answers())
-            answers.count += 1
-            if kind == "failed":
-                answers.failed = True
-            else:
-                answers.kind = kind
+    def _count(self, report: TierReport) -> None:
+        tier = report.tier
+        self._erase_failed.update(((tier, slot), None) for slot in report.erase_failed)
+        for kind in ("spilled", "promoted", "failed"):
+            for slot in getattr(report, kind):
+                answers = self._answers.setdefault((tier, slot), _Answers())
+                answers.count += 1
+                if kind == "failed":
+                    answers.failed = True
+                else:
+                    answers.kind = kind
 
 
 class _Sent(NamedTuple):
@@ -146,7 +141,7 @@ class _Sent(NamedTuple):
     erases: bool
 
 
-def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
+def on_all(records: Sequence[Sequence[StoredRecord]]) -> list[StoredRecord]:
     """Returns rank 0's records that every rank has: parts of the same chunk in the same slot."""
     others = [
         {(record.slot, record.key, record.end) for record in of_rank} for of_rank in records[1:]
@@ -158,13 +153,14 @@ def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
     ]
 
 
-def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
+def agreed_records(ranks: Ranks, executor: Executor) -> dict[Tier, list[StoredRecord]]:
     """Returns the records of an earlier process that all ranks have. All ranks call it and erase
     records that only some have, because a later deletion would miss them."""
-    own = Executor.disk_records(executor)
-    agreed = on_all(ranks.gather(own))
-    kept = {record.slot for record in agreed}
-    executor.erase_records([record.slot for record in own if record.slot not in kept])
+    agreed = {}
+    for tier, own in Executor.stored_records(executor).items():
+        agreed[tier] = on_all(ranks.gather(own))
+        kept = {record.slot for record in agreed[tier]}
+        executor.erase_records(tier, [record.slot for record in own if record.slot not in kept])
     return agreed
 
 
@@ -181,7 +177,7 @@ class RankedExecutor(Executor):
         self._plans: deque[_Sent] = deque([_Sent(0, False)])
         self._broken = False
 
-    def disk_records(self) -> list[DiskRecord]:
+    def stored_records(self) -> dict[Tier, list[StoredRecord]]:
         """The records that all ranks have."""
         return self._records
 
@@ -193,7 +189,7 @@ class RankedExecutor(Executor):
     def launch(self, plan: StepPlan) -> None:
         with self._noting_failure():
             self._ranks.send(pack(plan))
-            self._plans.append(_Sent(plan.step, bool(plan.erased)))
+            self._plans.append(_Sent(plan.step, any(work.erased for work in plan.lower)))
             super().launch(plan)
 
     def wait(self) -> StepResult:

@@ -9,9 +9,10 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from ..types import ChunkKey, QueuePlace
+from ..types import GPU, LABELS, TIERS, ChunkKey, QueuePlace, Tier
 
 NO_SLOT = -1
+NOWHERE = [NO_SLOT for _ in TIERS]
 NEVER = -inf
 
 
@@ -35,16 +36,18 @@ class ChunkSet(Protocol):
 
 
 class Move:
-    """A spill or promotion in progress. `chunk` is None after the chunk was dropped: then the move
-    owns both slots."""
+    """A spill to a tier below HOST or a promotion from it, in progress. `host` and `slot`: the
+    slots in HOST and in that tier. `chunk` is None after the chunk was dropped: then the move owns
+    both slots."""
 
-    __slots__ = ("chunk", "disk", "host", "key", "spills")
+    __slots__ = ("chunk", "host", "key", "slot", "spills", "tier")
 
-    def __init__(self, chunk: Chunk, key: ChunkKey, host: int, disk: int, spills: bool):
+    def __init__(self, tier: Tier, chunk: Chunk, key: ChunkKey, host: int, slot: int, spills: bool):
+        self.tier = tier
         self.chunk: Chunk | None = chunk
         self.key = key
         self.host = host
-        self.disk = disk
+        self.slot = slot
         self.spills = spills
 
 
@@ -94,10 +97,9 @@ class Claims(NamedTuple):
 class Chunk:
     """end          position after its last token when full
     tokens          leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
-    gpu, host, disk
-                    its slot in the tier, or NO_SLOT; several may be valid at once
-    moving          disk work in progress for the chunk, not reported yet; it has slots of its own
-                    (see `Move`)
+    slots           by tier: its slot there, or NO_SLOT; several may be valid at once
+    moving          its spill or promotion in progress, not reported yet, which has a slot of its
+                    own (see `Move`)
     users, claims   rows that hold the chunk; conversations that claim it
     pins            pinned conversations among the claims: the chunk is evicted last, unless all of
                     the claims are over quota
@@ -107,15 +109,13 @@ class Chunk:
     queue_places    places of the requests in the queue that wait for the chunk, ascending. It is
                     evicted after unpinned chunks that no request waits for; among such chunks,
                     those of the last request go first
-    copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for
-    that copy: chunks of
-                    turns that have just ended are the most valuable
+    staged          its copy on HOST is only on its way to a lower tier, so its GPU slot is not
+                    taken for that copy: chunks of turns that have just ended are the most valuable
     awaits_swap_in  its GPU slot is reserved, but the swap-in is not issued for all of the row: the
                     slot holds no data yet
     victim_set      the set of victims that contains it; victim_group: its group in that set
     refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the
-    chunk is not copied
-                    when its GPU slot is needed
+                    chunk is not copied when its GPU slot is needed
     created, dropped_at
                     times at which it was made and last dropped
     """
@@ -123,13 +123,9 @@ class Chunk:
     __slots__ = (
         "awaits_swap_in",
         "claims",
-        "copied_for_disk",
         "created",
-        "disk",
         "dropped_at",
         "end",
-        "gpu",
-        "host",
         "key",
         "last_active",
         "moving",
@@ -138,6 +134,8 @@ class Chunk:
         "pins",
         "queue_places",
         "refused_by_host",
+        "slots",
+        "staged",
         "tokens",
         "users",
         "victim_group",
@@ -148,9 +146,8 @@ class Chunk:
         self.key: ChunkKey | None = None
         self.end = end
         self.tokens = 0
-        self.gpu = gpu
-        self.host = NO_SLOT
-        self.disk = NO_SLOT
+        self.slots = NOWHERE.copy()
+        self.slots[GPU] = gpu
         self.users = 0
         self.claims = 0
         self.pins = 0
@@ -160,7 +157,7 @@ class Chunk:
         self.created = self.last_active = now
         self.dropped_at = NEVER
         self.awaits_swap_in = False
-        self.copied_for_disk = False
+        self.staged = False
         self.refused_by_host = False
         self.moving: Move | None = None
         self.victim_set: ChunkSet | None = None
@@ -168,9 +165,9 @@ class Chunk:
 
     @property
     def resident(self) -> bool:
-        return self.gpu != NO_SLOT or self.host != NO_SLOT or self.disk != NO_SLOT
+        return self.slots != NOWHERE
 
     def __repr__(self) -> str:
         name = self.key.hex()[:8] if self.key else "private"
-        slots = f"gpu={self.gpu} host={self.host} disk={self.disk}"
+        slots = " ".join(f"{LABELS[tier]}={self.slots[tier]}" for tier in TIERS)
         return f"Chunk({name} to {self.end}, {slots} users={self.users} claims={self.claims})"

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
-from ..plan import NO_TICKETS, Lane, StepResult
-from ..types import ChunkKey, DiskRecord, InvariantError, QueuePlace
-from .chunk import NEVER, NO_SLOT, Chunk, ChunkSet, Move, OrderedSet
-from .disk_tier import DiskTier
+from ..plan import NO_TICKETS, Lane
+from ..types import GPU, HOST, TIERS, ChunkKey, InvariantError, QueuePlace, StoredRecord
+from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, OrderedSet
+from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
 from .slots import SlotPool
 from .stats import REGRET_S, EvictionStats
@@ -26,18 +26,15 @@ from .victim_sets import VictimSet
 class ChunkStore:
     """Every chunk that is resident or claimed, its slots, and the sets of victims.
 
-    reclaimable     idle on the GPU, and the slot is free to take: a HOST copy exists, or cannot be
-                    made
-    uncopied        idle on the GPU without a copy on HOST, or with one that is only on its way to
-                    DISK
-    host_only       idle and only on HOST
-    host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to
-                    take
-    disk_only       idle and only on DISK
+    gpu, host       slots of these tiers
+    lower           the tiers below HOST that have room for chunks, the fastest first
+    spare, only     by tier: idle chunks that are in no faster one. The slot of a spare chunk is
+                    free to take, because a slower tier has its KV, or HOST cannot take a copy. The
+                    KV of the others must be moved, or is lost
     busy_copied     in use on the GPU, with a copy on HOST: its loss costs only another copy; the
                     oldest first
-    disk_copies     on DISK and on the GPU, the latest last; such a chunk is also in its set of
-                    victims
+    copies          by lower tier: chunks with a record there that are also on the GPU, the latest
+                    last; such a chunk is also in its set of victims
     pending         keys that a row is computing, with the row's epoch
     completed       copies known to be complete on the device, and the last applied step
     now             time of the latest plan, seconds; drops are stamped with it
@@ -50,14 +47,11 @@ class ChunkStore:
         self.policy = policy
         self.gpu = SlotPool(config.gpu_kv_chunks)
         self.host = SlotPool(config.host_kv_chunks)
-        self.reclaimable = VictimSet(policy)
-        self.uncopied = VictimSet(policy)
-        self.host_only = VictimSet(policy)
-        self.host_spare = VictimSet(policy)
-        self.disk_only = VictimSet(policy)
+        self.lower = lower_tiers(config)
+        self.spare = [VictimSet(policy) for _ in TIERS]
+        self.only = [VictimSet(policy) for _ in TIERS]
         self.busy_copied = OrderedSet()
-        self.disk_copies = OrderedSet()
-        self.disk = DiskTier(config.disk_kv_chunks)
+        self.copies = {lower.tier: OrderedSet() for lower in self.lower}
         self.pending: dict[ChunkKey, int] = {}
         self.completed = NO_TICKETS
         self.evictions = EvictionStats()
@@ -74,10 +68,9 @@ class ChunkStore:
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
-        self._most_forgotten = (
-            4 * (config.gpu_kv_chunks + config.most_host_kv_chunks) + config.disk_kv_chunks
+        self._most_forgotten = 4 * (config.gpu_kv_chunks + config.most_host_kv_chunks) + sum(
+            lower.count for lower in self.lower
         )
-        self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
         self._last_stamp = 0.0
 
@@ -94,45 +87,21 @@ class ChunkStore:
     @property
     def available(self) -> int:
         """GPU slots that can be taken without a copy or a loss."""
-        return self.gpu.free + len(self.reclaimable)
+        return self.gpu.free + len(self.spare[GPU])
 
     @property
     def obtainable(self) -> int:
         """GPU slots that can be taken at all, including those whose only copy must be moved or
         dropped first."""
-        return self.available + len(self.uncopied)
-
-    def slot_counts(self) -> dict[str, dict[str, int]]:
-        """Slots by tier and content. `copy`: the chunk is in a higher tier too. `moving`: being
-        written or read (HOST), or written (DISK)."""
-        gpu = self.gpu
-        host = self.host
-        host_only = len(self.host_only) + len(self.host_spare)
-        idle = {"free": gpu.free, "reclaimable": len(self.reclaimable), "idle": len(self.uncopied)}
-        counts = {
-            "gpu": {**idle, "in_use": gpu.count - sum(idle.values())},
-            "host": {
-                "free": host.free,
-                "copy": host.count - host.free - host_only,
-                "idle": host_only,
-            },
-        }
-        if self._has_disk:
-            host_moving = self.disk.host_slots_moving()
-            counts["host"]["moving"] = host_moving
-            counts["host"]["copy"] -= host_moving
-            copies = len(self.disk_copies) + len(self.host_spare)
-            disk = {"free": self.disk.room, "copy": copies, "idle": len(self.disk_only)}
-            counts["disk"] = {**disk, "moving": self.disk.count - sum(disk.values())}
-        return counts
+        return self.available + len(self.only[GPU])
 
     def unconfirmed(self, chunk: Chunk) -> bool:
         """True if the chunk's only copy, on HOST, may still fail."""
         return (
             self._copies_may_fail
-            and chunk.gpu == NO_SLOT
-            and chunk.host != NO_SLOT
-            and self.host.last[Lane.OUT][chunk.host] > self.completed.swap_out
+            and chunk.slots[GPU] == NO_SLOT
+            and chunk.slots[HOST] != NO_SLOT
+            and self.host.last[Lane.OUT][chunk.slots[HOST]] > self.completed.swap_out
         )
 
     # -- a chunk's life
@@ -159,16 +128,16 @@ class ChunkStore:
             self._regret(self._forgotten.pop(key, NEVER))
             del self._private[chunk]
             return chunk
-        if owner.gpu != NO_SLOT:
+        if owner.slots[GPU] != NO_SLOT:
             return chunk
         if not owner.resident:
             self._regret(owner.dropped_at)
-        owner.gpu = chunk.gpu
-        chunk.gpu = NO_SLOT
+        owner.slots[GPU] = chunk.slots[GPU]
+        chunk.slots[GPU] = NO_SLOT
         owner.users += 1
         owner.last_active = max(owner.last_active, chunk.last_active)
         del self._private[chunk]
-        self.file(owner)
+        self.update_victim_set(owner)
         return owner
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
@@ -176,7 +145,7 @@ class ChunkStore:
         for chunk in chunks:
             chunk.users += 1
             chunk.refused_by_host = False
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
     def unpin(self, chunks: Iterable[Chunk], step: int, now: float) -> None:
         """One row fewer holds the chunks. `step`: the last launched step with that row; it may
@@ -188,25 +157,25 @@ class ChunkStore:
             chunk.users -= 1
             if chunk.last_active < now:
                 chunk.last_active = now
-            if chunk.gpu >= 0 and computed[chunk.gpu] < step:
-                computed[chunk.gpu] = step
+            if chunk.slots[GPU] >= 0 and computed[chunk.slots[GPU]] < step:
+                computed[chunk.slots[GPU]] = step
             if chunk.users:
                 continue
             if chunk.key is None and not chunk.tokens:
                 self.drop(chunk)
             else:
-                self.file(chunk)
+                self.update_victim_set(chunk)
 
     def claim(self, chunk: Chunk) -> None:
         chunk.claims += 1
         if not chunk.users:
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
     def unclaim(self, chunk: Chunk) -> None:
         if chunk.claims <= 0:
             raise InvariantError(f"{chunk} is unclaimed by a conversation that does not claim it")
         chunk.claims -= 1
-        self.file(chunk)
+        self.update_victim_set(chunk)
         if not (chunk.claims or chunk.users or chunk.resident):
             self._forget(chunk)
 
@@ -215,7 +184,7 @@ class ChunkStore:
         chunk.pins += by
         chunk.refused_by_host = False
         if not chunk.users:
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
     def change_over_quota(self, chunk: Chunk, by: int) -> None:
         """`by`: 1 if a conversation that claims the chunk goes over its owner's quota, -1 if it is
@@ -223,7 +192,7 @@ class ChunkStore:
         chunk.over_quota += by
         chunk.refused_by_host = False
         if not chunk.users:
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
     def mark_past_window(self, chunk: Chunk) -> None:
         """The context has outgrown its window: the chunk now weighs as much as its others, to be
@@ -231,7 +200,7 @@ class ChunkStore:
         if not chunk.past_window:
             chunk.past_window = True
             if not chunk.users:
-                self.file(chunk)
+                self.update_victim_set(chunk)
 
     def touch(self, chunk: Chunk, now: float, place: QueuePlace | None = None) -> None:
         """Marks the chunk as used now. `place`: of the request in the queue that waits for it from
@@ -242,32 +211,32 @@ class ChunkStore:
             at = bisect_left(chunk.queue_places, place)
             if chunk.queue_places[at : at + 1] != [place]:
                 chunk.queue_places.insert(at, place)
-        self.file(chunk)
+        self.update_victim_set(chunk)
 
     def end_wait(self, chunks: Iterable[Chunk], place: QueuePlace) -> None:
         """The request at that place, which waited for the chunks, has left the queue."""
         for chunk in chunks:
             del chunk.queue_places[bisect_left(chunk.queue_places, place)]
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
-    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Makes chunks of the records that an earlier process left on DISK. Called before anything
-        is stored. Of two records with one key the first counts.
+    def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
+        """Makes chunks of the records that an earlier process left in the tier. Called before
+        anything is stored. Of two records with one key the first counts.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
         records = list(records)
-        self.disk.take_slots(record.slot for record in records)
+        lower.adopt(record.slot for record in records)
         for record in records:
             if record.key in self._by_key:
-                self.disk.release(record.slot, record.key)
+                lower.release(record.slot, record.key)
                 continue
             chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
             chunk.key = record.key
             chunk.tokens = self._chunk_tokens
-            chunk.disk = record.slot
+            chunk.slots[lower.tier] = record.slot
             self._by_key[record.key] = chunk
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
     def stamp(self, now: float) -> float:
         """Returns `now`, moved up slightly if it is not later than the last stamp: each turn has
@@ -281,7 +250,7 @@ class ChunkStore:
         """Reserves a free GPU slot for each of the chunks, which are on HOST. The caller has made
         room."""
         for chunk in chunks:
-            chunk.gpu = self.gpu.take()
+            chunk.slots[GPU] = self.gpu.take()
             chunk.awaits_swap_in = True
 
     def swap_ins_issued(self, chunks: Iterable[Chunk]) -> None:
@@ -291,83 +260,85 @@ class ChunkStore:
             chunk.awaits_swap_in = False
             if chunk.key is None:
                 self.release_host_late(chunk)
-            self.file(chunk)
+            self.update_victim_set(chunk)
 
     def cancel_swap_ins(self, chunks: Iterable[Chunk]) -> None:
         """Returns the reserved GPU slots. The chunks enter a set of victims when their row releases
         them."""
         for chunk in chunks:
             chunk.awaits_swap_in = False
-            self.gpu.give(chunk.gpu)
-            chunk.gpu = NO_SLOT
+            self.gpu.give(chunk.slots[GPU])
+            chunk.slots[GPU] = NO_SLOT
 
     # -- slots
 
     def release_gpu(self, chunk: Chunk) -> None:
         """The chunk leaves the GPU. It is dropped if it is in no other tier."""
-        self.gpu.give(chunk.gpu)
-        chunk.gpu = NO_SLOT
-        chunk.refused_by_host = chunk.copied_for_disk = False
-        self.file(chunk)
-        if chunk.host == NO_SLOT:
+        self.gpu.give(chunk.slots[GPU])
+        chunk.slots[GPU] = NO_SLOT
+        chunk.refused_by_host = chunk.staged = False
+        self.update_victim_set(chunk)
+        if chunk.slots[HOST] == NO_SLOT:
             self._count_if_dropped(chunk)
 
     def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
         """Does what `release_gpu` does, for idle chunks of one group. Returns how many of them are
         dropped."""
         for chunk in victims:
-            self.gpu.give(chunk.gpu)
-            chunk.gpu = NO_SLOT
-            chunk.refused_by_host = chunk.copied_for_disk = False
+            self.gpu.give(chunk.slots[GPU])
+            chunk.slots[GPU] = NO_SLOT
+            chunk.refused_by_host = chunk.staged = False
         victim_set = victims[0].victim_set
         assert isinstance(victim_set, VictimSet)
-        dropped = [chunk for chunk in victims if chunk.host == NO_SLOT and chunk.disk == NO_SLOT]
-        if self._has_disk:
+        if self.lower:
+            dropped = [chunk for chunk in victims if chunk.slots == NOWHERE]
             for chunk in victims:
-                self.file(chunk)
+                self.update_victim_set(chunk)
         else:
-            victim_set.move([chunk for chunk in victims if chunk.host != NO_SLOT], self.host_only)
+            dropped = [chunk for chunk in victims if chunk.slots[HOST] == NO_SLOT]
+            copied = [chunk for chunk in victims if chunk.slots[HOST] != NO_SLOT]
+            victim_set.move(copied, self.only[HOST])
             victim_set.move(dropped, None)
         for chunk in dropped:
             self._count_if_dropped(chunk)
         return len(dropped)
 
     def drop_from_host(self, victims: Sequence[Chunk]) -> None:
-        """Does what `drop` does, for chunks of one group of `host_only`."""
+        """Does what `drop` does, for chunks of one group of `only[HOST]`."""
         for chunk in victims:
-            self.host.give(chunk.host)
-            chunk.host = NO_SLOT
-        self.host_only.move(victims, None)
+            self.host.give(chunk.slots[HOST])
+            chunk.slots[HOST] = NO_SLOT
+        self.only[HOST].move(victims, None)
         for chunk in victims:
             self._count_if_dropped(chunk)
 
     def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
-        """Makes the GPU slots of the chunks, which are of one group of `uncopied`, free to take:
-        the chunks have been copied, or HOST has refused them."""
+        """Makes the GPU slots of the chunks, which are of one group of `only[GPU]`, free to
+        take: the chunks have been copied, or HOST has refused them."""
         for chunk in chunks:
-            chunk.refused_by_host = chunk.host == NO_SLOT
-            chunk.copied_for_disk = False
-        self.uncopied.move(chunks, self.reclaimable)
+            chunk.refused_by_host = chunk.slots[HOST] == NO_SLOT
+            chunk.staged = False
+        self.only[GPU].move(chunks, self.spare[GPU])
 
     def release_host(self, chunk: Chunk) -> None:
-        self.host.give(chunk.host)
-        chunk.host = NO_SLOT
-        chunk.copied_for_disk = False
-        self.file(chunk)
-        if chunk.gpu == NO_SLOT:
+        self.host.give(chunk.slots[HOST])
+        chunk.slots[HOST] = NO_SLOT
+        chunk.staged = False
+        self.update_victim_set(chunk)
+        if chunk.slots[GPU] == NO_SLOT:
             self._count_if_dropped(chunk)
 
     def copied_out(self, chunk: Chunk, host_slot: int) -> None:
         """The chunk's copy to that slot has begun. The caller files the chunk."""
-        chunk.host = host_slot
+        chunk.slots[HOST] = host_slot
         if self._copies_may_fail:
             self._copied_out[host_slot] = chunk
 
-    def copied_for_disk(self, chunk: Chunk, host_slot: int) -> None:
-        """The chunk's copy to that slot, on its way to DISK, has begun."""
+    def stage(self, chunk: Chunk, host_slot: int) -> None:
+        """The chunk's copy to that slot, on its way to a lower tier, has begun."""
         self.copied_out(chunk, host_slot)
-        chunk.copied_for_disk = True
-        self.file(chunk)
+        chunk.staged = True
+        self.update_victim_set(chunk)
 
     def drop_bad_copies(self, host_slots: Iterable[int]) -> None:
         """Drops the failed copies in these HOST slots. If a later chunk's copy to a slot has just
@@ -375,28 +346,28 @@ class ChunkStore:
         again before its next use."""
         for slot in host_slots:
             chunk = self._copied_out[slot]
-            if chunk.host == slot:
+            if chunk.slots[HOST] == slot:
                 self.bad_copies += 1
-                chunk.refused_by_host = chunk.gpu != NO_SLOT and not chunk.copied_for_disk
+                chunk.refused_by_host = chunk.slots[GPU] != NO_SLOT and not chunk.staged
                 self.release_host(chunk)
 
-    def release_disk(self, chunk: Chunk) -> None:
-        """The chunk gives up its record, which is not being read."""
-        self._release_disk_slot(chunk)
-        self.file(chunk)
+    def release_record(self, chunk: Chunk, lower: LowerTier) -> None:
+        """The chunk gives up its record in the tier, which is not being read."""
+        self._release_record(chunk, lower)
+        self.update_victim_set(chunk)
         self._count_if_dropped(chunk)
 
-    def _release_disk_slot(self, chunk: Chunk) -> None:
+    def _release_record(self, chunk: Chunk, lower: LowerTier) -> None:
         assert chunk.key is not None
-        self.disk.release(chunk.disk, chunk.key)
-        chunk.disk = NO_SLOT
+        lower.release(chunk.slots[lower.tier], chunk.key)
+        chunk.slots[lower.tier] = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
         """Does what `release_host` does, for a copy that this plan's swap-in still reads. Nothing
         else in this plan may take the slot."""
-        self._late_host_slots.append(chunk.host)
-        chunk.host = NO_SLOT
-        self.file(chunk)
+        self._late_host_slots.append(chunk.slots[HOST])
+        chunk.slots[HOST] = NO_SLOT
+        self.update_victim_set(chunk)
         self._count_if_dropped(chunk)
 
     def end_plan(self) -> None:
@@ -406,24 +377,22 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk) -> None:
         """Removes an idle chunk from every tier."""
-        chunk.copied_for_disk = False
+        chunk.staged = False
+        slots = chunk.slots
         move = chunk.moving
         chunk.moving = None
         if move is not None:  # the move keeps both slots until it ends
-            self.disk.abandon(move)
-            if move.spills:
-                chunk.host = NO_SLOT
-            else:
-                chunk.disk = NO_SLOT
-        if chunk.disk != NO_SLOT:
-            self._release_disk_slot(chunk)
-        if chunk.host != NO_SLOT:
-            self.host.give(chunk.host)
-            chunk.host = NO_SLOT
-        if chunk.gpu != NO_SLOT:
-            self.gpu.give(chunk.gpu)
-            chunk.gpu = NO_SLOT
-        self.file(chunk)
+            slots[HOST if move.spills else move.tier] = NO_SLOT
+        for lower in self.lower:
+            if move is not None and lower.tier == move.tier:
+                lower.abandon(move)
+            if slots[lower.tier] != NO_SLOT:
+                self._release_record(chunk, lower)
+        for tier, pool in ((HOST, self.host), (GPU, self.gpu)):
+            if slots[tier] != NO_SLOT:
+                pool.give(slots[tier])
+                slots[tier] = NO_SLOT
+        self.update_victim_set(chunk)
         self._count_if_dropped(chunk)
 
     def delete(self, key: ChunkKey) -> None:
@@ -432,21 +401,19 @@ class ChunkStore:
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
-        self.disk.delete(key, chunk)
+        for lower in self.lower:
+            lower.erase(key, chunk)
         if chunk is None:
             return
         if not chunk.users:
             self.drop(chunk)
-        elif chunk.moving is None and chunk.disk != NO_SLOT:
-            self.release_disk(chunk)
+            return
+        for lower in self.lower:
+            if chunk.moving is None and chunk.slots[lower.tier] != NO_SLOT:
+                self.release_record(chunk, lower)
 
     def _count_if_dropped(self, chunk: Chunk) -> None:
-        if (
-            chunk.gpu == NO_SLOT
-            and chunk.host == NO_SLOT
-            and chunk.disk == NO_SLOT
-            and chunk.users == 0
-        ):
+        if chunk.slots == NOWHERE and not chunk.users:
             self.dropped += bool(chunk.tokens)
             chunk.dropped_at = self.now
             if not chunk.claims:
@@ -469,79 +436,74 @@ class ChunkStore:
         if self.now - dropped_at <= REGRET_S:
             self.regret_tokens += self._chunk_tokens
 
-    # -- work for the disk
+    # -- moves to and from lower tiers
 
-    def spill(self, chunk: Chunk, disk_slot: int) -> None:
-        """Begins to write the chunk's HOST copy, which is complete, to the DISK slot."""
-        chunk.moving = self.disk.spill(chunk, disk_slot)
-        self.file(chunk)
+    def spill(self, chunk: Chunk, lower: LowerTier) -> None:
+        """Begins to write the chunk's HOST copy, which is complete, to the tier, which has room."""
+        chunk.moving = lower.begin_write(chunk)
+        self.update_victim_set(chunk)
 
     def promote(self, chunk: Chunk, host_slot: int) -> None:
         """Begins to read the chunk's record into the HOST slot, which no copy on any lane uses."""
-        chunk.moving = self.disk.promote(chunk, host_slot)
-        self.file(chunk)
-
-    def report_disk(self, result: StepResult, now: float) -> None:
-        """Applies the result's reports of disk work: chunks get the slots that were written or read
-        for them."""
-        for move, succeeded in self.disk.report(result, now):
-            chunk = move.chunk
-            if chunk is None:
-                self.disk.release(move.disk, move.key)
-                self.host.give(move.host)
-                continue
-            chunk.moving = None
-            if move.spills:
-                self._spilled(chunk, move, succeeded)
-            else:
-                self._promoted(chunk, move, succeeded)
-
-    def _spilled(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
-        if succeeded and self.disk.wanted(move.disk, chunk):
-            chunk.disk = move.disk
-        else:
-            self.disk.release(move.disk, move.key)
-        self.file(chunk)
-
-    def _promoted(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
-        """Ends a read. If it failed, the record is given up, and a chunk that is in no other tier
-        is dropped."""
-        if succeeded and chunk.host == NO_SLOT:
-            chunk.host = move.host
-        else:  # the read failed, or the chunk was recomputed and copied out meanwhile
-            self.host.give(move.host)
-        if succeeded:
-            self.file(chunk)
-        if not (succeeded and self.disk.wanted(move.disk, chunk)):
-            self.release_disk(chunk)
+        lower = next(lower for lower in self.lower if chunk.slots[lower.tier] != NO_SLOT)
+        chunk.moving = lower.begin_read(chunk, host_slot)
+        self.update_victim_set(chunk)
 
     # -- sets of victims
 
-    def file(self, chunk: Chunk) -> None:
-        """Puts the chunk into the set that fits its state. Called after every change of the
+    # A chunk's states. "lower": in some tier below HOST. An idle chunk is held by no row.
+    #
+    # | GPU | HOST   | lower | state                      | set          | changes                |
+    # | --- | ------ | ----- | -------------------------- | ------------ | ---------------------- |
+    # | -   | -      | -     | dropped                    | none         | computed, or forgotten |
+    # | yes | -      | any   | in use                     | none         | released, deleted      |
+    # | yes | yes    | any   | in use                     | busy_copied  | released, loses a copy |
+    # | yes | yes    | any   | in use: awaits its swap-in | none         | swapped in, reported   |
+    # |     |        |       | or is staged or moving     |              |                        |
+    # | yes | -      | any   | idle                       | only[GPU]    | used, swapped out,     |
+    # |     |        |       |                            |              | staged, dropped        |
+    # | yes | - or   | any   | idle, and HOST has refused | spare[GPU]   | used, dropped, touched |
+    # |     | staged |       | it or has no slots         |              | (asks HOST again)      |
+    # | yes | staged | any   | idle, on its way down      | only[GPU]    | spilled, then loses    |
+    # |     |        |       |                            |              | this copy              |
+    # | yes | yes    | any   | idle                       | spare[GPU]   | used, leaves the GPU,  |
+    # |     |        |       |                            |              | loses a copy           |
+    # | -   | yes    | -     | idle                       | only[HOST]   | swapped in, spilled,   |
+    # |     |        |       |                            |              | dropped                |
+    # | -   | yes    | yes   | idle                       | spare[HOST]  | swapped in, loses copy |
+    # | -   | -      | one   | idle                       | only[tier]   | promoted, dropped      |
+    # | -   | -      | more  | idle                       | spare[the    | promoted, loses a copy |
+    # |     |        |       |                            | fastest]     |                        |
+    # | -   | any    | any   | moving: written or read    | none         | reported, dropped,     |
+    # |     |        |       |                            |              | computed again         |
+    #
+    # A move never changes the set of a chunk that is idle on the GPU.
+
+    def update_victim_set(self, chunk: Chunk) -> None:
+        """Puts the chunk into the set that the table gives. Called after every change of its
         state."""
+        slots = chunk.slots
         victim_set: ChunkSet | None = None
-        if chunk.gpu == NO_SLOT:
+        if slots[GPU] == NO_SLOT:
             if not chunk.users and chunk.moving is None:
-                if chunk.host != NO_SLOT:
-                    victim_set = self.host_only if chunk.disk == NO_SLOT else self.host_spare
-                elif chunk.disk != NO_SLOT:
-                    victim_set = self.disk_only
+                tiers = [tier for tier in TIERS if slots[tier] != NO_SLOT]
+                if tiers:
+                    victim_set = (self.spare if len(tiers) > 1 else self.only)[tiers[0]]
         elif chunk.users:
             if (
-                chunk.host != NO_SLOT
-                and not (chunk.awaits_swap_in or chunk.copied_for_disk)
+                slots[HOST] != NO_SLOT
+                and not (chunk.awaits_swap_in or chunk.staged)
                 and chunk.moving is None
             ):
                 victim_set = self.busy_copied
         elif (
-            (chunk.host != NO_SLOT and not chunk.copied_for_disk)
+            (slots[HOST] != NO_SLOT and not chunk.staged)
             or chunk.refused_by_host
             or not self.host.count
         ):
-            victim_set = self.reclaimable
+            victim_set = self.spare[GPU]
         else:
-            victim_set = self.uncopied
+            victim_set = self.only[GPU]
         before = chunk.victim_set
         if before is not victim_set:
             if before is not None:
@@ -549,12 +511,13 @@ class ChunkStore:
             chunk.victim_set = victim_set
         if victim_set is not None:
             victim_set.add(chunk)
-        if self._has_disk:
-            on_gpu = chunk.gpu != NO_SLOT and not chunk.awaits_swap_in
-            if chunk.disk != NO_SLOT and on_gpu and chunk.moving is None:
-                self.disk_copies.add(chunk)
-            else:
-                self.disk_copies.discard(chunk)
+        if self.copies:
+            on_gpu = slots[GPU] != NO_SLOT and not chunk.awaits_swap_in
+            for tier, copies in self.copies.items():
+                if slots[tier] != NO_SLOT and on_gpu and chunk.moving is None:
+                    copies.add(chunk)
+                else:
+                    copies.discard(chunk)
 
     # -- checks
 

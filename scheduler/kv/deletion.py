@@ -13,11 +13,11 @@ from .chunk_store import ChunkStore
 
 
 class Deletion(NamedTuple):
-    """`before`, `after`: the values of `DiskTier.deleted` before the deletion began, and after all
-    of its keys were looked up."""
+    """`before`, `after`: by lower tier, `deleted` before the deletion began, and after all of its
+    keys were looked up."""
 
-    before: int
-    after: int
+    before: list[int]
+    after: list[int]
 
 
 class Deletions:
@@ -32,10 +32,7 @@ class Deletions:
     @property
     def busy(self) -> bool:
         """True if anything is still to be dropped or erased."""
-        return bool(
-            self._backlog
-            or (self._erasing and self._erasing[-1].after > self._store.disk.erased_up_to)
-        )
+        return bool(self._backlog or (self._erasing and not self._has_ended(self._erasing[-1])))
 
     def begin(self, work: Pieces) -> None:
         """Begins a deletion. `work` drops its chunks."""
@@ -46,9 +43,10 @@ class Deletions:
         self._backlog.begin(work)
 
     def _deletion(self, work: Pieces) -> Pieces:
-        before = self._store.disk.deleted
+        before = [lower.deleted for lower in self._store.lower]
         yield from work
-        self._erasing.append(Deletion(before, self._store.disk.deleted))
+        after = [lower.deleted for lower in self._store.lower]
+        self._erasing.append(Deletion(before, after))
 
     def drop(self, keys: Iterable[ChunkKey], units: int = 1) -> Pieces:
         """Drops the chunks of these keys that no conversation claims and no row uses. `units`: of
@@ -59,9 +57,14 @@ class Deletions:
 
     def take_ended(self) -> list[bool]:
         """Returns, for each deletion that has ended since the last call, whether all of its records
-        are erased. False: the disk refused to erase one, so a record may remain."""
-        disk = self._store.disk
+        are erased. False: a tier refused to erase one, so a record may remain."""
         ended = []
-        while self._erasing and self._erasing[0].after <= disk.erased_up_to:
-            ended.append(not disk.refused(*self._erasing.popleft()))
+        while self._erasing and self._has_ended(self._erasing[0]):
+            numbers = zip(self._store.lower, *self._erasing.popleft(), strict=True)
+            refused = [lower.refused(before, after) for lower, before, after in numbers]
+            ended.append(not any(refused))
         return ended
+
+    def _has_ended(self, deletion: Deletion) -> bool:
+        numbers = zip(self._store.lower, deletion.after, strict=True)
+        return all(after <= lower.erased_up_to for lower, after in numbers)

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from heapq import heappop, heappush
 
-from ..plan import Promotion, Spill, StepResult
-from ..types import ChunkKey, InvariantError
+from ..plan import Promotion, Spill, StepResult, TierReport, TierWork
+from ..types import GPU, HOST, ChunkKey, InvariantError, Tier
 from .chunk import NO_SLOT, Chunk, Move
 from .slots import SlotPool
 
@@ -66,6 +66,8 @@ class DiskTier:
                 time before which nothing is spilled, seconds
     """
 
+    tier = Tier.DISK
+
     def __init__(self, count: int):
         self.pool = SlotPool(count)
         self.count = count
@@ -98,8 +100,7 @@ class DiskTier:
         return self.pool.free + len(self._released)
 
     def take(self) -> int:
-        """Returns a slot, first one that was just given up. The caller makes sure that there is
-        room."""
+        """Returns a slot, first one that was just given up."""
         slot = self._released.popitem()[0] if self._released else self.pool.take()
         self._states[slot] = SlotState.VALID
         return slot
@@ -126,16 +127,15 @@ class DiskTier:
             if not self._former_slots[key]:
                 del self._former_slots[key]
 
-    def delete(self, key: ChunkKey, chunk: Chunk | None) -> None:
-        """Deletes the key's chunk, if there is one: every slot that holds, receives or may hold its
-        record must be erased."""
-        former = self._former_slots.get(key, [])
-        own = (
-            NO_SLOT if chunk is None else chunk.disk if chunk.moving is None else chunk.moving.disk
-        )
-        for slot in dict.fromkeys((*former, own)):
-            if slot == NO_SLOT:
-                continue
+    def erase(self, key: ChunkKey, chunk: Chunk | None) -> None:
+        """Every slot that holds, receives or may hold the record of the key's chunk must be
+        erased."""
+        slots = dict.fromkeys(self._former_slots.get(key, ()))
+        if chunk is not None and chunk.moving is not None and chunk.moving.tier is self.tier:
+            slots[chunk.moving.slot] = None
+        elif chunk is not None and chunk.slots[self.tier] != NO_SLOT:
+            slots[chunk.slots[self.tier]] = None
+        for slot in slots:
             self.deleted += 1
             if self._states[slot] is SlotState.BAD:
                 heappush(self._refused, self.deleted)
@@ -166,7 +166,8 @@ class DiskTier:
         """HOST slots in use by moves alone: read into, or spilled from a chunk that is not on the
         GPU."""
         return sum(
-            not m.spills or m.chunk is None or m.chunk.gpu == NO_SLOT for m in self._moves.values()
+            not m.spills or m.chunk is None or m.chunk.slots[GPU] == NO_SLOT
+            for m in self._moves.values()
         )
 
     # -- work
@@ -176,36 +177,29 @@ class DiskTier:
         """True if work is in progress, or begins with the plan being built."""
         return bool(self._moves or self._released or self._delete)
 
-    def spill(self, chunk: Chunk, slot: int) -> Move:
-        """Writes the chunk's HOST copy, which is complete, to the DISK slot."""
-        move = self._begin(chunk, chunk.host, slot, spills=True)
-        self._spills.append(Spill(chunk.host, slot, move.key, chunk.end))
+    def begin_write(self, chunk: Chunk) -> Move:
+        move = self._begin(chunk, chunk.slots[HOST], self.take(), spills=True)
+        self._spills.append(Spill(move.host, move.slot, move.key, chunk.end))
         self.writing += 1
         return move
 
-    def promote(self, chunk: Chunk, host: int) -> Move:
-        """Reads the chunk's record into the HOST slot, which no copy on any lane uses."""
-        move = self._begin(chunk, host, chunk.disk, spills=False)
-        self._promotions.append(Promotion(chunk.disk, host, move.key))
+    def begin_read(self, chunk: Chunk, host: int) -> Move:
+        move = self._begin(chunk, host, chunk.slots[self.tier], spills=False)
+        self._promotions.append(Promotion(move.slot, host, move.key))
         self.reading += 1
         return move
 
-    def _begin(self, chunk: Chunk, host: int, disk: int, spills: bool) -> Move:
+    def _begin(self, chunk: Chunk, host: int, slot: int, spills: bool) -> Move:
         assert chunk.key is not None
-        move = self._moves[disk] = Move(chunk, chunk.key, host, disk, spills)
-        self._states[disk] = SlotState.WRITING if spills else SlotState.READING
+        move = self._moves[slot] = Move(self.tier, chunk, chunk.key, host, slot, spills)
+        self._states[slot] = SlotState.WRITING if spills else SlotState.READING
         return move
 
     def abandon(self, move: Move) -> None:
-        """The move's chunk is dropped. Both slots stay taken until the move is reported."""
         move.chunk = None
-        self._remember(move.disk, move.key)
+        self._remember(move.slot, move.key)
 
-    def hand_over(
-        self, step: int
-    ) -> tuple[tuple[Spill, ...], tuple[Promotion, ...], tuple[int, ...]]:
-        """Returns the disk work for the plan of this step: spills, promotions and slots to
-        erase."""
+    def hand_over(self, step: int) -> TierWork | None:
         erased = (*self._delete, *self._released)
         if erased:
             self._erasing.append((step, erased))
@@ -214,7 +208,9 @@ class DiskTier:
             self.erased += len(erased)
         for slot in erased:
             self._states[slot] = SlotState.ERASING
-        work = tuple(self._spills), tuple(self._promotions), erased
+        if not (self._spills or self._promotions or erased):
+            return None
+        work = TierWork(self.tier, tuple(self._spills), tuple(self._promotions), erased)
         self._spills.clear()
         self._promotions.clear()
         return work
@@ -222,23 +218,23 @@ class DiskTier:
     # -- reports
 
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
-        """Frees the slots that the result's plan erased. Yields each move that has ended, and
-        whether it succeeded. The caller files its chunk before it takes the next."""
-        self._erase_failed.update(result.erase_failed)
+        """Frees the slots that the result's plan erased, then ends moves."""
+        report = next((r for r in result.lower if r.tier == self.tier), TierReport(self.tier))
+        self._erase_failed.update(report.erase_failed)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
                 self._erasure_ended(slot)
-        for slot in result.spilled:
+        for slot in report.spilled:
             move = self._end(slot, spills=True)
             self.spilled += 1
             if slot not in self._overwritten:
                 self._forget_former(slot)
             yield move, True
-        for slot in result.promoted:
+        for slot in report.promoted:
             move = self._end(slot, spills=False)
             self.promoted += 1
             yield move, True
-        for slot in result.failed:
+        for slot in report.failed:
             move = self._end(slot)
             if move.spills:
                 self.failed_writes += 1
@@ -292,9 +288,7 @@ class DiskTier:
 
     # -- records of an earlier process
 
-    def take_slots(self, slots: Iterable[int]) -> None:
-        """Takes slots that hold records of an earlier process. Raises InvariantError for a slot
-        that does not exist or comes twice."""
+    def adopt(self, slots: Iterable[int]) -> None:
         taken: dict[int, None] = {}
         for slot in slots:
             if not 0 <= slot < self.count or slot in taken:
@@ -308,24 +302,28 @@ class DiskTier:
 
     # -- checks
 
-    def check(self, chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
-        """Returns the HOST and DISK slots that are taken but belong to no chunk. Raises
-        InvariantError if chunks, moves and states disagree."""
+    def check(self, chunks: Iterable[Chunk]) -> list[int]:
         chunks = list(chunks)
-        moving = {chunk.moving: chunk for chunk in chunks if chunk.moving is not None}
+        moving = {
+            chunk.moving: chunk
+            for chunk in chunks
+            if chunk.moving is not None and chunk.moving.tier is self.tier
+        }
         host: list[int] = []
         own: list[int] = []  # DISK slots that only a move owns
         for slot, move in self._moves.items():
             chunk = move.chunk
-            kept = (move.host, NO_SLOT) if move.spills else (NO_SLOT, move.disk)
-            if slot != move.disk or moving.pop(move, None) is not chunk:
+            kept = (move.host, NO_SLOT) if move.spills else (NO_SLOT, move.slot)
+            if slot != move.slot or moving.pop(move, None) is not chunk:
                 raise InvariantError(f"the move to or from DISK slot {slot} and its chunk disagree")
-            if chunk is not None and (chunk.host if move.spills else chunk.disk) != max(kept):
+            if chunk is not None and (
+                chunk.slots[HOST] if move.spills else chunk.slots[self.tier]
+            ) != max(kept):
                 raise InvariantError(f"{chunk} has lost the slot that its move uses")
             if not move.spills or chunk is None:
                 host.append(move.host)
             if move.spills or chunk is None:
-                own.append(move.disk)
+                own.append(move.slot)
         counts = (
             sum(move.spills for move in self._moves.values()),
             sum(not m.spills for m in self._moves.values()),
@@ -357,7 +355,10 @@ class DiskTier:
         idle = (SlotState.FREE, SlotState.VALID, SlotState.BAD)
         if listed != {slot: state for slot, state in enumerate(self._states) if state not in idle}:
             raise InvariantError("the state of a DISK slot is not that of its list")
-        valid = {chunk.disk for chunk in chunks if chunk.disk != NO_SLOT and chunk.moving is None}
+        own_valid = [
+            chunk.slots[self.tier] for chunk in chunks if chunk.slots[self.tier] != NO_SLOT
+        ]
+        valid = {slot for slot in own_valid if slot not in self._moves}
         if valid != {slot for slot, state in enumerate(self._states) if state is SlotState.VALID}:
             raise InvariantError(
                 "a chunk has a DISK slot that is not VALID, or a VALID slot has no chunk"
@@ -371,4 +372,5 @@ class DiskTier:
             for slot, state in listed.items()
             if state not in (SlotState.WRITING, SlotState.READING)
         ]
-        return host, [*own, *taken, *bad]
+        self.pool.check([*own_valid, *own, *taken, *bad])
+        return host

@@ -8,52 +8,44 @@ from dataclasses import dataclass, field
 from math import frexp
 
 from ..cost import CostProfile
+from ..types import LABELS, TIERS, Tier
 from .chunk import Chunk
 
 REGRET_S = 60.0
 """Seconds. A chunk that is recomputed within this time of its drop should have been kept."""
 
 
-class EvictionStats:
-    """Evicted chunks since the start.
+def _reasons(tier: Tier) -> tuple[str, ...]:
+    if tier is Tier.GPU:
+        return ("reclaimed", "moved", "dropped")
+    return ("copy", "dropped") if tier is TIERS[-1] else ("copy", "reclaimed", "dropped")
 
-    gpu_reclaimed   left the GPU, with a copy in a lower tier
-    gpu_moved       left the GPU, and a copy was made for it
-    gpu_dropped     left the GPU without a copy, and none could be made
-    host_copies     left HOST, but not the GPU
-    host_reclaimed  left HOST, with a record on DISK
-    host_dropped    left HOST and were in no other tier
-    disk_copies     left DISK, but not the tiers above
-    disk_dropped    left DISK and were in no other tier
+
+class EvictionStats:
+    """Evicted chunks since the start, by the tier that they left and by reason:
+
+    reclaimed       a slower tier has the chunk
+    moved           left the GPU, and a copy was made for it
+    copy            a faster tier has the chunk
+    dropped         the chunk is in no tier, or only in one that the GPU cannot read
+
     value, of_value the value V of the latest chunk that left the GPU or was dropped, and the number
-    of such
-                    chunks in a row with this value that `by_value` does not count yet: victims come
-                    in groups of one value
+                    of such chunks in a row with this value that `by_value` does not count yet:
+                    victims come in groups of one value
     value_sum       sum of all their values
     """
 
-    __slots__ = (
-        "_values",
-        "disk_copies",
-        "disk_dropped",
-        "gpu_dropped",
-        "gpu_moved",
-        "gpu_reclaimed",
-        "host_copies",
-        "host_dropped",
-        "host_reclaimed",
-        "of_value",
-        "value",
-        "value_sum",
-    )
+    __slots__ = ("_counts", "_values", "of_value", "value", "value_sum")
 
     def __init__(self) -> None:
-        self.gpu_reclaimed = self.gpu_moved = self.gpu_dropped = 0
-        self.host_copies = self.host_reclaimed = self.host_dropped = 0
-        self.disk_copies = self.disk_dropped = 0
+        self._counts = [dict.fromkeys(_reasons(tier), 0) for tier in TIERS]
         self.value = self.value_sum = 0.0
         self.of_value = 0
         self._values: dict[int, int] = {}
+
+    def count(self, tier: int, reason: str, chunks: int) -> None:
+        """Counts chunks that have left the tier for this reason."""
+        self._counts[tier][reason] += chunks
 
     def _note(self) -> None:
         if self.of_value:
@@ -62,7 +54,7 @@ class EvictionStats:
             self.value_sum += self.value * self.of_value
         self.of_value = 0
 
-    def count_evicted(self, value: float, count: int) -> None:
+    def count_values(self, value: float, count: int) -> None:
         """Counts `count` more evicted chunks of this value."""
         if value != self.value:
             self._note()
@@ -75,19 +67,7 @@ class EvictionStats:
         return dict(self._values)
 
     def by_tier_and_reason(self) -> dict[str, dict[str, int]]:
-        return {
-            "gpu": {
-                "reclaimed": self.gpu_reclaimed,
-                "moved": self.gpu_moved,
-                "dropped": self.gpu_dropped,
-            },
-            "host": {
-                "copy": self.host_copies,
-                "reclaimed": self.host_reclaimed,
-                "dropped": self.host_dropped,
-            },
-            "disk": {"copy": self.disk_copies, "dropped": self.disk_dropped},
-        }
+        return dict(zip(LABELS, map(dict, self._counts), strict=True))
 
 
 class Choice:
@@ -135,13 +115,14 @@ class SwapInOrRecomputeStats:
 class SchedulerStats:
     """Counters since the start (copies in chunks) and current gauges.
 
-    slots           by tier and by content, as in `ChunkStore.slot_counts`
+    slots           by tier and by content, as in `moves.slot_counts`
     evictions, eviction_values, eviction_value_sum
                     by tier and reason, and by value, as in `EvictionStats`
     choices         of swapping in or recomputing, as in `SwapInOrRecomputeStats`
     regret_tokens   tokens of chunks that were computed again within a minute of being dropped
     spilled, promoted, failed_writes, failed_reads
-                    chunks written to DISK, read from DISK, and failed writes and reads
+                    chunks written to the tiers below HOST and read from them, and failed writes
+                    and reads
     bad_copies      failed copies on HOST
     drafts, drafted, accepted
                     checks of drafts by one row, tokens drafted, and drafts that came true

@@ -13,9 +13,9 @@ from ..kv.stats import SwapInOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
 from ..turns.turn import RunningTurn, Turn
-from ..types import ChunkKey
+from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
-from .lookup import CacheLookup, NeedsDisk, RequestNeeds
+from .lookup import CacheLookup, NeedsReads, RequestNeeds
 from .plan_builder import PlanBuilder
 from .queue_order import QueueOrder
 from .queues import RequestQueues
@@ -101,16 +101,14 @@ class Admission:
 
     def _needs_or_key(self, turn: Turn, builder: PlanBuilder) -> RequestNeeds | ChunkKey:
         """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its
-        chunks on DISK; chunks that do not fit on HOST are computed instead."""
+        chunks in lower tiers; chunks that do not fit on HOST are computed instead."""
         conversation = self._conversations.of(turn.request)
-        if turn.from_disk is None:
-            turn.from_disk = (
-                self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
-            )
+        if turn.lower_sources is None:
+            turn.lower_sources = self._lookup.lower_sources(turn) if self._store.lower else {}
         needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
-        if isinstance(needs, NeedsDisk):
+        if isinstance(needs, NeedsReads):
             # The turn's hits get its place in the queue too; otherwise they are evicted before its
-            # chunks on DISK are read.
+            # chunks in lower tiers are read.
             self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], builder.now)
             latest = None
             for chunk in needs.chunks:
@@ -128,7 +126,7 @@ class Admission:
             if latest is not None:
                 return latest
             needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
-            assert not isinstance(needs, NeedsDisk)
+            assert not isinstance(needs, NeedsReads)
         return needs
 
     def link_chunks(self, builder: PlanBuilder) -> int:
@@ -208,7 +206,8 @@ class Admission:
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
             self.choices.note(
-                needs.swap_ins, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT)
+                needs.swap_ins,
+                (chunk for chunk in passed_over if chunk and chunk.slots[HOST] != NO_SLOT),
             )
             store.pending.update(dict.fromkeys(row.pending, row.id.epoch))
         insort(self._queues.swapping_in, row, key=lambda row: row.order)
@@ -221,13 +220,13 @@ class Admission:
             conversation = self._conversations.of(turn.request)
             assert conversation is not None and conversation.tail is tail
             conversation.tail = None
-        if tail.host != NO_SLOT and not tail.awaits_swap_in:
+        if tail.slots[HOST] != NO_SLOT and not tail.awaits_swap_in:
             self._store.release_host(tail)
 
     def _give_up_tail(self, tail: Chunk) -> None:
-        if tail.host != NO_SLOT:
+        if tail.slots[HOST] != NO_SLOT:
             self._store.release_host_late(tail)
-        if tail.gpu != NO_SLOT:
+        if tail.slots[GPU] != NO_SLOT:
             self._store.release_gpu(tail)
 
     def _swap_in(self, row: RunningTurn, builder: PlanBuilder, link: int) -> int:
@@ -240,7 +239,9 @@ class Admission:
         gated = len(row.swap_ins) <= link or not (self._queues.rows or builder.tokens)
         lane = builder.copies.gated if gated else builder.copies.early
         swap_ins = [row.swap_ins.popleft() for _ in range(len(row.swap_ins) if gated else link)]
-        lane.add([chunk.host for chunk in swap_ins], [chunk.gpu for chunk in swap_ins])
+        lane.add(
+            [chunk.slots[HOST] for chunk in swap_ins], [chunk.slots[GPU] for chunk in swap_ins]
+        )
         self._store.swap_ins_issued(swap_ins)
         if gated and builder.budget > 0:
             self._seat(row, builder)
@@ -250,10 +251,12 @@ class Admission:
         self._queues.seat_row(row)
         if row.turn.queued is None:
             row.turn.queued = builder.now - row.turn.arrived
-        builder.copies.step_reads([chunk.gpu for chunk in row.chunks if chunk.key is not None])
+        builder.copies.step_reads(
+            [chunk.slots[GPU] for chunk in row.chunks if chunk.key is not None]
+        )
         for chunk in row.chunks:
             if chunk.key is None:
-                builder.copies.step_writes(chunk.gpu)
+                builder.copies.step_writes(chunk.slots[GPU])
         builder.joins.append(_join(row))
         self._batcher.send_chunks(row, builder, 0)
         self._batcher.take_spans(row, builder, builder.budget)

@@ -13,7 +13,7 @@ from ..draft_timing import DraftTiming
 from ..kv.chunk_store import ChunkStore
 from ..plan import BlockUpdate, RowStart
 from ..turns.turn import RunningTurn
-from ..types import RowId
+from ..types import GPU, RowId
 from .drafting import Drafting
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
@@ -132,7 +132,7 @@ class Batcher:
                     break
             builder.evictor.take_gpu_slots(1)
             chunk = self._store.new(row.chunks[-1].end + self._config.chunk_tokens, builder.now)
-            builder.copies.step_writes(chunk.gpu)
+            builder.copies.step_writes(chunk.slots[GPU])
             row.chunks.append(chunk)
         row.first_without_slot = min(row.chunks[-1].end, row.window_end)
         if row.first_without_slot == position:
@@ -179,7 +179,7 @@ class Batcher:
             assert self._windows is not None
             builder.origins.append(RowStart(row.seat, start, self._windows.zero(start)))
             row.moved, first = False, 0
-        slots = tuple(chunk.gpu for chunk in row.chunks[first:])
+        slots = tuple(chunk.slots[GPU] for chunk in row.chunks[first:])
         if slots:
             builder.blocks.append(BlockUpdate(row.seat, first, slots))
 

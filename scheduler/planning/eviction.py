@@ -1,5 +1,5 @@
 """Makes room during one plan: takes GPU slots back, copies chunks out ahead of time (Pensieve,
-section 4.3.2), and frees slots on HOST and DISK for chunks of higher value than those there."""
+section 4.3.2), and frees slots on HOST and below for chunks of higher value than those there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import islice
 
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
-from ..kv.victim_sets import Head
+from ..kv.lower_tiers import LowerTier
+from ..kv.victim_sets import Head, VictimSet
 from ..plan import Lane
-from ..types import InvariantError
+from ..types import GPU, HOST, InvariantError
 from .plan_copies import LaneCopies, StepCopies
 
 
@@ -22,31 +23,18 @@ class Evictor:
         self._copies = copies
         self._now = now
 
-    # Created at first use: most plans make no room.
+        self._heads: dict[VictimSet, Head] = {}
 
-    @cached_property
-    def _reclaimable(self) -> Head:
-        return Head(self._store.reclaimable, self._now)
-
-    @cached_property
-    def _uncopied(self) -> Head:
-        return Head(self._store.uncopied, self._now)
-
-    @cached_property
-    def _host_only(self) -> Head:
-        return Head(self._store.host_only, self._now)
-
-    @cached_property
-    def _host_spare(self) -> Head:
-        return Head(self._store.host_spare, self._now)
-
-    @cached_property
-    def _disk_only(self) -> Head:
-        return Head(self._store.disk_only, self._now)
+    def _head(self, members: VictimSet) -> Head:
+        """The set's next victims. Created at first use: most plans make no room."""
+        head = self._heads.get(members)
+        if head is None:
+            head = self._heads[members] = Head(members, self._now)
+        return head
 
     @cached_property
     def _most_valuable(self) -> Head:
-        return Head(self._store.reclaimable, self._now, descending=True)
+        return Head(self._store.spare[GPU], self._now, descending=True)
 
     # -- GPU
 
@@ -54,56 +42,60 @@ class Evictor:
         """Makes at least `count` GPU slots free. The caller has checked that this many are
         obtainable.
 
-        Takes reclaimable slots first, then those of only copies, which are moved to HOST by a copy
+        Takes spare slots first, then those of only copies, which are moved to HOST by a copy
         that the step waits for, or dropped.
         """
         store = self._store
-        evictions = self._store.evictions
+        if count <= store.gpu.free:
+            return
+        evictions = store.evictions
+        spare = self._head(store.spare[GPU])
         while (missing := count - store.gpu.free) > 0:
-            victims = self._reclaimable.peek(store.policy.at_once(missing))
+            victims = spare.peek(store.policy.at_once(missing))
             if not victims:
                 break
-            evictions.count_evicted(self._reclaimable.value, len(victims))
+            evictions.count_values(spare.value, len(victims))
             dropped = store.reclaim_gpu(victims)
-            evictions.gpu_dropped += dropped
-            evictions.gpu_reclaimed += len(victims) - dropped
+            evictions.count(GPU, "dropped", dropped)
+            evictions.count(GPU, "reclaimed", len(victims) - dropped)
+        only = self._head(store.only[GPU])
         while (missing := count - store.gpu.free) > 0:
-            victims = self._uncopied.peek(missing)
+            victims = only.peek(missing)
             if not victims:
                 raise InvariantError(
                     f"{count} GPU slots were counted as obtainable, {store.gpu.free} are"
                 )
-            evictions.count_evicted(self._uncopied.value, len(victims))
-            moved = self._copy_out(victims, self._uncopied.value, self._copies.evictions)
+            evictions.count_values(only.value, len(victims))
+            moved = self._copy_out(victims, only.value, self._copies.evictions)
             dropped = store.reclaim_gpu(victims)
-            evictions.gpu_moved += moved
-            evictions.gpu_dropped += dropped
-            # the others had a copy on HOST, made for DISK or found there
-            evictions.gpu_reclaimed += len(victims) - moved - dropped
+            evictions.count(GPU, "moved", moved)
+            evictions.count(GPU, "dropped", dropped)
+            # the others had a copy on HOST, staged there or found there
+            evictions.count(GPU, "reclaimed", len(victims) - moved - dropped)
 
     def swap_out_ahead(self, available: int, most: int) -> None:
         """Copies out chunks of lowest V, at most `most`, until `available` GPU slots are free or
-        reclaimable."""
+        spare."""
         store = self._store
-        uncopied = self._uncopied
+        only = self._head(store.only[GPU])
         copied = 0
         # `store.available` is read anew in each pass: a chunk that loses its HOST copy to another
-        # is no longer reclaimable.
+        # is no longer spare.
         while (missing := min(available - store.available, most - copied)) > 0:
-            chunks = uncopied.peek(missing)
+            chunks = only.peek(missing)
             if not chunks:
                 return
-            copied += self._copy_out(chunks, uncopied.value, self._copies.swap_outs_ahead)
+            copied += self._copy_out(chunks, only.value, self._copies.swap_outs_ahead)
             store.make_reclaimable(chunks)
 
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
         """Copies the first of these chunks of one value to HOST, as many as get a slot there;
-        chunks copied for DISK already have one. Returns how many were copied."""
+        staged chunks already have one. Returns how many were copied."""
         store = self._store
-        uncopied = [chunk for chunk in chunks if chunk.host == NO_SLOT]
+        uncopied = [chunk for chunk in chunks if chunk.slots[HOST] == NO_SLOT]
         slots = self._host_slots(len(uncopied), value)
         copied = uncopied[: len(slots)]
-        copies.add([chunk.gpu for chunk in copied], slots)
+        copies.add([chunk.slots[GPU] for chunk in copied], slots)
         for chunk, slot in zip(copied, slots, strict=True):
             store.copied_out(chunk, slot)
         return len(slots)
@@ -111,8 +103,8 @@ class Evictor:
     # -- HOST
 
     def stage(self, chunk: Chunk) -> bool:
-        """Copies the chunk to HOST on its way to DISK, if no chunk that is only on HOST must be
-        dropped for it."""
+        """Copies the chunk to HOST on its way to a lower tier, if no chunk that is only on HOST
+        must be dropped for it."""
         store = self._store
         slots = self._host_slots(1, store.policy.value(chunk, self._now), drops=False)
         if slots:
@@ -120,14 +112,16 @@ class Evictor:
             # has been applied
             if chunk.users:
                 computed = store.gpu.last[Lane.COMPUTE]
-                computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
-            self._copies.swap_outs_ahead.add([chunk.gpu], slots)
-            store.copied_for_disk(chunk, slots[0])
+                computed[chunk.slots[GPU]] = max(
+                    computed[chunk.slots[GPU]], store.completed.compute
+                )
+            self._copies.swap_outs_ahead.add([chunk.slots[GPU]], slots)
+            store.stage(chunk, slots[0])
         return bool(slots)
 
     def promote(self, chunk: Chunk, drops: bool) -> bool | None:
-        """Begins to read the chunk from DISK. Returns False if HOST has no room for it, None if a
-        slot will be unused soon.
+        """Begins to read the chunk from a lower tier. Returns False if HOST has no room
+        for it, None if a slot will be unused soon.
 
         `drops`: HOST may drop a chunk of lower value for it.
         """
@@ -148,7 +142,7 @@ class Evictor:
         Evicts, in this order:
         * copies of chunks in use on the GPU
         * copies of idle GPU chunks of higher value than `value`: they will stay on the GPU
-        * chunks of lower value that are also on DISK
+        * chunks of lower value that are also in a lower tier
         * with `drops`, other chunks of lower value
         """
         host = self._store.host
@@ -162,111 +156,108 @@ class Evictor:
         """Frees at least one HOST slot if possible; more than `missing` only when a whole turn is
         evicted. Returns False if none."""
         store = self._store
-        evictions = self._store.evictions
+        evictions = store.evictions
         unused = self._copies.without_host_slot_in_use
         # The set is in the order of filing: after the first chunk whose slot this plan uses, all
         # are this plan's.
         if busy := unused(islice(store.busy_copied, missing)):
             for chunk in busy:
                 store.release_host(chunk)
-            evictions.host_copies += len(busy)
+            evictions.count(HOST, "copy", len(busy))
             return True
         idle = [
             chunk
             for chunk in self._most_valuable.peek(missing)
-            if chunk.host != NO_SLOT and chunk.moving is None
+            if chunk.slots[HOST] != NO_SLOT and chunk.moving is None
         ]
         if self._most_valuable.value > value and (idle := unused(idle)):
             for chunk in idle:
                 store.release_host(chunk)
-            evictions.host_copies += len(idle)
+            evictions.count(HOST, "copy", len(idle))
             return True
-        spare = unused(self._host_spare.peek(missing))
-        if spare and self._host_spare.value < value:
+        head = self._head(store.spare[HOST])
+        spare = unused(head.peek(missing))
+        if spare and head.value < value:
             for chunk in spare:
                 store.release_host(chunk)
-            evictions.host_reclaimed += len(spare)
+            evictions.count(HOST, "reclaimed", len(spare))
             return True
         if not drops:
             return False
-        victims = unused(self._host_only.peek(store.policy.at_once(missing)))
-        if not victims or self._host_only.value >= value:
+        head = self._head(store.only[HOST])
+        victims = unused(head.peek(store.policy.at_once(missing)))
+        if not victims or head.value >= value:
             return False
-        self._drop_from_host(victims)
+        self._drop_from_host(victims, head.value)
         return True
 
-    def _drop_from_host(self, victims: list[Chunk]) -> None:
-        """Drops victims that `_host_only` has just returned."""
-        store = self._store
-        store.drop_from_host(victims)
-        store.evictions.host_dropped += len(victims)
-        store.evictions.count_evicted(self._host_only.value, len(victims))
+    def _drop_from_host(self, victims: list[Chunk], value: float) -> None:
+        """Drops chunks of that value that are only on HOST."""
+        self._store.drop_from_host(victims)
+        self._store.evictions.count(HOST, "dropped", len(victims))
+        self._store.evictions.count_values(value, len(victims))
 
-    # -- DISK
+    # -- lower tiers
 
-    def spill(self, chunk: Chunk) -> None:
-        """Begins to write the chunk's HOST copy to DISK, unless DISK holds only chunks of higher
-        value."""
-        slot = self._disk_slot(self._store.policy.value(chunk, self._now))
-        if slot != NO_SLOT:
-            self._store.spill(chunk, slot)
+    def spill(self, chunk: Chunk, lower: LowerTier) -> None:
+        """Begins to write the chunk's HOST copy to the tier, unless that holds only chunks of
+        higher value."""
+        if self._makes_room(lower, self._store.policy.value(chunk, self._now)):
+            self._store.spill(chunk, lower)
 
-    def spill_ahead(self, spare: int, most: int) -> bool:
-        """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots
-        are free to take or will be; at most `most`. Drops tails, and chunks of lower value than all
-        on DISK.
+    def spill_ahead(self, lower: LowerTier, spare: int, most: int) -> bool:
+        """Begins to write the chunks of lowest V that are only on HOST to the tier, until `spare`
+        HOST slots are free to take or will be; at most `most`. Drops tails, and chunks of lower
+        value than all in the tier.
 
-        The slot of a chunk that is also on DISK counts as free to take, unless the chunk is worth
-        more than the victims (for example, it was read for the queue): chunks of turns that have
-        just ended could not take that slot. Returns False if the next victim's copy on HOST is not
-        known to be complete, so the caller must try again.
+        The slot of a chunk that is also in a lower tier counts as free to take, unless the chunk is
+        worth more than the victims (for example, it was read for the queue): chunks of turns that
+        have just ended could not take that slot. Returns False if the next victim's copy on HOST is
+        not known to be complete, so the caller must try again.
         """
         store = self._store
-        disk = self._store.disk
-        while most > 0 and store.host.free + disk.writing < spare:
-            victims = self._host_only.peek(1)
-            takeable = self._host_spare.peek(1) and self._host_spare.value <= self._host_only.value
+        host_only = self._head(store.only[HOST])
+        host_spare = self._head(store.spare[HOST])
+        while most > 0 and store.host.free + lower.writing < spare:
+            victims = host_only.peek(1)
+            takeable = host_spare.peek(1) and host_spare.value <= host_only.value
             if not victims or (
-                takeable and store.host.free + len(store.host_spare) + disk.writing >= spare
+                takeable and store.host.free + len(store.spare[HOST]) + lower.writing >= spare
             ):
                 return True
             victim = victims[0]
-            if store.host.last[Lane.OUT][victim.host] > store.completed.swap_out:
+            if store.host.last[Lane.OUT][victim.slots[HOST]] > store.completed.swap_out:
                 return False
-            slot = (
-                self._disk_slot(self._host_only.value, for_room=True)
-                if victim.key is not None
-                else NO_SLOT
-            )
-            if slot != NO_SLOT:
-                store.spill(victim, slot)
+            if victim.key is not None and self._makes_room(lower, host_only.value, for_host=True):
+                store.spill(victim, lower)
             else:
-                self._drop_from_host(victims)
+                self._drop_from_host(victims, host_only.value)
             most -= 1
         return True
 
-    def _disk_slot(self, value: float, for_room: bool = False) -> int:
-        """Returns a DISK slot for a chunk of that value, or NO_SLOT if DISK holds nothing of lower
-        value.
+    def _makes_room(self, lower: LowerTier, value: float, for_host: bool = False) -> bool:
+        """Makes room in the tier for a chunk of that value. Returns False if the tier holds nothing
+        of lower value, or must erase a slot before it is used again.
 
-        `for_room`: the caller frees a HOST slot. Then a record whose chunk is also on the GPU goes
+        `for_host`: the caller frees a HOST slot. Then a record whose chunk is also on the GPU goes
         first, if that chunk will stay there longer: the latest one, which has about the highest
         value.
         """
+        if lower.room:
+            return True
         store = self._store
-        disk = self._store.disk
-        if disk.room:
-            return disk.take()
-        copy = next(reversed(store.disk_copies), None) if for_room else None
+        tier = lower.tier
+        copy = next(reversed(store.copies[tier]), None) if for_host else None
         if copy is not None and store.policy.value(copy, self._now) > value:
-            store.release_disk(copy)
-            store.evictions.disk_copies += 1
-            return disk.take()
-        victims = self._disk_only.peek(store.policy.at_once(1))
-        if not victims or self._disk_only.value >= value:
-            return NO_SLOT
-        store.evictions.disk_dropped += len(victims)
-        store.evictions.count_evicted(self._disk_only.value, len(victims))
+            store.release_record(copy, lower)
+            store.evictions.count(tier, "copy", 1)
+            return lower.room > 0
+        head = self._head(store.only[tier])
+        victims = head.peek(store.policy.at_once(1))
+        if not victims or head.value >= value:
+            return False
+        store.evictions.count(tier, "dropped", len(victims))
+        store.evictions.count_values(head.value, len(victims))
         for victim in victims:
             store.drop(victim)
-        return disk.take()
+        return lower.room > 0

@@ -21,7 +21,7 @@ from ..kv.chunk_store import ChunkStore
 from ..plan import Span
 from ..turns.conversations import Conversation, common_prefix
 from ..turns.turn import Turn
-from ..types import ChunkKey, Usage
+from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -78,8 +78,8 @@ class _View:
     held: int = 0
 
 
-class NeedsDisk(NamedTuple):
-    """Chunks that are read from DISK faster than computed, and the turn's other hits."""
+class NeedsReads(NamedTuple):
+    """Chunks that are read from lower tiers faster than computed, and the turn's other hits."""
 
     chunks: list[Chunk]
     hits: list[Chunk | None]
@@ -105,7 +105,7 @@ class CacheLookup:
         self._windows = windows
 
     def must_wait(self, key: ChunkKey) -> bool:
-        """True while a row computes that chunk or swaps it in, while it is read from DISK, and
+        """True while a row computes that chunk or swaps it in, while it is promoted, and
         until its only copy, on HOST, is confirmed. Waiting for it is better than computing it
         twice."""
         if key in self._store.pending:
@@ -148,38 +148,34 @@ class CacheLookup:
         )
 
     def readable(self, chunk: Chunk) -> bool:
-        """True if the chunk is on DISK only, not being read yet, and costs more to compute than to
-        swap in from HOST."""
+        """True if the chunk is only in lower tiers, not being read yet, and costs more to compute
+        than to swap in from HOST."""
         return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.swap_in()
 
-    def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
-        """Returns the keys of the turn's chunks that are only on DISK, those being read
+    def lower_sources(self, turn: Turn) -> dict[ChunkKey, Tier]:
+        """Returns the tiers of the turn's chunks that are only in lower tiers, those being read
         included."""
         chunks = (self._store.find(key) for key in self.seen_keys(turn))
-        return frozenset(
-            chunk.key
+        return {
+            chunk.key: next(tier for tier in TIERS if chunk.slots[tier] != NO_SLOT)
             for chunk in chunks
-            if chunk
-            and chunk.key
-            and chunk.disk != NO_SLOT
-            and chunk.gpu == NO_SLOT
-            and chunk.host == NO_SLOT
-        )
+            if chunk and chunk.key and _in_lower_only(chunk)
+        }
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
         """Reading delays one request, and queues behind other reads; recomputing delays the whole
         batch."""
         cost = self._cost
-        reading = (self._store.disk.reading + len(chunks)) * cost.read()
+        reading = (self._store.lower.reading + len(chunks)) * cost.read()
         reading += len(chunks) * cost.swap_in()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
     def look_up(
         self, turn: Turn, conversation: Conversation | None, rows: int
-    ) -> RequestNeeds | NeedsDisk | ChunkKey:
+    ) -> RequestNeeds | NeedsReads | ChunkKey:
         """Returns the turn's needs in a batch with `rows` other rows, or the chunks to read from
-        DISK first, or the key of the last chunk to wait for (so it is not looked up again for
-        each).
+        lower tiers first, or the key of the last chunk to wait for (so it is not looked up again
+        for each).
 
         A context that overflows keeps the first start from which fewer tokens must be computed than
         its last position sees; else it begins a new context. After the turn's first seat its start
@@ -241,7 +237,7 @@ class CacheLookup:
         rows: int,
         context_start: int,
         most: float = inf,
-    ) -> RequestNeeds | NeedsDisk | ChunkKey | None:
+    ) -> RequestNeeds | NeedsReads | ChunkKey | None:
         """None if surely more than `most` tokens must be computed: a prompt of a million tokens is
         not read to its end to count them."""
         size = self._chunk_tokens
@@ -273,7 +269,7 @@ class CacheLookup:
 
         hits: list[Chunk | None] = []
         had_kv: list[bool] = []
-        on_disk: list[Chunk] = []
+        to_read: list[Chunk] = []
         unknown = 0
         find = self._store.find
         swap_in = self._cost.swap_in()
@@ -281,7 +277,7 @@ class CacheLookup:
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
             chunk = find(key)
-            if chunk is not None and chunk.gpu >= 0 and not chunk.awaits_swap_in:
+            if chunk is not None and chunk.slots[GPU] >= 0 and not chunk.awaits_swap_in:
                 hits.append(chunk)
                 had_kv.append(False)
                 continue
@@ -289,11 +285,11 @@ class CacheLookup:
                 return next(last for last in reversed(seen) if self.must_wait(last))
             # Older positions cannot be recomputed alone, so the rest of their KV is read and
             # swapped in at any cost.
-            if chunk is not None and chunk.disk >= 0 and turn.promotes and reads(chunk):
-                on_disk.append(chunk)
+            if chunk is not None and chunk.slots[HOST] < 0 and turn.promotes and reads(chunk):
+                to_read.append(chunk)
             hit = (
                 chunk is not None
-                and chunk.host >= 0
+                and chunk.slots[HOST] >= 0
                 and (overflows or self._cost.recompute(chunk.end) >= swap_in)
             )
             hits.append(chunk if hit else None)
@@ -302,8 +298,8 @@ class CacheLookup:
             # of one chunk a tail may have a part, and of another there may be no more
             if (unknown - 2) * size > most:
                 return None
-        if on_disk and (overflows or self._worth_reading(on_disk, rows)):
-            return NeedsDisk(on_disk, hits)
+        if to_read and (overflows or self._worth_reading(to_read, rows)):
+            return NeedsReads(to_read, hits)
         missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
         had_kv += [False] * missing
@@ -373,10 +369,11 @@ class CacheLookup:
         turn = view.turn
         tail = view.tail
         seen = view.seen
-        reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
+        spare = self._store.spare[GPU]
+        only = self._store.only[GPU]
         spans: deque[Span] = deque()
         swap_ins: deque[Chunk] = deque()
-        sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
+        sources = dict.fromkeys((*LABELS, "recomputed"), 0)
         idle_safe = idle_only = 0
         had_kv = self._had_kv(view)
         first = reached = 0  # [first, reached): the span being built
@@ -397,16 +394,16 @@ class CacheLookup:
                 if chunk is None:
                     continue
             sources[_source(turn, chunk)] += valid if index * size >= seen else 0
-            if chunk.gpu < 0:
+            if chunk.slots[GPU] < 0:
                 swap_ins.append(chunk)
                 continue
-            if chunk.victim_set is reclaimable:
+            if chunk.victim_set is spare:
                 idle_safe += 1
-            elif chunk.victim_set is uncopied:
+            elif chunk.victim_set is only:
                 idle_only += 1
         if first < reached:
             spans.append(Span(-1, first, reached, first, 0))
-        if tail is not None and tail.gpu < 0:
+        if tail is not None and tail.slots[GPU] < 0:
             # last, so it is gated: a plan that swaps a tail in early might evict it
             swap_ins.remove(tail)
             swap_ins.append(tail)
@@ -469,31 +466,25 @@ def _common(conversation: Conversation, turn: Turn) -> int:
     return common_prefix(log, turn.tokens[: len(log)])
 
 
+def _in_lower_only(chunk: Chunk) -> bool:
+    return chunk.resident and chunk.slots[GPU] == NO_SLOT and chunk.slots[HOST] == NO_SLOT
+
+
 def _to_read(chunk: Chunk) -> bool:
-    """On DISK only, and not being read yet."""
-    return (
-        chunk.disk != NO_SLOT
-        and chunk.gpu == NO_SLOT
-        and chunk.host == NO_SLOT
-        and chunk.moving is None
-    )
+    """Only in lower tiers, and not being read yet."""
+    return chunk.moving is None and _in_lower_only(chunk)
 
 
 def _being_read(chunk: Chunk) -> bool:
-    return (
-        chunk.moving is not None
-        and not chunk.moving.spills
-        and chunk.gpu == NO_SLOT
-        and chunk.host == NO_SLOT
-    )
+    return chunk.moving is not None and not chunk.moving.spills and _in_lower_only(chunk)
 
 
 def _source(turn: Turn, chunk: Chunk) -> str:
-    """The tier that counts as the chunk's source: DISK if it was only there at the turn's first
-    lookup, else its tier now."""
-    if turn.from_disk and chunk.key in turn.from_disk:
-        return "disk"
-    return "gpu" if chunk.gpu >= 0 else "host"
+    """The tier that counts as the chunk's source: a lower one if it was only there at the turn's
+    first lookup, else its tier now."""
+    if turn.lower_sources and chunk.key in turn.lower_sources:
+        return LABELS[turn.lower_sources[chunk.key]]
+    return LABELS[GPU if chunk.slots[GPU] >= 0 else HOST]
 
 
 def _scoring(spans: deque[Span], position: int) -> deque[Span]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from math import ceil
 
-from ..plan import BlockUpdate, Join, Promotion, RowStart, Span, Spill, StepPlan
+from ..plan import BlockUpdate, Join, RowStart, Span, StepPlan, TierWork
 from ..turns.turn import RunningTurn
 from ..types import RequestId, RowId
 from .eviction import Evictor
@@ -46,9 +46,7 @@ class PlanBuilder:
         self.polls = False
         self.short = 0  # GPU slots that running rows lacked
         self.wanted = 0  # GPU slots that the first waiting request needed and did not get
-        self.spills: tuple[Spill, ...] = ()
-        self.promotions: tuple[Promotion, ...] = ()
-        self.erased: tuple[int, ...] = ()
+        self.lower: tuple[TierWork, ...] = ()
         self.ended: tuple[RequestId, ...] = ()
 
     @property
@@ -90,8 +88,6 @@ class PlanBuilder:
             token_ids=self.token_ids,
             samples=tuple(self.samples),
             scored=self.scored,
-            spills=self.spills,
-            promotions=self.promotions,
-            erased=self.erased,
+            lower=self.lower,
             ended=self.ended,
         )

@@ -9,6 +9,7 @@ from functools import cached_property
 from ..kv.chunk import Chunk
 from ..kv.slots import SlotPool
 from ..plan import CopyBatch, Lane, Tickets
+from ..types import HOST
 
 
 class StepCopies:
@@ -57,7 +58,7 @@ class StepCopies:
         return [
             chunk
             for chunk in chunks
-            if last_in[chunk.host] < first and last_out[chunk.host] < first
+            if last_in[chunk.slots[HOST]] < first and last_out[chunk.slots[HOST]] < first
         ]
 
     def step_writes(self, gpu_slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads chunks from DISK before their requests can join (CachedAttention, section 3.3.1)."""
+"""Reads chunks from lower tiers before their requests can join (CachedAttention, section 3.3.1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Prefetcher:
     """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window
     C_mem / S_kv), and for conversations whose clients announced their next turn.
 
-    A prefetch takes HOST slots only from chunks of lower value that are also on DISK, so it drops
-    nothing.
+    A prefetch takes HOST slots only from chunks of lower value that are also in a lower tier, so it
+    drops nothing.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Prefetcher:
         self._lookup = lookup
         self._order = order
         self._cost = cost
-        self._active = config.prefetch and config.disk_kv_chunks > 0
+        self._active = config.prefetch and bool(store.lower)
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
         self._expected: deque[Chunk] = deque()
         # HOST has no slot for the last prefetch, and no spill will free one soon
@@ -102,8 +102,8 @@ class Prefetcher:
         if chunk is None or not self._lookup.readable(chunk):
             return True
         self._no_room = False
-        if self._store.disk.reading >= self._most_reads:
+        if self._store.lower.reading >= self._most_reads:
             return False
         begun = evictor.promote(chunk, drops=False)
-        self._no_room = begun is False and not self._store.disk.writing
+        self._no_room = begun is False and not self._store.lower.writing
         return begun is True

@@ -18,7 +18,7 @@ r joins before all others. Work is that of the prompt (the part in no tier) and 
 predicted by the mean length of replies.
 
 These do not count: arrivals of a more urgent priority, arrivals of an owner with fewer seats than
-r's, suspended requests, and requests that join while r waits for the disk or for a chunk that
+r's, suspended requests, and requests that join while r waits for a read or for a chunk that
 another request computes.
 """
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..plan import NO_TICKETS, StepPlan
 from ..scheduler import Scheduler
+from ..types import GPU
 
 
 class FastForwardScheduler(Scheduler):
@@ -26,11 +27,11 @@ class FastForwardScheduler(Scheduler):
         no chunk and begins or ends no reply.
         """
         busy = bool(self._queues.waiting or self._queues.swapping_in or self._has_begun_work)
-        busy = busy or self.conversations.mortal or self.disk.busy
+        busy = busy or self.conversations.mortal or self.lower.busy
         if (
             busy
             or self.in_flight != 1
-            or (self._store.available < self._mark() and self._store.uncopied)
+            or (self._store.available < self._mark() and self._store.only[GPU])
         ):
             return 0
         rows = self._queues.rows

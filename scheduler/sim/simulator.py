@@ -14,13 +14,13 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
-from ..plan import CopyBatch, Lane, StepPlan, StepResult, Tickets
-from ..types import Applied, InvariantError, Request, RequestId, Usage
+from ..plan import CopyBatch, Lane, StepPlan, StepResult, Tickets, TierReport
+from ..types import Applied, InvariantError, Request, RequestId, Tier, Usage
 
 STEPS_IN_FLIGHT = 2
 POLL_S = 2e-3
@@ -70,7 +70,7 @@ class Report:
     ttft_p50, ttft_p99  seconds from a request to its first token
     seconds_per_token   mean over requests of (end of the reply - request) / tokens of the reply
     swapped_in, swapped_out, spilled, promoted
-                        chunks copied over the link, to DISK and from it
+                        chunks copied over the link, to lower tiers and from them
     """
 
     requests: int
@@ -96,13 +96,24 @@ class Report:
         return self.usage.cached / computed_before if computed_before else 0.0
 
 
+@dataclass(slots=True)
+class _TierMoves:
+    """A lower tier's promotions and spills that are not reported yet, as (seconds at which it ends,
+    slot), and the ends of the latest ones."""
+
+    read: deque[tuple[float, int]] = field(default_factory=deque)
+    written: deque[tuple[float, int]] = field(default_factory=deque)
+    reads_end: float = 0.0
+    writes_end: float = 0.0
+
+
 class VirtualDevice:
     """Takes the time that a device would take, and computes nothing.
 
     Layers are pipelined: the swap-in that gates a step overlaps the step's compute, and only the
-    excess adds time. The disk reads and writes at the same time, each in order; its finished work
-    is reported with the next result. A plan without work waits for all work in progress, `poll_s`
-    at most, or else for the first piece of it.
+    excess adds time. A lower tier reads and writes at the same time, each in order; its finished
+    work is reported with the next result. A plan without work waits for all work in progress,
+    `poll_s` at most, or else for the first piece of it.
     """
 
     def __init__(self, cost: CostProfile, poll_s: float = POLL_S):
@@ -111,9 +122,7 @@ class VirtualDevice:
         self._free_at = [0.0 for _ in Lane]
         # by lane: seconds at which each ticket is complete
         self._ends: list[dict[int, float]] = [{} for _ in Lane]
-        self._written: deque[tuple[float, int]] = deque()  # (time, DISK slot)
-        self._read: deque[tuple[float, int]] = deque()
-        self._disk_free_at = [0.0, 0.0]
+        self._lower: dict[Tier, _TierMoves] = {}
         # (time, ticket)
         self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)
         self._completed = [0 for _ in Lane]
@@ -124,7 +133,7 @@ class VirtualDevice:
     def launch(self, plan: StepPlan, now: float) -> float:
         """Issues the plan's work at `now`. Returns the time at which the step is complete; without
         tokens, its copies."""
-        self._use_disk(plan, now)
+        self._begin_moves(plan, now)
         self._move_windows(plan)
         copied = gate = now
         for batch in plan.copies:
@@ -159,33 +168,35 @@ class VirtualDevice:
         for origin in plan.origins:
             self._begins[origin.seat] = origin.start
 
-    def _use_disk(self, plan: StepPlan, now: float) -> None:
-        reads, writes = self._disk_free_at
-        for promotion in plan.promotions:
-            reads = max(reads, now) + self._cost.read()
-            self._read.append((reads, promotion.disk))
-        for spill in plan.spills:
-            writes = max(writes, now) + self._cost.write()
-            self._written.append((writes, spill.disk))
-        self._disk_free_at = [reads, writes]
+    def _begin_moves(self, plan: StepPlan, now: float) -> None:
+        for work in plan.lower:
+            moves = self._lower.setdefault(work.tier, _TierMoves())
+            for promotion in work.promotions:
+                moves.reads_end = max(moves.reads_end, now) + self._cost.read()
+                moves.read.append((moves.reads_end, promotion.slot))
+            for spill in work.spills:
+                moves.writes_end = max(moves.writes_end, now) + self._cost.write()
+                moves.written.append((moves.writes_end, spill.slot))
 
     def _news(self, now: float) -> float:
         """The time until which a plan without work waits for work in progress."""
-        under_way = [done for done in (self._read, self._written, *self._copies) if done]
+        ends = [*self._copies]
+        for moves in self._lower.values():
+            ends += moves.read, moves.written
+        under_way = [done for done in ends if done]
         first = min((done[0][0] for done in under_way), default=now)
         last = max((done[-1][0] for done in under_way), default=now)
         return max(now, first, min(last, now + self._poll_s))
 
-    def reports(self, now: float) -> tuple[Tickets, tuple[int, ...], tuple[int, ...]]:
-        """Returns the copies complete by now, and the DISK slots written and read since the last
-        call."""
+    def reports(self, now: float) -> tuple[Tickets, tuple[TierReport, ...]]:
+        """Returns the copies complete by now, and the moves that have ended since the last call."""
         for lane, copies in zip(Lane, self._copies, strict=True):
             self._completed[lane] = max([self._completed[lane], *_done(copies, now)])
-        return (
-            Tickets(*self._completed),
-            tuple(_done(self._written, now)),
-            tuple(_done(self._read, now)),
+        reports = (
+            TierReport(tier, tuple(_done(moves.written, now)), tuple(_done(moves.read, now)))
+            for tier, moves in self._lower.items()
         )
+        return Tickets(*self._completed), tuple(reports)
 
     def _copy(self, batch: CopyBatch, now: float) -> float:
         seconds = self._cost.swap_in() if batch.lane is Lane.IN else self._cost.swap_out()
@@ -388,9 +399,9 @@ class Simulator:
         plan, end = self._launched.popleft()
         self.now = max(self.now, end)
         self._steps += 1
-        completed, spilled, promoted = self._device.reports(self.now)
+        completed, lower = self._device.reports(self.now)
         tokens = (plan.step,) * len(plan.samples)
-        result = StepResult(plan.step, plan.samples, tokens, completed, spilled, promoted)
+        result = StepResult(plan.step, plan.samples, tokens, completed, lower)
         self._take(self.scheduler.apply(result, self.now))
 
     def _take(self, applied: Applied) -> None:

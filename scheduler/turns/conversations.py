@@ -15,7 +15,7 @@ from ..kv.chunk import NO_SLOT, Chunk, Claims
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
-from ..types import ChunkKey, ConversationKV, ErrorKind, Request, RequestError, Residency
+from ..types import LABELS, ChunkKey, ConversationKV, ErrorKind, Request, RequestError, Residency
 from ..work import LOOKED_AT, MESSAGE, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
@@ -285,7 +285,7 @@ class Conversations:
         the conversation, with this salt. If it differs, its chunks are dropped too, and `shared`
         counts for the log as far as both are equal.
 
-        `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError
+        `LowerTierWork.take_erased` reports when its records are erased. Raises RequestError
         (NOT_FOUND) for an unknown id.
         """
         self._get(conversation_id)
@@ -489,17 +489,16 @@ class Conversations:
 
 
 def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:
-    gpu = host = disk = 0
+    counts = dict.fromkeys(LABELS, 0)
     tail = conversation.tail
     for chunk in conversation.chunks if tail is None else (*conversation.chunks, tail):
-        if chunk.gpu != NO_SLOT:
-            gpu += 1
-        elif chunk.host != NO_SLOT:
-            host += 1
-        elif chunk.disk != NO_SLOT:
-            disk += 1
+        for label, slot in zip(LABELS, chunk.slots, strict=True):
+            if slot != NO_SLOT:
+                counts[label] += 1
+                break
     visible = len(conversation.keys) - conversation.first + (tail is not None)
-    return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
+    dropped = visible - sum(counts.values())
+    return ConversationKV(conversation_id, counts | {"dropped": dropped})
 
 
 def common_prefix(left: Run, right: Run) -> int:

@@ -6,7 +6,7 @@ from collections import deque
 
 from ..kv.chunk import Chunk
 from ..plan import Span
-from ..types import ChunkKey, QueuePlace, Request, RowId, Usage
+from ..types import ChunkKey, QueuePlace, Request, RowId, Tier, Usage
 from .drafts import Drafts
 from .prompt_keys import PromptKeys
 from .turn_tokens import TurnTokens
@@ -32,14 +32,15 @@ class Turn:
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
     waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or
-                  swaps it in, it is being read from DISK, or its copy on HOST is not confirmed
+                  swaps it in, it is being promoted, or its copy on HOST is not confirmed
     awaited       chunks that are evicted late because it waits for them
-    from_disk     keys of its chunks that were only on DISK at its first lookup; None before
-    promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False:
-                  they are computed
-    read          keys of chunks whose reading from DISK has begun since it joined the queue: none
+    lower_sources tiers of its chunks that were only in lower tiers at its first lookup; None
+                  before
+    promotes      its chunks in lower tiers are worth waiting for; if HOST has no room for them,
+                  False: they are computed
+    read          keys of chunks whose promotion has begun since it joined the queue: none
                   is read twice
-    prefetched    its chunks on DISK have been looked for ahead of its turn
+    prefetched    its chunks in lower tiers have been looked for ahead of its turn
     drafts        of its reply; None if it has none
     """
 
@@ -50,9 +51,9 @@ class Turn:
         "context_start",
         "drafts",
         "first_keys",
-        "from_disk",
         "key_chains",
         "keys",
+        "lower_sources",
         "order",
         "prefetched",
         "promotes",
@@ -85,7 +86,7 @@ class Turn:
         self.waiting_for: ChunkKey | None = None
         self.wanted = 0
         self.awaited: dict[Chunk, None] = {}
-        self.from_disk: frozenset[ChunkKey] | None = None
+        self.lower_sources: dict[ChunkKey, Tier] | None = None
         self.promotes = True
         self.read: set[ChunkKey | None] = set()
         self.prefetched = False

@@ -134,7 +134,7 @@ class Chatter:
             self.config,
             slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens)),
         )
-        self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
+        self.scheduler.lower.adopt(self.executor.stored_records(), time.monotonic())
         self.open: dict[int, Open] = {}
 
     def restart(self):

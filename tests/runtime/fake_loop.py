@@ -268,7 +268,11 @@ class FakeLoop:
             case Abort(request):
                 self._running.pop(request, None)
             case Look():
-                self._pipe.send(Residency(32, [ConversationKV("c", 1, 2, 3, 4)], 0))
+                self._pipe.send(
+                    Residency(
+                        32, [ConversationKV("c", {"gpu": 1, "host": 2, "disk": 4, "dropped": 3})], 0
+                    )
+                )
             case Forget() if self.erases_wholly is not None:
                 self._pipe.send(Erased(self.erases_wholly))
             case Finish(request, _):

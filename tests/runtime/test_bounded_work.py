@@ -40,7 +40,7 @@ from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request, RequestId, Residency
 from pensieve.scheduler.work import LARGEST_PIECE, MESSAGE
 
-from ..scheduler.device_model import DeviceModel
+from ..scheduler.device_model import DeviceModel, disk_report
 from ..scheduler.harness import profile
 
 CHUNK = 4
@@ -87,7 +87,7 @@ class Device:
             ended[isinstance(self.model.finish(slot, True), Spill)] += (slot,)
         self.model.completed = Tickets(*map(max, self.model.completed, result.completed))
         self.model.applied = result.step
-        return replace(result, spilled=ended[True], promoted=ended[False])
+        return replace(result, lower=disk_report(spilled=ended[True], promoted=ended[False]))
 
 
 class Loop:
@@ -128,7 +128,7 @@ class Loop:
 
     @property
     def resting(self) -> bool:
-        work = self.scheduler.has_work(time.monotonic()) or self.scheduler.disk.unfinished
+        work = self.scheduler.has_work(time.monotonic()) or self.scheduler.lower.unfinished
         return (
             self.service._inbox.empty()
             and not work

@@ -11,10 +11,10 @@ from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.disk.segments import SystemCalls
 from pensieve.runtime.disk.store import DiskSettings
-from pensieve.runtime.executor import DISK_WAIT_SECONDS, MAX_IN_FLIGHT, Executor
+from pensieve.runtime.executor import LOWER_WAIT_SECONDS, MAX_IN_FLIGHT, Executor
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan, Tickets
-from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling
+from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan, Tickets, TierWork
+from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling, Tier
 
 from .device.test_cpu import hold
 from .fake_engine import VOCAB, FakeEngine, copy, join, next_token, plan, reply, span
@@ -431,10 +431,11 @@ def disk_work(executor: Executor, step: int, **work) -> tuple[list[int], list[in
     """(spilled, promoted, failed) of a plan with this work and of the next ones, until all is
     reported."""
     got: tuple[list[int], list[int], list[int]] = ([], [], [])
-    executor.launch(replace(plan(step), **work))
+    executor.launch(replace(plan(step), lower=(TierWork(Tier.DISK, **work),)))
     while sum(map(len, got)) < sum(map(len, work.values())):
         result = executor.wait()
-        for slots, more in zip(got, (result.spilled, result.promoted, result.failed), strict=True):
+        (report,) = result.lower
+        for slots, more in zip(got, report[1:4], strict=True):
             slots += more
         step += 1
         executor.launch(plan(step))
@@ -463,12 +464,12 @@ def test_kv_from_the_disk_is_as_good_as_from_the_host(executors, tmp_path):
 def test_a_new_executor_finds_the_records_but_not_those_erased(executors, tmp_path):
     executor = executors(disk=disk_settings(tmp_path))
     disk_work(executor, 1, spills=(Spill(0, 5, key(7), CHUNK), Spill(0, 2, key(8), CHUNK)))
-    executor.launch(replace(plan(101), erased=(2,)))
+    executor.launch(replace(plan(101), lower=(TierWork(Tier.DISK, erased=(2,)),)))
     executor.wait()
     executor.close()
-    (record,) = executors(disk=disk_settings(tmp_path)).disk_records()
+    (record,) = executors(disk=disk_settings(tmp_path)).stored_records()[Tier.DISK]
     assert (record.slot, record.key, record.end) == (5, key(7), CHUNK)
-    assert executors(disk=disk_settings(tmp_path, engine="cd")).disk_records() == []
+    assert executors(disk=disk_settings(tmp_path, engine="cd")).stored_records()[Tier.DISK] == []
 
 
 def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path):
@@ -482,23 +483,25 @@ def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path
 
     executor = executors(disk=disk_settings(tmp_path, system=SystemCalls(read=slow)))
     disk_work(executor, 1, spills=(Spill(0, 5, key(7), CHUNK),))
-    executor.launch(replace(plan(3000), promotions=(Promotion(5, 1, key(7)),)))
+    executor.launch(
+        replace(plan(3000), lower=(TierWork(Tier.DISK, promotions=(Promotion(5, 1, key(7)),)),))
+    )
     executor.wait()
     began = time.perf_counter()
     for step in range(3001, 3011):
         executor.launch(plan(step))
-        assert executor.wait().promoted == ()
-    assert 10 * DISK_WAIT_SECONDS <= time.perf_counter() - began < 30
+        assert executor.wait().lower[0].promoted == ()
+    assert 10 * LOWER_WAIT_SECONDS <= time.perf_counter() - began < 30
     assert run(executor, first_turn(3011)) == [(next_token(PROMPT, LAYERS),)]
     gate.set()
     promoted = ()
     step = 3011
     while not promoted:
         executor.launch(plan(step := step + 1))
-        promoted = executor.wait().promoted
+        promoted = executor.wait().lower[0].promoted
     assert promoted == (5,)
 
 
 def test_work_for_a_disk_that_is_not_there(executors):
-    with pytest.raises(InvariantError, match="disk"):
-        executors().launch(replace(plan(1), erased=(1,)))
+    with pytest.raises(InvariantError, match="tier that does not exist"):
+        executors().launch(replace(plan(1), lower=(TierWork(Tier.DISK, erased=(1,)),)))

@@ -21,8 +21,8 @@ from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
 from pensieve.runtime.step import buffers as step_buffers
 from pensieve.runtime.step.buffers import Staging
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import Promotion, Spill
-from pensieve.scheduler.types import ChunkKey
+from pensieve.scheduler.plan import Promotion, Spill, TierWork
+from pensieve.scheduler.types import ChunkKey, Tier
 
 from .fake_engine import FakeEngine, plan
 
@@ -86,12 +86,14 @@ def executors(tmp_path):
 
 def spill(executor: Executor, slot: int) -> int:
     """The last step, with a record in the DISK slot."""
-    executor.launch(replace(plan(1), spills=(Spill(0, slot, KEY, 4),)))
+    executor.launch(
+        replace(plan(1), lower=(TierWork(Tier.DISK, spills=(Spill(0, slot, KEY, 4),)),))
+    )
     step = 1
-    spilled = executor.wait().spilled
+    spilled = executor.wait().lower[0].spilled
     while not spilled:
         executor.launch(plan(step := step + 1))
-        spilled = executor.wait().spilled
+        spilled = executor.wait().lower[0].spilled
     return step
 
 
@@ -107,7 +109,9 @@ def test_a_plan_that_erases_is_done_when_that_is_done(executors):
         return os.pwritev(file, buffers, offset)
 
     executor = executors(SystemCalls(write=slow))
-    executor.launch(replace(plan(spill(executor, 5) + 1), erased=(5,)))
+    executor.launch(
+        replace(plan(spill(executor, 5) + 1), lower=(TierWork(Tier.DISK, erased=(5,)),))
+    )
     assert began.wait(60)
     waiting = threading.Thread(target=executor.wait)
     waiting.start()
@@ -115,7 +119,7 @@ def test_a_plan_that_erases_is_done_when_that_is_done(executors):
     assert waiting.is_alive()
     gate.set()
     waiting.join(60)
-    assert not waiting.is_alive() and executor.disk_records() == []
+    assert not waiting.is_alive() and executor.stored_records()[Tier.DISK] == []
 
 
 def test_what_is_erased_is_flushed(executors, monkeypatch):
@@ -132,7 +136,7 @@ def test_what_is_erased_is_flushed(executors, monkeypatch):
     monkeypatch.setattr(
         disk_files.os, "fdatasync", lambda file: (calls.append("flushed"), flush(file))
     )
-    executor.erase_records([5])
+    executor.erase_records(Tier.DISK, [5])
     assert calls[-2:] == ["written", "flushed"]
 
 
@@ -145,8 +149,8 @@ def test_what_cannot_be_flushed_is_not_erased(executors, monkeypatch):
     executor = executors(SystemCalls())
     step = spill(executor, 5)
     monkeypatch.setattr(disk_files.os, "fdatasync", fail)
-    executor.launch(replace(plan(step + 1), erased=(5,)))
-    assert executor.wait().erase_failed == (5,)
+    executor.launch(replace(plan(step + 1), lower=(TierWork(Tier.DISK, erased=(5,)),)))
+    assert executor.wait().lower[0].erase_failed == (5,)
 
 
 def test_the_pools_stay_until_the_disk_s_threads_have_ended(executors, monkeypatch):
@@ -165,7 +169,12 @@ def test_the_pools_stay_until_the_disk_s_threads_have_ended(executors, monkeypat
     executor = executors(SystemCalls(read=slow))
     close = CpuDevice.close
     monkeypatch.setattr(CpuDevice, "close", lambda device: (order.append("closed"), close(device)))
-    executor.launch(replace(plan(spill(executor, 5) + 1), promotions=(Promotion(5, 1, KEY),)))
+    executor.launch(
+        replace(
+            plan(spill(executor, 5) + 1),
+            lower=(TierWork(Tier.DISK, promotions=(Promotion(5, 1, KEY),)),),
+        )
+    )
     assert reading.wait(60)
     closing = threading.Thread(target=executor.close)
     closing.start()

@@ -15,7 +15,7 @@ from pensieve.builder.manifest import Manifest
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.runtime.offline.settings import read_settings
-from pensieve.scheduler.types import RequestError, SettingError
+from pensieve.scheduler.types import RequestError, SettingError, Tier
 from tests.models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -348,7 +348,10 @@ def test_conversations_survive_on_disk(cache, tmp_path):
         with pytest.raises(SettingError, match="state-dir"):
             LLM("demo", **options)
     with LLM("demo", **options) as llm:
-        assert len(llm._session.executor.disk_records()) >= len(first.prompt_token_ids) // 8
+        assert (
+            len(llm._session.executor.stored_records()[Tier.DISK])
+            >= len(first.prompt_token_ids) // 8
+        )
         (second,) = llm.chat(NEXT, GREEDY, conversation="c", history="server")
         store = llm._histories._store
         store.change(Name("", "c"), 1.0, history_ttl=1e-9)

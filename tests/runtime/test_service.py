@@ -152,17 +152,17 @@ def test_a_client_whose_reply_is_stuck_is_told_at_once(
 
 def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
     assert not service._drained()
-    scheduler.disk.unfinished = True
+    scheduler.lower.unfinished = True
     service._take(Drain(60.0))
     assert not service._drained(), "no request is open, but KV is not on disk yet"
-    scheduler.disk.unfinished = False
+    scheduler.lower.unfinished = False
     assert service._drained()
 
 
 def test_saving_ends_with_the_grace_time(
     service: Service, scheduler: Scheduler, caplog: Any
 ) -> None:
-    scheduler.disk.unfinished = True
+    scheduler.lower.unfinished = True
     service._take(Drain(0.0))
     assert service._drained() and "before all KV was spilled" in caplog.text
 

@@ -16,8 +16,18 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from pensieve.scheduler.context_window import RECOMPUTE
-from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
-from pensieve.scheduler.types import RowResult
+from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets, TierReport, TierWork
+from pensieve.scheduler.types import RowResult, Tier
+
+
+def disk_work(plan):
+    """The plan's work for DISK, perhaps none."""
+    return next((work for work in plan.lower if work.tier is Tier.DISK), TierWork(Tier.DISK))
+
+
+def disk_report(**slots):
+    """A result's `lower` with these slots of DISK."""
+    return (TierReport(Tier.DISK, **slots),)
 
 
 class DeviceModel:
@@ -152,7 +162,12 @@ class DeviceModel:
             for row, entries in ((self.rows[seat], entries) for seat, entries in scores.items())
         }
         return StepResult(
-            plan.step, plan.samples, tokens, self.issued, erase_failed=erase_failed, rows=rows
+            plan.step,
+            plan.samples,
+            tokens,
+            self.issued,
+            lower=disk_report(erase_failed=erase_failed),
+            rows=rows,
         )
 
     def _copy(self, batch):
@@ -194,16 +209,17 @@ class DeviceModel:
     def _use_disk(self, plan):
         """Begins the plan's disk work. Returns the slots that could not be erased."""
         failed = []
-        for slot in plan.erased:
+        disk = disk_work(plan)
+        for slot in disk.erased:
             assert slot not in self.work
             if self.erases is None or self.erases():
                 self.disk.pop(slot, None)
             else:
                 failed.append(slot)
             self.erased[slot] = plan.step
-        for work in (*plan.spills, *plan.promotions):
+        for work in (*disk.spills, *disk.promotions):
             place = ("host", work.host)
-            assert work.disk not in self.work and self.erased.get(work.disk, 0) <= self.applied
+            assert work.slot not in self.work and self.erased.get(work.slot, 0) <= self.applied
             assert place not in self._places(), "two pieces of disk work on one HOST slot"
             before = dict([self.last_writer[place]] if place in self.last_writer else [])
             if isinstance(work, Spill):
@@ -211,12 +227,12 @@ class DeviceModel:
                 assert len(self.pools["host"][work.host]) == self.chunk_tokens
             else:
                 before |= self.users[place]
-                assert self.disk[work.disk][0] == work.key, "another chunk's record is read"
+                assert self.disk[work.slot][0] == work.key, "another chunk's record is read"
             for lane, ticket in before.items():
                 assert ticket <= self.completed[lane], (
                     f"{place}: {lane.name} {ticket} is not known to be complete"
                 )
-            self.work[work.disk] = work
+            self.work[work.slot] = work
         return tuple(failed)
 
     def finish(self, slot, succeeds=True, torn=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from pensieve.scheduler.turns.conversations import common_prefix
-from pensieve.scheduler.types import RequestError, Sampling
+from pensieve.scheduler.types import GPU, RequestError, Sampling
 
 from .harness import Harness
 
@@ -198,11 +198,9 @@ class Driver(Harness):
         """Moves idle chunks to HOST only, as after many other requests: a returning conversation
         loads all its history."""
         store = self.scheduler._store
-        for chunk in [chunk for chunk in store.uncopied if not chunk.copied_for_disk][
-            : store.host.free
-        ]:
+        for chunk in [chunk for chunk in store.only[GPU] if not chunk.staged][: store.host.free]:
             self.place(chunk, "host")
-        for chunk in list(store.reclaimable):
+        for chunk in list(store.spare[GPU]):
             store.release_gpu(chunk)
 
     def lose_some(self):

@@ -13,11 +13,21 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
+from pensieve.scheduler.kv.disk_tier import DiskTier
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import DiskRecord, ErrorKind, Request, RequestError, RowResult
+from pensieve.scheduler.types import (
+    GPU,
+    HOST,
+    ErrorKind,
+    Request,
+    RequestError,
+    RowResult,
+    StoredRecord,
+    Tier,
+)
 
-from .device_model import DeviceModel, kv, next_token
+from .device_model import DeviceModel, disk_work, kv, next_token
 
 SMALL = {
     "gpu_kv_chunks": 24,
@@ -54,6 +64,18 @@ def profile(chunk_tokens=4, chunks_a_step=3):
         link_bytes_per_s=4096 * chunks_a_step / 2e-3,
         step_base_seconds=1e-3,
     )
+
+
+def former_keys(lower):
+    """Keys whose records may be in slots that their chunks have given up."""
+    return lower._former_slots if isinstance(lower, DiskTier) else lower.former_keys()
+
+
+def free_slots(lower, held):
+    """Those of the slots that hold records which should be free."""
+    if isinstance(lower, DiskTier):
+        return set(lower.pool._free) & set(held)
+    return lower.free_slots(held)
 
 
 class Harness:
@@ -237,7 +259,7 @@ class Harness:
 
     def _delete(self, name, shared=0):
         conversation = self.scheduler.conversations.get(name)
-        all_keys = self.scheduler.disk.keys(conversation.tokens, conversation.salt, shared)
+        all_keys = self.scheduler.lower.keys(conversation.tokens, conversation.salt, shared)
         keys = [key for key in all_keys if key != NO_KEY]
         self.scheduler.conversations.delete(name, shared)
         self.erasing.append(keys)
@@ -247,8 +269,8 @@ class Harness:
     def erase(self, tokens, salt=b""):
         """A conversation of an earlier life, of these tokens, is deleted. Returns the keys that it
         alone had."""
-        keys = list(self.scheduler.disk.keys(tokens, salt))
-        self.scheduler.disk.erase(keys)
+        keys = list(self.scheduler.lower.keys(tokens, salt))
+        self.scheduler.lower.erase(keys)
         self.erasing.append(keys)
         return [key for key in keys if self.scheduler._store.find(key) is None]
 
@@ -256,13 +278,14 @@ class Harness:
         """Of a deletion that has ended, no record is left, unless another conversation or request
         uses it. Only where all deletions are the harness's: other tests take the ends
         themselves."""
-        for wholly in self.scheduler.disk.take_erased():
+        for wholly in self.scheduler.lower.take_erased():
             store = self.scheduler._store
             keys = self.erasing.popleft()
             gone = {
                 key
                 for key in keys
-                if store.find(key) is None and key not in store.disk._former_slots
+                if store.find(key) is None
+                and not any(key in former_keys(lower) for lower in store.lower)
             }
             left = [key for key, _, _ in self.device.disk.values() if key in gone]
             assert not (wholly and left), f"records of deleted chunks: {left}"
@@ -283,10 +306,10 @@ class Harness:
         store = self.scheduler._store
         device = self.device
         if tier in ("host", "both"):
-            chunk.host = store.host.take()
-            device.pools["host"][chunk.host] = dict(device.pools["gpu"][chunk.gpu])
-            device.last_writer["host", chunk.host] = (Lane.OUT, 0)
-            store.file(chunk)
+            chunk.slots[HOST] = store.host.take()
+            device.pools["host"][chunk.slots[HOST]] = dict(device.pools["gpu"][chunk.slots[GPU]])
+            device.last_writer["host", chunk.slots[HOST]] = (Lane.OUT, 0)
+            store.update_victim_set(chunk)
         if tier == "host":
             store.release_gpu(chunk)
         if tier == "dropped":
@@ -302,13 +325,13 @@ class Harness:
         for slot in list(self.device.work):
             self.device.finish(slot, slot in outcomes)
         records = [
-            DiskRecord(slot, key, end, 1.0) for slot, (key, end, _) in self.device.disk.items()
+            StoredRecord(slot, key, end, 1.0) for slot, (key, end, _) in self.device.disk.items()
         ]
         before = self.device
         self.device = self._new_device()
         self.device.disk = before.disk
         self.scheduler = Scheduler(self.config, self._cost)
-        self.scheduler.disk.adopt(records, self.now)
+        self.scheduler.lower.adopt({Tier.DISK: records}, self.now)
         self.results.clear()
         self.erasing.clear()
         self.grammars.clear()
@@ -357,7 +380,7 @@ class Harness:
             self.config.batching == "separate" and self.config.speculate == "off"
         ):  # a row with drafts generates in spans
             assert not (plan.spans and plan.generate)
-        self.counts["erased"] += len(plan.erased)
+        self.counts["erased"] += len(disk_work(plan).erased)
         for batch in plan.copies:
             self.counts[COPIES[batch.lane, batch.ticket % 2]] += len(batch.sources)
         self.results.append(self.device.launch(plan))
@@ -386,7 +409,9 @@ class Harness:
         """Applies the oldest result and checks its tokens; None if nothing is in flight."""
         if not self.results:
             return None
-        result = replace(self.results.popleft(), **self.reports())
+        result = self.results.popleft()
+        own = result.lower[0]._replace(**self.reports())
+        result = replace(result, lower=(own,))
         if not self.completes():
             result = replace(result, completed=self.device.completed)
         result = replace(
@@ -579,8 +604,9 @@ class Harness:
     def check(self):
         if self._check:
             self.scheduler.check()
-            stale = set(self.scheduler._store.disk.pool._free) & set(self.device.disk)
-            assert not stale, f"free DISK slots {stale} hold records"
+            for lower in self.scheduler._store.lower:
+                stale = free_slots(lower, self.device.disk)
+                assert not stale, f"free slots {stale} hold records"
 
     def check_logs(self):
         for name, log in self.logs.items() if self.config.save != "sync" else ():
@@ -592,9 +618,9 @@ class Harness:
         for _ in range(10_000):
             for request_id in list(self.held):
                 self.finish(request_id, len(self.reply(request_id)))
-            if not self.open and not self.results and not self.scheduler.disk.busy:
+            if not self.open and not self.results and not self.scheduler.lower.busy:
                 break
-            to_come = bool(self.results) or self.scheduler.disk.busy
+            to_come = bool(self.results) or self.scheduler.lower.busy
             plan = self.tick()
             assert plan or to_come or not self.open, (
                 "requests are left, and nothing is to come that lets them go on"

@@ -8,10 +8,12 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.invariants import check_store
 from pensieve.scheduler.kv.chunk import Claims
 from pensieve.scheduler.kv.chunk_store import ChunkStore
+from pensieve.scheduler.kv.moves import report_moves
 from pensieve.scheduler.kv.retention import eviction_policy
+from pensieve.scheduler.plan import StepResult, TierReport
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
-from pensieve.scheduler.types import ChunkKey
+from pensieve.scheduler.types import HOST, ChunkKey
 
 from .harness import profile
 
@@ -47,13 +49,22 @@ def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0
     """A full keyed chunk that no row holds, last active at `now`; `copied`: also on HOST."""
     chunk = in_use(store, end, now, key)
     if copied or not on_gpu:
-        chunk.host = store.host.take()
+        chunk.slots[HOST] = store.host.take()
     store.unpin([chunk], 0, now)
     if not on_gpu:
         store.release_gpu(chunk)
     for _ in range(claims):
         store.claim(chunk)
     return chunk
+
+
+def record(store, chunk):
+    """The chunk, which is on HOST, has a record in the lower tier."""
+    (lower,) = store.lower
+    store.spill(chunk, lower)
+    work = lower.hand_over(1)
+    report = TierReport(lower.tier, spilled=tuple(spill.slot for spill in work.spills))
+    report_moves(store, StepResult(1, (), (), lower=(report,)), 0.0)
 
 
 def an_evictor(store, now, step=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.types import GPU, HOST
 
 TIGHT = {"gpu_kv_chunks": 16, "max_num_seqs": 2, "generation_reserve": 0.0, "swap_out_below": 0.0}
 FLUSH = range(100, 160)  # a prompt of 15 chunks; with its reply it fills a pool of 16
@@ -17,7 +18,7 @@ def off_gpu(harness, name="a", tokens=18):
     harness.turn(FLUSH, 4)
     tail = harness.scheduler.conversations.get(name).tail
     if tail is not None and harness.config.host_kv_chunks:
-        assert tail.gpu == NO_SLOT and tail.host != NO_SLOT
+        assert tail.slots[GPU] == NO_SLOT and tail.slots[HOST] != NO_SLOT
     return [*harness.logs[name], 7, 8]
 
 

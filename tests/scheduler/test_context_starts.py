@@ -212,7 +212,7 @@ class Starts(Harness):
         # the last token has no KV, unless the row had gone on
         full = (len(tokens) - 1) // size - base // size
         assert conversation.keys[base // size :] in (keys[:full], keys)
-        deleted = set(self.scheduler.disk.keys(tokens, b""))
+        deleted = set(self.scheduler.lower.keys(tokens, b""))
         assert deleted.issuperset(chain.values())
 
     # -- the play

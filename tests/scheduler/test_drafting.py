@@ -13,7 +13,7 @@ from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.planning.drafting import Drafting
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import FinishReason, Request, RequestId, Sampling
+from pensieve.scheduler.types import GPU, FinishReason, Request, RequestId, Sampling
 
 from .draft_policy import always_draft, decide_by_chance
 from .driver import Driver
@@ -61,8 +61,8 @@ class KeyedDriver(Driver):
             assert len(turn.keys) * size <= len(turn.tokens) and turn.keys == keyed
             for index in range(turn.context_start // size, len(turn.keys)):
                 chunk = store.find(turn.keys[index])
-                if chunk is not None and chunk.gpu >= 0 and not chunk.awaits_swap_in:
-                    held = self.device.pools["gpu"][chunk.gpu]
+                if chunk is not None and chunk.slots[GPU] >= 0 and not chunk.awaits_swap_in:
+                    held = self.device.pools["gpu"][chunk.slots[GPU]]
                     tokens = [held[offset][0] for offset in range(size)]
                     assert tokens == turn.tokens[index * size : (index + 1) * size].tolist()
 

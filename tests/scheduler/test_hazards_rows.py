@@ -11,7 +11,7 @@ import pytest
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.chunk_keys import chunk_key, root_key
 from pensieve.scheduler.plan import Lane
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import GPU, RequestError
 
 from .device_model import next_token
 from .harness import Harness
@@ -93,7 +93,7 @@ def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
         no_room.setattr(harness.scheduler._admission, "_fits", lambda *_: False)
         harness.scheduler._queues.suspend(harness.scheduler._queues.rows[-1])
         harness.tick()
-    for chunk in list(harness.scheduler._store.uncopied):
+    for chunk in list(harness.scheduler._store.only[GPU]):
         harness.place(chunk, "host")
     harness.launch()
     assert harness.state(request) == "loading"
@@ -157,7 +157,7 @@ def test_an_abort_with_a_swap_in_in_flight(reached):
         for row in (*harness.scheduler._queues.rows, *harness.scheduler._queues.swapping_in)
         if row.turn.request.id == request
     )
-    unissued = [chunk.gpu for chunk in row.swap_ins]
+    unissued = [chunk.slots[GPU] for chunk in row.swap_ins]
     assert bool(unissued) == (reached != "gated")
     harness.abort(request)
     harness.check()
@@ -336,7 +336,7 @@ def test_a_chunk_that_is_still_loading_is_waited_for():
     second = harness.submit([*range(21), 60], 2)
     harness.launch()
     (row,) = harness.scheduler._queues.swapping_in
-    assert row.turn.request.id == loading and row.swap_ins[0].gpu != NO_SLOT
+    assert row.turn.request.id == loading and row.swap_ins[0].slots[GPU] != NO_SLOT
     assert harness.state(second) == "waiting"
     harness.drain()
     assert harness.counts["waits for keys"]

@@ -15,6 +15,7 @@ from pensieve.scheduler.kv.chunk_keys import chunk_key, root_key
 from pensieve.scheduler.kv.slots import SlotPool
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.planning.plan_copies import StepCopies
+from pensieve.scheduler.types import GPU, HOST
 
 from .harness import Harness
 from .stories import FLUSH, TIGHT, off_gpu
@@ -135,7 +136,7 @@ def test_a_swapped_in_tail_does_not_land_over_freshly_written_tokens():
     assert swap_in.gated and tail_slot in swap_in.targets
     assert plan.spans[0].start == 19 and plan.spans[0].write_from == 19
     tail = harness.scheduler._queues.rows[0].chunks[4]
-    assert tail.gpu == tail_slot and tail.host == NO_SLOT, (
+    assert tail.slots[GPU] == tail_slot and tail.slots[HOST] == NO_SLOT, (
         "the copy on HOST ends, for it will lack the new tokens"
     )
     harness.drain()
@@ -168,7 +169,7 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
     harness.turn(FLUSH, 4)
     log = harness.logs["a"]
     conversation = harness.scheduler.conversations.get("a")
-    assert log[:10].tolist() == list(range(10)) and conversation.tail.host != NO_SLOT
+    assert log[:10].tolist() == list(range(10)) and conversation.tail.slots[HOST] != NO_SLOT
     request = harness.submit(range(20), 4, "a")
     turn = harness.scheduler._turns[request]
     needs = harness.scheduler._lookup.look_up(turn, conversation, 0)
@@ -186,10 +187,10 @@ def test_a_host_copy_of_a_tail_ends_when_the_tail_grows():
     harness.now += 1
     while harness.launch():  # copies only
         harness.apply()
-    assert tail.host != NO_SLOT and tail.gpu != NO_SLOT and tail.tokens == 2
+    assert tail.slots[HOST] != NO_SLOT and tail.slots[GPU] != NO_SLOT and tail.tokens == 2
     request = harness.submit([*harness.logs["a"], 9], 1, "a")
     harness.launch()
-    assert tail.host == NO_SLOT
+    assert tail.slots[HOST] == NO_SLOT
     harness.run(request)
     harness.turn(FLUSH, 4)
     usage = harness.turn([*harness.logs["a"], 7, 8], 4, "a")

@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.turns.drafts import MOST_DRAFTS
+from pensieve.scheduler.types import GPU
 
 from .driver import STATES, Driver
 
@@ -124,7 +125,7 @@ class HeldRows(Driver):
         for chunk, key in zip(
             chunks[:full], plain_keys(self.config, request.salt, context), strict=False
         ):
-            assert chunk.key in (key, None) and chunk.tokens == size and chunk.gpu != NO_SLOT
+            assert chunk.key in (key, None) and chunk.tokens == size and chunk.slots[GPU] != NO_SLOT
             self.counts["copies held"] += chunk.key is None
         assert full <= len(chunks) <= full + 2 + MOST_DRAFTS // size
         return chunks

@@ -24,7 +24,9 @@ from pensieve.scheduler.sim.simulator import (
     VirtualDevice,
     simulate,
 )
-from pensieve.scheduler.types import DiskRecord, Request, RequestId, Usage
+from pensieve.scheduler.types import Request, RequestId, StoredRecord, Tier, Usage
+
+pytestmark = pytest.mark.usefixtures("each_lower_tier")
 
 SIZE, NEW_TOKENS = 32, 32
 H200 = CostProfile(
@@ -80,9 +82,14 @@ def serve(cost, belief, history, rows=0, reply=1):
     scheduler = Scheduler(CONFIG, belief(cost))
     device = VirtualDevice(cost)
     prompt = array("i", range(1, history + NEW_TOKENS + 1))
-    records = enumerate(scheduler.disk.keys(prompt[:history], b""))
-    scheduler.disk.adopt(
-        [DiskRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records], 0.0
+    records = enumerate(scheduler.lower.keys(prompt[:history], b""))
+    scheduler.lower.adopt(
+        {
+            Tier.DISK: [
+                StoredRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records
+            ]
+        },
+        0.0,
     )
     arrivals = deque((0.0, array("i", [10**6 + row]) * 64) for row in range(rows))
     arrivals.append((TURN_AT, prompt))

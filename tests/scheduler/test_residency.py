@@ -20,14 +20,18 @@ def told(harness, most=1000):
             return stretches
 
 
+def where(**chunks):
+    return {"gpu": 0, "host": 0, "disk": 0, "dropped": 0} | chunks
+
+
 def test_chunks_are_counted_where_they_are():
     harness = Harness()
     assert told(harness) == [[]]
     harness.turn(range(18), 2, "a")  # four full chunks and a tail
     harness.turn(range(100, 108), 1, "b")
-    assert told(harness) == [[("a", 5, 0, 0, 0), ("b", 2, 0, 0, 0)]]
+    assert told(harness) == [[("a", where(gpu=5)), ("b", where(gpu=2))]]
     harness.fork("a", "c")
-    assert told(harness)[0][2] == ("c", 4, 0, 0, 0)
+    assert told(harness)[0][2] == ("c", where(gpu=4))
     harness.drain()
 
 
@@ -37,10 +41,12 @@ def test_what_was_swapped_out_or_dropped_is_told():
         harness.turn(range(100 * number, 100 * number + 18), 2, f"c{number}")
     (entries,) = told(harness)
     slots = harness.scheduler.stats().slots
-    assert [sum(entry[1:]) for entry in entries] == [5] * 12
-    assert sum(entry.gpu for entry in entries) <= 24 - slots["gpu"]["free"]
-    assert sum(entry.host for entry in entries) == slots["host"]["idle"] > 0
-    assert sum(entry.dropped for entry in entries) == harness.scheduler.stats().dropped > 0
+    assert [sum(entry.chunks.values()) for entry in entries] == [5] * 12
+    assert sum(entry.chunks["gpu"] for entry in entries) <= 24 - slots["gpu"]["free"]
+    assert sum(entry.chunks["host"] for entry in entries) == slots["host"]["idle"] > 0
+    assert (
+        sum(entry.chunks["dropped"] for entry in entries) == harness.scheduler.stats().dropped > 0
+    )
     harness.drain()
 
 

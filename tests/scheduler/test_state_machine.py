@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from math import inf
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, PLAIN_POLICIES, SAVE_MODES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
+from pensieve.scheduler.kv import lower_tiers
+from pensieve.scheduler.kv.disk_tier import DiskTier
 from pensieve.scheduler.types import ErrorKind, RequestError
 
 from .driver import MOST_IN_FLIGHT
 from .harness import Harness
+from .memory_tier import MemoryTier
 
 NAMES = ("a", "b", "c", "d")
 OPENINGS = (range(14), range(20, 34), [*range(8), *range(60, 66)])
@@ -35,11 +39,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefetch=st.booleans(),
         copies_may_fail=st.booleans(),
         log_chunks=st.sampled_from((inf, 20)),
+        lower_tier=st.sampled_from((DiskTier, MemoryTier)),
         overflow=st.sampled_from(OVERFLOW_MODES),
         overflow_ratio=st.sampled_from((0.5, 0.2)),
     )
-    def start(self, host, disk, tokens_a_step, **settings):
+    def start(self, host, disk, tokens_a_step, lower_tier, **settings):
         self.remembered = {}
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(lower_tiers, "DiskTier", lower_tier)
         self.harness = SlowDisk(
             gpu_kv_chunks=14,
             max_model_len=48,
@@ -146,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A conversation of an earlier life is deleted."""
         name = chosen(pick, [name for name in self.remembered if name not in self.harness.logs])
         scheduler = self.harness.scheduler
-        scheduler.disk.erase(scheduler.disk.keys(self.remembered.pop(name), b""))
+        scheduler.lower.erase(scheduler.lower.keys(self.remembered.pop(name), b""))
 
     @rule(pick=pick)
     def lose_a_chunk(self, pick):
@@ -161,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "harness"):
             self.harness.in_time = True
             self.harness.drain()
+            self.patch.undo()
 
 
 class SlowDisk(Harness):

@@ -133,11 +133,11 @@ def test_the_end_of_the_process_waits_for_deletions_and_not_for_claims():
     harness = large()
     little(harness)
     harness.fork("a", "b")
-    assert harness.scheduler.has_work(harness.now) and not harness.scheduler.disk.unfinished
+    assert harness.scheduler.has_work(harness.now) and not harness.scheduler.lower.unfinished
     harness.delete("b")
-    assert harness.scheduler.disk.unfinished
+    assert harness.scheduler.lower.unfinished
     rest(harness)
-    assert not harness.scheduler.disk.unfinished
+    assert not harness.scheduler.lower.unfinished
 
 
 def test_every_kind_of_work_gets_its_share_of_each_step():
@@ -230,13 +230,13 @@ def test_a_deletion_behind_a_fork_drops_what_the_fork_does_not_claim():
     )
     harness.delete("b")
     plan(harness)
-    assert any(chunk.resident for chunk in chunks) and harness.scheduler.disk.take_erased() == [
+    assert any(chunk.resident for chunk in chunks) and harness.scheduler.lower.take_erased() == [
         True
     ]
     rest(harness)
-    assert not any(chunk.resident for chunk in chunks) and harness.scheduler.disk.take_erased() == [
-        True
-    ]
+    assert not any(
+        chunk.resident for chunk in chunks
+    ) and harness.scheduler.lower.take_erased() == [True]
 
 
 def test_a_name_may_be_used_again_while_its_deletion_goes_on():
@@ -245,7 +245,7 @@ def test_a_name_may_be_used_again_while_its_deletion_goes_on():
     harness.delete("a")
     harness.turn(range(50, 60), 2, "a")
     rest(harness)
-    assert claims(harness) == [1, 1] and harness.scheduler.disk.take_erased() == [True]
+    assert claims(harness) == [1, 1] and harness.scheduler.lower.take_erased() == [True]
     harness.check_logs()
 
 

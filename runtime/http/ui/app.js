@@ -196,7 +196,7 @@ async function poll() {
 function draw(state) {
   nameDevice(state.tier_names.gpu);
   chunkTokens = state.chunk_tokens;
-  chunks = new Map(state.conversations.map(([id, gpu, host, dropped, disk]) => [id, { gpu, host, dropped, disk }]));
+  chunks = new Map(state.conversations);
   const sums = map.update(state.conversations);
   for (const [tier, count] of Object.entries(sums)) {
     document.querySelector(`[data-tier=${tier}]`).textContent = count.toLocaleString("en");

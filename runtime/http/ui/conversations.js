@@ -36,10 +36,10 @@ export class ConversationList {
   // Shows the chunks of conversations, from the server's state. Other conversations are read first, then shown at the top.
   async showChunks(conversations) {
     let unknown = false;
-    for (const [id, gpu, host, dropped, disk] of conversations) {
+    for (const [id, chunks] of conversations) {
       const entry = this.entries.get(id);
       if (entry) {
-        this.drawBar(entry, { gpu, host, dropped, disk });
+        this.drawBar(entry, chunks);
         continue;
       }
       const tries = this.tries.get(id) ?? 0;

@@ -25,12 +25,11 @@ export class ChunkMap {
     dark.addEventListener("change", () => this.draw());
   }
 
-  // `conversations`: (name, on the GPU, on the host, dropped, on disk), the latest first. Returns the sums by tier.
+  // `conversations`: (name, chunks by tier), the latest first. Returns the sums by tier.
   update(conversations) {
     const bars = new Map();
     const sums = nothing();
-    for (const [id, gpu, host, dropped, disk] of conversations.toReversed()) {
-      const goal = { dropped, disk, host, gpu };
+    for (const [id, goal] of conversations.toReversed()) {
       bars.set(id, { goal, shown: this.bars.get(id)?.shown ?? nothing() });
       for (const tier of TIERS) sums[tier] += goal[tier];
     }

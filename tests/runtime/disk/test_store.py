@@ -9,7 +9,6 @@ import os
 import resource
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,11 +16,9 @@ import pytest
 from pensieve.runtime.disk import segments as disk_files
 from pensieve.runtime.disk.record import PAGE, record_bytes
 from pensieve.runtime.disk.segments import SystemCalls, aligned_buffer
-from pensieve.runtime.disk.store import DiskReport, DiskSettings, DiskStore
-from pensieve.scheduler.plan import Promotion, Spill
+from pensieve.runtime.disk.store import DiskSettings, DiskStore
+from pensieve.scheduler.plan import Promotion, Spill, TierReport, TierWork
 from pensieve.scheduler.types import InvariantError, SettingError
-
-from ..fake_engine import plan
 
 SLOTS = 20
 SEGMENT_SLOTS = 8
@@ -30,6 +27,10 @@ SIZES = [3000, PAGE]  # copied through a buffer, and perhaps in place
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+def report(**slots):
+    return TierReport(DiskStore.tier, **slots)
 
 
 class Tier:
@@ -50,7 +51,6 @@ class Tier:
             segment_bytes=SEGMENT_SLOTS * record_bytes(payload),
         )
         self.store = DiskStore(settings, 32, self.host.__getitem__)
-        self._steps = 0
 
     def __enter__(self):
         return self
@@ -59,32 +59,32 @@ class Tier:
         self.store.close()
 
     def begin(self, **work):
-        self._steps += 1
         return self.store.begin(
-            replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()})
+            TierWork(DiskStore.tier, **{name: tuple(value) for name, value in work.items()})
         )
 
     def erase(self, *slots):
         """Returns the slots that could not be erased."""
         return self.begin(erased=slots).result()
 
-    def finished(self) -> DiskReport:
+    def finished(self) -> TierReport:
         """All reports until nothing is under way, put together and sorted."""
         reports = []
         while self.store.busy:
             self.store.wait(1.0)
             reports.append(self.store.take())
-        fields = zip(*reports, strict=True)
-        return DiskReport(
-            *(tuple(sorted(slot for part in parts for slot in part)) for parts in fields)
+        fields = zip(*(report[1:] for report in reports), strict=True)
+        return TierReport(
+            DiskStore.tier,
+            *(tuple(sorted(slot for part in parts for slot in part)) for parts in fields),
         )
 
-    def save(self, slots, **more) -> DiskReport:
+    def save(self, slots, **more) -> TierReport:
         """HOST slot n as the record of key n in DISK slot n."""
         self.begin(spills=[Spill(slot, slot, key(slot), 32 * slot) for slot in slots], **more)
         return self.finished()
 
-    def load(self, slots, keys=None, into=None) -> DiskReport:
+    def load(self, slots, keys=None, into=None) -> TierReport:
         """Back into emptied HOST slots."""
         into = into or slots
         self.host[list(into)] = 0
@@ -114,10 +114,10 @@ def tier(request, tmp_path):
 
 def test_records_come_back_as_they_were(tier):
     everything = tuple(range(SLOTS))
-    assert tier.save(everything) == DiskReport(spilled=everything)
-    assert tier.load(everything) == DiskReport(promoted=everything)
+    assert tier.save(everything) == report(spilled=everything)
+    assert tier.load(everything) == report(promoted=everything)
     assert (tier.host == tier.content).all()
-    assert tier.load([3, 11, 4], into=[7, 8, 9]) == DiskReport(promoted=(3, 4, 11))
+    assert tier.load([3, 11, 4], into=[7, 8, 9]) == report(promoted=(3, 4, 11))
     assert (tier.host[[7, 8, 9]] == tier.content[[3, 11, 4]]).all()
     counters = tier.store.counters
     assert (counters.spilled, counters.promoted, counters.spilling, counters.promoting) == (
@@ -207,7 +207,7 @@ def test_no_more_bytes_than_the_slots_take(tmp_path):
 def test_a_flipped_bit_anywhere_fails_the_record_alone(tier, offset, caplog):
     tier.save([3, 4, 5])
     tier.flip(4, offset)
-    assert tier.load([3, 4, 5]) == DiskReport(promoted=(3, 5), failed=(4,))
+    assert tier.load([3, 4, 5]) == report(promoted=(3, 5), failed=(4,))
     assert (tier.host[[3, 5]] == tier.content[[3, 5]]).all()
     assert tier.store.counters.rejected == 1 and "not intact" in caplog.text
 
@@ -241,7 +241,7 @@ def test_a_torn_write_is_found(tmp_path, whole):
 
 def test_a_record_planted_under_another_key_is_not_returned(tier):
     tier.save([1, 2])
-    assert tier.load([2], [key(1)]) == DiskReport(failed=(2,))
+    assert tier.load([2], [key(1)]) == report(failed=(2,))
     assert not (tier.host[2] == tier.content[1]).all()
 
 
@@ -279,7 +279,7 @@ def test_an_input_output_error_fails_the_record_at_fault_only(tmp_path, caplog):
 
     with Tier(tmp_path, system=SystemCalls(read=merged)) as tier:
         tier.save(range(6))
-        assert tier.load(range(6)) == DiskReport(promoted=(0, 1, 3, 4, 5), failed=(2,))
+        assert tier.load(range(6)) == report(promoted=(0, 1, 3, 4, 5), failed=(2,))
         assert "the disk fails" in caplog.text and tier.store.counters.errors == 1
 
 
@@ -358,7 +358,7 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
         tier.save(range(4))
         began = time.perf_counter()
         tier.begin(promotions=[Promotion(n, n, key(n)) for n in range(4)])
-        assert tier.store.take() == DiskReport() and tier.store.counters.promoting == 4
+        assert tier.store.take() == report() and tier.store.counters.promoting == 4
         tier.store.wait(0.002)
         assert time.perf_counter() - began < 30
         tier.begin(spills=[Spill(9, 9, key(9), 0)])
@@ -451,7 +451,7 @@ def test_what_is_erased_cannot_be_read(tier):
     tier.erase(3)
     (left,) = tier.store.records()
     assert left.slot == 4
-    assert tier.load([3, 4]) == DiskReport(promoted=(4,), failed=(3,))
+    assert tier.load([3, 4]) == report(promoted=(4,), failed=(3,))
     assert tier.save([3]).spilled == (3,), "the slot serves again"
     assert tier.load([3]).promoted == (3,)
 
@@ -483,7 +483,7 @@ def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
             promotions=[Promotion(1, 1, key(1))],
         )
         tier.erase(2)
-        assert tier.store.take() == DiskReport() and not gate.is_set()
+        assert tier.store.take() == report() and not gate.is_set()
         gate.set()
         assert tier.finished().promoted == (1,)
         assert 2 not in [record.slot for record in tier.store.records()]
@@ -587,7 +587,7 @@ def test_a_tier_of_more_files_than_a_process_may_usually_open(tmp_path, monkeypa
     try:
         store = DiskStore(settings, 32, lambda _: host[0])
         store.begin(
-            replace(plan(1), spills=tuple(Spill(0, slot, key(slot), 32) for slot in range(slots)))
+            TierWork(DiskStore.tier, tuple(Spill(0, slot, key(slot), 32) for slot in range(slots)))
         )
         while store.busy:
             store.wait(1.0)

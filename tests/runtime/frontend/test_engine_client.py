@@ -187,7 +187,7 @@ def test_calls_for_the_list_at_the_same_time_share_one_look() -> None:
             nonlocal looks
             while isinstance(here.recv(), Look):
                 looks += 1
-                here.send(Residency(32, [ConversationKV(f"c{looks}", 1, 0, 0)], 0))
+                here.send(Residency(32, [ConversationKV(f"c{looks}", {"gpu": 1})], 0))
 
         answering = asyncio.create_task(asyncio.to_thread(answer))
         await asyncio.gather(*(client.refresh_all() for _ in range(50)))

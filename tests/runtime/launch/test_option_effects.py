@@ -300,14 +300,14 @@ def served(files, engine, monkeypatch):
     def executor(device, engine, config, group_layers, grammars, in_first, form, disk):
         note("executor", in_first=in_first, form=form)
         note("disk", **({} if disk is None else disk._asdict()))
-        return SimpleNamespace(disk_records=lambda: ())
+        return SimpleNamespace(stored_records=dict)
 
     def service(scheduler, *_):
         return SimpleNamespace(run=lambda ready: note("ready", **asdict(ready)))
 
     def scheduler(config, cost):
         note("config", **asdict(config))
-        return SimpleNamespace(disk=SimpleNamespace(adopt=lambda records, now: None))
+        return SimpleNamespace(lower=SimpleNamespace(adopt=lambda records, now: None))
 
     def process(target, args, name):
         note("http", **asdict(args[-1]))

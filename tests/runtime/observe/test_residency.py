@@ -12,7 +12,7 @@ from ..served import run, serve  # noqa: F401  (a fixture)
 
 
 def entry(name: str, gpu: int = 1) -> ConversationKV:
-    return ConversationKV(name, gpu, 2, 3)
+    return ConversationKV(name, {"gpu": gpu, "host": 2, "dropped": 3})
 
 
 def names(view: ResidencyView, owner: str = "") -> list[str]:

@@ -52,11 +52,12 @@ from pensieve.scheduler.plan import (
     StepPlan,
     StepResult,
     Tickets,
+    TierReport,
+    TierWork,
 )
 from pensieve.scheduler.types import (
     GREEDY,
     ChunkKey,
-    DiskRecord,
     ErrorKind,
     InvariantError,
     RequestError,
@@ -64,6 +65,7 @@ from pensieve.scheduler.types import (
     RowId,
     RowResult,
     Sampling,
+    StoredRecord,
     Tier,
 )
 
@@ -99,9 +101,14 @@ def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
         token_ids=array("i", [1, 2, 3]),
         samples=(RowId(RequestId(1), 1), row, row),
         scored=array("i", [2, 3]),
-        spills=(Spill(1, 2, ChunkKey(b"k" * 32), 8),),
-        promotions=(Promotion(3, 4, ChunkKey(b"l" * 32)),),
-        erased=(8, 9),
+        lower=(
+            TierWork(
+                Tier.DISK,
+                spills=(Spill(1, 2, ChunkKey(b"k" * 32), 8),),
+                promotions=(Promotion(3, 4, ChunkKey(b"l" * 32)),),
+                erased=(8, 9),
+            ),
+        ),
         ended=(RequestId(5),),
     )
     got = unpack(pack(sent))
@@ -114,16 +121,18 @@ def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
     assert len(got.samples) == 3 and not got.ended
 
 
-def result(step, completed=(0, 0, 0), **disk):
-    return StepResult(step, (), (), Tickets(*completed), **disk)
+def result(step, completed=(0, 0, 0), bad_copies=(), **disk):
+    lower = (TierReport(Tier.DISK, **disk),)
+    return StepResult(step, (), (), Tickets(*completed), lower, bad_copies)
 
 
-def report(
-    step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), erase_failed=(), bad_copies=()
-):
-    return RankReport(
-        step, Tickets(*completed), spilled, promoted, failed, erase_failed, bad_copies
-    )
+def report(step, completed=(0, 0, 0), bad_copies=(), **disk):
+    return RankReport(step, Tickets(*completed), (TierReport(Tier.DISK, **disk),), bad_copies)
+
+
+def on_disk(result):
+    """The result's report of DISK, perhaps none."""
+    return next(iter(result.lower), TierReport(Tier.DISK))
 
 
 def test_the_slowest_rank_says_what_is_complete():
@@ -147,27 +156,27 @@ def test_host_has_the_slots_that_all_ranks_have_pinned(leader):
 
 def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
     reports = Reports(2)
-    first = reports.merged(result(1, spilled=(4, 5), promoted=(6,), failed=(7,)))
+    first = on_disk(reports.merged(result(1, spilled=(4, 5), promoted=(6,), failed=(7,))))
     assert (first.spilled, first.promoted, first.failed) == ((), (), ())
     reports.take(1, report(1, promoted=(7,), spilled=(4,), failed=(5,)))
     reports.take(2, report(1, promoted=(6, 7), spilled=(4,)))
-    second = reports.merged(result(2))
+    second = on_disk(reports.merged(result(2)))
     # of 5 and 6 others are still at it
     assert (second.spilled, second.promoted, second.failed) == ((4,), (), (7,))
     reports.take(1, report(2, promoted=(6,)))
     reports.take(2, report(2, failed=(5,)))
-    third = reports.merged(result(3))
+    third = on_disk(reports.merged(result(3)))
     assert (third.spilled, third.promoted, third.failed) == ((), (6,), (5,))
     reports.take(1, report(3, spilled=(4,)))  # the slot is used again
-    assert reports.merged(result(4, spilled=(4,))).spilled == ()
+    assert on_disk(reports.merged(result(4, spilled=(4,)))).spilled == ()
 
 
 def test_what_one_rank_cannot_erase_is_not_erased():
     reports = Reports(2)
     reports.take(1, report(1, erase_failed=(4,)))
     reports.take(2, report(1, erase_failed=(4, 7)))
-    assert reports.merged(result(1, erase_failed=(9,))).erase_failed == (9, 4, 7)
-    assert reports.merged(result(2)).erase_failed == ()
+    assert sorted(on_disk(reports.merged(result(1, erase_failed=(9,)))).erase_failed) == [4, 7, 9]
+    assert on_disk(reports.merged(result(2))).erase_failed == ()
 
 
 def test_a_copy_that_is_none_on_one_rank_is_none():
@@ -193,7 +202,7 @@ def test_only_rank_0_knows_which_rows_are_stuck():
 
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
     def record(slot, key, age=1.0):
-        return DiskRecord(slot, ChunkKey(key * 32), 8, age)
+        return StoredRecord(slot, ChunkKey(key * 32), 8, age)
 
     first = [record(0, b"a"), record(1, b"b"), record(2, b"c")]
     second = [record(2, b"d"), record(1, b"b", age=9.0), record(0, b"a")]
@@ -230,24 +239,24 @@ def test_a_record_that_only_one_rank_has_is_erased_at_the_start(tmp_path):
     for rank, slots in left.items():
         executor = opened(rank)
         spills = tuple(Spill(slot, slot, ChunkKey(key * 32), 4) for slot, key in slots.items())
-        executor.launch(replace(plan(1), spills=spills))
-        written = executor.wait().spilled
+        executor.launch(replace(plan(1), lower=(TierWork(Tier.DISK, spills),)))
+        written = on_disk(executor.wait()).spilled
         for step in count(2):
             if len(written) == len(spills):
                 break
             executor.launch(plan(step))
-            written += executor.wait().spilled
+            written += on_disk(executor.wait()).spilled
         executor.close()
     for _ in range(2):
         executors = [opened(rank) for rank in (0, 1)]
         ranks = Gathered()
         with ThreadPoolExecutor(2) as threads:
             agreed = list(threads.map(agreed_records, map(ranks.as_rank, (0, 1)), executors))
-        assert [[(record.slot, record.key[:1]) for record in records] for records in agreed] == [
-            [(1, b"b")]
-        ] * 2
+        assert [
+            [(record.slot, record.key[:1]) for record in records[Tier.DISK]] for records in agreed
+        ] == [[(1, b"b")]] * 2
         for executor in executors:
-            assert [record.slot for record in executor.disk_records()] == [1]
+            assert [record.slot for record in executor.stored_records()[Tier.DISK]] == [1]
             executor.close()
 
 
@@ -383,7 +392,7 @@ def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, mo
     executor.launch(plan(1))
     done = executor.wait()
     pipes.report(report_of(done, 0))
-    executor.launch(replace(plan(2), erased=(3,)))
+    executor.launch(replace(plan(2), lower=(TierWork(Tier.DISK, erased=(3,)),)))
     while not executor.done():  # the step itself is not late
         time.sleep(0.001)
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.2)

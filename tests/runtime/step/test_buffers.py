@@ -120,7 +120,7 @@ def test_a_step_of_three_holes_in_parts_has_room():
     harness.turn(longer, 1)
     chunks = [
         harness.scheduler._store.find(key)
-        for key in harness.scheduler.disk.keys(packed("i", longer), b"")
+        for key in harness.scheduler.lower.keys(packed("i", longer), b"")
     ]
     harness.place(chunks[1], "dropped")
     harness.place(chunks[3], "dropped")

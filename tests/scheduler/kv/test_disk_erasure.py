@@ -19,8 +19,9 @@ from pensieve.scheduler.invariants import check_store
 from pensieve.scheduler.kv.chunk import NO_SLOT, Claims
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import ChunkKey, DiskRecord
+from pensieve.scheduler.types import GPU, HOST, ChunkKey, StoredRecord, Tier
 
+from ..device_model import disk_report, disk_work
 from ..harness import profile
 
 SIZE = 4
@@ -77,13 +78,13 @@ class DiskDriver:
         )
         self.scheduler = Scheduler(config, profile(SIZE))
         self.store = self.scheduler._store
-        self.disk = self.scheduler._store.disk
+        self.disk = self.scheduler._store.lower[0]
         self.users, self.claims = Counter(), Counter()
         self.work = {}
         self.deletions = deque()
         self.plans = deque()
         self.refused_early = set()
-        self.scheduler.disk.adopt(records, self.now)
+        self.scheduler.lower.adopt({Tier.DISK: records}, self.now)
 
     def play(self):
         operations = {
@@ -108,7 +109,7 @@ class DiskDriver:
         while self.launch() or self.plans or self.work:
             self.apply()
             self.check()
-        assert not self.deletions and not self.scheduler.disk.unfinished
+        assert not self.deletions and not self.scheduler.lower.unfinished
 
     # -- chunks
 
@@ -123,7 +124,7 @@ class DiskDriver:
         chunk = self.store.find(key)
         if not self.store.gpu.free:
             self.leave_gpu()
-        if (chunk is None or chunk.gpu == NO_SLOT) and self.store.gpu.free:
+        if (chunk is None or chunk.slots[GPU] == NO_SLOT) and self.store.gpu.free:
             self.users[self.store.publish(self.store.new(SIZE, self.now), key)] += 1
 
     def release(self):
@@ -132,7 +133,7 @@ class DiskDriver:
             self.users[chunk] -= 1
 
     def hold(self):
-        if chunk := self.pick(lambda chunk: chunk.gpu != NO_SLOT):
+        if chunk := self.pick(lambda chunk: chunk.slots[GPU] != NO_SLOT):
             self.store.pin([chunk])
             self.users[chunk] += 1
 
@@ -148,17 +149,17 @@ class DiskDriver:
 
     def copy_out(self):
         if self.store.host.free and (
-            chunk := self.pick(lambda c: c.gpu != NO_SLOT and c.host == NO_SLOT)
+            chunk := self.pick(lambda c: c.slots[GPU] != NO_SLOT and c.slots[HOST] == NO_SLOT)
         ):
             self.store.copied_out(chunk, self.store.host.take())
-            self.store.file(chunk)
+            self.store.update_victim_set(chunk)
 
     def leave_gpu(self):
-        if chunk := self.pick(lambda chunk: chunk.gpu != NO_SLOT and not chunk.users):
+        if chunk := self.pick(lambda chunk: chunk.slots[GPU] != NO_SLOT and not chunk.users):
             self.store.release_gpu(chunk)
 
     def leave_host(self):
-        if chunk := self.pick(lambda chunk: chunk.host != NO_SLOT and chunk.moving is None):
+        if chunk := self.pick(lambda chunk: chunk.slots[HOST] != NO_SLOT and chunk.moving is None):
             self.store.release_host(chunk)
 
     def drop(self):
@@ -173,17 +174,23 @@ class DiskDriver:
             return
         for _ in range(self.random.randrange(3)):
             if not self.disk.room and (
-                victim := self.pick(lambda c: c.disk != NO_SLOT and c.moving is None)
+                victim := self.pick(lambda c: c.slots[Tier.DISK] != NO_SLOT and c.moving is None)
             ):
-                self.store.release_disk(victim)
+                self.store.release_record(victim, self.disk)
             chunk = self.pick(
-                lambda c: c.host != NO_SLOT and c.disk == NO_SLOT and c.moving is None
+                lambda c: (
+                    c.slots[HOST] != NO_SLOT and c.slots[Tier.DISK] == NO_SLOT and c.moving is None
+                )
             )
             if chunk is not None and self.disk.room:
-                self.store.spill(chunk, self.disk.take())
+                self.store.spill(chunk, self.disk)
         for _ in range(self.random.randrange(2)):
             chunk = self.pick(
-                lambda c: c.disk != NO_SLOT and c.gpu == c.host == NO_SLOT and c.moving is None
+                lambda c: (
+                    c.slots[Tier.DISK] != NO_SLOT
+                    and c.slots[GPU] == c.slots[HOST] == NO_SLOT
+                    and c.moving is None
+                )
             )
             if chunk is not None and self.store.host.free:
                 self.store.promote(chunk, self.store.host.take())
@@ -193,24 +200,27 @@ class DiskDriver:
         plan = self.scheduler.next_plan(self.now)
         if plan is None:
             return False
-        busy = [*self.work, *(slot for earlier, _ in self.plans for slot in earlier.erased)]
-        for spill in plan.spills:
-            slot = self.slots[spill.disk]
-            assert spill.disk not in busy and not slot.refuses
+        busy = [
+            *self.work,
+            *(slot for earlier, _ in self.plans for slot in disk_work(earlier).erased),
+        ]
+        for spill in disk_work(plan).spills:
+            slot = self.slots[spill.slot]
+            assert spill.slot not in busy and not slot.refuses
             assert not self.to_erase(slot), (
                 "a record of a deleted chunk is overwritten, and not erased"
             )
-            self.work[spill.disk] = Record(spill.key)
-            slot.holds.append(self.work[spill.disk])
+            self.work[spill.slot] = Record(spill.key)
+            slot.holds.append(self.work[spill.slot])
             slot.readable = None
-        for read in plan.promotions:
-            readable = self.slots[read.disk].readable
-            assert read.disk not in busy and readable is not None and readable.key == read.key
-            self.work[read.disk] = readable
-        assert not {*plan.erased} & {*busy, *self.work}
-        refused = {slot for slot in plan.erased if self.random.random() < self.refusals}
+        for read in disk_work(plan).promotions:
+            readable = self.slots[read.slot].readable
+            assert read.slot not in busy and readable is not None and readable.key == read.key
+            self.work[read.slot] = readable
+        assert not {*disk_work(plan).erased} & {*busy, *self.work}
+        refused = {slot for slot in disk_work(plan).erased if self.random.random() < self.refusals}
         self.plans.append((plan, refused))
-        self.counts["erased"] += len(plan.erased)
+        self.counts["erased"] += len(disk_work(plan).erased)
         return True
 
     def apply(self):
@@ -229,7 +239,7 @@ class DiskDriver:
         early = {slot for _, later in self.plans for slot in later if self.random.random() < 0.5}
         tell = (refused | early) - self.refused_early
         self.refused_early = (self.refused_early | early) - refused
-        for number in plan.erased:
+        for number in disk_work(plan).erased:
             slot = self.slots[number]
             slot.readable = None
             if number in refused:
@@ -239,7 +249,14 @@ class DiskDriver:
                 slot.holds = []
         completed = self.store.completed
         self.scheduler.apply(
-            StepResult(plan.step, (), (), completed, erase_failed=tuple(tell), **reports), self.now
+            StepResult(
+                plan.step,
+                (),
+                (),
+                completed,
+                lower=disk_report(erase_failed=tuple(tell), **reports),
+            ),
+            self.now,
         )
 
     def end_work(self, number, succeeds):
@@ -257,7 +274,7 @@ class DiskDriver:
         if (
             chunk is not None
             and chunk.moving is not None
-            and chunk.moving.disk == number
+            and chunk.moving.slot == number
             and chunk.claims
         ):
             same = {other for other in slot.holds if other.key == record.key}
@@ -287,7 +304,7 @@ class DiskDriver:
             self.deletions.append(
                 {record for slot in self.slots for record in slot.holds if record.key in own}
             )
-            self.scheduler.disk.erase(keys)
+            self.scheduler.lower.erase(keys)
         self.launch()
 
     def restart(self):
@@ -302,11 +319,11 @@ class DiskDriver:
             (number, slot.readable) for number, slot in enumerate(self.slots) if slot.readable
         ]
         self.random.shuffle(readable)
-        self.start([DiskRecord(number, record.key, SIZE, 1.0) for number, record in readable])
+        self.start([StoredRecord(number, record.key, SIZE, 1.0) for number, record in readable])
         self.counts["restarts"] += 1
 
     def check(self):
-        for wholly in self.scheduler.disk.take_erased():
+        for wholly in self.scheduler.lower.take_erased():
             records = self.deletions.popleft()
             left = [slot for slot in self.slots if records.intersection(slot.holds)]
             assert all(slot.refuses for slot in left), (
@@ -321,8 +338,8 @@ class DiskDriver:
             {chunk: Claims(count) for chunk, count in self.claims.items() if count},
         )
         for chunk in self.store.resident_chunks():
-            if chunk.disk != NO_SLOT:
-                readable = self.slots[chunk.disk].readable
+            if chunk.slots[Tier.DISK] != NO_SLOT:
+                readable = self.slots[chunk.slots[Tier.DISK]].readable
                 assert readable is not None and readable.key == chunk.key
 
 
@@ -350,8 +367,10 @@ def test_all_of_it_happened(totals):
 def tick(driver, **reports):
     """A plan and its result. Returns the plan."""
     plan = driver.scheduler.next_plan(0.0)
-    driver.scheduler.apply(StepResult(plan.step, (), (), driver.store.completed, **reports), 0.0)
-    return plan
+    driver.scheduler.apply(
+        StepResult(plan.step, (), (), driver.store.completed, disk_report(**reports)), 0.0
+    )
+    return disk_work(plan)
 
 
 def written(driver, key):
@@ -360,8 +379,8 @@ def written(driver, key):
     chunk = store.publish(store.new(SIZE, 0.0), key)
     store.copied_out(chunk, store.host.take())
     store.unpin([chunk], 0, 0.0)
-    store.spill(chunk, driver.disk.take())
-    slot = chunk.moving.disk
+    store.spill(chunk, driver.disk)
+    slot = chunk.moving.slot
     tick(driver, spilled=(slot,))
     return chunk, slot
 
@@ -371,25 +390,25 @@ def test_a_deleted_record_is_erased_though_a_claimed_chunk_is_written_over_it():
     first, slot = written(driver, KEYS[0])
     second, other = written(driver, KEYS[1])
     driver.store.claim(second)
-    driver.store.release_disk(second)
+    driver.store.release_record(second, driver.disk)
     tick(driver)
     driver.store.drop(first)
-    assert driver.disk.take() == slot != other
-    driver.store.spill(second, slot)
+    driver.store.spill(second, driver.disk)
+    assert second.moving.slot == slot != other
     tick(driver)
-    driver.scheduler.disk.erase([KEYS[0]])
+    driver.scheduler.lower.erase([KEYS[0]])
     assert (
         slot not in tick(driver, spilled=(slot,)).erased
-        and driver.scheduler.disk.take_erased() == []
+        and driver.scheduler.lower.take_erased() == []
     )
     assert tick(driver).erased == (slot,)
-    assert driver.scheduler.disk.take_erased() == [True] and second.disk == NO_SLOT
+    assert driver.scheduler.lower.take_erased() == [True] and second.slots[Tier.DISK] == NO_SLOT
 
 
 def test_a_refused_erasure_is_no_fault_of_other_deletions():
     driver = DiskDriver(0)
     slots = [written(driver, key)[1] for key in KEYS[:3]]
     for key in KEYS[:3]:
-        driver.scheduler.disk.erase([key])
+        driver.scheduler.lower.erase([key])
     assert sorted(tick(driver, erase_failed=(slots[1],)).erased) == sorted(slots)
-    assert driver.scheduler.disk.take_erased() == [True, False, True]
+    assert driver.scheduler.lower.take_erased() == [True, False, True]

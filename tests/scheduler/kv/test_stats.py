@@ -7,6 +7,7 @@ import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.stats import REGRET_S, EvictionStats
+from pensieve.scheduler.types import HOST
 
 from ..stores import SIZE, a_store, an_evictor, fresh_key, idle, in_use
 
@@ -27,7 +28,7 @@ def test_each_victim_is_counted_once_by_what_became_of_it():
     idle(store, now=5.0, copied=True)
     refused_by_host = idle(store, now=6.0)
     refused_by_host.refused_by_host = True
-    store.file(refused_by_host)
+    store.update_victim_set(refused_by_host)
     idle(store, now=7.0)
     idle(store, now=8.0)
     _, evictor = an_evictor(store, now=10.0)
@@ -52,7 +53,7 @@ def test_copies_given_up_are_counted_apart_and_have_no_value():
     idle(store, now=5.0)
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(1)
-    assert busy.host == NO_SLOT
+    assert busy.slots[HOST] == NO_SLOT
     assert (
         counted(store) == {"host copy": 1, "gpu moved": 1}
         and sum(store.evictions.by_value().values()) == 1
@@ -62,8 +63,8 @@ def test_copies_given_up_are_counted_apart_and_have_no_value():
 def test_values_are_counted_between_powers_of_two():
     evictions = EvictionStats()
     for value in (0.25, 0.3, 0.5, 2.0**130):
-        evictions.count_evicted(value, 1)
-    evictions.count_evicted(0.3, 2)
+        evictions.count_values(value, 1)
+    evictions.count_values(0.3, 2)
     # [1/4, 1/2), [1/2, 1), ...
     assert evictions.by_value() == evictions.by_value() == {-1: 4, 0: 1, 131: 1}
     assert evictions.value_sum == pytest.approx(0.25 + 0.3 * 3 + 0.5 + 2.0**130)

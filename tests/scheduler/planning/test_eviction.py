@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.types import InvariantError
+from pensieve.scheduler.types import GPU, HOST, InvariantError, Tier
 
 from ..harness import Harness
-from ..stores import SIZE, a_store, an_evictor, check, idle, in_use
+from ..stores import SIZE, a_store, an_evictor, check, idle, in_use, record
 
 
 def test_slots_that_cost_nothing_go_first():
@@ -21,14 +21,16 @@ def test_slots_that_cost_nothing_go_first():
         idle(store, now=6.0),
     )
     refused_by_host.refused_by_host = True
-    store.file(refused_by_host)
+    store.update_victim_set(refused_by_host)
     copies, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(2)
-    assert copied.gpu == NO_SLOT and copied.host != NO_SLOT and refused_by_host.resident
+    assert (
+        copied.slots[GPU] == NO_SLOT and copied.slots[HOST] != NO_SLOT and refused_by_host.resident
+    )
     evictor.take_gpu_slots(3)
-    assert not refused_by_host.resident and only.gpu != NO_SLOT and not copies.batches()
+    assert not refused_by_host.resident and only.slots[GPU] != NO_SLOT and not copies.batches()
     evictor.take_gpu_slots(4)
-    assert only.gpu == NO_SLOT and only.host != NO_SLOT and len(copies.evictions) == 1
+    assert only.slots[GPU] == NO_SLOT and only.slots[HOST] != NO_SLOT and len(copies.evictions) == 1
     check(store)
 
 
@@ -38,7 +40,7 @@ def test_the_only_copy_is_dropped_when_host_holds_nothing_of_lower_value():
     victim = idle(store, now=1.0)
     copies, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(1)
-    assert not victim.resident and worthy.host != NO_SLOT and not copies.batches()
+    assert not victim.resident and worthy.slots[HOST] != NO_SLOT and not copies.batches()
     check(store)
 
 
@@ -48,7 +50,7 @@ def test_a_chunk_on_host_of_lower_value_makes_room_for_one_of_higher():
     victim = idle(store, now=9.0)
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(1)
-    assert not worthless.resident and victim.host != NO_SLOT
+    assert not worthless.resident and victim.slots[HOST] != NO_SLOT
     check(store)
 
 
@@ -62,10 +64,10 @@ def test_a_copy_of_a_chunk_in_use_is_given_up_first():
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(2)
     assert (
-        busy.host == NO_SLOT
-        and busy.gpu != NO_SLOT
-        and other.host != NO_SLOT
-        and victim.host != NO_SLOT
+        busy.slots[HOST] == NO_SLOT
+        and busy.slots[GPU] != NO_SLOT
+        and other.slots[HOST] != NO_SLOT
+        and victim.slots[HOST] != NO_SLOT
     )
     check(store, held=[busy])
 
@@ -78,7 +80,7 @@ def test_a_copy_out_never_displaces_the_copy_of_an_idle_chunk_of_lower_value(act
     copied, saved = idle(store, now=active, copied=True), idle(store, now=5.0)
     copies, evictor = an_evictor(store, now=10.0)
     evictor.swap_out_ahead(available=4, most=9)
-    assert (copied.host == NO_SLOT, saved.host != NO_SLOT) == (displaced, displaced)
+    assert (copied.slots[HOST] == NO_SLOT, saved.slots[HOST] != NO_SLOT) == (displaced, displaced)
     assert saved.refused_by_host is not displaced
     assert len(copies.swap_outs_ahead) == displaced
     check(store)
@@ -91,10 +93,10 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
         copies, evictor = an_evictor(store, now=10.0)
         evictor.swap_out_ahead(available, most)
         assert len(copies.swap_outs_ahead) == expected
-        assert [chunk.host != NO_SLOT for chunk in chunks] == [
+        assert [chunk.slots[HOST] != NO_SLOT for chunk in chunks] == [
             index < expected for index in range(4)
         ], "leading first"
-        assert all(chunk.gpu != NO_SLOT for chunk in chunks), "the GPU slot stays valid"
+        assert all(chunk.slots[GPU] != NO_SLOT for chunk in chunks), "the GPU slot stays valid"
         check(store)
 
 
@@ -106,11 +108,11 @@ def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
     store = a_store(gpu=4, host=4, disk=8)
     for _ in range(3):
         copy = idle(store, now=1.0, on_gpu=False)
-        copy.disk = store.disk.take()
+        record(store, copy)
         store.touch(copy, 1.0, place=(0, 1) if awaited else None)
     only = idle(store, now=5.0, on_gpu=False)
     _, evictor = an_evictor(store, now=10.0)
-    assert evictor.spill_ahead(spare=2, most=9)
+    assert evictor.spill_ahead(store.lower[0], spare=2, most=9)
     assert (only.moving is not None) is awaited
     check(store)
 
@@ -122,12 +124,12 @@ def test_one_plan_uses_a_host_slot_once():
     first, second = idle(store, now=1.0), idle(store, now=9.0)
     copies, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(2)
-    assert first.host != NO_SLOT and not second.resident
+    assert first.slots[HOST] != NO_SLOT and not second.resident
     assert list(copies.evictions.targets) == [0]
     _, evictor = an_evictor(store, now=10.0, step=2)
     third = idle(store, now=9.5)
     evictor.take_gpu_slots(2)
-    assert third.host == 0 and not first.resident, "the next plan may"
+    assert third.slots[HOST] == 0 and not first.resident, "the next plan may"
     check(store)
 
 
@@ -141,24 +143,28 @@ def test_a_host_slot_that_this_plan_reads_is_not_given_away(source):
         store.release_gpu(chunk)
     victim = idle(store, now=5.0)
     copies, evictor = an_evictor(store, now=10.0)
-    copies.early.add([chunk.host], [store.gpu.take()])
+    copies.early.add([chunk.slots[HOST]], [store.gpu.take()])
     evictor.swap_out_ahead(available=99, most=9)
-    assert chunk.host == 0 and victim.host == NO_SLOT and victim.refused_by_host
+    assert chunk.slots[HOST] == 0 and victim.slots[HOST] == NO_SLOT and victim.refused_by_host
 
 
 def test_by_conversation_a_victim_takes_its_whole_turn_along():
     store = a_store(gpu=6, host=2, eviction="lru-conversation")
     turn = [idle(store, end=SIZE * (1 + index), now=1.0, copied=index < 2) for index in range(2)]
     other = idle(store, now=2.0)
-    store.file(other)
+    store.update_victim_set(other)
     _, evictor = an_evictor(store, now=10.0)
     evictor.take_gpu_slots(5)
     assert (
-        all(chunk.gpu == NO_SLOT for chunk in turn) and other.gpu != NO_SLOT and store.gpu.free == 5
+        all(chunk.slots[GPU] == NO_SLOT for chunk in turn)
+        and other.slots[GPU] != NO_SLOT
+        and store.gpu.free == 5
     )
     evictor.take_gpu_slots(6)
     assert (
-        not any(chunk.resident for chunk in turn) and other.host != NO_SLOT and store.host.free == 1
+        not any(chunk.resident for chunk in turn)
+        and other.slots[HOST] != NO_SLOT
+        and store.host.free == 1
     )
     check(store)
 
@@ -179,16 +185,16 @@ def test_failed_copies_are_found_by_their_slots(monkeypatch):
     first, second = idle(store, now=1.0), idle(store, now=2.0)
     _, evictor = an_evictor(store, now=10.0)
     evictor.swap_out_ahead(available=3, most=2)
-    slots = first.host, second.host
+    slots = first.slots[HOST], second.slots[HOST]
     store.drop(first)
     store.release_gpu(second)
     _, evictor = an_evictor(store, now=11.0, step=2)
     third = idle(store, now=3.0)
-    assert evictor.stage(third) and third.host == slots[0]
+    assert evictor.stage(third) and third.slots[HOST] == slots[0]
     monkeypatch.setattr(store, "resident_chunks", None)
     store.drop_bad_copies(slots)
     monkeypatch.undo()
-    assert (third.host, third.gpu >= 0, second.resident, store.bad_copies) == (
+    assert (third.slots[HOST], third.slots[GPU] >= 0, second.resident, store.bad_copies) == (
         NO_SLOT,
         True,
         False,
@@ -207,14 +213,14 @@ def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
     store.change_pins(pinned, 1)
     _, evictor = an_evictor(store, now=10.0)
     assert evictor.stage(pinned)
-    store.drop_bad_copies([pinned.host])
+    store.drop_bad_copies([pinned.slots[HOST]])
     _, evictor = an_evictor(store, now=11.0, step=2)
     evictor.take_gpu_slots(1)
-    assert (old.gpu, old.resident, pinned.resident) == (NO_SLOT, True, True)
+    assert (old.slots[GPU], old.resident, pinned.resident) == (NO_SLOT, True, True)
     _, evictor = an_evictor(store, now=12.0, step=3)
     evictor.swap_out_ahead(available=2, most=1)
-    store.drop_bad_copies([pinned.host])
-    assert pinned in store.reclaimable and store.host.free == 1
+    store.drop_bad_copies([pinned.slots[HOST]])
+    assert pinned in store.spare[GPU] and store.host.free == 1
 
 
 def test_a_failed_copy_is_given_up_in_its_own_slot_alone():
@@ -223,14 +229,14 @@ def test_a_failed_copy_is_given_up_in_its_own_slot_alone():
     chunk = idle(store, now=1.0)
     _, evictor = an_evictor(store, now=10.0)
     evictor.swap_out_ahead(available=2, most=1)
-    before = chunk.host
+    before = chunk.slots[HOST]
     store.release_host(chunk)
     _, evictor = an_evictor(store, now=11.0, step=2)
     evictor.swap_out_ahead(available=2, most=1)
-    assert chunk.host not in (NO_SLOT, before)
-    after = chunk.host
+    assert chunk.slots[HOST] not in (NO_SLOT, before)
+    after = chunk.slots[HOST]
     store.drop_bad_copies([before])
-    assert (chunk.host, store.bad_copies) == (after, 0)
+    assert (chunk.slots[HOST], store.bad_copies) == (after, 0)
     check(store)
 
 
@@ -247,11 +253,11 @@ def test_nothing_gives_way_to_what_is_worth_the_same():
 def test_no_record_gives_way_to_what_is_worth_the_same():
     store = a_store(gpu=2, host=2, disk=1)
     kept, refused = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0, on_gpu=False)
-    kept.disk = store.disk.take()
+    record(store, kept)
     store.release_host(kept)
     _, evictor = an_evictor(store, now=10.0)
-    evictor.spill(refused)
-    assert kept.disk >= 0 and refused.moving is None
+    evictor.spill(refused, store.lower[0])
+    assert kept.slots[Tier.DISK] >= 0 and refused.moving is None
     check(store)
 
 

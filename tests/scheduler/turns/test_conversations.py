@@ -91,7 +91,7 @@ def test_delete_keeps_inactive_conversations_chunks_and_drops_an_abandoned_branc
     there = [
         scheduler._store.find(key) is not None
         for tokens in (log, left)
-        for key in scheduler.disk.keys(tokens, b"")
+        for key in scheduler.lower.keys(tokens, b"")
     ]
     assert there == [True, True, False, False, False] * 2
     scheduler.check()

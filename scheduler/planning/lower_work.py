@@ -1,22 +1,22 @@
-"""All disk work besides the steps: records of an earlier process, prefetching, spills, erasing."""
+"""All work of the tiers below HOST: records of an earlier process, prefetching, spills, erasing."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
-from ..types import ChunkKey, DiskRecord
+from ..types import ChunkKey, StoredRecord, Tier
 from .plan_builder import PlanBuilder
 from .prefetch import Prefetcher
 from .write_behind import WriteBehind
 
 
-class DiskWork:
-    """The scheduler's side of the disk: records of an earlier process, writes, deletions and each
-    plan's work."""
+class LowerTierWork:
+    """The scheduler's side of the tiers below HOST: records of an earlier process, writes,
+    deletions and each plan's work."""
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class DiskWork:
         self._prefetcher = prefetcher
         self._write_behind = write_behind
 
-    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Makes chunks of an earlier process's records, so that lookups find them. Called before
-        the first request.
+    def adopt(self, records: Mapping[Tier, Iterable[StoredRecord]], now: float) -> None:
+        """Makes chunks of the records that an earlier process left in lower tiers, so that lookups
+        find them. Called before the first request.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
-        self._store.adopt(records, now)
+        for lower in self._store.lower:
+            self._store.adopt(lower, records.get(lower.tier, ()), now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """Yields the keys of a log's full chunks for every possible context start, and NO_KEY for
@@ -55,25 +56,25 @@ class DiskWork:
     def take_erased(self) -> list[bool]:
         """Returns, for each `Conversations.delete` and `erase` that has ended since the last call,
         in their order, whether all of the conversation's own records are erased on all ranks.
-        False: the disk refused to erase one."""
+        False: a tier refused to erase one."""
         return self._deletions.take_ended()
 
     @property
     def unfinished(self) -> bool:
-        """True while chunks are on their way to DISK or records are to be erased. A process that
-        must not lose KV, or must not leave deleted KV on DISK, continues with plans and results
+        """True while chunks are on their way to a lower tier or records are to be erased. A process
+        that must not lose KV, or must not leave deleted KV behind, continues with plans and results
         until this is False."""
         return self._write_behind.spilling or self._deletions.busy
 
     @property
     def busy(self) -> bool:
-        """True if disk work is in progress, or a plan is needed to begin some."""
-        return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
+        """True if such work is in progress, or a plan is needed to begin some."""
+        outstanding = any(lower.outstanding for lower in self._store.lower)
+        return outstanding or self._write_behind.busy or self._prefetcher.busy
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Adds the disk work that begins with this plan and runs beside its step."""
+        """Adds the work that begins with this plan and runs beside its step."""
         self._prefetcher.plan(builder.evictor, builder.now)
         self._write_behind.plan(builder.evictor, builder.now)
-        builder.spills, builder.promotions, builder.erased = self._store.disk.hand_over(
-            builder.step
-        )
+        work = (lower.hand_over(builder.step) for lower in self._store.lower)
+        builder.lower = tuple(part for part in work if part is not None)
