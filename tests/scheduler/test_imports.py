@@ -66,7 +66,17 @@ def test_the_probe_refuses_everything_else(tmp_path):
 
 
 ORDER = (
-    {"types", "declaration", "plan", "context_window", "config", "cost", "step_timing", "work"},
+    {
+        "types",
+        "declaration",
+        "plan",
+        "context_window",
+        "config",
+        "cost",
+        "draft_timing",
+        "step_timing",
+        "work",
+    },
     {"kv"},
     {"turns"},
     {"planning"},
