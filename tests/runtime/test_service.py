@@ -54,7 +54,7 @@ class Scheduler(SimpleNamespace):
         self.expire = lambda now: []
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
-        self.disk = SimpleNamespace(unfinished=False, **disk)
+        self.lower = SimpleNamespace(unfinished=False, **disk)
 
     def submit(self, request: Request, now: float) -> None:
         self.calls.append(("add", request.id))
