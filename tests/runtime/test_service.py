@@ -130,7 +130,7 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
 ) -> None:
     """With `--save sync` the disk's time passes between a turn's tokens and its last event."""
     end = RowResult(RequestId(5), finish=FinishReason.LENGTH)
-    scheduler.apply = lambda result, now: Applied(rows=(end,))
+    scheduler.apply = lambda result, now, took: Applied(rows=(end,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
@@ -143,7 +143,7 @@ def test_a_client_whose_reply_is_stuck_is_told_at_once(
 ) -> None:
     """The result may bring nothing else: the row was alone, and its token does not count."""
     stuck = RowResult(RequestId(5), error=RequestError(ErrorKind.INTERNAL, "stuck"))
-    scheduler.apply = lambda result, now: Applied(rows=(stuck,))
+    scheduler.apply = lambda result, now, took: Applied(rows=(stuck,))
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
     service._step()
@@ -188,7 +188,7 @@ def test_a_deletion_erases_active_and_inactive_conversations(
     ]
     assert service._outbox.empty()
     scheduler.erased = [True, False]
-    scheduler.apply = lambda result, now: Applied()
+    scheduler.apply = lambda result, now, took: Applied()
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
     assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
