@@ -39,10 +39,13 @@ _SMALLEST_SPLIT = 1024  # tokens
 
 def host_memory(root: Path = Path("/")) -> Memory:
     """Memory that this process may still use: of the machine, of the NUMA nodes that it is confined
-    to, and within the limits of its control groups and of strict overcommit."""
+    to, and within the limits of its control groups and of strict overcommit.
+
+    Sandboxes such as gVisor leave some of these files out or forbid them: then they limit nothing.
+    """
     fields = _read_fields(root / "proc/meminfo")
     free, total = fields["MemAvailable:"] * 1024, fields["MemTotal:"] * 1024
-    if _limit(root / "proc/sys/vm/overcommit_memory") == 2:
+    if _limit(root / "proc/sys/vm/overcommit_memory") == 2 and "CommitLimit:" in fields:
         free = min(free, (fields["CommitLimit:"] - fields["Committed_AS:"]) * 1024)
     for part in (*_nodes(root), *_groups(root)):
         free, total = min(free, part.free), min(total, part.total)
@@ -63,16 +66,15 @@ def host_pool_bytes(memory: Memory, gpu_pool: int, sharing: int = 1) -> int:
 def _nodes(root: Path) -> Iterator[Memory]:
     """The memory of the NUMA nodes that the process may use, together."""
     nodes = root / "sys/devices/system/node"
-    status = (root / "proc/self/status").read_text().splitlines()
-    allowed = next((line.split()[1] for line in status if line.startswith("Mems_allowed_list")), "")
+    lines = (line.partition(":") for line in _read(root / "proc/self/status").splitlines())
+    allowed = next((value.strip() for name, _, value in lines if name == "Mems_allowed_list"), "")
     free = total = 0
     for part in filter(None, allowed.split(",")):
         first, _, last = part.partition("-")
         for node in range(int(first), int(last or first) + 1):
-            if (path := nodes / f"node{node}/meminfo").exists():
-                fields = _read_fields(path, skipped=2)  # "Node 0"
-                free += sum(fields[name] for name in _FREE_ON_NODE)
-                total += fields["MemTotal:"]
+            fields = _read_fields(nodes / f"node{node}/meminfo", skipped=2)  # "Node 0"
+            free += sum(fields.get(name, 0) for name in _FREE_ON_NODE)
+            total += fields.get("MemTotal:", 0)
     if total:
         yield Memory(free * 1024, total * 1024)
 
@@ -80,7 +82,7 @@ def _nodes(root: Path) -> Iterator[Memory]:
 def _groups(root: Path) -> Iterator[Memory]:
     """The memory of each control group of the process that has a limit, the groups around it
     included. A container may see its own group only, as the outermost one."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -93,25 +95,30 @@ def _groups(root: Path) -> Iterator[Memory]:
                 used = group / f"memory.{'usage_in_bytes' if controllers else 'current'}"
                 fields = _read_fields(group / "memory.stat")
                 cached = sum(  # given up under memory pressure
-                    fields[f"{'total_' * bool(controllers)}{kind}_file"]
+                    fields.get(f"{'total_' * bool(controllers)}{kind}_file", 0)
                     for kind in ("inactive", "active")
                 )
-                yield Memory(int(limit) - int(used.read_text()) + cached, int(limit))
+                yield Memory(int(limit) - int(_read(used) or 0) + cached, int(limit))
             if group == top:
                 break
 
 
 def _limit(path: Path) -> float:
-    """The number in the file; infinity if it says "max", or is not there."""
+    """The number in the file; infinity if it says "max", or cannot be read."""
+    return float(_read(path).strip().replace("max", "inf") or math.inf)
+
+
+def _read(path: Path) -> str:
+    """The file's text; "" if it is not there, or cannot be read."""
     try:
-        return float(path.read_text().strip().replace("max", "inf"))
-    except FileNotFoundError:
-        return math.inf
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _read_fields(path: Path, skipped: int = 0) -> dict[str, int]:
     """Reads a file with a name and a number in each line, behind some words that are skipped."""
-    words = (line.split()[skipped:] for line in path.read_text().splitlines())
+    words = (line.split()[skipped:] for line in _read(path).splitlines())
     return {name: int(number) for name, number, *_ in words}
 
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -219,6 +220,43 @@ def test_strict_overcommit_leaves_what_is_not_promised_yet(tmp_path):
     machine = Machine(tmp_path)
     machine.write("proc/sys/vm/overcommit_memory", "2\n")
     assert machine.gib() == (45, 100)
+
+
+def test_files_that_a_sandbox_leaves_out_limit_nothing(tmp_path):
+    """gVisor's groups are of version 1, have a limit always, and no statistics."""
+    machine = Machine(tmp_path, "4:memory:/\n")
+    machine.group_v1("", used=12, limit=2**63 - 1)
+    (tmp_path / "sys/fs/cgroup/memory/memory.stat").unlink()
+    assert machine.gib() == (80, 100)
+    machine.group_v1("", used=12, limit=40 * GIB)
+    (tmp_path / "sys/fs/cgroup/memory/memory.stat").unlink()
+    assert machine.gib() == (28, 40)
+    (tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes").unlink()
+    assert machine.gib() == (40, 40)
+    machine.node(0, MemTotal=50, MemFree=30)
+    assert machine.gib() == (30, 40), "a node without the other fields"
+    for path in ("proc/self/cgroup", "proc/self/status", "proc/sys/vm/overcommit_memory"):
+        (tmp_path / path).unlink()
+        machine.gib()
+    assert machine.gib() == (80, 100)
+    machine.write("proc/sys/vm/overcommit_memory", "2\n")
+    machine.write("proc/meminfo", MemTotal=100, MemAvailable=80)
+    assert machine.gib() == (80, 100)
+
+
+def test_files_that_may_not_be_read_limit_nothing(tmp_path, monkeypatch):
+    machine = Machine(tmp_path, "0::/server\n")
+    machine.group("server", used=10, max=40)
+    machine.node(0, MemTotal=50, MemFree=30)
+    read_text = Path.read_text
+
+    def read(path, *args, **named):
+        if path.name != "meminfo" or "node0" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **named)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert machine.gib() == (80, 100)
 
 
 def test_the_host_pool_leaves_a_share_of_the_memory_free():

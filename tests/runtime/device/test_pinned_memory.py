@@ -183,7 +183,8 @@ def test_copies_by_address_equal_copies_by_index(seed):
     dice = random.Random(seed)
     memory = HostMemory()
     pools = [
-        PinnedPool(memory, count, RECORD, piece * RECORD) for count, piece in ((20, 3), (15, 15))
+        PinnedPool(memory, count, RECORD, largest_piece=piece * RECORD)
+        for count, piece in ((20, 3), (15, 15))
     ]
     twins = []
     for pool, count in zip(pools, (20, 15), strict=True):
