@@ -145,9 +145,11 @@ class PinnedPool:
 
     def free(self, idle: bool = True) -> None:
         """Ends the growth, after the piece that is being pinned. Frees the memory if `idle`: no
-        copy uses it."""
+        copy uses it. Else a copy, and pinning too, may hang, so nothing is waited for."""
         self._stopped.set()
+        if not idle:
+            return
         if self._thread is not None:
             self._thread.join()
-        while idle and self._addresses:
+        while self._addresses:
             self._memory.free_pinned(self._addresses.pop())

@@ -147,6 +147,21 @@ def test_the_end_of_a_growing_pool_waits_for_one_piece_and_frees_all(caplog):
     assert not caplog.records, "it was not short of memory"
 
 
+def test_a_growing_pool_ends_at_once_if_the_driver_hangs():
+    memory = SlowMemory(pieces=4)
+    pool = growing(memory, most=3000)
+    pool.grow(lambda: math.inf)
+    assert memory.reached.wait(60)
+    freeing = threading.Thread(target=pool.free, args=(False,), daemon=True)
+    freeing.start()
+    freeing.join(10)
+    ended = not freeing.is_alive()
+    memory.pieces.release(1000)
+    assert ended
+    pool._thread.join(60)
+    assert not pool._thread.is_alive() and pool.records.slots == 15, "it pins no more"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_beside_growth_equal_copies_by_index(seed):
     """Slots of all pieces that are there, old and new."""
