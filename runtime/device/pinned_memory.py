@@ -23,7 +23,9 @@ GROWING_PIECE = 16 * 2**20
 """Bytes of a piece that is pinned beside running steps. They wait for the driver meanwhile, 6 ms at
 most."""
 
-GAP_SECONDS = 1e-3  # between two such pieces: others get the driver's lock
+LEAST_GAP = 1e-3
+"""Seconds between two such pieces, in which others get the driver's lock; more if a piece takes
+more, so that they have it for half of the time."""
 
 log = logging.getLogger(__name__)
 
@@ -116,16 +118,19 @@ class PinnedPool:
         records = self.records
         began = time.monotonic()
         short = ""
+        gap = LEAST_GAP
         while records.slots < self._most and not short:
-            if self._stopped.wait(GAP_SECONDS):
+            if self._stopped.wait(gap):
                 return
             if room() < records.slots_a_piece * records.record:
                 short = "memory is short"
                 continue
+            started = time.monotonic()
             try:
                 self._pin()
             except RuntimeError as error:  # of the driver
                 short = str(error)
+            gap = max(LEAST_GAP, time.monotonic() - started)
         sizes = (slots * records.record / GIB for slots in (records.slots, self._most))
         if short:
             log.warning("the host cache stays at %.1f of %.1f GiB: %s", *sizes, short)

@@ -50,6 +50,8 @@ class Scheduler(SimpleNamespace):
         )
         self.work = WorkBudget()
         self.config = SimpleNamespace(host_kv_growth=0)
+        self.awaits_result = False
+        self.draft_timing = SimpleNamespace(applied=lambda came, now, waits: None)
         self.has_work = lambda now: False
         self.expire = lambda now: []
         self.conversations = Conversations(self)

@@ -316,7 +316,7 @@ def test_copies_go_on_beside_growth(closing):
 def test_replies_while_the_host_pool_grows(monkeypatch, kind):
     engine = TinyEngine(kind, "cuda")
     monkeypatch.setattr(pinned_memory, "GROWING_PIECE", 2 * engine.chunk_bytes(8))
-    monkeypatch.setattr(pinned_memory, "GAP_SECONDS", 0.02)
+    monkeypatch.setattr(pinned_memory, "LEAST_GAP", 0.02)
     settings = dict(gpu_kv_chunks=27, host_kv_chunks=4, host_kv_growth=60)
     chatter = Chatter(engine, Reference(kind), 12, make_device=lambda **_: HeldUp(), **settings)
     counts = chatter.run(50, events=["host"])
