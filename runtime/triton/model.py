@@ -367,8 +367,10 @@ class TritonRequest:
 
     @classmethod
     def of_each_row(cls, request: Any, batched: bool) -> list[TritonRequest]:
-        """Every input has the same number of rows, and of a batch Triton ensures an input."""
-        count = request.inputs()[0].shape()[0] if batched else 1
+        """Every input has the same number of rows. A batch may have none, or no input: then it is
+        answered as one row without inputs."""
+        inputs = request.inputs()
+        count = max(1, inputs[0].shape()[0]) if batched and inputs else 1
         sender = RowSender(request.get_response_sender(), count)
         return [cls(request, sender, row if batched else None) for row in range(count)]
 
@@ -378,7 +380,7 @@ class TritonRequest:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
         if not self._batched:
             return tensors
-        return {name: values[self.row] for name, values in tensors.items()}
+        return {name: values[self.row] for name, values in tensors.items() if len(values)}
 
     @property
     def cancelled(self) -> bool:

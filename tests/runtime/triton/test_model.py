@@ -24,6 +24,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.messages import Forget
 from pensieve.runtime.text.tokenizer import Tokenizer
+from pensieve.runtime.triton.ensemble import EnsembleTensors
 from pensieve.runtime.triton.llmapi import LlmapiTensors
 
 from ..conversations.test_store import transcript
@@ -183,6 +184,24 @@ def test_a_request_whose_tensors_cannot_be_read_is_answered(triton, tmp_path):
 
     asyncio.run(one())
     assert request.sent == ["INTERNAL"]
+
+
+@pytest.mark.parametrize("tensors", ["none", "of no rows"])
+def test_a_batch_without_a_prompt_is_answered(triton, tmp_path, tensors):
+    """Triton passes both on: all inputs are optional."""
+    request = Asking(triton, **({} if tensors == "none" else {"text_input": b"x"}))
+    triton.TritonError.INVALID_ARG = "INVALID_ARG"
+    for tensor in request.inputs():
+        tensor.shape.return_value = [0, 1]
+        tensor.as_numpy.return_value = np.empty((0, 1), object)
+
+    async def one():
+        async with desk_before(FakeLoop(say("y")), tmp_path) as desk:
+            desk._tensors = EnsembleTensors(chunk_tokens=32)
+            await desk.answer(request)
+
+    asyncio.run(one())
+    assert request.sent == ["INVALID_ARG"]
 
 
 def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeypatch):
