@@ -105,7 +105,12 @@ class StagingDevice:
     computes nothing. Each sampled token is 1."""
 
     def allocate_pool(
-        self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None
+        self,
+        tier: Tier,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Form | None = None,
+        most: int = 0,
     ) -> None:
         """Has no pools."""
 
