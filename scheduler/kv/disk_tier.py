@@ -28,6 +28,10 @@ BACKOFF_S = 5.0
 """Seconds without new spills after a failed write: a full or broken disk is not tried in every
 step."""
 
+ERASE_AGAIN_S = 60.0
+"""Seconds until slots that the disk refused to erase are erased again. A full disk refuses, and has
+room later."""
+
 
 class SlotState(Enum):
     """FREE     in the pool; it holds no record
@@ -37,7 +41,7 @@ class SlotState(Enum):
     RELEASED    given up: this plan takes it again (its record is overwritten) or erases it
     DELETE      given up, and it may hold a deleted chunk: this plan erases it
     ERASING     a plan erases it; free at that plan's result
-    BAD         it could not be erased: never used again
+    BAD         it could not be erased: not used before another try succeeds (ERASE_AGAIN_S)
     """
 
     FREE = auto()
@@ -86,6 +90,8 @@ class DiskTier:
         self._refused: list[int] = []  # a heap: numbers of the erasures that the disk refused
         self._overwritten: set[int] = set()  # slots WRITING over the record of a deleted chunk
         self._erase_failed: set[int] = set()  # reported before their plan's result
+        self._bad: list[int] = []  # the slots BAD
+        self._erase_again_at = 0.0
         # by key: slots that its chunk has given up and that may hold its record
         self._former_slots: dict[ChunkKey, list[int]] = {}
         self._former_keys: dict[int, list[ChunkKey]] = {}  # the same by slot
@@ -223,7 +229,12 @@ class DiskTier:
         self._erase_failed.update(report.erase_failed)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
-                self._erasure_ended(slot)
+                self._erasure_ended(slot, now)
+        if self._bad and now >= self._erase_again_at:
+            for slot in self._bad:
+                self._states[slot] = SlotState.DELETE
+            self._delete += self._bad
+            self._bad.clear()
         for slot in report.spilled:
             move = self._end(slot, spills=True)
             self.spilled += 1
@@ -243,11 +254,13 @@ class DiskTier:
                 self.failed_reads += 1
             yield move, False
 
-    def _erasure_ended(self, slot: int) -> None:
+    def _erasure_ended(self, slot: int, now: float) -> None:
         numbers = self._end_erasures(slot)
         if slot in self._erase_failed:
             self._erase_failed.remove(slot)
             self._states[slot] = SlotState.BAD
+            self._bad.append(slot)
+            self._erase_again_at = now + ERASE_AGAIN_S
             for number in numbers:
                 heappush(self._refused, number)
         else:
@@ -352,6 +365,8 @@ class DiskTier:
                 "a spill overwrites the record of a deleted chunk, and its slot need not be erased"
             )
         bad = [slot for slot, state in enumerate(self._states) if state is SlotState.BAD]
+        if sorted(self._bad) != bad:
+            raise InvariantError("the state of a DISK slot is not that of its list")
         idle = (SlotState.FREE, SlotState.VALID, SlotState.BAD)
         if listed != {slot: state for slot, state in enumerate(self._states) if state not in idle}:
             raise InvariantError("the state of a DISK slot is not that of its list")

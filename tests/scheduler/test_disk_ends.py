@@ -7,7 +7,7 @@ import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
-from pensieve.scheduler.kv.disk_tier import DiskTier
+from pensieve.scheduler.kv.disk_tier import ERASE_AGAIN_S, DiskTier
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import GPU, HOST, Tier
@@ -226,6 +226,28 @@ def test_a_slot_that_cannot_be_erased_is_used_no_more():
     assert scheduler.stats().slots["disk"] == {"free": 7, "copy": 0, "idle": 0, "moving": 1}
     scheduler.lower.erase([])
     assert scheduler.lower.take_erased() == [True], "what was lost before is not its own"
+
+
+def test_a_slot_that_could_not_be_erased_is_erased_again_later():
+    """A full disk refuses erasures too. It must not cost slots until the next start."""
+    harness = Harness(disk_kv_chunks=8)
+    if not isinstance(harness.scheduler._store.lower[0], DiskTier):
+        pytest.skip("a dict has no slot that stays bad")
+    harness.turn(range(16), 4, "a")
+    rest(harness)
+    scheduler = harness.scheduler
+    records = len(harness.device.disk)
+    harness.device.erases = lambda: False
+    harness.delete("a")
+    rest(harness)
+    assert scheduler.lower.take_erased() == [False]
+    assert scheduler.stats().slots["disk"]["free"] == 8 - records and harness.device.disk
+    harness.device.erases = lambda: True
+    harness.now += ERASE_AGAIN_S
+    harness.turn(range(50, 52), 1, "b")
+    rest(harness)
+    scheduler.check()
+    assert scheduler.stats().slots["disk"]["free"] == 8 and not harness.device.disk
 
 
 def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_computed_again():
