@@ -27,9 +27,9 @@ themselves, and the staging buffers of copies in eight bits (`compressed_copies.
 times)."""
 
 # Bytes for each logit, on top of the engine's own output. While its row is drawn: three float32
-# (gathered, sorted, the sort's work space), two ids, and the float64 arrays of `sampler.draw`
-# (weights, their sums, comparisons). While its row is scored: two float32 (gathered,
-# exponentiated).
+# (gathered, sorted, the sort's work space), two ids, and the float64 arrays of
+# `sampler.draw_filtered` (weights, their sums, comparisons). While its row is scored: two float32
+# (gathered, exponentiated).
 _DRAWN_LOGIT = 3 * 4 + 2 * 8 + 6 * 8
 _SCORED_LOGIT = 2 * 4
 _FREE_ON_NODE = ("MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:")

@@ -196,7 +196,13 @@ def place_arrays(arrays: Sequence[np.ndarray], first: int) -> tuple[list[int], i
 
 def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
     """Every array that the sampler reads on its device."""
-    parts = [sampling.draws, sampling.penalties, sampling.biases, sampling.mask]
+    parts = [
+        sampling.draws,
+        sampling.filtered,
+        sampling.penalties,
+        sampling.biases,
+        sampling.mask,
+    ]
     arrays = [array for part in parts if part is not None for array in part]
     arrays += [array for start in sampling.starts for array in (start.prompt, start.reply)]
     if sampling.scores is not None:

@@ -128,9 +128,18 @@ class Sampler:
         return tokens
 
     def _sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        if inputs.draws is None:
-            return logits.argmax(dim=-1)
-        return sample(logits, *self._tensors(inputs.draws))
+        """Among equal logits, greedy rows take the lowest id."""
+        tokens = logits.argmax(dim=-1)
+        if inputs.draws is not None:
+            rows, temperatures, seeds, positions = self._tensors(inputs.draws)
+            tokens[rows] = draw(logits[rows], temperatures, uniform(seeds, positions))
+        if inputs.filtered is not None:
+            rows, *settings, seeds, positions = self._tensors(inputs.filtered)
+            temperatures, top_ks, top_ps, min_ps = settings
+            tokens[rows] = draw_filtered(
+                logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions)
+            )
+        return tokens
 
     def _forbid(self, logits: Tensor, inputs: SamplingInputs) -> None:
         if inputs.mask is not None:
@@ -214,29 +223,22 @@ def score(logits: Tensor, tokens: Tensor, width: int) -> Scores:
     return Scores((own - total).squeeze(1), (logits > own).sum(dim=-1) + 1, ids, top - total)
 
 
-def sample(
-    logits: Tensor,
-    rows: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    min_ps: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Returns tokens [R] int64 for logits [R, vocab] float32.
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, in the order of ids,
+    in float64. It sorts nothing.
 
-    `rows` [D] int64 are drawn with the other arguments [D] (`Draws`, on the logits' device). The
-    other rows take the largest logit; among equal ones, the lowest id.
+    temperatures [D] float64, above 0. uniforms [D] float64 in [0, 1).
     """
-    tokens = logits.argmax(dim=-1)
-    tokens[rows] = draw(
-        logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions)
-    )
-    return tokens
+    highest, likeliest = logits.max(dim=-1, keepdim=True)
+    weights = ((logits.double() - highest.double()) / temperatures.unsqueeze(1)).exp()
+    reached = weights.cumsum(dim=-1)
+    target = uniforms.unsqueeze(1) * reached[:, -1:]
+    token = torch.searchsorted(reached, target, right=True).clamp(max=logits.shape[1] - 1)
+    # Sums are rounded, so once in a very long while this is a token that must not be drawn.
+    return torch.where(weights.gather(1, token) > 0.0, token, likeliest).squeeze(1)
 
 
-def draw(
+def draw_filtered(
     logits: Tensor,
     temperatures: Tensor,
     top_ks: Tensor,
@@ -244,13 +246,12 @@ def draw(
     min_ps: Tensor,
     uniforms: Tensor,
 ) -> Tensor:
-    """Returns tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, likeliest token
-    first, in float64.
+    """Draws as `draw` does, likeliest token first, from what the filters leave.
 
-    temperatures [D] float64, above 0. top_ks [D] int64: logits below the k-th largest are removed
-    (equal ones stay); 0 is off. min_ps [D] float64: tokens whose probability is below this share of
-    the likeliest one's are removed. top_ps [D] float64: of the rest, the smallest set of likeliest
-    tokens whose probability reaches p stays, at least one. uniforms [D] float64 in [0, 1).
+    top_ks [D] int64: logits below the k-th largest are removed (equal ones stay); 0 is off.
+    min_ps [D] float64: tokens whose probability is below this share of the likeliest one's are
+    removed. top_ps [D] float64: of the rest, the smallest set of likeliest tokens whose probability
+    reaches p stays, at least one.
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[1]

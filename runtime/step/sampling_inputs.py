@@ -19,7 +19,20 @@ NOTHING_FORBIDDEN: Mapping[int, Sequence[int]] = {}
 
 
 class Draws(NamedTuple):
-    """The sampled rows that are not greedy, D of them."""
+    """The sampled rows that are drawn with a temperature from all tokens, D of them."""
+
+    rows: np.ndarray
+    """[D] int64, into the R sampled rows"""
+    temperatures: np.ndarray
+    """[D] float64, above 0"""
+    seeds: np.ndarray
+    """[D] int64"""
+    positions: np.ndarray
+    """[D] int64, of the token to be drawn: the number of the draw with its seed"""
+
+
+class FilteredDraws(NamedTuple):
+    """The sampled rows that are drawn with a temperature from the likeliest tokens, D of them."""
 
     rows: np.ndarray
     """[D] int64, into the R sampled rows"""
@@ -101,6 +114,7 @@ class SamplingInputs:
     """For R sampled rows and K scored ones; a field is None if no row needs it."""
 
     draws: Draws | None
+    filtered: FilteredDraws | None
     starts: tuple[PenaltyStart, ...]
     penalties: Penalties | None
     biases: Biases | None
@@ -154,6 +168,7 @@ class SeatSampling:
         self._top_ks = np.zeros(seats, np.int64)
         self._top_ps = np.ones(seats)
         self._min_ps = np.zeros(seats)
+        self._filters = np.zeros(seats, bool)  # whether one of the last three is on
         self._seeds = np.zeros(seats, np.int64)
         self._repetition = np.ones(seats, np.float32)
         self._presence, self._frequency = np.zeros(seats, np.float32), np.zeros(seats, np.float32)
@@ -175,6 +190,7 @@ class SeatSampling:
             self._top_ks[seat] = sampling.top_k
             self._top_ps[seat] = sampling.top_p
             self._min_ps[seat] = sampling.min_p
+            self._filters[seat] = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
             self._seeds[seat] = sampling.seed
             self._logprobs[seat] = NOTHING if sampling.logprobs is None else sampling.logprobs
             self._prompt_logprobs[seat] = (
@@ -219,8 +235,10 @@ class SeatSampling:
     ) -> SamplingInputs:
         """seats, positions [R]: of the tokens to be drawn; scored_seats, targets [K]: of the scored
         rows; `forbidden`: tokens that must not be drawn, by row."""
+        draws, filtered = self._draws(seats, positions)
         return SamplingInputs(
-            self._draws(seats, positions),
+            draws,
+            filtered,
             starts,
             self._penalties(seats),
             self._step_biases(seats, positions, forbidden) if self._biases or forbidden else None,
@@ -238,9 +256,10 @@ class SeatSampling:
     ) -> SamplingInputs:
         """Packs a step of the same rows as `last`, none of them scored. No seat was taken in
         between."""
-        draws = last.draws
+        draws, filtered = last.draws, last.filtered
         return SamplingInputs(
             draws and draws._replace(positions=positions[draws.rows].astype(np.int64)),
+            filtered and filtered._replace(positions=positions[filtered.rows].astype(np.int64)),
             (),
             last.penalties,
             self._step_biases(seats, positions, forbidden) if self._biases or forbidden else None,
@@ -248,20 +267,36 @@ class SeatSampling:
             last.scores,
         )
 
-    def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws | None:
-        (rows,) = self._temperatures[seats].nonzero()
-        if not len(rows):
-            return None
-        drawn = seats[rows]
-        return Draws(
-            rows,
-            self._temperatures[drawn],
-            self._top_ks[drawn],
-            self._top_ps[drawn],
-            self._min_ps[drawn],
-            self._seeds[drawn],
-            positions[rows].astype(np.int64),
-        )
+    def _draws(
+        self, seats: np.ndarray, positions: np.ndarray
+    ) -> tuple[Draws | None, FilteredDraws | None]:
+        hot = self._temperatures[seats] > 0.0
+        if not hot.any():
+            return None, None
+        filters = self._filters[seats]
+        draws = filtered = None
+        (rows,) = (hot & ~filters).nonzero()
+        if len(rows):
+            drawn = seats[rows]
+            draws = Draws(
+                rows,
+                self._temperatures[drawn],
+                self._seeds[drawn],
+                positions[rows].astype(np.int64),
+            )
+        (rows,) = (hot & filters).nonzero()
+        if len(rows):
+            drawn = seats[rows]
+            filtered = FilteredDraws(
+                rows,
+                self._temperatures[drawn],
+                self._top_ks[drawn],
+                self._top_ps[drawn],
+                self._min_ps[drawn],
+                self._seeds[drawn],
+                positions[rows].astype(np.int64),
+            )
+        return draws, filtered
 
     def _penalties(self, seats: np.ndarray) -> Penalties | None:
         places = self._places[seats]

@@ -32,7 +32,11 @@ def arrays(inputs) -> list[np.ndarray]:
         for name in inputs.__dataclass_fields__
         if name not in ("generated", "sharing", "sampling")
     ]
-    return [getattr(inputs, name) for name in names] + list(inputs.sampling.draws or ())
+    return (
+        [getattr(inputs, name) for name in names]
+        + list(inputs.sampling.draws or ())
+        + list(inputs.sampling.filtered or ())
+    )
 
 
 def test_a_batch_of_generation_and_spans(packer):
@@ -102,7 +106,8 @@ def test_draws_name_rows_parameters_and_the_sampled_position(packer):
             token_ids=range(5),
         )
     )
-    assert [a.tolist() for a in inputs.sampling.draws] == [
+    assert inputs.sampling.draws is None
+    assert [a.tolist() for a in inputs.sampling.filtered] == [
         [2],
         [0.7],
         [5],

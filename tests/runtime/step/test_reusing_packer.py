@@ -69,7 +69,7 @@ class Twins:
         again = self._last is not None and inputs.sample_seats is self._last.sample_seats
         self.seen["again"] += again
         sampling = inputs.sampling
-        for name in ("draws", "penalties", "biases", "mask", "scores"):
+        for name in ("draws", "filtered", "penalties", "biases", "mask", "scores"):
             self.seen[f"again with {name}"] += again and getattr(sampling, name) is not None
         self.seen["again with shared keys"] += again and inputs.sharing is not None
         self.seen["again with new chunks"] += again and len(inputs.block_cells) > 0
@@ -250,7 +250,16 @@ def test_random_plans(seed, seen, short_prefixes):
 
 
 def test_all_kinds_of_steps_reused_something(seen):
-    for kind in ("draws", "penalties", "biases", "mask", "scores", "shared keys", "new chunks"):
+    for kind in (
+        "draws",
+        "filtered",
+        "penalties",
+        "biases",
+        "mask",
+        "scores",
+        "shared keys",
+        "new chunks",
+    ):
         assert seen[f"again with {kind}"] > 20, kind
     assert seen["again"] > 500 and seen["again beyond 0"]
 

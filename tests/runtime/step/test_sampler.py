@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.runtime.step.sampler import draw, sample, uniform
+from pensieve.runtime.step.sampler import Sampler, draw, draw_filtered, uniform
+from pensieve.runtime.step.sampling_inputs import Draws, FilteredDraws, SamplingInputs
 
 MASK = 2**64 - 1
 
@@ -25,7 +26,7 @@ def splitmix_twin(seed: int, position: int) -> float:
 def draw_twin(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, u: float
 ) -> int:
-    """`draw` for one row, the way the filters are defined."""
+    """`draw_filtered` for one row, the way the filters are defined."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if top_k:
         smallest = logits[order[min(top_k, len(order)) - 1]]
@@ -67,7 +68,7 @@ def drawn_many(
     """Frequencies of the tokens drawn at `count` positions of one seed."""
     rows = torch.tensor([logits]).expand(count, -1)
     uniforms = uniform(torch.full((count,), 7), torch.arange(count))
-    tokens = draw(
+    tokens = draw_filtered(
         rows,
         *arguments([temperature] * count, [top_k] * count, [top_p] * count, [min_p] * count),
         uniforms,
@@ -102,10 +103,8 @@ def test_greedy_takes_the_lowest_id_of_equals():
     logits = torch.zeros(3, 300)
     logits[0, [17, 200]] = 1.0
     logits[1, [299, 298]] = 2.0
-    none = torch.empty(0, dtype=torch.int64)
-    assert sample(
-        logits, none, none.double(), none, none.double(), none.double(), none, none
-    ).tolist() == [17, 298, 0]
+    tokens, _ = Sampler(300).sample(logits, SamplingInputs(None, None, (), None, None, None, None))
+    assert tokens.tolist() == [17, 298, 0]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +119,11 @@ def test_greedy_takes_the_lowest_id_of_equals():
         (1.3, 9, 0.9, 0.1),
     ],
 )
-def test_draw_equals_its_twin(temperature, top_k, top_p, min_p):
+def test_filtered_draws_equal_their_twin(temperature, top_k, top_p, min_p):
     rows = 200
     logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(3)) * 2
     uniforms = uniform(torch.arange(rows), torch.full((rows,), 5))
-    got = draw(
+    got = draw_filtered(
         logits,
         *arguments([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows),
         uniforms,
@@ -136,12 +135,57 @@ def test_draw_equals_its_twin(temperature, top_k, top_p, min_p):
     assert got.tolist() == expected
 
 
-def test_frequencies_follow_the_softmax():
+def plain_twin(logits: np.ndarray, temperature: float, u: float) -> int:
+    """`draw` for one row, token after token."""
+    weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature).tolist()
+    target = u * sum(weights)
+    reached = 0.0
+    for token, weight in enumerate(weights):
+        reached += weight
+        if reached > target:
+            return token
+    raise AssertionError("no token")
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_draws_from_all_tokens_equal_their_twin(temperature):
+    rows = 200
+    logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(4)) * 2
+    logits[::3, 5:20] = -torch.inf  # as of a grammar
+    logits[::3, 30:] = -torch.inf
+    uniforms = uniform(torch.arange(rows), torch.full((rows,), 5))
+    temperatures = torch.full((rows,), temperature, dtype=torch.float64)
+    got = draw(logits, temperatures, uniforms).tolist()
+    assert got == [
+        plain_twin(logits[i].numpy(), temperature, float(uniforms[i])) for i in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1.0 - 2.0**-53, 1.0])
+def test_a_token_without_weight_is_never_drawn(u):
+    """Not even where rounded sums lead to it: 1.0 stands for a sum that is reached too early."""
+    logits = torch.full((3, 9), -torch.inf)
+    logits[0, 4] = 1.0
+    logits[1, [2, 6]] = torch.tensor([0.0, -3.0])
+    logits[2, 3:5] = -1e30  # forbidden, but all that a grammar allows
+    uniforms = torch.full((3,), u, dtype=torch.float64)
+    tokens = draw(logits, torch.ones(3, dtype=torch.float64), uniforms)
+    assert torch.isfinite(logits.gather(1, tokens.unsqueeze(1))).all()
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_frequencies_follow_the_softmax(filtered):
     logits = [0.0, 1.0, 2.0, -1.0, 0.5, 2.0, -3.0, 1.5]
     count = 20_000
     expected = np.exp(np.array(logits) / 0.8)
     expected /= expected.sum()
-    frequencies = drawn_many(logits, count, temperature=0.8)
+    if filtered:
+        frequencies = drawn_many(logits, count, temperature=0.8)
+    else:
+        rows = torch.tensor([logits]).expand(count, -1)
+        uniforms = uniform(torch.full((count,), 7), torch.arange(count))
+        tokens = draw(rows, torch.full((count,), 0.8, dtype=torch.float64), uniforms)
+        frequencies = np.bincount(tokens.numpy(), minlength=len(logits)) / count
     # 7 degrees of freedom, 0.1%
     assert (count * (frequencies - expected) ** 2 / expected).sum() < 24.3
 
@@ -185,40 +229,52 @@ def test_extreme_settings_are_greedy(limits):
     logits = torch.randn(50, 1000, generator=torch.Generator().manual_seed(1))
     logits[0, :500] = -torch.inf
     temperature, top_k, top_p = ([value] * 50 for value in limits)
-    tokens = draw(
-        logits, *arguments(temperature, top_k, top_p), uniform(torch.arange(50), torch.arange(50))
-    )
+    uniforms = uniform(torch.arange(50), torch.arange(50))
+    settings = arguments(temperature, top_k, top_p)
+    tokens = draw_filtered(logits, *settings, uniforms)
     assert torch.equal(tokens, logits.argmax(dim=-1))
+    if limits[0] < 1e-20:
+        assert torch.equal(draw(logits, settings[0], uniforms), tokens)
 
 
 def test_a_row_does_not_depend_on_its_neighbours_and_resumes_exactly():
+    """Rows that are greedy, drawn from all tokens and filtered, in one step."""
     rows = 24
     logits = torch.randn(rows, 500, generator=torch.Generator().manual_seed(9))
-    drawn = torch.arange(0, rows, 2)  # every other row is greedy
-    count = len(drawn)
-    temperatures, top_ks, top_ps, min_ps = arguments(
-        np.linspace(0.3, 2.0, count),
-        [0, 10, 3] * (count // 3),
-        [1.0, 0.9] * (count // 2),
-        [0.0, 0.0, 0.1] * (count // 3),
-    )
-    seeds = torch.arange(count) + 2**62
-    positions = torch.arange(count) * 100
-    together = sample(logits, drawn, temperatures, top_ks, top_ps, min_ps, seeds, positions)
-    for i, r in enumerate(drawn.tolist()):
-        alone = slice(i, i + 1)
-        again = sample(
-            logits[r : r + 1],
-            torch.tensor([0]),
-            temperatures[alone],
-            top_ks[alone],
-            top_ps[alone],
-            min_ps[alone],
-            seeds[alone],
-            positions[alone],
+    temperatures = np.linspace(0.3, 2.0, rows)
+    seeds = np.arange(rows) + 2**62
+    positions = np.arange(rows) * 100
+    top_ks = np.array([0, 10, 3] * 8)
+    top_ps = np.array([1.0, 0.9] * 12)
+
+    def sampled(rows: list[int]) -> list[int]:
+        def settings(kind: int) -> tuple[np.ndarray, np.ndarray]:
+            places = [at for at, row in enumerate(rows) if row % 3 == kind]
+            return np.array(places, np.int64), np.array([rows[at] for at in places], np.int64)
+
+        places, plain = settings(1)
+        draws = Draws(places, temperatures[plain], seeds[plain], positions[plain])
+        places, hot = settings(2)
+        filtered = FilteredDraws(
+            places,
+            temperatures[hot],
+            top_ks[hot],
+            top_ps[hot],
+            np.full(len(hot), 0.01),
+            seeds[hot],
+            positions[hot],
         )
-        assert again.item() == together[r]
-    assert torch.equal(together[1::2], logits.argmax(dim=-1)[1::2])
+        inputs = SamplingInputs(
+            draws if len(plain) else None,
+            filtered if len(hot) else None,
+            *((), None, None, None, None),
+        )
+        tokens, _ = Sampler(500).sample(logits[rows], inputs)
+        return tokens.tolist()
+
+    together = sampled(list(range(rows)))
+    assert together == [sampled([row])[0] for row in range(rows)]
+    assert together[::3] == logits.argmax(dim=-1)[::3].tolist()
 
 
 def test_limits_that_are_just_reached_and_numbers_that_just_end_a_share():
@@ -228,7 +284,8 @@ def test_limits_that_are_just_reached_and_numbers_that_just_end_a_share():
         rows = len(uniforms)
         logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1.0]]).expand(rows, -1)
         settings = arguments([1.0] * rows, [4] * rows, [top_p] * rows, [min_p] * rows)
-        return draw(logits, *settings, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+        uniforms = torch.tensor(uniforms, dtype=torch.float64)
+        return draw_filtered(logits, *settings, uniforms).tolist()
 
     assert drawn([0.0, 0.25, 0.5, 0.75]) == [0, 1, 2, 3], (
         "a share begins with the number that ends the one before"
