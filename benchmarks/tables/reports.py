@@ -140,51 +140,6 @@ def routing_row(record: Mapping[str, Any], replicas: str, routing: str) -> list[
     ]
 
 
-FP8 = ":--kv-cache-dtype fp8"
-AGENTS = (
-    ("0.3", "fc720b34", "", ""),
-    ("0.6", "c41d09ee", "", ""),
-    ("0.6", "f224332b", FP8, ", KV in eight bits"),
-    ("0.6", "aef47671", "", ", an H100"),
-)
-"""Sessions/s, run of `versus`, options of both servers, and what differs from the other rows."""
-
-
-def agents_table(page: Path) -> str:
-    """Output tokens beside requests: a server that answers cheap turns first answers more."""
-    results = {
-        (record["run"], record["server"], f"{record['result']['rate']:g}"): record["result"]
-        for record in lines("versus-*.jsonl")
-        if record["workload"] == "agents"
-    }
-    rows = []
-    for rate, run, options, difference in AGENTS:
-        ours = results[run, f"pensieve{options}", rate]
-        theirs = results[run, f"vllm-simple-offload{options}", rate]
-        tokens = (ours["output_tokens_per_s"], theirs["output_tokens_per_s"])
-        requests = (ours["completed_per_s"], theirs["completed_per_s"])
-        prompts = (ours["prompt_tokens_per_s"], theirs["prompt_tokens_per_s"])
-        rows.append(
-            [
-                f"{rate}{difference}, {run}",
-                ", ".join(f"{each:.0f}" for each in tokens),
-                f"{tokens[0] / tokens[1]:.2f}",
-                ", ".join(f"{each:.2f}" for each in requests),
-                f"{requests[0] / requests[1]:.2f}",
-                ", ".join(f"{each:,.0f}" for each in prompts),
-            ]
-        )
-    columns = (
-        "sessions/s, run",
-        "output tokens/s: Pensieve, vLLM",
-        "ratio",
-        "requests/s",
-        "ratio",
-        "prompt tokens/s",
-    )
-    return markdown(columns, rows)
-
-
 MODELS = {"opt-13b": "OPT-13B, 16k", "llama-3-8b": "Llama-3-8B, 128k"}
 
 
@@ -227,7 +182,6 @@ def retention_table(page: Path) -> str:
     return markdown((*columns, "recomputed %", "ms/token", "TTFT p50, p95, s"), rows)
 
 
-DOCUMENTS_RUN = "b2325dae"
 POLICIES = {
     "pensieve": "retention",  # the default of that run
     "pensieve:--eviction lru": "lru",
@@ -238,9 +192,7 @@ POLICIES = {
 def documents_table(page: Path) -> str:
     """Eviction policies with long contexts, of one run of `versus`."""
     results = [
-        (POLICIES[record["server"]], record["result"])
-        for record in lines("versus-*.jsonl")
-        if record["run"] == DOCUMENTS_RUN
+        (POLICIES[record["server"]], record["result"]) for record in lines("documents-*.jsonl")
     ]
     rows = [
         [
@@ -279,8 +231,7 @@ def steps_table(page: Path) -> str:
     """Prompts beside generation, by the size of a step."""
     results = {
         (record["run"], record["server"]): record["result"]
-        for record in lines("versus-*.jsonl")
-        if (record["run"], record["server"]) in STEPS and record["result"]["rate"] == 5
+        for record in lines("steps-*.jsonl")
     }
     rows = []
     for run_and_server, step in STEPS.items():
@@ -334,7 +285,6 @@ REPORTS: Mapping[str, Callable[[Path], str]] = {
     "versus --report": versus_table,
     "paper": figures_table,
     "paper --device": curves_table,
-    "versus: agents": agents_table,
     "versus: documents": documents_table,
     "retention at 25% and 10%": retention_table,
     "versus: steps": steps_table,
