@@ -5,8 +5,7 @@
 
 A measured table stands in its page between the lines "<!-- the table of `NAME` -->" and "<!-- its
 end -->". NAME is a table of docs/measured/records/PAGE.jsonl, or a key of REPORTS (`reports.py`):
-those come from the lines that benchmarks wrote, or from another page's records. `--check` writes
-nothing, and names what differs.
+those come from the lines that benchmarks wrote. `--check` writes nothing, and names what differs.
 
 A file of records has for each table one line with its name, date, hardware and command, then a line
 for each row:

@@ -1,4 +1,4 @@
-"""Measured tables that the lines of benchmarks give, or the records of another page."""
+"""Measured tables that the lines of benchmarks give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..cluster_model import ROUTINGS
 from ..paper import __main__ as paper
 from ..paper.report import table as paper_table
 from ..report import read_runs, write_report
-from .records import MEASURED, RECORDS, markdown, read_rows
+from .records import MEASURED, markdown
 
 
 def versus_table(page: Path) -> str:
@@ -230,8 +230,7 @@ STEPS = {
 def steps_table(page: Path) -> str:
     """Prompts beside generation, by the size of a step."""
     results = {
-        (record["run"], record["server"]): record["result"]
-        for record in lines("steps-*.jsonl")
+        (record["run"], record["server"]): record["result"] for record in lines("steps-*.jsonl")
     }
     rows = []
     for run_and_server, step in STEPS.items():
@@ -255,32 +254,6 @@ def steps_table(page: Path) -> str:
     return markdown(columns, rows)
 
 
-MODES = {
-    "`same`, the default": "",
-    "`packed`, exact": "packed",
-    "`fp8`, rounded": "fp8",
-    "GPU cache only": "GPU cache only",
-    "`--no-reuse`": "`--no-reuse`",
-}
-
-
-def modes_table(page: Path) -> str:
-    """Of the chats in serving.md with seed 0 and a think time of 15 s: requests/s done, ms/token
-    and TTFT p50, by rate and mode."""
-    tables = read_rows(RECORDS / "serving.jsonl")
-    cells: dict[str, dict[str, str]] = {}
-    for row in tables["packed-and-fp8"] + tables["modes"]:
-        rate = row["conversations/s"]
-        done = row["offered, done req/s"].split(", ")[1]
-        per_token = row["ms/token, p90"].split(", ")[0]
-        first = row["TTFT p50, p99"].split(", ")[0]
-        mode = row.get("mode", row.get("HOST", ""))
-        cells.setdefault(rate, {})[mode] = f"{done}, {per_token}, {first} ms"
-    rates = sorted((rate for rate in cells if "," not in rate), key=float)
-    rows = [[rate, *(cells[rate].get(mode, "") for mode in MODES.values())] for rate in rates]
-    return markdown(["conversations/s", *MODES], rows)
-
-
 REPORTS: Mapping[str, Callable[[Path], str]] = {
     "versus --report": versus_table,
     "paper": figures_table,
@@ -288,7 +261,6 @@ REPORTS: Mapping[str, Callable[[Path], str]] = {
     "versus: documents": documents_table,
     "retention at 25% and 10%": retention_table,
     "versus: steps": steps_table,
-    "serving by mode": modes_table,
     "routing": routing_table,
     "routing --simulated": partial_routing_table,
 }
