@@ -424,11 +424,19 @@ def _shown(result: Record, form: str, *names: str) -> str:
 
 
 def _runs(rows: Sequence[Record]) -> list[str]:
-    runs = {record["run"]: record for record in rows}
-    return [f"* run {name}: {_about(record)}" for name, record in runs.items()]
+    """A line for each run. What all of several runs share has a line of its own."""
+    runs = {record["run"]: _about(record) for record in rows}
+    shared = [part for part in _about(rows[0]) if all(part in parts for parts in runs.values())]
+    if len(runs) == 1 or not shared:
+        return [f"* run {name}: {', '.join(parts)}" for name, parts in runs.items()]
+    own = {name: [part for part in parts if part not in shared] for name, parts in runs.items()}
+    return [
+        f"* all runs: {', '.join(shared)}",
+        *(f"* run {name}: {', '.join(parts)}" for name, parts in own.items()),
+    ]
 
 
-def _about(record: Record) -> str:
+def _about(record: Record) -> list[str]:
     machine, versions, result = record["machine"], record["versions"], record["result"]
     parts = [_date(result["time"]), machine["name"], f"{machine['cores']} cores"]
     if "driver" in machine:
@@ -447,7 +455,7 @@ def _about(record: Record) -> str:
         f"ramp {result.get('ramp_s', 0):g}, warm-up {result['warm_up_s']:g}, measured "
         f"{result['seconds']:g} s"
     )
-    return ", ".join([*parts, windows])
+    return [*parts, windows]
 
 
 def _date(seconds: float) -> str:

@@ -442,6 +442,19 @@ def test_a_table_has_each_run_with_its_machine(tmp_path):
     assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[4][4] == "-, 1.5"
 
 
+def test_what_all_runs_of_a_table_share_is_said_once():
+    slow_link = RECORDS[0]["machine"] | {"link_in_gb_s": 44.6}
+    records = [RECORDS[0], RECORDS[1] | {"run": "c3", "machine": slow_link}]
+    lines = write_report(records, None, None).splitlines()
+    assert [line for line in lines if line.startswith("* ")] == [
+        "* all runs: 1970-01-01 00:00 UTC, NVIDIA H200, 16 cores, driver 580, bf16 product "
+        "790 TFLOP/s, torch 2.11, Pensieve v1, vLLM 0.23.0 with torch 2.11, ramp 60, warm-up 90, "
+        "measured 35 s",
+        "* run a1: link 55.4 GB/s in and 54.2 out",
+        "* run c3: link 44.6 GB/s in and 54.2 out",
+    ]
+
+
 def judged(server, rate, title="", later=(1000,) * 60, **result):
     """A record that goodput reads: 40 sessions, whose waits are a second and three."""
     samples = dict(
