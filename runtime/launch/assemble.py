@@ -145,7 +145,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
             "disk cache %d chunks in %s, %d of them from earlier",
             disk.slots,
             disk.directory,
-            len(records[Tier.DISK]),
+            len(records.get(Tier.DISK, ())),
         )
     log.info(
         "%s: %s cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts "

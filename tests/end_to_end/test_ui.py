@@ -170,7 +170,9 @@ def test_dropped_counts_evicted_chunks_as_the_metrics_do(server, browser):
     )
     with opened(browser, server.url) as page:
         expect(page.locator("[data-dropped]")).to_have_text(f"{evicted:,.0f}")
-        missing = sum(entry[3] for entry in server.ask("GET", "/ui/state")["conversations"])
+        missing = sum(
+            chunks["dropped"] for _, chunks in server.ask("GET", "/ui/state")["conversations"]
+        )
         expect(page.locator("[data-tier=dropped]")).to_have_text(f"{missing:,}")
         assert 0 < missing <= evicted
 
