@@ -28,7 +28,7 @@ class Acceptance:
 
     first   of a proposal's first tokens
     later   of its tokens behind one that has come true
-    hits    of the searches for a proposal, those that had one
+    hits    searches that found a proposal, of all searches
     """
 
     __slots__ = ("first", "hits", "later")

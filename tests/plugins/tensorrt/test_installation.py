@@ -40,7 +40,7 @@ def file(path, content=""):
 
 
 def package(site, name, version):
-    """What pip writes of a package, whatever it has of its own."""
+    """Writes the metadata that pip writes for each package."""
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     file(folder / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 

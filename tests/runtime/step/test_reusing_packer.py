@@ -97,7 +97,7 @@ class Twins:
             assert placed.dtype == values.dtype and np.array_equal(placed, values)
 
     def _check_earlier_steps(self, inputs: StepInputs, wanted: StepInputs) -> None:
-        """Those that may be in flight are as they were."""
+        """The arrays of steps in flight have not changed."""
         self._copies = [*self._copies[-2:], (inputs, wanted)]
         for earlier, as_it_was in self._copies:
             equal(earlier, as_it_was)
