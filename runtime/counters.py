@@ -43,6 +43,20 @@ class DiskCounters(NamedTuple):
     full: int = 0
 
 
+class KVEventCounters(NamedTuple):
+    """Events published since the start, by kind.
+
+    queue_batches   steps whose changes wait to be published now
+    resets          times that routers were told to forget all, because too many waited
+    """
+
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    queue_batches: int = 0
+    resets: int = 0
+
+
 class PowerCounts(NamedTuple):
     """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; `total` is their sum."""
 

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
+from ..scheduler.kv.noted_store import ResidencyChanges
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import (
@@ -35,6 +36,16 @@ LONGEST_SLEEP_S = 1.0
 TIMED_OUT = "the server is busy: the request has waited too long in the queue"
 
 
+class KVEventSink(Protocol):
+    """The methods of a `KVEventPublisher` that the session calls."""
+
+    def put(self, changes: ResidencyChanges) -> bool: ...
+
+    def start_over(self, resident: ResidencyChanges) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 class EngineSession:
     """Scheduler, executor and loop. One thread uses it; it also makes what happens between two
     steps into results.
@@ -51,10 +62,12 @@ class EngineSession:
         *,
         in_pieces: bool = False,
         wake: Callable[[], None] | None = None,
+        kv_events: KVEventSink | None = None,
     ):
         """counters, timing  as in `EngineLoop`
         in_pieces   long prompts are prepared in pieces, so that the rows that run do not wait
         wake        called, by another thread, when `take_results` or `step` has a request to add
+        kv_events   is told what enters, leaves or moves between tiers
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -62,6 +75,7 @@ class EngineSession:
         self.clock, self.counters = self._loop.clock, self._loop.counters
         self._queue = scheduler.submit if in_pieces else scheduler.add
         self._wake = wake
+        self._kv_events = kv_events
         self._compiling: dict[RequestId, tuple[Request, Future[Any]]] = {}  # not in the queue yet
         self._compiled: SimpleQueue[RequestId] = SimpleQueue()
         self._results: list[RowResult] = []  # since the last step
@@ -135,6 +149,8 @@ class EngineSession:
         none: a step was launched, or there is nothing to do. Raises as `EngineLoop.step`."""
         before = tuple(self.take_results())
         applied = self._loop.step()
+        if self._kv_events is not None:
+            self._report_kv(self._kv_events)
         self._answer_erased()  # also without a result: each plan looks up a part of a long log
         if not before:
             return applied
@@ -202,6 +218,16 @@ class EngineSession:
         if compiled is not None:
             self.executor.keep_grammar(request.id, compiled)
 
+    def _report_kv(self, kv_events: KVEventSink) -> None:
+        """Results are applied: no copy is reported that a failed step did not make."""
+        changes = self.scheduler.take_residency_changes()
+        if changes is not None and not kv_events.put(changes):
+            kv_events.start_over(self.scheduler.resident())
+
     def _answer_erased(self) -> None:
-        for wholly in self.scheduler.lower.take_erased():
+        erased = self.scheduler.lower.take_erased()
+        if erased and self._kv_events is not None:
+            self._report_kv(self._kv_events)
+            self._kv_events.forget()
+        for wholly in erased:
             self._erasing.popleft()(wholly)

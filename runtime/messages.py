@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..scheduler.kv.stats import SchedulerStats
 from ..scheduler.types import Applied, Request, RequestId, Residency
-from .counters import DiskCounters, KVCounters, LoopStats
+from .counters import DiskCounters, KVCounters, KVEventCounters, LoopStats
 
 
 class Submit(NamedTuple):
@@ -105,6 +105,7 @@ class StepMessage(NamedTuple):
     copied: KVCounters | None = None
     disk: DiskCounters | None = None
     loop: LoopStats | None = None
+    kv_events: KVEventCounters | None = None
 
 
 class SamplingDefaults(NamedTuple):

@@ -20,7 +20,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
@@ -49,6 +49,9 @@ from .messages import (
 from .observe.chrome_trace import TraceFile
 from .observe.loop_stats import LoopCounters
 
+if TYPE_CHECKING:
+    from .kv_events.publisher import KVEventPublisher
+
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
@@ -68,7 +71,7 @@ class GrammarCompiled(NamedTuple):
 
 class Service:
     """Serves requests. `connection` is the HTTP process's pipe; from here on the scheduler, the
-    executor and the trace belong to this loop."""
+    executor, the trace and the publisher belong to this loop."""
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Service:
         connection: Connection,
         timing: StepTiming,
         trace: TraceFile | None = None,
+        kv_events: KVEventPublisher | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
@@ -92,6 +96,7 @@ class Service:
         self._stats_due = 0.0
         self._changed = False  # a message has changed the statistics since they were sent
         self._trace = trace
+        self._kv_events = kv_events
         self._counters = LoopCounters(trace)
         self._timing = timing
         self._session = EngineSession(
@@ -101,6 +106,7 @@ class Service:
             timing,
             in_pieces=True,
             wake=lambda: self._inbox.put(GrammarCompiled()),
+            kv_events=kv_events,
         )
         self._garbage = GarbageCollector()
 
@@ -143,6 +149,8 @@ class Service:
             self._outbox.put(None)
             self._writer.join(LAST_WORDS_S)  # an HTTP process that has not read them by then hangs
             self._executor.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             if self._trace is not None:
                 self._trace.close()
 
@@ -295,7 +303,7 @@ class Service:
     def _send(self, applied: Applied) -> None:
         """Sends one message to the HTTP process. It includes statistics when a request began or
         ended, and at regular intervals."""
-        stats = copied = disk = loop = None
+        stats = copied = disk = loop = kv_events = None
         begun_or_ended = any(row.usage or row.finish or row.error for row in applied.rows)
         nothing_new = not applied.requests and not applied.rows
         if begun_or_ended or nothing_new or time.monotonic() >= self._stats_due:
@@ -305,7 +313,8 @@ class Service:
             copied = self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        self._outbox.put(StepMessage(applied, stats, copied, disk, loop))
+            kv_events = None if self._kv_events is None else self._kv_events.counters()
+        self._outbox.put(StepMessage(applied, stats, copied, disk, loop, kv_events))
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Sampling
+from ..cache_salt import kv_salt
 from ..conversations.sessions import Prompt
 from ..conversations.turns import OpenTurn, Turns, session_name
 from ..messages import Keep, Ready
@@ -547,14 +548,6 @@ def choice_seed(seed: int, choice: int) -> int:
     """Choice 0 has the given seed. Seeds of other choices are far from it and from those of near
     seeds."""
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**63
-
-
-def kv_salt(given: str | None, owner: str) -> bytes:
-    """Requests share KV within one salt: the given one, else the owner's. A given salt never equals
-    an owner's."""
-    if given is not None:
-        return b"given:" + given.encode()
-    return b"owner:" + owner.encode() if owner else b""
 
 
 @contextlib.contextmanager

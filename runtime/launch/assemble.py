@@ -48,6 +48,7 @@ from .sizing import (
 )
 
 if TYPE_CHECKING:
+    from ..kv_events.publisher import KVEventPublisher
     from ..ranks.mpi import Ranks
 
 log = logging.getLogger("pensieve")
@@ -86,6 +87,7 @@ class Assembled(NamedTuple):
     cost: CostProfile
     trace: TraceFile | None
     ready: Ready
+    kv_events: KVEventPublisher | None
 
 
 def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
@@ -102,7 +104,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         cost = with_disk_speed(cost, settings.disk_directory, config.max_model_len)
         sharing = 1 if ranks is None else ranks.local_size
         check_disk_holds(settings, config.disk_kv_chunks, host_record, sharing)
-    scheduler = Scheduler(config, cost)
+    scheduler = Scheduler(config, cost, notes_residency=settings.kv_events is not None)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     if tokenizer:  # it must be readable before requests are served
         template = settings.chat_template
@@ -164,7 +166,17 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
             "the host cache grows to %.1f GiB in the background",
             config.most_host_kv_chunks * host_record / GIB,
         )
-    return Assembled(scheduler, executor, cost, trace, ready)
+    return Assembled(scheduler, executor, cost, trace, ready, open_kv_events(settings, config))
+
+
+def open_kv_events(settings: ServeSettings, config: SchedulerConfig) -> KVEventPublisher | None:
+    """None: routers are told nothing. SettingError."""
+    kv_events = settings.kv_events
+    if kv_events is None:
+        return None
+    from ..kv_events.publisher import KVEventPublisher  # imported here because of its packages
+
+    return KVEventPublisher(kv_events, config.seed, config.chunk_tokens)
 
 
 def prepare(settings: ServeSettings) -> Prepared:

@@ -122,8 +122,8 @@ def _drop_kv(directory: Path, histories: str) -> None:
 
 
 def make_service(assembled: Assembled, connection: Connection) -> Service:
-    scheduler, executor, cost, trace, _ = assembled
-    return Service(scheduler, executor, connection, StepTiming(cost), trace)
+    scheduler, executor, cost, trace, _, kv_events = assembled
+    return Service(scheduler, executor, connection, StepTiming(cost), trace, kv_events)
 
 
 def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:

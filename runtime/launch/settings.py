@@ -15,6 +15,7 @@ from ...scheduler.config import BATCH, CACHE, SchedulerConfig, SchedulerSettings
 from ...scheduler.declaration import SERVERS, Declaration, User, check_declared, flag, setting
 from ...scheduler.types import SettingError
 from ..http.settings import HTTP, MIB, HTTPOptions
+from ..kv_events.config import KVEventsConfig, read_config
 
 DEFAULT_GPU_KV = 512 * MIB
 DEFAULT_HOST_KV = 2048 * MIB
@@ -225,6 +226,14 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         unit="FILE",
         users=SERVERS,
     )
+    kv_events_config: str | None = _http(
+        None,
+        "tell routers, in vLLM's format, which KV is here: a JSON object",
+        "they are told nothing",
+        unit="JSON",
+        users=SERVERS,
+        page="docs/use/kv-events.md",
+    )
     trace: Path | None = _http(
         None, "write what each step did and when, for ui.perfetto.dev", unit="FILE", users=SERVERS
     )
@@ -246,11 +255,18 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
             given = f"--kv-cache-dtype {self.kv_cache_dtype}"
             message = f"cannot be given beside {given}, whose KV is equal on every tier"
             raise SettingError("--lower-tier-kv", message)
+        if self.kv_events is not None and not self.reuse:
+            raise SettingError("--kv-events-config", "cannot be given beside --no-reuse")
         if self.enforce_eager and self.device != "cuda":
             raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
         if self.device != "cuda" and self.changed("gpu_memory_utilization"):
             message = "needs --device cuda; on a CPU, give --gpu-kv-bytes"
             raise SettingError("--gpu-memory-utilization", message)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """None: there are none. SettingError for a wrong setting."""
+        return None if self.kv_events_config is None else read_config(self.kv_events_config)
 
     def changed(self, name: str) -> bool:
         """True if the option is not at its default."""

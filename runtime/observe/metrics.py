@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from ...scheduler.kv.stats import SchedulerStats
 from ...scheduler.types import Usage
-from ..counters import DiskCounters, KVCounters, LoopStats, PowerCounts
+from ..counters import DiskCounters, KVCounters, KVEventCounters, LoopStats, PowerCounts
 
 SOURCES = tuple(field.name for field in fields(Usage))
 FIRST_TOKEN_BUCKETS = (
@@ -88,7 +88,7 @@ class Latencies:
 class Metrics(Collector):
     """Written by one thread, the event loop's; read as a whole at each scrape.
 
-    `stats`, `copied`, `disk` and `loop` are the loop's latest counts since its start.
+    `stats`, `copied`, `disk`, `loop` and `kv_events` are the loop's latest counts since its start.
     `generation_tokens` counts tokens as they arrive, including those generated after a stop string.
     `histories_healthy` is set before each scrape. A metric with the meaning of a vLLM metric has
     its name.
@@ -99,6 +99,7 @@ class Metrics(Collector):
         self.copied = KVCounters()
         self.disk = DiskCounters()
         self.loop = LoopStats()
+        self.kv_events = KVEventCounters()
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
         self.generation_tokens = 0
         self.histories_healthy = True
@@ -174,6 +175,7 @@ class Metrics(Collector):
         yield from self._cache()
         yield from self._disk()
         yield from self._steps()
+        yield from self._kv_events()
 
     def _cache(self) -> Iterator[Metric]:
         """The scheduler's statistics."""
@@ -324,6 +326,22 @@ class Metrics(Collector):
         )
         yield _sizes(
             "pensieve:iteration_requests", "Requests of a step", loop.requests, MOST_STEP_REQUESTS
+        )
+
+    def _kv_events(self) -> Iterator[Metric]:
+        """What routers were told; zeros without KV events."""
+        events = self.kv_events
+        kinds = {"stored": events.stored, "removed": events.removed, "cleared": events.cleared}
+        yield _counters("pensieve:kv_events", "KV events published", "kind", kinds)
+        yield GaugeMetricFamily(
+            "pensieve:kv_events_queue_batches",
+            "Steps whose KV events wait to be published",
+            value=events.queue_batches,
+        )
+        yield CounterMetricFamily(
+            "pensieve:kv_events_resets",
+            "Times that routers were told to forget all, because too many KV events waited",
+            value=events.resets,
         )
 
     def families(self) -> Iterable[Metric]:

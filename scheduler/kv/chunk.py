@@ -118,6 +118,8 @@ class Chunk:
                     chunk is not copied when its GPU slot is needed
     created, dropped_at
                     times at which it was made and last dropped
+    noted_tier      the fastest tier in which it was at the last `NotedChunkStore.take_changes`, or
+                    NO_SLOT
     """
 
     __slots__ = (
@@ -129,6 +131,7 @@ class Chunk:
         "key",
         "last_active",
         "moving",
+        "noted_tier",
         "over_quota",
         "past_window",
         "pins",
@@ -156,6 +159,7 @@ class Chunk:
         self.queue_places: list[QueuePlace] = []
         self.created = self.last_active = now
         self.dropped_at = NEVER
+        self.noted_tier = NO_SLOT
         self.awaits_swap_in = False
         self.staged = False
         self.refused_by_host = False

@@ -7,8 +7,9 @@ from math import inf
 
 from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
-from ..kv.chunk_keys import ChunkKeys
+from ..kv.chunk_keys import NO_KEY, ChunkKeys
 from ..kv.chunk_store import ChunkStore
+from ..kv.noted_store import ContextRun
 from ..turns.conversations import Conversations, Log
 from ..turns.turn import RunningTurn, Turn
 from .prefetch import Prefetcher
@@ -24,7 +25,10 @@ class Committer:
         store: ChunkStore,
         conversations: Conversations,
         prefetcher: Prefetcher,
+        names: list[ContextRun] | None = None,
     ):
+        """`names`: where chunks that get their keys are named, or None."""
+        self._names = names
         self._size, self._reuse = config.chunk_tokens, config.reuse
         self._chunk_keys = chunk_keys
         self._store = store
@@ -59,6 +63,10 @@ class Committer:
         place = index - row.first
         if row.chunks[place].key is None:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
+            if self._names is not None and not turn.context_start:
+                previous = turn.keys[index - 1] if index else NO_KEY
+                tokens = turn.tokens[index * size : (index + 1) * size]
+                self._names.append(ContextRun(previous, (key,), tokens, turn.request.salt))
         if key in row.pending:
             del row.pending[key]
             del self._store.pending[key]

@@ -1,0 +1,196 @@
+"""Publishes KV events over ZeroMQ: batches by a PUB socket, and again by a ROUTER socket for routers
+that have missed some.
+
+Batches have numbers from 0 without a gap. Batch 0 says that nothing is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec.msgpack
+import zmq
+
+from ...scheduler.kv.noted_store import ResidencyChanges
+from ...scheduler.types import SettingError
+from ..counters import KVEventCounters
+from .blocks import CLEARED, Blocks, Event
+from .config import SETTING, KVEventsConfig
+
+log = logging.getLogger("pensieve")
+
+BATCH_MS = 50  # the longest time that changes wait for their batch
+LINGER_MS = 500  # at the end, for the last batch to leave
+NUMBER_BYTES = 8
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+RANK = 0  # all ranks have one scheduler, and one set of chunks
+FORGET = object()
+
+
+class _StartOver:
+    """Changes are lost: what is resident now."""
+
+    def __init__(self, resident: ResidencyChanges):
+        self.resident = resident
+
+
+class KVEventPublisher:
+    """`put` and `forget` are called by the loop's thread and wait for nothing; all else happens in
+    the publisher's thread."""
+
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        seed: bytes,
+        chunk_tokens: int,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Binds the sockets. SettingError if an address cannot be used. `seed`: as in
+        `SchedulerConfig`."""
+        self._blocks = Blocks(seed, chunk_tokens)
+        self._clock = clock
+        self._topic = config.topic.encode()
+        self._most_queued = config.max_queue_size
+        self._queue: deque[ResidencyChanges | _StartOver | object] = deque()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._number = 0  # of the next batch
+        self._stored = self._removed = self._cleared = self._resets = 0
+        self._closing = threading.Event()
+        self._context = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._replay: zmq.Socket[bytes] | None = None
+        try:
+            self._publish = self._bind(zmq.PUB, config.endpoint, config.hwm)
+            if config.replay_endpoint is not None:
+                # a router may ask for any number of batches at once
+                self._replay = self._bind(zmq.ROUTER, config.replay_endpoint, 0)
+                self._poller.register(self._replay, zmq.POLLIN)
+        except SettingError:
+            self._context.destroy(linger=0)
+            raise
+        where = self._publish.last_endpoint.decode()
+        again = "none" if self._replay is None else self._replay.last_endpoint.decode()
+        log.info("KV events at %s, replay at %s", where, again)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def _bind(self, kind: int, endpoint: str, most_waiting: int) -> zmq.Socket[bytes]:
+        """`most_waiting`: messages to one peer; 0: any number."""
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(most_waiting)  # of no effect after the bind
+        socket.linger = LINGER_MS
+        try:
+            socket.bind(endpoint.removesuffix(":0") + ":*" if endpoint.endswith(":0") else endpoint)
+        except zmq.ZMQError as error:
+            raise SettingError(SETTING, f"cannot bind {endpoint}: {error}") from None
+        return socket
+
+    # -- the loop's thread
+
+    def put(self, changes: ResidencyChanges) -> bool:
+        """Takes changes. Returns False if too many wait already: `start_over` must follow."""
+        if len(self._queue) >= self._most_queued:
+            return False
+        self._queue.append(changes)
+        return True
+
+    def start_over(self, resident: ResidencyChanges) -> None:
+        """Changes are lost. Routers are told to forget all, and then these chunks as far as their
+        tokens are known."""
+        self._queue.clear()
+        self._queue.append(_StartOver(resident))
+
+    def forget(self) -> None:
+        """What was put before removes the chunks of a deleted conversation: no earlier batch, which
+        may have its tokens, is repeated any more."""
+        self._queue.append(FORGET)
+
+    def counters(self) -> KVEventCounters:
+        return KVEventCounters(
+            self._stored, self._removed, self._cleared, len(self._queue), self._resets
+        )
+
+    def close(self) -> None:
+        """Publishes what was put, and ends the thread."""
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy()
+
+    # -- the publisher's thread
+
+    def _run(self) -> None:
+        self._send([CLEARED])
+        self._cleared += 1
+        while not self._closing.is_set():
+            if self._replay is None:
+                self._closing.wait(BATCH_MS / 1e3)
+            elif self._poller.poll(BATCH_MS):
+                self._repeat(self._replay)
+            self._take()
+        self._take()
+
+    def _take(self) -> None:
+        """Publishes the net changes of all that waits."""
+        forgets = False
+        while self._queue:
+            waiting = self._queue.popleft()
+            if isinstance(waiting, ResidencyChanges):
+                self._blocks.apply(waiting)
+                time.sleep(0)  # the loop's thread may go on
+            elif isinstance(waiting, _StartOver):
+                self._blocks.replace(waiting.resident)
+                self._blocks.events()
+                self._resets += 1
+                self._cleared += 1
+                self._kept.clear()  # a deletion may be among what is lost
+                self._send([CLEARED, *self._blocks.everything()])
+            else:
+                forgets = True
+        events = self._blocks.events()
+        if forgets:
+            self._kept.clear()
+        if events:
+            self._send(events)
+
+    def _send(self, events: list[Event]) -> None:
+        for event in events:
+            self._stored += event["type"] == "BlockStored"
+            self._removed += event["type"] == "BlockRemoved"
+        payload = self._payload(events)
+        self._kept.append((self._number, payload))
+        self._publish.send_multipart([self._topic, _bytes(self._number), payload])
+        self._number += 1
+
+    def _payload(self, events: list[Event]) -> bytes:
+        return msgspec.msgpack.encode([self._clock(), events, RANK])
+
+    def _repeat(self, replay: zmq.Socket[bytes]) -> None:
+        """Answers one request for all batches from a number on."""
+        client, *_, asked = replay.recv_multipart()
+        if len(asked) != NUMBER_BYTES:
+            log.warning("a request for KV events has no number")
+            return
+        batches = self._batches(int.from_bytes(asked, "big", signed=True))
+        for number, payload in batches:
+            replay.send_multipart([client, b"", self._topic, _bytes(number), payload])
+        replay.send_multipart([client, b"", self._topic, END, b""])
+
+    def _batches(self, start: int) -> list[tuple[int, bytes]]:
+        """The batches from that number on. If the first one is not kept any more, it becomes one
+        that stores all anew, and the others become empty: routers expect every number."""
+        start = max(0, start)
+        oldest = self._kept[0][0] if self._kept else self._number
+        if start >= oldest:
+            return [batch for batch in self._kept if batch[0] >= start]
+        # What waits is not applied yet, so this is what the latest batch left.
+        empty = self._payload([])
+        anew = self._payload([CLEARED, *self._blocks.everything()])
+        return [(start, anew), *((number, empty) for number in range(start + 1, self._number))]
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
