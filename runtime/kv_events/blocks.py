@@ -40,7 +40,7 @@ class Block:
     told        the tier in which routers know it, or NO_SLOT
     """
 
-    __slots__ = ("children", "depth", "key", "parent", "salt", "tiers", "told", "tokens")
+    __slots__ = ("children", "depth", "key", "parent", "salt", "tiers", "tokens", "told")
 
     def __init__(self, key: bytes, parent: Block | None, tokens: bytes, salt: str | None):
         self.key = key
@@ -163,9 +163,7 @@ class Blocks:
                 stored.append(block)
         events: list[Event] = []
         for tier in reversed(TIERS):
-            hashes = [
-                block.hash for block in sorted(gone[tier], key=_depth, reverse=True)
-            ]
+            hashes = [block.hash for block in sorted(gone[tier], key=_depth, reverse=True)]
             if hashes:
                 removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIA[tier]}
                 events.append(removed)
@@ -258,4 +256,3 @@ def _stored_event(path: list[Block], size: int) -> Event:
         if parent.parent is None:
             event["extra_keys"] = [[first.salt], *[None] * (len(path) - 1)]
     return event
-

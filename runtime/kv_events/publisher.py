@@ -1,5 +1,5 @@
-"""Publishes KV events over ZeroMQ: batches by a PUB socket, and again by a ROUTER socket for routers
-that have missed some.
+"""Publishes KV events over ZeroMQ: batches by a PUB socket, and again by a ROUTER socket for
+routers that have missed some.
 
 Batches have numbers from 0 without a gap. Batch 0 says that nothing is stored.
 """
@@ -40,7 +40,11 @@ class _StartOver:
 
 class KVEventPublisher:
     """`put` and `forget` are called by the loop's thread and wait for nothing; all else happens in
-    the publisher's thread."""
+    the publisher's thread.
+
+    endpoint, replay_endpoint
+            the addresses with the ports that the sockets have
+    """
 
     def __init__(
         self,
@@ -72,9 +76,9 @@ class KVEventPublisher:
         except SettingError:
             self._context.destroy(linger=0)
             raise
-        where = self._publish.last_endpoint.decode()
-        again = "none" if self._replay is None else self._replay.last_endpoint.decode()
-        log.info("KV events at %s, replay at %s", where, again)
+        self.endpoint = self._publish.last_endpoint.decode()
+        self.replay_endpoint = None if self._replay is None else self._replay.last_endpoint.decode()
+        log.info("KV events at %s, replay at %s", self.endpoint, self.replay_endpoint or "none")
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -170,11 +174,11 @@ class KVEventPublisher:
 
     def _repeat(self, replay: zmq.Socket[bytes]) -> None:
         """Answers one request for all batches from a number on."""
-        client, *_, asked = replay.recv_multipart()
-        if len(asked) != NUMBER_BYTES:
+        client, *_, start = replay.recv_multipart()
+        if len(start) != NUMBER_BYTES:
             log.warning("a request for KV events has no number")
             return
-        batches = self._batches(int.from_bytes(asked, "big", signed=True))
+        batches = self._batches(int.from_bytes(start, "big", signed=True))
         for number, payload in batches:
             replay.send_multipart([client, b"", self._topic, _bytes(number), payload])
         replay.send_multipart([client, b"", self._topic, END, b""])

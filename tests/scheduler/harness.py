@@ -93,7 +93,7 @@ class Harness:
         self.config = SchedulerConfig(**(SMALL | settings))
         self.windows = self.config.windows
         self._cost = profile(self.config.chunk_tokens, chunks_a_step)
-        self.scheduler = Scheduler(self.config, self._cost)
+        self.scheduler = self.new_scheduler()
         self._copy_fails = Random(0)
         self._vocabulary = vocabulary
         self.salts = {}
@@ -107,6 +107,9 @@ class Harness:
         self.grammars = {}
         self.erasing = deque()
         self.counts = Counter()
+
+    def new_scheduler(self):
+        return Scheduler(self.config, self._cost)
 
     def _new_device(self):
         config = self.config
@@ -330,7 +333,7 @@ class Harness:
         before = self.device
         self.device = self._new_device()
         self.device.disk = before.disk
-        self.scheduler = Scheduler(self.config, self._cost)
+        self.scheduler = self.new_scheduler()
         self.scheduler.lower.adopt({Tier.DISK: records}, self.now)
         self.results.clear()
         self.erasing.clear()

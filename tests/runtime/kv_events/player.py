@@ -1,0 +1,59 @@
+"""Random conversations on the real scheduler, whose residency changes are taken, and the truth that
+routers should know."""
+
+from __future__ import annotations
+
+from pensieve.runtime.cache_salt import GIVEN, given_salt
+from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.kv.noted_store import fastest_tier
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import TIERS
+
+from ...scheduler.driver import Driver
+
+
+SALTED = {"c0": b"one", "c1": b"two", "c2": b"two"}
+
+
+class Player(Driver):
+    """Salts are given ones here, and some conversations have their own. `on_start`: called with each life's scheduler."""
+
+    def __init__(self, seed, on_start=lambda scheduler: None, **settings):
+        self._on_start = on_start
+        super().__init__(seed, **({"truncates": 0.0} | settings))
+
+    def new_scheduler(self):
+        scheduler = Scheduler(self.config, self._cost, notes_residency=True)
+        self._on_start(scheduler)
+        return scheduler
+
+    def submit(self, prompt, max_tokens=4, conversation=None, **fields):
+        if conversation in SALTED or fields.get("salt"):
+            fields["salt"] = GIVEN + SALTED.get(conversation, b"other")
+        return super().submit(prompt, max_tokens, conversation, **fields)
+
+    def truth(self):
+        """By conversation: its log, its given salt, and the leading runs of its chunks by tier, as
+        in `LlmDDouble.score`."""
+        return {name: self._runs(name) for name in self.logs if name in self.scheduler.conversations}
+
+    def _runs(self, name):
+        conversation = self.scheduler.conversations.get(name)
+        keys = conversation.keys
+        # a prompt is scored as if its reply were to come: whole chunks of the log count
+        tokens = conversation.tokens[: len(keys) * self.config.chunk_tokens]
+        tiers = []
+        for key in keys:
+            chunk = self.scheduler._store.find(key)
+            tier = NO_SLOT if chunk is None else fastest_tier(chunk)
+            tiers.append(len(TIERS) if tier == NO_SLOT else tier)
+        runs = []
+        for tier in TIERS:
+            leading = [at for at, there in enumerate(tiers) if there > tier]
+            runs.append(leading[0] if leading else len(tiers))
+        return tokens.tolist(), given_salt(conversation.salt), tuple(runs)
+
+    def residency(self):
+        """By conversation: chunks by tier, as the scheduler reports them."""
+        report = self.scheduler.conversations.residency(0, 10**9)
+        return {entry.conversation: entry.chunks for entry in report.conversations}
