@@ -60,7 +60,7 @@ class Life:
             self._markers += 1
             run = ContextRun(NO_KEY, (key,), tokens, b"")
             assert self.publisher.put(ResidencyChanges([(gone, -1), (key, 0)], [run]))
-            again = time.monotonic() + 0.3
+            again = time.monotonic() + 0.05
             while time.monotonic() < again:
                 scores = await router.scores(tokens)
                 if all(scores.get(worker) == (1, 1, 1) for worker in self.workers):
@@ -90,6 +90,7 @@ async def play(player, lives, states, counts):
         if life is not lives[-1]:
             if life is not None:
                 await life.leave(router)
+                counts["lost batches"] += life.proxy.lost
                 counts["restarts"] += 1
             life = lives[-1]
             began = counts["states"]

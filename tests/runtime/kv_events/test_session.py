@@ -1,0 +1,83 @@
+"""What the session hands over, and when."""
+
+from __future__ import annotations
+
+from array import array
+
+from pensieve.runtime.engine_session import EngineSession
+from pensieve.runtime.messages import Forget
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.scheduler import Scheduler
+
+from ..test_engine_session import COST, Sevens, play, request
+
+CONFIG = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, chunk_tokens=4)
+
+
+class Handed:
+    """Notes what is handed over; `full`: takes nothing more."""
+
+    def __init__(self):
+        self.calls = []
+        self.full = False
+
+    def put(self, changes):
+        self.calls.append(("put", changes))
+        return not self.full
+
+    def start_over(self, resident):
+        self.calls.append(("start over", resident))
+
+    def forget(self):
+        self.calls.append(("forget", None))
+
+
+def make_session(kv_events):
+    scheduler = Scheduler(CONFIG, COST, notes_residency=True)
+    return EngineSession(scheduler, Sevens(), kv_events=kv_events)
+
+
+def test_a_removal_is_handed_over_before_a_deletion_is_answered():
+    handed = Handed()
+    session = make_session(handed)
+    session.add(request(1, 12, conversation="a"))
+    play(session)
+    stored = {key: tier for _, changes in handed.calls for key, tier in changes.tiers}
+    assert list(stored.values()) == [0] * 3
+    log = session.scheduler.conversations.tokens("a")
+    handed.calls.clear()
+    session.forget(Forget("a", log, 0, b""), lambda wholly: handed.calls.append(("answer", wholly)))
+    while not handed.calls or handed.calls[-1][0] != "answer":
+        session.step()
+    assert [name for name, _ in handed.calls] == ["put", "forget", "answer"]
+    assert dict(handed.calls[0][1].tiers) == dict.fromkeys(stored, NO_SLOT)
+
+
+def test_the_tokens_of_each_chunk_are_handed_over_with_it():
+    handed = Handed()
+    session = make_session(handed)
+    session.add(request(1, 12, salt=b"given:s"))
+    play(session)
+    log = array("i", [1, 2, 3, *[7] * 12])
+    runs = [run for _, changes in handed.calls for run in changes.names if len(run.keys) == 1]
+    assert [run.tokens for run in runs] == [log[:4], log[4:8], log[8:12]]
+    assert [run.previous for run in runs[1:]] == [run.keys[0] for run in runs[:-1]]
+    assert not runs[0].previous and {run.salt for run in runs} == {b"given:s"}
+
+
+def test_a_queue_that_is_full_gets_all_that_is_resident():
+    handed = Handed()
+    handed.full = True
+    session = make_session(handed)
+    session.add(request(1, 12))
+    play(session)
+    name, resident = handed.calls[-1]
+    assert name == "start over" and [tier for _, tier in resident.tiers] == [0] * 3
+
+
+def test_without_events_nothing_is_noted():
+    session = EngineSession(Scheduler(CONFIG, COST), Sevens())
+    session.add(request(1, 12))
+    play(session)
+    assert session.scheduler.take_residency_changes() is None
