@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...scheduler.kv.chunk import NO_SLOT
-from ...scheduler.kv.chunk_keys import NO_KEY, root_key
+from ...scheduler.kv.chunk_keys import root_key
 from ...scheduler.kv.noted_store import ContextRun, ResidencyChanges
 from ...scheduler.types import GPU, TIERS, ChunkKey
 from ..cache_salt import GIVEN, given_salt
@@ -92,8 +92,10 @@ class Blocks:
         for key, tier in changes.tiers:
             self._move(key, tier)
         for run in changes.names:
-            if self._unnamed and any(key in self._unnamed for key in run.keys):
-                self._name(run)
+            if self._unnamed:
+                keys = run.keys[run.first : run.end]
+                if any(key in self._unnamed for key in keys):
+                    self._name(run, keys)
 
     def replace(self, resident: ResidencyChanges) -> None:
         """Some changes are lost; these chunks are all that are resident now."""
@@ -117,12 +119,13 @@ class Blocks:
         else:
             block.tiers[key] = tier
 
-    def _name(self, run: ContextRun) -> None:
-        block = self._root(run.salt) if run.previous == NO_KEY else self._by_chunk.get(run.previous)
+    def _name(self, run: ContextRun, keys: Sequence[ChunkKey]) -> None:
+        first = run.first
+        block = self._by_chunk.get(run.keys[first - 1]) if first else self._root(run.salt)
         if block is None:
             return  # behind a hole; the turn that computes the hole names all of its prompt
         size = self._size
-        for index, key in enumerate(run.keys):
+        for index, key in enumerate(keys, first):
             block = self._child(block, run.tokens[index * size : (index + 1) * size].tobytes())
             tier = self._unnamed.pop(key, NO_SLOT)
             if tier != NO_SLOT:

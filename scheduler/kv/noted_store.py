@@ -3,29 +3,29 @@ events are made of these notes; without events, `ChunkStore` alone is used, at n
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
-from ..types import GPU, TIERS, ChunkKey
+from ..types import GPU, ChunkKey, Tokens
 from .chunk import NO_SLOT, Chunk
 from .chunk_store import ChunkStore
 from .retention import EvictionPolicy
 
 
 class ContextRun(NamedTuple):
-    """Consecutive chunks of one context, which starts at position 0, with their tokens.
+    """Consecutive chunks of one context, which starts at position 0, with their tokens: those from
+    number `first` up to, not including, number `end`.
 
-    previous    key of the chunk before them; NO_KEY: they are the first ones
-    keys        of these chunks
-    tokens      theirs, perhaps with more behind them
-    salt        of their request
+    keys        of the whole context; it may get more, but these stay
+    tokens      of the whole context, likewise
+    salt        of the request
     """
 
-    previous: ChunkKey
+    first: int
+    end: int
     keys: Sequence[ChunkKey]
-    tokens: array[int]
+    tokens: Tokens
     salt: bytes
 
 
@@ -55,17 +55,16 @@ class NotedChunkStore(ChunkStore):
         if not (self._noted or self.names):
             return None
         tiers = []
-        for noted in self._noted:
-            key = noted.key
+        for chunk in self._noted:
+            key = chunk.key
             if key is None:
                 continue
-            chunk = self.find(key)
-            tier = NO_SLOT if chunk is None else fastest_tier(chunk)
-            if chunk is None:
-                if noted.noted_tier != NO_SLOT:
-                    tiers.append((key, NO_SLOT))
-            elif chunk.noted_tier != tier:
-                chunk.noted_tier = tier
+            tier = fastest_tier(chunk)
+            if chunk.noted_tier == tier:
+                continue
+            chunk.noted_tier = tier
+            # a forgotten chunk, whose key another one has by now, says nothing
+            if tier != NO_SLOT or self.find(key) in (chunk, None):
                 tiers.append((key, tier))
         names = self.names[:]
         self._noted.clear()
@@ -105,9 +104,9 @@ class NotedChunkStore(ChunkStore):
 
 def fastest_tier(chunk: Chunk) -> int:
     """NO_SLOT: the chunk is in no tier."""
-    for tier in TIERS:
-        if chunk.slots[tier] != NO_SLOT:
-            return int(tier)
+    for tier, slot in enumerate(chunk.slots):
+        if slot != NO_SLOT:
+            return tier
     return NO_SLOT
 
 

@@ -8,7 +8,6 @@ from ..config import SchedulerConfig
 from ..context_window import ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk
-from ..kv.chunk_keys import NO_KEY
 from ..kv.chunk_store import ChunkStore
 from ..kv.noted_store import ContextRun
 from ..kv.stats import SwapInOrRecomputeStats
@@ -195,9 +194,9 @@ class Admission:
         turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}
         if self._names is not None and not turn.context_start:
-            prompt, salt = turn.request.prompt, turn.request.salt
+            whole = len(turn.request.prompt) // size
             self._names.append(
-                ContextRun(NO_KEY, tuple(turn.keys[: len(prompt) // size]), prompt, salt)
+                ContextRun(0, whole, turn.keys, turn.tokens, turn.request.salt)
             )
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(

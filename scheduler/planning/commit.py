@@ -7,7 +7,7 @@ from math import inf
 
 from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
-from ..kv.chunk_keys import NO_KEY, ChunkKeys
+from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.noted_store import ContextRun
 from ..turns.conversations import Conversations, Log
@@ -64,9 +64,9 @@ class Committer:
         if row.chunks[place].key is None:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
             if self._names is not None and not turn.context_start:
-                previous = turn.keys[index - 1] if index else NO_KEY
-                tokens = turn.tokens[index * size : (index + 1) * size]
-                self._names.append(ContextRun(previous, (key,), tokens, turn.request.salt))
+                self._names.append(
+                    ContextRun(index, index + 1, turn.keys, turn.tokens, turn.request.salt)
+                )
         if key in row.pending:
             del row.pending[key]
             del self._store.pending[key]

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.runtime.cache_salt import kv_salt
 from pensieve.runtime.kv_events.blocks import Blocks
-from pensieve.scheduler.kv.chunk_keys import NO_KEY, ChunkKeys
+from pensieve.scheduler.kv.chunk_keys import ChunkKeys
 from pensieve.scheduler.kv.noted_store import ContextRun, ResidencyChanges
 
 from .player import Player
@@ -27,7 +27,7 @@ def run_of(tokens, salt=b""):
     log = array("i", tokens)
     keys = []
     KEYS.extend(keys, 0, salt, log, len(log) // SIZE * SIZE)
-    return ContextRun(NO_KEY, tuple(keys), log, salt)
+    return ContextRun(0, len(keys), keys, log, salt)
 
 
 class Told:
@@ -102,7 +102,7 @@ def test_chunks_of_an_earlier_process_are_told_when_a_prompt_names_them(told):
     told.apply(names=[run])
     told.send()
     assert told.score(run) == (0, 0, 1)
-    told.apply((run.keys[1], 0), names=[ContextRun(run.keys[0], run.keys[1:2], run.tokens[4:8], b"")])
+    told.apply((run.keys[1], 0), names=[run._replace(first=1, end=2)])
     told.send()
     assert told.score(run) == (0, 0, 3)
 

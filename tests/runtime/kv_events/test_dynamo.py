@@ -15,8 +15,9 @@ import pytest
 from pensieve.runtime.kv_events import publisher as publisher_module
 from pensieve.runtime.kv_events.config import KVEventsConfig
 from pensieve.runtime.kv_events.publisher import KVEventPublisher
-from pensieve.scheduler.kv.chunk_keys import NO_KEY
+from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.noted_store import ContextRun, ResidencyChanges
+from pensieve.scheduler.types import TIERS
 
 from .player import Player
 from .routers import FOLDER, DynamoRouter, LossyProxy
@@ -48,30 +49,32 @@ class Life:
         self.workers.add(worker)
 
     async def settle(self, router):
-        """Returns when all views have all changes: when they know a block that was stored behind
+        """Returns when all views have all changes: when they know blocks that were stored behind
         them. If its batch is lost, a further one follows."""
         changes = self.scheduler.take_residency_changes()
         if changes is not None:
             assert self.publisher.put(changes)
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
-            key, tokens = self._marker(self._markers + 1)
-            gone, _ = self._marker(self._markers)
+            marker = self._marker(self._markers + 1)
+            gone = [(key, NO_SLOT) for key in self._marker(self._markers).keys]
             self._markers += 1
-            run = ContextRun(NO_KEY, (key,), tokens, b"")
-            assert self.publisher.put(ResidencyChanges([(gone, -1), (key, 0)], [run]))
+            there = list(zip(marker.keys, TIERS, strict=True))
+            assert self.publisher.put(ResidencyChanges(gone + there, [marker]))
             again = time.monotonic() + 0.05
             while time.monotonic() < again:
-                scores = await router.scores(tokens)
-                if all(scores.get(worker) == (1, 1, 1) for worker in self.workers):
+                scores = await router.scores(marker.tokens)
+                if all(scores.get(worker) == (1, 2, 3) for worker in self.workers):
                     return
                 await asyncio.sleep(0.001)
         raise AssertionError(f"the router does not follow: {scores}")
 
     @staticmethod
     def _marker(number):
-        tokens = array("i", [1_000_000 + number] * SIZE)
-        return hashlib.sha256(tokens.tobytes()).digest(), tokens
+        """Three chunks, one in each tier: the router applies the tiers' events apart."""
+        tokens = array("i", [1_000_000 + number] * SIZE * len(TIERS))
+        keys = tuple(hashlib.sha256(bytes([tier, *tokens.tobytes()])).digest() for tier in TIERS)
+        return ContextRun(0, len(keys), keys, tokens, b"")
 
     async def leave(self, router):
         for worker in self.workers:

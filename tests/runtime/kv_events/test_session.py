@@ -12,7 +12,7 @@ from pensieve.scheduler.scheduler import Scheduler
 
 from ..test_engine_session import COST, Sevens, play, request
 
-CONFIG = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, chunk_tokens=4)
+CONFIG = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=32, chunk_tokens=4)
 
 
 class Handed:
@@ -60,10 +60,13 @@ def test_the_tokens_of_each_chunk_are_handed_over_with_it():
     session.add(request(1, 12, salt=b"given:s"))
     play(session)
     log = array("i", [1, 2, 3, *[7] * 12])
-    runs = [run for _, changes in handed.calls for run in changes.names if len(run.keys) == 1]
-    assert [run.tokens for run in runs] == [log[:4], log[4:8], log[8:12]]
-    assert [run.previous for run in runs[1:]] == [run.keys[0] for run in runs[:-1]]
-    assert not runs[0].previous and {run.salt for run in runs} == {b"given:s"}
+    joined, *runs = [run for _, changes in handed.calls for run in changes.names]
+    assert (joined.first, joined.end) == (0, 0)
+    assert [(run.first, run.end) for run in runs] == [(0, 1), (1, 2), (2, 3)]
+    for run in (joined, *runs):
+        assert (run.tokens[:12], run.salt) == (log[:12], b"given:s")
+    tiers = [key for _, changes in handed.calls for key, _ in changes.tiers]
+    assert tiers == runs[-1].keys
 
 
 def test_a_queue_that_is_full_gets_all_that_is_resident():
