@@ -65,6 +65,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         default="pensieve.backend.generate",
         help="the worker's name in Dynamo: namespace.component.endpoint (default %(default)s)",
     )
+    for option in ("--dyn-tool-call-parser", "--dyn-reasoning-parser"):
+        command.add_argument(option, metavar="NAME", help="Dynamo's parser, as of its own workers")
     for option, variable, default in (
         ("--discovery-backend", "DYN_DISCOVERY_BACKEND", "etcd"),
         ("--request-plane", "DYN_REQUEST_PLANE", "tcp"),
@@ -101,6 +103,8 @@ async def serve(args: argparse.Namespace) -> None:
         chunk_tokens = await server.chunk_tokens()
         config = ModelRuntimeConfig()
         config.context_length = context_tokens
+        config.tool_call_parser = args.dyn_tool_call_parser
+        config.reasoning_parser = args.dyn_reasoning_parser
         config.kv_event_publishing_enabled = args.kv_events is not None
         config.enable_local_indexer = args.kv_events is not None
         if args.kv_events is not None:
