@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate": "replay a trace against the scheduler on a virtual clock",
     "plan": "say how many GPUs a load of conversations needs, and what they cost",
     "triton-repository": "write a model repository for Triton Inference Server",
+    "dynamo-worker": "register a running server as a worker of NVIDIA Dynamo",
 }
 
 MODULES = {"profile": "profile_engine"}  # of other names than their commands

@@ -23,6 +23,13 @@ ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts", "benchmarks")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 
 OTHER_PROGRAMS = {
+    "dynamo": {
+        "--http-port",
+        "--router-disk-cache-hit-weight",
+        "--router-host-cache-hit-weight",
+        "--router-mode",
+        "--router-session-affinity-ttl-secs",
+    },
     "aiperf": {
         "--artifact-dir",
         "--concurrency",

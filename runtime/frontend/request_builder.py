@@ -201,11 +201,20 @@ class RequestBuilder:
                 echoes = [self._echo(generate, *pair) for pair in zip(given, ids, strict=True)]
             return self._call(generate, bad_words, ids, echoes, writer, arrived, caller, turn)
 
-    async def prompt_tokens(self, generate: Generate, caller: Caller) -> int:
-        """Returns how many tokens the prompt of this chat has. Raises as `call`."""
-        turn = await self._open_chat(generate, caller, "")
-        turn.close()
-        return len(turn.prompt)
+    async def prompts(self, generate: Generate, caller: Caller) -> list[array[int]]:
+        """The tokens of each prompt. Nothing is generated or stored. Raises as `call`, and INVALID
+        for a prompt that continues the server's history."""
+        if generate.server_history:
+            raise RequestError(
+                ErrorKind.INVALID,
+                "a prompt of the server's history cannot be rendered: send all messages",
+                "history",
+            )
+        if generate.chat:
+            turn = await self._open_chat(replace(generate, conversation_id=None), caller, "")
+            turn.close()
+            return [turn.prompt]
+        return [await self._encoded(self._checked(prompt)) for prompt in generate.prompts]
 
     async def _open_chat(self, generate: Generate, caller: Caller, answer_id: str) -> OpenTurn:
         render = self._need_tokenizer(generate.prompt_field).render_chat

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -356,12 +357,35 @@ def add_generation(
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: HTTPRequest) -> dict[str, int]:
-        body = await read_body(PromptBody, request)
-        caller = caller_of(request)
+        (prompt,) = await prompts_of(PromptBody, request)
+        return {"input_tokens": len(prompt)}
+
+    @app.post("/v1/completions/render")
+    async def render_completion(request: HTTPRequest) -> list[dict[str, Any]]:
+        return [rendered(prompt) for prompt in await prompts_of(CompletionBody, request)]
+
+    @app.post("/v1/chat/completions/render")
+    async def render_chat(request: HTTPRequest) -> dict[str, Any]:
+        (prompt,) = await prompts_of(ChatBody, request)
+        return rendered(prompt)
+
+    @app.post("/v1/messages/render")
+    async def render_messages(request: HTTPRequest) -> dict[str, Any]:
+        (prompt,) = await prompts_of(MessageBody, request)
+        return rendered(prompt)
+
+    async def prompts_of(
+        kind: type[CompletionBody | ChatBody | PromptBody], request: HTTPRequest
+    ) -> list[array[int]]:
+        body = await read_body(kind, request)
         check_model(body.model, ready)
-        if not settings.keep_tokens_left:
+        if isinstance(body, PromptBody) and not settings.keep_tokens_left:
             body = body.without_tokens_left()
-        return {"input_tokens": await calls.prompt_tokens(body.generate(), caller)}
+        generate = await asyncio.to_thread(body.generate)
+        return await calls.prompts(generate, caller_of(request))
+
+    def rendered(prompt: array[int]) -> dict[str, Any]:
+        return {"model": ready.model, "token_ids": prompt.tolist()}
 
     add_tokenize(app, ready, tokenizer)
 

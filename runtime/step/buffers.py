@@ -198,6 +198,7 @@ def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
     """Every array that the sampler reads on its device."""
     parts = [
         sampling.draws,
+        sampling.limited,
         sampling.filtered,
         sampling.penalties,
         sampling.biases,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, registered_group
 from ...scheduler.types import TokenLogprobs
-from .sampling_inputs import PenaltyStart, SamplingInputs
+from .sampling_inputs import MOST_LIMITED, PenaltyStart, SamplingInputs
 
 # splitmix64 as signed 64-bit numbers: the step between two states, and the two multipliers of its
 # mixing function.
@@ -133,12 +133,14 @@ class Sampler:
         if inputs.draws is not None:
             rows, temperatures, seeds, positions = self._tensors(inputs.draws)
             tokens[rows] = draw(logits[rows], temperatures, uniform(seeds, positions))
-        if inputs.filtered is not None:
-            rows, *settings, seeds, positions = self._tensors(inputs.filtered)
-            temperatures, top_ks, top_ps, min_ps = settings
-            tokens[rows] = draw_filtered(
-                logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions)
-            )
+        for filtered, most in ((inputs.limited, MOST_LIMITED), (inputs.filtered, logits.shape[1])):
+            if filtered is not None:
+                rows, *settings, seeds, positions = self._tensors(filtered)
+                temperatures, top_ks, top_ps, min_ps = settings
+                uniforms = uniform(seeds, positions)
+                tokens[rows] = draw_filtered(
+                    logits[rows], temperatures, top_ks, top_ps, min_ps, uniforms, most
+                )
         return tokens
 
     def _forbid(self, logits: Tensor, inputs: SamplingInputs) -> None:
@@ -245,31 +247,35 @@ def draw_filtered(
     top_ps: Tensor,
     min_ps: Tensor,
     uniforms: Tensor,
+    most: int,
 ) -> Tensor:
-    """Draws as `draw` does, likeliest token first, from what the filters leave.
+    """Draws as `draw` does from what the filters leave. A token that is as likely as the least
+    likely one of these stays too.
 
-    top_ks [D] int64: logits below the k-th largest are removed (equal ones stay); 0 is off.
-    min_ps [D] float64: tokens whose probability is below this share of the likeliest one's are
-    removed. top_ps [D] float64: of the rest, the smallest set of likeliest tokens whose probability
-    reaches p stays, at least one.
+    top_ks [D] int64: the k likeliest tokens stay; 0 is off. min_ps [D] float64: tokens whose
+    probability is below this share of the likeliest one's are removed. top_ps [D] float64: of the
+    rest, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
+    most: no row keeps more tokens. Only so many logits are ordered.
     """
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    vocab = logits.shape[1]
-    last_kept = torch.where(top_ks > 0, top_ks.clamp(max=vocab), vocab).unsqueeze(1) - 1
+    most = min(most, logits.shape[1])
+    if most < logits.shape[1]:
+        ordered = logits.topk(most, dim=-1).values
+    else:
+        ordered = logits.sort(dim=-1, descending=True).values
     scaled = (ordered.double() - ordered[:, :1].double()) / temperatures.unsqueeze(1)
     weights = scaled.exp()
-    weights = weights.where(
-        (ordered >= ordered.gather(1, last_kept)) & (weights >= min_ps.unsqueeze(1)), 0.0
-    )
+    ranks = torch.arange(most, device=logits.device)
+    last_ranks = torch.where(top_ks > 0, top_ks, most).unsqueeze(1)
+    stays = (ranks < last_ranks) & (weights >= min_ps.unsqueeze(1)) & (weights > 0.0)
+    weights = weights.where(stays, 0.0)
 
     # A rank stays while the ranks before it have not reached p. Weights fall, so a leading part
     # stays.
     reached = weights.cumsum(dim=-1)
-    stays = reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
+    stays &= reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
     last = stays.sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    target = uniforms.unsqueeze(1) * reached.gather(1, last)
-    rank = (reached <= target).sum(dim=-1, keepdim=True).minimum(last)
-    return ids.gather(1, rank).squeeze(1)
+    lowest = ordered.gather(1, last)
+    return draw(logits.masked_fill(logits < lowest, -torch.inf), temperatures, uniforms)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

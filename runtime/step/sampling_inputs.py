@@ -15,6 +15,9 @@ FORBIDDEN = -1e30
 """Added to the logits of tokens that must not be drawn. Finite, so that such a token can still be
 drawn if a grammar, with minus infinity, allows no other."""
 
+MOST_LIMITED = 256
+"""The largest top_k of rows for which only so many logits are ordered."""
+
 NOTHING_FORBIDDEN: Mapping[int, Sequence[int]] = {}
 
 
@@ -111,9 +114,15 @@ class ScoreRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
-    """For R sampled rows and K scored ones; a field is None if no row needs it."""
+    """For R sampled rows and K scored ones; a field is None if no row needs it.
+
+    draws       rows without filters
+    limited     rows with filters that keep at most MOST_LIMITED tokens each
+    filtered    rows with other filters
+    """
 
     draws: Draws | None
+    limited: FilteredDraws | None
     filtered: FilteredDraws | None
     starts: tuple[PenaltyStart, ...]
     penalties: Penalties | None
@@ -235,10 +244,8 @@ class SeatSampling:
     ) -> SamplingInputs:
         """seats, positions [R]: of the tokens to be drawn; scored_seats, targets [K]: of the scored
         rows; `forbidden`: tokens that must not be drawn, by row."""
-        draws, filtered = self._draws(seats, positions)
         return SamplingInputs(
-            draws,
-            filtered,
+            *self._draws(seats, positions),
             starts,
             self._penalties(seats),
             self._step_biases(seats, positions, forbidden) if self._biases or forbidden else None,
@@ -256,9 +263,10 @@ class SeatSampling:
     ) -> SamplingInputs:
         """Packs a step of the same rows as `last`, none of them scored. No seat was taken in
         between."""
-        draws, filtered = last.draws, last.filtered
+        draws, limited, filtered = last.draws, last.limited, last.filtered
         return SamplingInputs(
             draws and draws._replace(positions=positions[draws.rows].astype(np.int64)),
+            limited and limited._replace(positions=positions[limited.rows].astype(np.int64)),
             filtered and filtered._replace(positions=positions[filtered.rows].astype(np.int64)),
             (),
             last.penalties,
@@ -269,12 +277,13 @@ class SeatSampling:
 
     def _draws(
         self, seats: np.ndarray, positions: np.ndarray
-    ) -> tuple[Draws | None, FilteredDraws | None]:
+    ) -> tuple[Draws | None, FilteredDraws | None, FilteredDraws | None]:
+        """The first three fields of `SamplingInputs`."""
         hot = self._temperatures[seats] > 0.0
         if not hot.any():
-            return None, None
+            return None, None, None
         filters = self._filters[seats]
-        draws = filtered = None
+        draws = None
         (rows,) = (hot & ~filters).nonzero()
         if len(rows):
             drawn = seats[rows]
@@ -284,19 +293,31 @@ class SeatSampling:
                 self._seeds[drawn],
                 positions[rows].astype(np.int64),
             )
-        (rows,) = (hot & filters).nonzero()
-        if len(rows):
-            drawn = seats[rows]
-            filtered = FilteredDraws(
-                rows,
-                self._temperatures[drawn],
-                self._top_ks[drawn],
-                self._top_ps[drawn],
-                self._min_ps[drawn],
-                self._seeds[drawn],
-                positions[rows].astype(np.int64),
-            )
-        return draws, filtered
+        filters &= hot
+        top_ks = self._top_ks[seats]
+        limited = (top_ks > 0) & (top_ks <= MOST_LIMITED)
+        return (
+            draws,
+            self._filtered(filters & limited, seats, positions),
+            self._filtered(filters & ~limited, seats, positions),
+        )
+
+    def _filtered(
+        self, which: np.ndarray, seats: np.ndarray, positions: np.ndarray
+    ) -> FilteredDraws | None:
+        (rows,) = which.nonzero()
+        if not len(rows):
+            return None
+        drawn = seats[rows]
+        return FilteredDraws(
+            rows,
+            self._temperatures[drawn],
+            self._top_ks[drawn],
+            self._top_ps[drawn],
+            self._min_ps[drawn],
+            self._seeds[drawn],
+            positions[rows].astype(np.int64),
+        )
 
     def _penalties(self, seats: np.ndarray) -> Penalties | None:
         places = self._places[seats]

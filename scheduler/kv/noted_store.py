@@ -59,7 +59,7 @@ class NotedChunkStore(ChunkStore):
             key = chunk.key
             if key is None:
                 continue
-            tier = fastest_tier(chunk)
+            tier = GPU if chunk.slots[GPU] != NO_SLOT else fastest_tier(chunk)
             if chunk.noted_tier == tier:
                 continue
             chunk.noted_tier = tier

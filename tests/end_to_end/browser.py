@@ -127,16 +127,19 @@ class VisitedServer(Server):
         self.post("/v1/chat/completions", conversation=f"visitor {number:02}", **body)
 
     @contextmanager
-    def load(self, at_once=3):
-        """Visitors come back, some often and others seldom, for as long as this is open."""
+    def load(self, at_once=3, title=None):
+        """Visitors come back, some often and others seldom, for as long as this is open. The
+        conversation with this title is left alone."""
         ended = threading.Event()
 
         def come_back(seed):
             draw = random.Random(seed)
             while not ended.is_set():
                 number = int(len(SUBJECTS) * draw.random() ** 2)
-                history = self.ask("GET", f"/v1/conversations/visitor {number:02}")["messages"][:6]
-                self.visit(number, *history, text=draw.choice(QUESTIONS))
+                conversation = self.ask("GET", f"/v1/conversations/visitor {number:02}")
+                if conversation["title"] != title:
+                    history = conversation["messages"][:6]
+                    self.visit(number, *history, text=draw.choice(QUESTIONS))
 
         with ThreadPoolExecutor(at_once) as pool:
             visits = [pool.submit(come_back, seed) for seed in range(at_once)]

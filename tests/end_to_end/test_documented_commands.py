@@ -51,6 +51,14 @@ NOT_RUN = {
         "pip install",
     ): "needs Ray and a database; end_to_end/test_ray_serve.py has both",
     (
+        "routers.md",
+        "pip install 'pensieve[events]'",
+    ): "installs; end_to_end/test_kv_events.py serves with the same option",
+    (
+        "routers.md",
+        "pip install 'pensieve[dynamo]'",
+    ): "needs Dynamo; end_to_end/test_dynamo.py has it",
+    (
         "shared-histories.md",
         "pip install",
     ): "needs a database; end_to_end/test_shared_histories.py has one",

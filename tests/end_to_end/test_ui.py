@@ -113,7 +113,7 @@ def test_the_page_says_which_replica_it_is_and_whether_its_store_answers(server,
 
 
 def test_chat_map_and_timeline_under_load(server, browser):
-    with opened(browser, server.url) as page, server.load():
+    with opened(browser, server.url) as page:
         options = page.get_by_role("listbox").get_by_role("option")
         expect(options).to_have_count(CONVERSATIONS)
         ready(page)
@@ -129,33 +129,34 @@ def test_chat_map_and_timeline_under_load(server, browser):
         before = page.locator("article").count()
         assert before >= 2
 
-        message.fill("Where is the <img src=x> sea?")
-        message.press("Enter")
-        strip = page.locator(".strip")
-        expect(strip).to_have_count(1)
-        expect(page.locator("article")).to_have_count(before + 2)
-        assert page.locator("article img").count() == 0
-        sources = tokens_by_source(strip)
-        assert sources["new"] > 0 and sum(sources.values()) > sources["new"]
-        assert page.locator(".run").count() == len(sources)
+        with server.load(title=chosen):
+            message.fill("Where is the <img src=x> sea?")
+            message.press("Enter")
+            strip = page.locator(".strip")
+            expect(strip).to_have_count(1)
+            expect(page.locator("article")).to_have_count(before + 2)
+            assert page.locator("article img").count() == 0
+            sources = tokens_by_source(strip)
+            assert sources["new"] > 0 and sum(sources.values()) > sources["new"]
+            assert page.locator(".run").count() == len(sources)
 
-        # until then it sends nothing
-        expect(page.get_by_role("button", name="Send")).to_be_visible()
-        message.fill("And the land?")
-        message.press("Enter")
-        expect(strip).to_have_count(2)
-        assert sum(tokens_by_source(strip.last).values()) > sum(sources.values())
+            # until then it sends nothing
+            expect(page.get_by_role("button", name="Send")).to_be_visible()
+            message.fill("And the land?")
+            message.press("Enter")
+            expect(strip).to_have_count(2)
+            assert sum(tokens_by_source(strip.last).values()) > sum(sources.values())
 
-        for tier in ("gpu", "host", "dropped"):
-            expect(page.locator(f"[data-tier={tier}]")).not_to_have_text("0")
-        expect(page.locator("#map")).to_have_attribute("data-bars", str(CONVERSATIONS))
-        charts = page.locator("#timeline canvas")
-        expect(charts).to_have_count(4)
-        for number in range(4):
-            expect(charts.nth(number)).to_have_attribute("data-highest", re.compile(r"[1-9]"))
-        expect(page.locator("[data-lane=gpu-host] .out .cell").first).to_be_attached()
-        enough = "least => document.querySelector('#timeline canvas').dataset.points >= least"
-        page.wait_for_function(enough, arg=10, timeout=3 * PATIENCE_MS)
+            for tier in ("gpu", "host", "dropped"):
+                expect(page.locator(f"[data-tier={tier}]")).not_to_have_text("0")
+            expect(page.locator("#map")).to_have_attribute("data-bars", str(CONVERSATIONS))
+            charts = page.locator("#timeline canvas")
+            expect(charts).to_have_count(4)
+            for number in range(4):
+                expect(charts.nth(number)).to_have_attribute("data-highest", re.compile(r"[1-9]"))
+            expect(page.locator("[data-lane=gpu-host] .out .cell").first).to_be_attached()
+            enough = "least => document.querySelector('#timeline canvas').dataset.points >= least"
+            page.wait_for_function(enough, arg=10, timeout=3 * PATIENCE_MS)
 
 
 def test_dropped_counts_evicted_chunks_as_the_metrics_do(server, browser):

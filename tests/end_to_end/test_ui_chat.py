@@ -363,6 +363,28 @@ def test_a_turn_of_another_client_is_shown_when_it_ends(server, browser):
         expect(page.locator("article")).to_have_count(10)
 
 
+def test_the_end_of_another_clients_turn_leaves_a_newer_reply_as_it_is(server, browser):
+    question = {"role": "user", "content": "Tell me about tides."}
+    body = {"model": "scripted", "conversation": "overtaken", "messages": [question]}
+    url = f"{server.url}/v1/chat/completions"
+    HTTP.post(url, json=body).raise_for_status()
+    endless = {"stream": True, "ignore_eos": True, "on_disconnect": "store"}
+    with opened(browser, server.url, show=False) as page:
+        with HTTP.stream("POST", url, json=body | endless) as other:
+            lines = other.iter_lines()
+            next(line for line in lines if '"delta":{"content":' in line)
+            page.goto(f"{server.url}/ui?c=overtaken")
+            expect(page.locator(".note")).to_contain_text("A reply to another message is coming")
+            say(page, "Hello!")
+            answered(page, 1)
+            expect(page.locator(".strip")).to_have_count(1)
+        while HTTP.get(f"{server.url}/v1/conversations/overtaken").json()["in_flight"]:
+            pass
+        page.wait_for_timeout(1000)  # a page that still follows would have looked again
+        expect(page.locator(".strip")).to_have_count(1)
+        expect(page.locator(".note")).to_have_count(0)
+
+
 def test_a_server_without_a_gpu_shows_none(server, browser):
     with opened(browser, server.url) as page:
         name = HTTP.get(f"{server.url}/ui/state").json()["tier_names"]["gpu"]

@@ -57,10 +57,13 @@ export class Chat {
     }
   }
 
-  // A turn is in flight that this page has not sent, or had sent before it was loaded again.
+  // A turn is in flight that this page has not sent, or had sent before it was loaded again. A turn of this page that
+  // ends before it shows the newer messages.
   async follow(id) {
-    this.views.at(-1)?.note("A reply to another message is coming.");
-    const conversation = await this.settled(id, () => this.id === id);
+    const note = this.views.at(-1)?.note("A reply to another message is coming.");
+    const { messages } = this;
+    const conversation = await this.settled(id, () => this.messages === messages);
+    note?.remove();
     if (conversation && !this.abort) this.show(conversation);
   }
 

@@ -87,6 +87,7 @@ export class MessageView {
     const element = node("p", [words]);
     element.className = "note";
     this.actions.before(element);
+    return element;
   }
 
   // The message becomes a field. It is sent with Enter, and left with Escape.

@@ -24,6 +24,9 @@ GENERATE: dict[str, dict[str, Any]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": TOLD},
+    "/v1/completions/render": {"prompt": "hello"},
+    "/v1/chat/completions/render": {"messages": TOLD},
+    "/v1/messages/render": {"messages": TOLD, "max_tokens": 9},
     "/tokenize": {"messages": TOLD},
     "/detokenize": {"tokens": [5]},
 }

@@ -199,6 +199,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/responses", {"input": "Hi", "stream": True}),
     ("POST", "/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}),
     ("POST", "/tokenize", {"prompt": "Hello"}),
+    ("POST", f"{CHAT}/render", {"messages": [{"role": "user", "content": "Hi"}]}),
     ("GET", CHAT, {}),
     ("GET", "/v1/models", {}),
     ("GET", "/v1/nothing", {}),

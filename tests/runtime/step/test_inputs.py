@@ -5,6 +5,7 @@ import pytest
 
 from pensieve.builder.forward_batch import NOT_WRITTEN
 from pensieve.runtime.step.inputs import LAST_SAMPLE, StepPacker
+from pensieve.runtime.step.sampling_inputs import MOST_LIMITED
 from pensieve.scheduler.types import InvariantError, Sampling
 
 from ..fake_engine import join, plan, span
@@ -35,6 +36,7 @@ def arrays(inputs) -> list[np.ndarray]:
     return (
         [getattr(inputs, name) for name in names]
         + list(inputs.sampling.draws or ())
+        + list(inputs.sampling.limited or ())
         + list(inputs.sampling.filtered or ())
     )
 
@@ -106,8 +108,8 @@ def test_draws_name_rows_parameters_and_the_sampled_position(packer):
             token_ids=range(5),
         )
     )
-    assert inputs.sampling.draws is None
-    assert [a.tolist() for a in inputs.sampling.filtered] == [
+    assert inputs.sampling.draws is None and inputs.sampling.filtered is None
+    assert [a.tolist() for a in inputs.sampling.limited] == [
         [2],
         [0.7],
         [5],
@@ -116,6 +118,25 @@ def test_draws_name_rows_parameters_and_the_sampled_position(packer):
         [2**63 - 1],
         [5],
     ]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (Sampling(temperature=1.0), "draws"),
+        (Sampling(temperature=1.0, top_k=MOST_LIMITED), "limited"),
+        (Sampling(temperature=1.0, top_k=MOST_LIMITED + 1), "filtered"),
+        (Sampling(temperature=1.0, top_p=0.9), "filtered"),
+        (Sampling(temperature=1.0, min_p=0.1), "filtered"),
+    ],
+)
+def test_a_row_is_drawn_by_its_filters_alone(packer, sampling, field):
+    seated = plan(2, joins=[join(2, sampling)], blocks=[(2, 0, (1, 3))])
+    packer.pack(seated)
+    inputs = packer.pack(plan(3, generate={0: 4, 2: 5})).sampling
+    rows = {name: getattr(inputs, name) for name in ("draws", "limited", "filtered")}
+    assert [name for name, draws in rows.items() if draws is not None] == [field]
+    assert rows[field].rows.tolist() == [1]
 
 
 def test_a_join_forgets_the_seat_s_previous_row(packer):

@@ -27,30 +27,15 @@ def draw_twin(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, u: float
 ) -> int:
     """`draw_filtered` for one row, the way the filters are defined."""
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
     if top_k:
-        smallest = logits[order[min(top_k, len(order)) - 1]]
-        order = [token for token in order if logits[token] >= smallest]
-    weights = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / temperature)
-    order, weights = zip(
-        *((t, w) for t, w in zip(order, weights, strict=True) if w >= min_p * weights[0]),
-        strict=True,
-    )
-    weights = np.array(weights) / sum(weights)
-    kept = []
-    mass = 0.0
-    for token, weight in zip(order, weights, strict=True):
-        kept.append((token, weight))
-        mass += weight
-        if mass >= top_p:
-            break
-    target = u * mass
-    reached = 0.0
-    for token, weight in kept:
-        reached += weight
-        if reached > target:
-            return token
-    return kept[-1][0]
+        order = order[:top_k]
+    order = [token for token in order if weights[token] >= min_p]
+    mass = weights[order].cumsum()
+    share = 1 + int((mass < top_p * mass[-1]).sum())
+    lowest = logits[order[min(share, len(order)) - 1]]
+    return plain_twin(np.where(logits >= lowest, logits, -np.inf), temperature, u)
 
 
 def arguments(temperatures, top_ks, top_ps, min_ps=None):
@@ -63,7 +48,7 @@ def arguments(temperatures, top_ks, top_ps, min_ps=None):
 
 
 def drawn_many(
-    logits: list[float], count: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
+    logits: list[float], count: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, most=1000
 ) -> np.ndarray:
     """Frequencies of the tokens drawn at `count` positions of one seed."""
     rows = torch.tensor([logits]).expand(count, -1)
@@ -72,6 +57,7 @@ def drawn_many(
         rows,
         *arguments([temperature] * count, [top_k] * count, [top_p] * count, [min_p] * count),
         uniforms,
+        most,
     )
     return np.bincount(tokens.numpy(), minlength=len(logits)) / count
 
@@ -103,7 +89,9 @@ def test_greedy_takes_the_lowest_id_of_equals():
     logits = torch.zeros(3, 300)
     logits[0, [17, 200]] = 1.0
     logits[1, [299, 298]] = 2.0
-    tokens, _ = Sampler(300).sample(logits, SamplingInputs(None, None, (), None, None, None, None))
+    tokens, _ = Sampler(300).sample(
+        logits, SamplingInputs(None, None, None, (), None, None, None, None)
+    )
     assert tokens.tolist() == [17, 298, 0]
 
 
@@ -119,14 +107,20 @@ def test_greedy_takes_the_lowest_id_of_equals():
         (1.3, 9, 0.9, 0.1),
     ],
 )
-def test_filtered_draws_equal_their_twin(temperature, top_k, top_p, min_p):
+@pytest.mark.parametrize("most", [10, 40, 1000])
+@pytest.mark.parametrize("digits", [1, 8], ids=["equal logits", "different logits"])
+def test_filtered_draws_equal_their_twin(temperature, top_k, top_p, min_p, most, digits):
+    if not 0 < top_k <= most < 40:
+        most = 1000
     rows = 200
     logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(3)) * 2
+    logits = logits.round(decimals=digits)
     uniforms = uniform(torch.arange(rows), torch.full((rows,), 5))
     got = draw_filtered(
         logits,
         *arguments([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows),
         uniforms,
+        most,
     )
     expected = [
         draw_twin(logits[i].numpy(), temperature, top_k, top_p, min_p, float(uniforms[i]))
@@ -206,15 +200,15 @@ def test_top_k_keeps_the_k_largest_and_their_equals():
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p():
-    halves = [math.log(p) for p in (0.125, 0.5, 0.25, 0.125)]
+    shares = [math.log(p) for p in (0.15, 0.5, 0.25, 0.1)]
     for top_p, kept in (
         (0.4, [1]),
         (0.6, [1, 2]),
         (0.8, [0, 1, 2]),
-        (0.9, [0, 1, 2, 3]),
+        (0.95, [0, 1, 2, 3]),
         (1e-9, [1]),
     ):
-        assert np.flatnonzero(drawn_many(halves, 5000, top_p=top_p)).tolist() == kept
+        assert np.flatnonzero(drawn_many(shares, 5000, top_p=top_p)).tolist() == kept
 
 
 def test_top_p_counts_what_top_k_left():
@@ -231,7 +225,7 @@ def test_extreme_settings_are_greedy(limits):
     temperature, top_k, top_p = ([value] * 50 for value in limits)
     uniforms = uniform(torch.arange(50), torch.arange(50))
     settings = arguments(temperature, top_k, top_p)
-    tokens = draw_filtered(logits, *settings, uniforms)
+    tokens = draw_filtered(logits, *settings, uniforms, 1000)
     assert torch.equal(tokens, logits.argmax(dim=-1))
     if limits[0] < 1e-20:
         assert torch.equal(draw(logits, settings[0], uniforms), tokens)
@@ -255,18 +249,22 @@ def test_a_row_does_not_depend_on_its_neighbours_and_resumes_exactly():
         places, plain = settings(1)
         draws = Draws(places, temperatures[plain], seeds[plain], positions[plain])
         places, hot = settings(2)
-        filtered = FilteredDraws(
-            places,
-            temperatures[hot],
-            top_ks[hot],
-            top_ps[hot],
-            np.full(len(hot), 0.01),
-            seeds[hot],
-            positions[hot],
+        limited, filtered = (
+            FilteredDraws(
+                places[which],
+                temperatures[hot[which]],
+                top_ks[hot[which]],
+                top_ps[hot[which]],
+                np.full(which.sum(), 0.01),
+                seeds[hot[which]],
+                positions[hot[which]],
+            )
+            for which in (top_ks[hot] > 0, top_ks[hot] == 0)
         )
         inputs = SamplingInputs(
             draws if len(plain) else None,
-            filtered if len(hot) else None,
+            limited if len(limited.rows) else None,
+            filtered if len(filtered.rows) else None,
             *((), None, None, None, None),
         )
         tokens, _ = Sampler(500).sample(logits[rows], inputs)
@@ -285,12 +283,14 @@ def test_limits_that_are_just_reached_and_numbers_that_just_end_a_share():
         logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1.0]]).expand(rows, -1)
         settings = arguments([1.0] * rows, [4] * rows, [top_p] * rows, [min_p] * rows)
         uniforms = torch.tensor(uniforms, dtype=torch.float64)
-        return draw_filtered(logits, *settings, uniforms).tolist()
+        return draw_filtered(logits, *settings, uniforms, most=5).tolist()
 
     assert drawn([0.0, 0.25, 0.5, 0.75]) == [0, 1, 2, 3], (
         "a share begins with the number that ends the one before"
     )
-    assert drawn([0.25, 0.75, 0.99], top_p=0.5) == [0, 1, 1], "two of four reach a half"
+    assert drawn([0.25, 0.75, 0.99], top_p=0.5) == [1, 3, 3], (
+        "two of four reach a half, and the others are as likely"
+    )
     assert drawn([0.0, 0.3, 0.99], min_p=1.0) == [0, 1, 3], (
         "as likely as the likeliest is likely enough"
     )
