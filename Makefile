@@ -6,6 +6,7 @@
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
 # make small-model   downloads the model that `make serve` serves, for its test (93 MB)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
+# make kv-events   installs Dynamo's router and frontend for their tests (83 MB; 240 MB on the disk)
 # make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
 # make clients installs coding agents for their tests (1.3 GB on the disk, under a minute; npm is needed)
@@ -15,7 +16,7 @@ VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates small-model clients
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray kv-events chat-templates small-model clients
 
 setup: $(VENV)/.installed
 
@@ -59,6 +60,11 @@ ray: setup
 	$(VENV)/ray/bin/pip install --quiet --disable-pip-version-check --no-compile 'ray[serve]>=2.60,<3'
 	echo "import site; site.addsitedir('$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pensieve.pth
+
+kv-events: setup
+	@echo "== installing Dynamo into $(VENV)/kv-events (83 MB)"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(VENV)/kv-events \
+		ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 uvloop==0.23.0
 
 clients: setup
 	@echo "== installing coding agents into $(VENV)/clients (1.3 GB)"

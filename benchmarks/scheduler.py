@@ -146,7 +146,9 @@ class StagingDevice:
 
 
 class FilledScheduler:
-    def __init__(self, load: SchedulerLoad, sampling: Sampling = GREEDY):
+    def __init__(
+        self, load: SchedulerLoad, sampling: Sampling = GREEDY, notes_residency: bool = False
+    ):
         """`sampling`: of the rows that generate throughout."""
         self.load = load
         shape = MODELS["llama-3-8b"]
@@ -162,7 +164,7 @@ class FilledScheduler:
             max_queue=4096,
             conversation_ttl=inf,
         )
-        self.scheduler = Scheduler(config, cost)
+        self.scheduler = Scheduler(config, cost, notes_residency)
         self.executor = Executor(
             cast(Device, StagingDevice()), cast(ForwardPass, ModelOfShape(shape)), config
         )
@@ -210,8 +212,7 @@ class FilledScheduler:
         if plan is not None:
             self.executor.launch(plan)
         launched = time.perf_counter()
-        if self._launched:
-            self.scheduler.apply(self.executor.wait(), self.now)
+        self.end_step()
         applied = time.perf_counter()
         self._launched = plan is not None
         if plan is None:
@@ -227,6 +228,12 @@ class FilledScheduler:
             copied_out=after.swapped_out - before.swapped_out,
             dropped=after.dropped - before.dropped,
         )
+
+    def end_step(self) -> None:
+        """Applies the step in flight, if there is one."""
+        if self._launched:
+            self.scheduler.apply(self.executor.wait(), self.now)
+            self._launched = False
 
     def fill(self) -> None:
         """Conversations of equal length until both tiers are full, then a long reply begins in

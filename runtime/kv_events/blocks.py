@@ -1,4 +1,4 @@
-"""What routers are told of the chunks of KV (docs/use/kv-events.md).
+"""What routers are told of the chunks of KV (docs/use/routers.md).
 
 A block is a chunk as routers see it: they know tokens, and no salts of owners. Chunks of the same
 tokens under several owners' salts are one block, in the fastest tier of them. Blocks make trees,

@@ -232,7 +232,7 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         "they are told nothing",
         unit="JSON",
         users=SERVERS,
-        page="docs/use/kv-events.md",
+        page="docs/use/routers.md",
     )
     trace: Path | None = _http(
         None, "write what each step did and when, for ui.perfetto.dev", unit="FILE", users=SERVERS

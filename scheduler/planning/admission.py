@@ -195,9 +195,7 @@ class Admission:
         turn.key_chains, turn.first_keys = {}, {}
         if self._names is not None and not turn.context_start:
             whole = len(turn.request.prompt) // size
-            self._names.append(
-                ContextRun(0, whole, turn.keys, turn.tokens, turn.request.salt)
-            )
+            self._names.append(ContextRun(0, whole, turn.keys, turn.tokens, turn.request.salt))
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(
             turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end

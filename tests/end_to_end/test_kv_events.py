@@ -79,7 +79,9 @@ class Client:
             body["cache_salt"] = self.salts[name]
         answer = server.post("/v1/completions", **body)
         assert answer.status_code == 200, answer.text
-        self.logs[name] = self.logs.get(name, []) + prompt + answer.json()["choices"][0]["token_ids"]
+        self.logs[name] = (
+            self.logs.get(name, []) + prompt + answer.json()["choices"][0]["token_ids"]
+        )
         return prompt
 
     def further_batch(self, server):
@@ -118,7 +120,9 @@ def as_pair(entry):
 
 
 async def scores(router, client, worker):
-    salted = {name: await router.scores(log, client.salts[name]) for name, log in client.logs.items()}
+    salted = {
+        name: await router.scores(log, client.salts[name]) for name, log in client.logs.items()
+    }
     return {name: score.get(worker, (0, 0, 0)) for name, score in salted.items()}
 
 
@@ -181,7 +185,9 @@ async def life(server, router, client, states, counts):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FOLDER.exists(), reason=f"no Dynamo in {FOLDER}: run `make kv-events`")
+@pytest.mark.skipif(
+    not (FOLDER / "dynamo").exists(), reason=f"no Dynamo in {FOLDER}: run `make kv-events`"
+)
 def test_a_router_follows_a_live_server(tmp_path):
     """With a tier on disk and a restart; then with holes only."""
     counts = Counter()

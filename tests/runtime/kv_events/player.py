@@ -35,7 +35,9 @@ class Player(Driver):
     def truth(self):
         """By conversation: its log, its given salt, and the leading runs of its chunks by tier, as
         in `LlmDDouble.score`."""
-        return {name: self._runs(name) for name in self.logs if name in self.scheduler.conversations}
+        return {
+            name: self._runs(name) for name in self.logs if name in self.scheduler.conversations
+        }
 
     def _runs(self, name):
         conversation = self.scheduler.conversations.get(name)

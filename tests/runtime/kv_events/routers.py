@@ -177,7 +177,7 @@ class DynamoRouter:
     """Dynamo's `SelectionService`: several workers, each with its own view of one publisher."""
 
     def __init__(self, size):
-        sys.path.insert(0, str(FOLDER))
+        sys.path.append(str(FOLDER))  # packages of the same name here come first
         try:
             from dynamo.llm import SelectionService
         finally:

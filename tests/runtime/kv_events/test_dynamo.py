@@ -23,7 +23,7 @@ from .player import Player
 from .routers import FOLDER, DynamoRouter, LossyProxy
 
 pytestmark = pytest.mark.skipif(
-    not FOLDER.exists(), reason=f"no Dynamo in {FOLDER}: run `make kv-events`"
+    not (FOLDER / "dynamo").exists(), reason=f"no Dynamo in {FOLDER}: run `make kv-events`"
 )
 SIZE = 4
 PATIENCE = 60.0

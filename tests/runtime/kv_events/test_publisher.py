@@ -121,7 +121,11 @@ def test_the_bytes_are_those_of_vllm(opened, subscribed):
     (event,) = batch.events
     assert event.token_ids == [1, 2, 3, 4, 300, 6, 7, 8] and event.medium == "GPU"
     assert event.block_hashes == [int.from_bytes(key[-8:], "big") for key in run.keys]
-    assert (event.extra_keys, event.cache_salt, event.parent_block_hash) == ([["s"], None], "s", None)
+    assert (event.extra_keys, event.cache_salt, event.parent_block_hash) == (
+        [["s"], None],
+        "s",
+        None,
+    )
 
 
 def test_both_layouts_of_a_replay_can_be_read(opened, subscribed):
