@@ -26,7 +26,8 @@ from pensieve.runtime.kv_events.config import KVEventsConfig
 from pensieve.runtime.kv_events.publisher import KVEventPublisher
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.chunk_keys import ChunkKeys
-from pensieve.scheduler.kv.noted_store import ContextRun, ResidencyChanges
+from pensieve.scheduler.kv.chunk_store import ChunkStore
+from pensieve.scheduler.kv.noted_store import ContextRun, NotedStores, ResidencyChanges
 from pensieve.scheduler.plan import StepPlan, StepResult
 from pensieve.scheduler.types import DISK, GPU, HOST, ChunkKey
 
@@ -60,15 +61,17 @@ class PacedExecutor:
 
 def session(rows: int, step_s: float, events: bool) -> EngineSession:
     """All slots are taken, and `rows` long replies run."""
-    bench = FilledScheduler(SchedulerLoad(8_000, 24_000, rows), notes_residency=events)
+    stores = NotedStores()
+    load = SchedulerLoad(8_000, 24_000, rows)
+    bench = FilledScheduler(load, store=stores if events else ChunkStore)
     bench.fill()
     bench.end_step()
-    publisher = None
-    if events:
-        config = KVEventsConfig(True, endpoint=ANY_PORT, replay_endpoint=ANY_PORT)
-        publisher = KVEventPublisher(config, b"", CHUNK_TOKENS)
     paced = cast(Executor, PacedExecutor(bench.executor, step_s))
-    return EngineSession(bench.scheduler, paced, kv_events=publisher)
+    if not events:
+        return EngineSession(bench.scheduler, paced)
+    config = KVEventsConfig(True, endpoint=ANY_PORT, replay_endpoint=ANY_PORT)
+    publisher = KVEventPublisher(config, stores.store, b"", CHUNK_TOKENS)
+    return EngineSession(bench.scheduler, paced, report_kv=publisher.report)
 
 
 def periods(rows: int, step_s: float, rounds: int, steps: int) -> dict[str, Any]:

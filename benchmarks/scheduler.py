@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import cast
@@ -40,6 +40,7 @@ from pensieve.runtime.executor import Executor
 from pensieve.runtime.step.buffers import Shapes, StepBuffers
 from pensieve.runtime.step.inputs import StepInputs
 from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.kv.chunk_store import ChunkStore
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import GREEDY, Request, RequestId, Sampling, Tier
@@ -147,9 +148,12 @@ class StagingDevice:
 
 class FilledScheduler:
     def __init__(
-        self, load: SchedulerLoad, sampling: Sampling = GREEDY, notes_residency: bool = False
+        self,
+        load: SchedulerLoad,
+        sampling: Sampling = GREEDY,
+        store: Callable[..., ChunkStore] = ChunkStore,
     ):
-        """`sampling`: of the rows that generate throughout."""
+        """`sampling`: of the rows that generate throughout. `store`: as in `Scheduler`."""
         self.load = load
         shape = MODELS["llama-3-8b"]
         cost = shape.cost(
@@ -164,7 +168,7 @@ class FilledScheduler:
             max_queue=4096,
             conversation_ttl=inf,
         )
-        self.scheduler = Scheduler(config, cost, notes_residency)
+        self.scheduler = Scheduler(config, cost, store)
         self.executor = Executor(
             cast(Device, StagingDevice()), cast(ForwardPass, ModelOfShape(shape)), config
         )

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-from ..scheduler.kv.noted_store import ResidencyChanges
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import (
@@ -36,16 +35,6 @@ LONGEST_SLEEP_S = 1.0
 TIMED_OUT = "the server is busy: the request has waited too long in the queue"
 
 
-class KVEventSink(Protocol):
-    """The methods of a `KVEventPublisher` that the session calls."""
-
-    def put(self, changes: ResidencyChanges) -> bool: ...
-
-    def start_over(self, resident: ResidencyChanges) -> None: ...
-
-    def forget(self) -> None: ...
-
-
 class EngineSession:
     """Scheduler, executor and loop. One thread uses it; it also makes what happens between two
     steps into results.
@@ -62,12 +51,12 @@ class EngineSession:
         *,
         in_pieces: bool = False,
         wake: Callable[[], None] | None = None,
-        kv_events: KVEventSink | None = None,
+        report_kv: Callable[..., None] = lambda deleted: None,
     ):
         """counters, timing  as in `EngineLoop`
         in_pieces   long prompts are prepared in pieces, so that the rows that run do not wait
         wake        called, by another thread, when `take_results` or `step` has a request to add
-        kv_events   is told what enters, leaves or moves between tiers
+        report_kv   called after each step, and with True before a deletion is answered
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -75,7 +64,7 @@ class EngineSession:
         self.clock, self.counters = self._loop.clock, self._loop.counters
         self._queue = scheduler.submit if in_pieces else scheduler.add
         self._wake = wake
-        self._kv_events = kv_events
+        self._report_kv = report_kv
         self._compiling: dict[RequestId, tuple[Request, Future[Any]]] = {}  # not in the queue yet
         self._compiled: SimpleQueue[RequestId] = SimpleQueue()
         self._results: list[RowResult] = []  # since the last step
@@ -149,16 +138,12 @@ class EngineSession:
         none: a step was launched, or there is nothing to do. Raises as `EngineLoop.step`."""
         before = tuple(self.take_results())
         applied = self._loop.step()
-        if self._kv_events is not None:
-            self._report_kv(self._kv_events)
+        self._report_kv(False)  # results are applied: a failed step's copies are never reported
         self._answer_erased()  # also without a result: each plan looks up a part of a long log
-        if not before:
-            return applied
-        return (
-            Applied(rows=before)
-            if applied is None
-            else applied._replace(rows=(*before, *applied.rows))
-        )
+        if before:
+            applied = applied or Applied()
+            return applied._replace(rows=(*before, *applied.rows))
+        return applied
 
     def take_results(self) -> list[RowResult]:
         """Returns the results that have come since the last step. Adds requests whose grammars are
@@ -218,16 +203,7 @@ class EngineSession:
         if compiled is not None:
             self.executor.keep_grammar(request.id, compiled)
 
-    def _report_kv(self, kv_events: KVEventSink) -> None:
-        """Results are applied: no copy is reported that a failed step did not make."""
-        changes = self.scheduler.take_residency_changes()
-        if changes is not None and not kv_events.put(changes):
-            kv_events.start_over(self.scheduler.resident())
-
     def _answer_erased(self) -> None:
-        erased = self.scheduler.lower.take_erased()
-        if erased and self._kv_events is not None:
-            self._report_kv(self._kv_events)
-            self._kv_events.forget()
-        for wholly in erased:
+        for wholly in self.scheduler.lower.take_erased():
+            self._report_kv(True)
             self._erasing.popleft()(wholly)

@@ -106,7 +106,7 @@ class Service:
             timing,
             in_pieces=True,
             wake=lambda: self._inbox.put(GrammarCompiled()),
-            kv_events=kv_events,
+            report_kv=_no_report if kv_events is None else kv_events.report,
         )
         self._garbage = GarbageCollector()
 
@@ -315,6 +315,10 @@ class Service:
             loop = self._counters.read(self._executor.transfer_seconds())
             kv_events = None if self._kv_events is None else self._kv_events.counters()
         self._outbox.put(StepMessage(applied, stats, copied, disk, loop, kv_events))
+
+
+def _no_report(deleted: bool) -> None:
+    """There are no KV events."""
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

@@ -6,8 +6,6 @@
     abort, finish     a client has left; the length of a reply is known
     conversations     the logs: fork, keep, delete, residency of their KV
     lower             records of an earlier process, chunks to spill, records to erase
-    take_residency_changes()
-                      what entered, left or moved between tiers, for KV events
     work              the budget of work until the next plan
     grow_host(slots)  HOST has more slots
 
@@ -19,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from .config import SchedulerConfig
@@ -30,7 +29,6 @@ from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
 from .kv.moves import report_moves, slot_counts
-from .kv.noted_store import NotedChunkStore, ResidencyChanges, resident_chunks
 from .kv.retention import eviction_policy
 from .kv.stats import SchedulerStats
 from .plan import Lane, StepPlan, StepResult
@@ -65,17 +63,21 @@ from .work import LOOKED_AT, Backlog, WorkBudget
 class Scheduler:
     """One thread uses it. See the module's description."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, notes_residency: bool = False):
-        """`notes_residency`: `take_residency_changes` will be called after each step."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        store: Callable[..., ChunkStore] = ChunkStore,
+    ):
+        """`store`: makes the chunk store of the configuration and the policy."""
         cost = replace(cost, most_context=config.max_model_len)
         self.config = config
         self.cost = cost
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
-        policy = eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
-        self._noted = NotedChunkStore(config, policy) if notes_residency else None
-        names = None if self._noted is None else self._noted.names
-        self._store = self._noted or ChunkStore(config, policy)
+        self._store = store(
+            config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
+        )
         self.work = WorkBudget()
         # of rows that have left: slots that others may wait for
         self._releases = Backlog(self.work)
@@ -103,7 +105,6 @@ class Scheduler:
             self._order,
             self._batcher,
             windows,
-            names,
         )
         self._write_behind = WriteBehind(config, cost, self._store)
         self._prefetcher = Prefetcher(
@@ -120,7 +121,7 @@ class Scheduler:
             self.work,
         )
         self._committer = Committer(
-            config, self._chunk_keys, self._store, self.conversations, self._prefetcher, names
+            config, self._chunk_keys, self._store, self.conversations, self._prefetcher
         )
         self.lower = LowerTierWork(
             self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind
@@ -390,17 +391,6 @@ class Scheduler:
         """The latest time of the next `next_plan` call if nothing arrives before, seconds; infinity
         if none is needed."""
         return min(self.conversations.next_due, self._prefetcher.next_due)
-
-    # -- KV events
-
-    def take_residency_changes(self) -> ResidencyChanges | None:
-        """Returns what has changed since the last call; None if nothing has, or if residency is not
-        noted."""
-        return None if self._noted is None else self._noted.take_changes()
-
-    def resident(self) -> ResidencyChanges:
-        """Returns all keyed chunks as if they had changed. Cost: all chunks."""
-        return resident_chunks(self._store)
 
     # -- state for callers
 

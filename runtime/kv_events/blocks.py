@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...scheduler.kv.chunk import NO_SLOT
-from ...scheduler.kv.chunk_keys import root_key
+from ...scheduler.kv.chunk_keys import NO_KEY, root_key
 from ...scheduler.kv.noted_store import ContextRun, ResidencyChanges
 from ...scheduler.types import GPU, TIERS, ChunkKey
 from ..cache_salt import GIVEN, given_salt
@@ -92,10 +92,11 @@ class Blocks:
         for key, tier in changes.tiers:
             self._move(key, tier)
         for run in changes.names:
-            if self._unnamed:
-                keys = run.keys[run.first : run.end]
-                if any(key in self._unnamed for key in keys):
-                    self._name(run, keys)
+            keys = run.keys[run.first : run.end]
+            # a context without its first tokens has other KV than a prompt of all its tokens
+            whole = bool(keys) and run.keys[0] != NO_KEY
+            if self._unnamed and whole and any(key in self._unnamed for key in keys):
+                self._name(run, keys)
 
     def replace(self, resident: ResidencyChanges) -> None:
         """Some changes are lost; these chunks are all that are resident now."""

@@ -11,11 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec.msgpack
 import zmq
 
-from ...scheduler.kv.noted_store import ResidencyChanges
+from ...scheduler.kv.noted_store import NotedChunkStore, ResidencyChanges
 from ...scheduler.types import SettingError
 from ..counters import KVEventCounters
 from .blocks import CLEARED, Blocks, Event
@@ -31,16 +32,15 @@ RANK = 0  # all ranks have one scheduler, and one set of chunks
 FORGET = object()
 
 
-class _StartOver:
+class _StartOver(NamedTuple):
     """Changes are lost: what is resident now."""
 
-    def __init__(self, resident: ResidencyChanges):
-        self.resident = resident
+    resident: ResidencyChanges
 
 
 class KVEventPublisher:
-    """`put` and `forget` are called by the loop's thread and wait for nothing; all else happens in
-    the publisher's thread.
+    """`report` is called by the loop's thread and waits for nothing; all else happens in the
+    publisher's thread.
 
     endpoint, replay_endpoint
             the addresses with the ports that the sockets have
@@ -49,12 +49,17 @@ class KVEventPublisher:
     def __init__(
         self,
         config: KVEventsConfig,
+        store: NotedChunkStore,
         seed: bytes,
         chunk_tokens: int,
         clock: Callable[[], float] = time.time,
     ):
-        """Binds the sockets. SettingError if an address cannot be used. `seed`: as in
-        `SchedulerConfig`."""
+        """Binds the sockets. SettingError if an address cannot be used.
+
+        store   of the scheduler: its changes are reported
+        seed    as in `SchedulerConfig`
+        """
+        self._store = store
         self._blocks = Blocks(seed, chunk_tokens)
         self._clock = clock
         self._topic = config.topic.encode()
@@ -62,7 +67,7 @@ class KVEventPublisher:
         self._queue: deque[ResidencyChanges | _StartOver | object] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._number = 0  # of the next batch
-        self._stored = self._removed = self._cleared = self._resets = 0
+        self._stored_events = self._removed_events = self._cleared_events = self._resets = 0
         self._closing = threading.Event()
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
@@ -95,27 +100,29 @@ class KVEventPublisher:
 
     # -- the loop's thread
 
-    def put(self, changes: ResidencyChanges) -> bool:
-        """Takes changes. Returns False if too many wait already: `start_over` must follow."""
+    def report(self, deleted: bool = False) -> None:
+        """Hands over what has changed in the store. If too much waits already, it is given up:
+        routers are told to forget all, and then what is resident, as far as its tokens are known.
+
+        `deleted`: the chunks of a deleted conversation are gone. No earlier batch, which may have
+        their tokens, is repeated any more.
+        """
+        changes = self._store.take_changes()
         if len(self._queue) >= self._most_queued:
-            return False
-        self._queue.append(changes)
-        return True
-
-    def start_over(self, resident: ResidencyChanges) -> None:
-        """Changes are lost. Routers are told to forget all, and then these chunks as far as their
-        tokens are known."""
-        self._queue.clear()
-        self._queue.append(_StartOver(resident))
-
-    def forget(self) -> None:
-        """What was put before removes the chunks of a deleted conversation: no earlier batch, which
-        may have its tokens, is repeated any more."""
-        self._queue.append(FORGET)
+            self._queue.clear()
+            self._queue.append(_StartOver(self._store.resident()))
+        elif changes is not None:
+            self._queue.append(changes)
+        if deleted:
+            self._queue.append(FORGET)
 
     def counters(self) -> KVEventCounters:
         return KVEventCounters(
-            self._stored, self._removed, self._cleared, len(self._queue), self._resets
+            self._stored_events,
+            self._removed_events,
+            self._cleared_events,
+            len(self._queue),
+            self._resets,
         )
 
     def close(self) -> None:
@@ -128,7 +135,7 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         self._send([CLEARED])
-        self._cleared += 1
+        self._cleared_events += 1
         while not self._closing.is_set():
             if self._replay is None:
                 self._closing.wait(BATCH_MS / 1e3)
@@ -149,7 +156,7 @@ class KVEventPublisher:
                 self._blocks.replace(waiting.resident)
                 self._blocks.events()
                 self._resets += 1
-                self._cleared += 1
+                self._cleared_events += 1
                 self._kept.clear()  # a deletion may be among what is lost
                 self._send([CLEARED, *self._blocks.everything()])
             else:
@@ -162,8 +169,8 @@ class KVEventPublisher:
 
     def _send(self, events: list[Event]) -> None:
         for event in events:
-            self._stored += event["type"] == "BlockStored"
-            self._removed += event["type"] == "BlockRemoved"
+            self._stored_events += event["type"] == "BlockStored"
+            self._removed_events += event["type"] == "BlockRemoved"
         payload = self._payload(events)
         self._kept.append((self._number, payload))
         self._publish.send_multipart([self._topic, _bytes(self._number), payload])

@@ -18,6 +18,8 @@ from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import record_bytes
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
+from ...scheduler.kv.chunk_store import ChunkStore
+from ...scheduler.kv.noted_store import NotedStores
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import SettingError, Tier
 from ..device.cpu import CpuDevice
@@ -104,7 +106,9 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         cost = with_disk_speed(cost, settings.disk_directory, config.max_model_len)
         sharing = 1 if ranks is None else ranks.local_size
         check_disk_holds(settings, config.disk_kv_chunks, host_record, sharing)
-    scheduler = Scheduler(config, cost, notes_residency=settings.kv_events is not None)
+    stores = NotedStores()
+    kv_events = settings.kv_events
+    scheduler = Scheduler(config, cost, ChunkStore if kv_events is None else stores)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     if tokenizer:  # it must be readable before requests are served
         template = settings.chat_template
@@ -166,17 +170,12 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
             "the host cache grows to %.1f GiB in the background",
             config.most_host_kv_chunks * host_record / GIB,
         )
-    return Assembled(scheduler, executor, cost, trace, ready, open_kv_events(settings, config))
+    publisher = None
+    if kv_events is not None:
+        from ..kv_events.publisher import KVEventPublisher  # imported here because of its packages
 
-
-def open_kv_events(settings: ServeSettings, config: SchedulerConfig) -> KVEventPublisher | None:
-    """None: routers are told nothing. SettingError."""
-    kv_events = settings.kv_events
-    if kv_events is None:
-        return None
-    from ..kv_events.publisher import KVEventPublisher  # imported here because of its packages
-
-    return KVEventPublisher(kv_events, config.seed, config.chunk_tokens)
+        publisher = KVEventPublisher(kv_events, stores.store, config.seed, config.chunk_tokens)
+    return Assembled(scheduler, executor, cost, trace, ready, publisher)
 
 
 def prepare(settings: ServeSettings) -> Prepared:

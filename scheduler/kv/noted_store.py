@@ -10,14 +10,15 @@ from ..config import SchedulerConfig
 from ..types import GPU, ChunkKey, Tokens
 from .chunk import NO_SLOT, Chunk
 from .chunk_store import ChunkStore
+from .context import Context
 from .retention import EvictionPolicy
 
 
 class ContextRun(NamedTuple):
-    """Consecutive chunks of one context, which starts at position 0, with their tokens: those from
-    number `first` up to, not including, number `end`.
+    """Consecutive chunks of one context with their tokens: those from number `first` up to, not
+    including, number `end`.
 
-    keys        of the whole context; it may get more, but these stay
+    keys        of the whole context, as in `ChunkKeys`; it may get more, but these stay
     tokens      of the whole context, likewise
     salt        of the request
     """
@@ -40,19 +41,16 @@ class ResidencyChanges(NamedTuple):
 
 
 class NotedChunkStore(ChunkStore):
-    """Notes every chunk whose slots may have changed.
-
-    names   filled by those who know a chunk's tokens
-    """
+    """Notes every chunk whose slots may have changed, and the tokens of chunks in use."""
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
         super().__init__(config, policy)
-        self.names: list[ContextRun] = []
+        self._names: list[ContextRun] = []
         self._noted: dict[Chunk, None] = {}
 
     def take_changes(self) -> ResidencyChanges | None:
         """Returns what has changed since the last call, or None."""
-        if not (self._noted or self.names):
+        if not (self._noted or self._names):
             return None
         tiers = []
         for chunk in self._noted:
@@ -66,10 +64,21 @@ class NotedChunkStore(ChunkStore):
             # a forgotten chunk, whose key another one has by now, says nothing
             if tier != NO_SLOT or self.find(key) in (chunk, None):
                 tiers.append((key, tier))
-        names = self.names[:]
+        names = self._names
         self._noted.clear()
-        self.names.clear()
+        self._names = []
         return ResidencyChanges(tiers, names) if tiers or names else None
+
+    def resident(self) -> ResidencyChanges:
+        """Returns all keyed chunks as if they had changed. Cost: all chunks."""
+        chunks = ((chunk.key, fastest_tier(chunk)) for chunk in self.resident_chunks())
+        return ResidencyChanges(
+            [(key, tier) for key, tier in chunks if key is not None and tier != NO_SLOT]
+        )
+
+    def name(self, context: Context, first: int, end: int) -> None:
+        run = ContextRun(first, end, context.keys, context.tokens, context.request.salt)
+        self._names.append(run)
 
     # -- changes of slots. All others end in `update_victim_set`.
 
@@ -102,17 +111,19 @@ class NotedChunkStore(ChunkStore):
         super().cancel_swap_ins(chunks)
 
 
+class NotedStores:
+    """Makes a scheduler's store, and gives it to those who read its notes."""
+
+    store: NotedChunkStore
+
+    def __call__(self, config: SchedulerConfig, policy: EvictionPolicy) -> NotedChunkStore:
+        self.store = NotedChunkStore(config, policy)
+        return self.store
+
+
 def fastest_tier(chunk: Chunk) -> int:
     """NO_SLOT: the chunk is in no tier."""
     for tier, slot in enumerate(chunk.slots):
         if slot != NO_SLOT:
             return tier
     return NO_SLOT
-
-
-def resident_chunks(store: ChunkStore) -> ResidencyChanges:
-    """All keyed chunks that are in a tier."""
-    chunks = ((chunk.key, fastest_tier(chunk)) for chunk in store.resident_chunks())
-    return ResidencyChanges(
-        [(key, tier) for key, tier in chunks if key is not None and tier != NO_SLOT]
-    )

@@ -9,7 +9,6 @@ from ..context_window import ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
-from ..kv.noted_store import ContextRun
 from ..kv.stats import SwapInOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
@@ -42,10 +41,7 @@ class Admission:
         order: QueueOrder,
         batcher: Batcher,
         windows: ContextWindow | None,
-        names: list[ContextRun] | None = None,
     ):
-        """`names`: where the prompts of requests that join are named, or None."""
-        self._names = names
         self._config = config
         self._cost = cost
         self._windows = windows
@@ -193,9 +189,7 @@ class Admission:
         turn.context_start = needs.context_start
         turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}
-        if self._names is not None and not turn.context_start:
-            whole = len(turn.request.prompt) // size
-            self._names.append(ContextRun(0, whole, turn.keys, turn.tokens, turn.request.salt))
+        store.name(turn, 0, len(turn.request.prompt) // size)
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(
             turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end

@@ -9,7 +9,6 @@ from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
-from ..kv.noted_store import ContextRun
 from ..turns.conversations import Conversations, Log
 from ..turns.turn import RunningTurn, Turn
 from .prefetch import Prefetcher
@@ -25,10 +24,7 @@ class Committer:
         store: ChunkStore,
         conversations: Conversations,
         prefetcher: Prefetcher,
-        names: list[ContextRun] | None = None,
     ):
-        """`names`: where chunks that get their keys are named, or None."""
-        self._names = names
         self._size, self._reuse = config.chunk_tokens, config.reuse
         self._chunk_keys = chunk_keys
         self._store = store
@@ -63,10 +59,7 @@ class Committer:
         place = index - row.first
         if row.chunks[place].key is None:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
-            if self._names is not None and not turn.context_start:
-                self._names.append(
-                    ContextRun(index, index + 1, turn.keys, turn.tokens, turn.request.salt)
-                )
+            self._store.name(turn, index, index + 1)
         if key in row.pending:
             del row.pending[key]
             del self._store.pending[key]

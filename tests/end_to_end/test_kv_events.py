@@ -106,8 +106,9 @@ def truth(server, client):
 
 
 def agrees(runs, chunks, log):
-    """Whether the page is of this log, and whether leading runs (on the GPU; there or on HOST; anywhere) can be those of so many chunks.
-    Where all chunks up to a tier are all there are, the run is certain."""
+    """Whether the page is of this log, and leading runs (on the GPU; there or on HOST; anywhere)
+    can be those of so many chunks. Where a tier and the faster ones have all of them, the run is
+    certain."""
     whole = sum(chunks)
     return whole == len(log) // SIZE and all(
         run == there if there in (0, whole) else run <= there

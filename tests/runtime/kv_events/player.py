@@ -5,26 +5,31 @@ from __future__ import annotations
 
 from pensieve.runtime.cache_salt import GIVEN, given_salt
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.noted_store import fastest_tier
+from pensieve.scheduler.kv.noted_store import NotedStores, fastest_tier
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import TIERS
 
 from ...scheduler.driver import Driver
 
-
 SALTED = {"c0": b"one", "c1": b"two", "c2": b"two"}
 
 
 class Player(Driver):
-    """Salts are given ones here, and some conversations have their own. `on_start`: called with each life's scheduler."""
+    """Salts are given ones here, and some conversations have their own.
 
-    def __init__(self, seed, on_start=lambda scheduler: None, **settings):
+    store       of the present life
+    on_start    called with each life's store
+    """
+
+    def __init__(self, seed, on_start=lambda store: None, **settings):
         self._on_start = on_start
         super().__init__(seed, **({"truncates": 0.0} | settings))
 
     def new_scheduler(self):
-        scheduler = Scheduler(self.config, self._cost, notes_residency=True)
-        self._on_start(scheduler)
+        stores = NotedStores()
+        scheduler = Scheduler(self.config, self._cost, stores)
+        self.store = stores.store
+        self._on_start(self.store)
         return scheduler
 
     def submit(self, prompt, max_tokens=4, conversation=None, **fields):
@@ -41,12 +46,15 @@ class Player(Driver):
 
     def _runs(self, name):
         conversation = self.scheduler.conversations.get(name)
-        keys = conversation.keys
-        # a prompt is scored as if its reply were to come: whole chunks of the log count
-        tokens = conversation.tokens[: len(keys) * self.config.chunk_tokens]
+        size = self.config.chunk_tokens
+        # as a prompt of all its tokens would have them
+        keys = []
+        end = len(conversation.keys) * size
+        self.scheduler._chunk_keys.extend(keys, 0, conversation.salt, conversation.tokens, end)
+        tokens = conversation.tokens[:end]
         tiers = []
         for key in keys:
-            chunk = self.scheduler._store.find(key)
+            chunk = self.store.find(key)
             tier = NO_SLOT if chunk is None else fastest_tier(chunk)
             tiers.append(len(TIERS) if tier == NO_SLOT else tier)
         runs = []

@@ -158,13 +158,13 @@ RUNS = [
 @pytest.mark.parametrize("settings", RUNS, ids=lambda settings: str(settings["seed"]))
 def test_scores_are_the_leading_runs_of_the_real_scheduler(settings):
     views = []
-    player = Player(**settings, on_start=lambda scheduler: views.append(Told()))
+    player = Player(**settings, on_start=lambda store: views.append(Told()))
     random = Random(settings["seed"])
     compared = holes = 0
     for _ in range(1500):
         player.step()
         told = views[-1]
-        changes = player.scheduler.take_residency_changes()
+        changes = player.store.take_changes()
         if changes is not None:
             told.blocks.apply(changes)
         if random.random() < 0.4:
@@ -174,21 +174,26 @@ def test_scores_are_the_leading_runs_of_the_real_scheduler(settings):
                 compared += 1
                 holes += runs[-1] < len(tokens) // SIZE
     assert compared > 500 and holes > 20
-    resident = player.scheduler.resident().tiers
+    resident = player.store.resident().tiers
     assert len(resident) == len(told.blocks) + len(told.blocks._unnamed)
     if not settings["disk_kv_chunks"]:
         assert not told.blocks._unnamed
 
 
-def test_contexts_that_overflow_never_break_a_router():
-    told = Told()
-    player = Player(7, truncates=0.6, disk_kv_chunks=20, overflow="keep")
+@pytest.mark.parametrize("overflow", ["keep", "recompute"])
+def test_contexts_without_their_first_tokens_are_not_told(overflow):
+    views = []
+    settings = dict(truncates=0.6, disk_kv_chunks=20, overflow=overflow)
+    player = Player(7, on_start=lambda store: views.append(Told()), **settings)
+    begun_later = 0
     for _ in range(1500):
         player.step()
-        changes = player.scheduler.take_residency_changes()
+        told = views[-1]
+        changes = player.store.take_changes()
         if changes is not None:
-            if player.counts["restarts"]:
-                break
             told.blocks.apply(changes)
             told.send()
-    assert player.counts["overflows"] or player.counts["moved on"]
+        for name, (tokens, salt, runs) in player.truth().items():
+            assert told.router.score(tokens, SIZE, salt) == runs
+            begun_later += player.scheduler.conversations.get(name).context_start > 0
+    assert begun_later > 100

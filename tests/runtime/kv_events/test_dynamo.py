@@ -30,18 +30,40 @@ PATIENCE = 60.0
 DIRECT, LOSSY, LATE = 1, 2, 3  # workers: three views of one publisher
 
 
-class Life:
-    """One process: a scheduler, its publisher, and the views that the router has of it."""
+def marker_of(number):
+    """Three chunks, one in each tier: the router applies the tiers' events apart."""
+    tokens = array("i", [1_000_000 + number] * SIZE * len(TIERS))
+    keys = tuple(hashlib.sha256(bytes([tier, *tokens.tobytes()])).digest() for tier in TIERS)
+    return ContextRun(0, len(keys), keys, tokens, b"")
 
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
+
+class MarkedStore:
+    """A store that, with each report, has other chunks than before at the end of all changes."""
+
+    def __init__(self, store):
+        self._store = store
+        self.markers = 0
+
+    def take_changes(self):
+        gone = [(key, NO_SLOT) for key in marker_of(self.markers).keys]
+        self.markers += 1
+        marker = marker_of(self.markers)
+        there = list(zip(marker.keys, TIERS, strict=True))
+        tiers, names = self._store.take_changes() or ResidencyChanges(())
+        return ResidencyChanges([*tiers, *gone, *there], [*names, marker])
+
+
+class Life:
+    """One process: a store and its publisher, and the views that the router has of it."""
+
+    def __init__(self, store):
         config = KVEventsConfig(
             True, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", buffer_steps=10
         )
-        self.publisher = KVEventPublisher(config, b"", SIZE)
+        self.store = MarkedStore(store)
+        self.publisher = KVEventPublisher(config, self.store, b"", SIZE)
         self.proxy = LossyProxy(self.publisher.endpoint, lambda number: number % 7 == 3)
         self.workers = set()
-        self._markers = 0
 
     async def join(self, router, worker):
         endpoint = self.proxy.endpoint if worker == LOSSY else self.publisher.endpoint
@@ -51,16 +73,10 @@ class Life:
     async def settle(self, router):
         """Returns when all views have all changes: when they know blocks that were stored behind
         them. If its batch is lost, a further one follows."""
-        changes = self.scheduler.take_residency_changes()
-        if changes is not None:
-            assert self.publisher.put(changes)
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
-            marker = self._marker(self._markers + 1)
-            gone = [(key, NO_SLOT) for key in self._marker(self._markers).keys]
-            self._markers += 1
-            there = list(zip(marker.keys, TIERS, strict=True))
-            assert self.publisher.put(ResidencyChanges(gone + there, [marker]))
+            self.publisher.report()
+            marker = marker_of(self.store.markers)
             again = time.monotonic() + 0.05
             while time.monotonic() < again:
                 scores = await router.scores(marker.tokens)
@@ -68,13 +84,6 @@ class Life:
                     return
                 await asyncio.sleep(0.001)
         raise AssertionError(f"the router does not follow: {scores}")
-
-    @staticmethod
-    def _marker(number):
-        """Three chunks, one in each tier: the router applies the tiers' events apart."""
-        tokens = array("i", [1_000_000 + number] * SIZE * len(TIERS))
-        keys = tuple(hashlib.sha256(bytes([tier, *tokens.tobytes()])).digest() for tier in TIERS)
-        return ContextRun(0, len(keys), keys, tokens, b"")
 
     async def leave(self, router):
         for worker in self.workers:
@@ -133,7 +142,7 @@ def test_every_score_is_the_leading_run(states, settings, monkeypatch):
     monkeypatch.setattr(publisher_module, "BATCH_MS", 2)
     lives = []
     counts = Counter()
-    player = Player(**settings, on_start=lambda scheduler: lives.append(Life(scheduler)))
+    player = Player(**settings, on_start=lambda store: lives.append(Life(store)))
     asyncio.run(play(player, lives, states, counts))
     print(f"\n{dict(counts)}, {player.counts['deletes']} deletions")
     assert counts["states"] == states

@@ -8,6 +8,7 @@ from pensieve.runtime.engine_session import EngineSession
 from pensieve.runtime.messages import Forget
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.kv.noted_store import NotedStores
 from pensieve.scheduler.scheduler import Scheduler
 
 from ..test_engine_session import COST, Sevens, play, request
@@ -16,31 +17,26 @@ CONFIG = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=32, ch
 
 
 class Handed:
-    """Notes what is handed over; `full`: takes nothing more."""
+    """Notes what is handed over."""
 
     def __init__(self):
+        stores = NotedStores()
         self.calls = []
-        self.full = False
+        scheduler = Scheduler(CONFIG, COST, stores)
+        self.store = stores.store
+        self.session = EngineSession(scheduler, Sevens(), report_kv=self.report)
 
-    def put(self, changes):
-        self.calls.append(("put", changes))
-        return not self.full
-
-    def start_over(self, resident):
-        self.calls.append(("start over", resident))
-
-    def forget(self):
-        self.calls.append(("forget", None))
-
-
-def make_session(kv_events):
-    scheduler = Scheduler(CONFIG, COST, notes_residency=True)
-    return EngineSession(scheduler, Sevens(), kv_events=kv_events)
+    def report(self, deleted):
+        changes = self.store.take_changes()
+        if changes is not None:
+            self.calls.append(("changes", changes))
+        if deleted:
+            self.calls.append(("deleted", None))
 
 
 def test_a_removal_is_handed_over_before_a_deletion_is_answered():
     handed = Handed()
-    session = make_session(handed)
+    session = handed.session
     session.add(request(1, 12, conversation="a"))
     play(session)
     stored = {key: tier for _, changes in handed.calls for key, tier in changes.tiers}
@@ -50,13 +46,13 @@ def test_a_removal_is_handed_over_before_a_deletion_is_answered():
     session.forget(Forget("a", log, 0, b""), lambda wholly: handed.calls.append(("answer", wholly)))
     while not handed.calls or handed.calls[-1][0] != "answer":
         session.step()
-    assert [name for name, _ in handed.calls] == ["put", "forget", "answer"]
+    assert [name for name, _ in handed.calls] == ["changes", "deleted", "answer"]
     assert dict(handed.calls[0][1].tiers) == dict.fromkeys(stored, NO_SLOT)
 
 
 def test_the_tokens_of_each_chunk_are_handed_over_with_it():
     handed = Handed()
-    session = make_session(handed)
+    session = handed.session
     session.add(request(1, 12, salt=b"given:s"))
     play(session)
     log = array("i", [1, 2, 3, *[7] * 12])
@@ -67,20 +63,3 @@ def test_the_tokens_of_each_chunk_are_handed_over_with_it():
         assert (run.tokens[:12], run.salt) == (log[:12], b"given:s")
     tiers = [key for _, changes in handed.calls for key, _ in changes.tiers]
     assert tiers == runs[-1].keys
-
-
-def test_a_queue_that_is_full_gets_all_that_is_resident():
-    handed = Handed()
-    handed.full = True
-    session = make_session(handed)
-    session.add(request(1, 12))
-    play(session)
-    name, resident = handed.calls[-1]
-    assert name == "start over" and [tier for _, tier in resident.tiers] == [0] * 3
-
-
-def test_without_events_nothing_is_noted():
-    session = EngineSession(Scheduler(CONFIG, COST), Sevens())
-    session.add(request(1, 12))
-    play(session)
-    assert session.scheduler.take_residency_changes() is None

@@ -18,9 +18,11 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.engine import open_engine
+from pensieve.runtime.kv_events import publisher as publisher_module
 from pensieve.runtime.launch import assemble, command, resolve, serving
 from pensieve.runtime.launch.options import parse_options, parser
 from pensieve.runtime.messages import TritonSettings
+from pensieve.scheduler.kv.noted_store import NotedStores
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts.triton_repository import checked
@@ -32,6 +34,9 @@ DISK, CUDA, KEY, NO_HOST = (
     "--api-key one",
     "--host-kv-chunks 0",
 )
+
+
+EVENTS = '{"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:0"}'
 
 
 class Effect(NamedTuple):
@@ -244,6 +249,12 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         ),
     ),
     "trace": (Effect("--trace FILES/trace.json", "trace.path"),),
+    "kv_events_config": (
+        Effect(f"--kv-events-config {EVENTS}", "kv_events.config"),
+        Refused("--kv-events-config {}x", "is not JSON"),
+        Refused('--kv-events-config {"port":1}', "there is no field 'port'"),
+        Refused(f"--kv-events-config {EVENTS}", "--no-reuse", "--no-reuse"),
+    ),
     "log_format": each_choice("log_format", "log.format"),
     "log_level": each_choice("log_level", "log.level"),
 }
@@ -305,8 +316,10 @@ def served(files, engine, monkeypatch):
     def service(scheduler, *_):
         return SimpleNamespace(run=lambda ready: note("ready", **asdict(ready)))
 
-    def scheduler(config, cost):
+    def scheduler(config, cost, store):
         note("config", **asdict(config))
+        if isinstance(store, NotedStores):
+            store.store = None
         return SimpleNamespace(lower=SimpleNamespace(adopt=lambda records, now: None))
 
     def process(target, args, name):
@@ -331,6 +344,10 @@ def served(files, engine, monkeypatch):
         note("build", **settings)
         return Path(path)
 
+    def publisher(config, store, seed, chunk_tokens):
+        note("kv_events", config=config)
+
+    monkeypatch.setattr(publisher_module, "KVEventPublisher", publisher)
     gpu = SimpleNamespace(CudaDevice=lambda enforce_eager: device("cuda", enforce_eager))
     monkeypatch.setitem(sys.modules, "pensieve.runtime.device.cuda", gpu)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", process, raising=False)
