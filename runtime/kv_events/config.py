@@ -13,6 +13,13 @@ from ...scheduler.types import SettingError
 SETTING = "kv_events_config"
 PUBLISHERS = ("zmq", "null")
 PACKAGES = ("zmq", "msgspec")
+WANTED = {
+    bool: "true or false",
+    int: "a number of at least 1",
+    str: "a text",
+    type(None): "a text or null",
+}
+"""By type of a field's default: its values in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,12 @@ def read_config(text: str) -> KVEventsConfig | None:
 
 def _check(name: str, value: Any, kind: type) -> None:
     """`kind` NoneType: a text or nothing."""
+    wanted = WANTED[kind]
+    right = type(value) is kind
     if kind is type(None):
-        wanted, right = "a text or null", value is None or isinstance(value, str)
+        right = value is None or isinstance(value, str)
     elif kind is int:
-        wanted, right = "a number of at least 1", type(value) is int and value >= 1
-    else:
-        wanted = "true or false" if kind is bool else "a text"
-        right = type(value) is kind
+        right = right and value >= 1
     if not right:
         raise SettingError(SETTING, f"{name} must be {wanted}, not {value!r}")
     if name == "publisher" and value not in (None, *PUBLISHERS):

@@ -118,8 +118,7 @@ class Chunk:
                     chunk is not copied when its GPU slot is needed
     created, dropped_at
                     times at which it was made and last dropped
-    noted_tier      the fastest tier in which it was at the last `NotedChunkStore.take_changes`, or
-                    NO_SLOT
+    noted_tier      the fastest tier in which `NotedChunkStore.take_changes` last saw it, or NO_SLOT
     """
 
     __slots__ = (

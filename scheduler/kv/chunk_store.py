@@ -16,7 +16,7 @@ from ..config import SchedulerConfig
 from ..plan import NO_TICKETS, Lane
 from ..types import GPU, HOST, TIERS, ChunkKey, InvariantError, QueuePlace, StoredRecord
 from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, OrderedSet
-from .context import Context
+from .context import KeyedContext
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
 from .slots import SlotPool
@@ -141,7 +141,7 @@ class ChunkStore:
         self.update_victim_set(owner)
         return owner
 
-    def name(self, context: Context, first: int, end: int) -> None:
+    def name(self, context: KeyedContext, first: int, end: int) -> None:
         """The context's chunks number `first` up to `end` are in use. `NotedChunkStore` notes
         it."""
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from ..types import ChunkKey, Request, Tokens
 
 
-class Context(Protocol):
+class KeyedContext(Protocol):
     """The fields of a turn that name its chunks.
 
     keys    of its full chunks, as in `ChunkKeys`

@@ -10,7 +10,7 @@ from ..config import SchedulerConfig
 from ..types import GPU, ChunkKey, Tokens
 from .chunk import NO_SLOT, Chunk
 from .chunk_store import ChunkStore
-from .context import Context
+from .context import KeyedContext
 from .retention import EvictionPolicy
 
 
@@ -76,7 +76,7 @@ class NotedChunkStore(ChunkStore):
             [(key, tier) for key, tier in chunks if key is not None and tier != NO_SLOT]
         )
 
-    def name(self, context: Context, first: int, end: int) -> None:
+    def name(self, context: KeyedContext, first: int, end: int) -> None:
         run = ContextRun(first, end, context.keys, context.tokens, context.request.salt)
         self._names.append(run)
 
@@ -84,7 +84,7 @@ class NotedChunkStore(ChunkStore):
 
     def update_victim_set(self, chunk: Chunk) -> None:
         super().update_victim_set(chunk)
-        if chunk.noted_tier != GPU or chunk.slots[GPU] == NO_SLOT:
+        if chunk.slots[GPU] == NO_SLOT:  # else it came there by `publish` or `reserve_swap_ins`
             self._noted[chunk] = None
 
     def publish(self, chunk: Chunk, key: ChunkKey) -> Chunk:

@@ -20,7 +20,7 @@ from .harness import profile
 SIZE = 4
 
 
-def a_store(gpu=8, host=8, eviction="lru", disk=0, **settings):
+def a_store(gpu=8, host=8, eviction="lru", disk=0, make=ChunkStore, **settings):
     config = SchedulerConfig(
         gpu,
         host,
@@ -30,7 +30,7 @@ def a_store(gpu=8, host=8, eviction="lru", disk=0, **settings):
         disk_kv_chunks=disk,
         **settings,
     )
-    return ChunkStore(config, eviction_policy(eviction, profile(SIZE)))
+    return make(config, eviction_policy(eviction, profile(SIZE)))
 
 
 _keys = count()

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.runtime.cache_salt import kv_salt
 from pensieve.runtime.kv_events.blocks import Blocks
-from pensieve.scheduler.kv.chunk_keys import ChunkKeys
+from pensieve.scheduler.kv.chunk_keys import NO_KEY, ChunkKeys
 from pensieve.scheduler.kv.noted_store import ContextRun, ResidencyChanges
 
 from .player import Player
@@ -105,6 +105,17 @@ def test_chunks_of_an_earlier_process_are_told_when_a_prompt_names_them(told):
     told.apply((run.keys[1], 0), names=[run._replace(first=1, end=2)])
     told.send()
     assert told.score(run) == (0, 0, 3)
+
+
+def test_a_context_without_its_first_tokens_is_not_told(told):
+    """Its chunks have other KV than those of a prompt of the same tokens."""
+    run = run_of(range(16))
+    told.apply(*((key, 0) for key in run.keys[:2]), names=[run])
+    later = ContextRun(0, 4, [NO_KEY, NO_KEY, b"k2" * 16, b"k3" * 16], run.tokens, b"")
+    told.apply(*((key, 0) for key in later.keys[2:]), names=[later])
+    told.apply(names=[later._replace(first=3)])
+    told.send()
+    assert told.score(run) == (2, 2, 2)
 
 
 def test_given_salts_are_apart_and_owners_are_not(told):
