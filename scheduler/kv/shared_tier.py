@@ -22,7 +22,7 @@ from ..types import GPU, HOST, SHARED, ChunkKey, InvariantError, Tier
 from .chunk import NO_SLOT, Chunk, Move
 
 PAUSE_S = 5.0
-"""Seconds without writes and finds after the store has failed, or has not answered."""
+"""Seconds without writes after one has failed: a full store is not tried in every step."""
 
 AGAIN_S = 15.0
 """Seconds until removed keys are removed again: another server, which did not know of the deletion
@@ -131,8 +131,6 @@ class SharedTier:
         for answer in report.found:
             self._finding.discard(answer.number)
             self.answers[answer.number] = answer.keys
-            if not answer.keys:
-                self.paused_until = now + PAUSE_S
         for answer in report.removed:
             self._removed(answer, now)
         ended = [(slot, True) for slot in (*report.spilled, *report.promoted)]

@@ -143,7 +143,7 @@ class Preparation:
         self._order.arrived(turn, there)
         queues.enqueue(turn)
         if missing and self._sharing is not None:
-            self._sharing.look_for(turn, missing, now)
+            self._sharing.look_for(turn, missing)
 
     def _missing(
         self, turn: Turn, keys: Sequence[ChunkKey], first: int, chunks: Iterable[Chunk | None]

@@ -1,5 +1,5 @@
-"""The shared tier's part of a plan: chunks of ended turns are written to it, and it is asked for the
-chunks that a request in the queue misses (docs/use/shared-kv.md)."""
+"""The shared tier's part of a plan: chunks of ended turns are written to it, and it is asked for
+the chunks that a request in the queue misses (docs/use/shared-kv.md)."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class Sharing(TierWriter):
 
     # -- reading
 
-    def look_for(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]], now: float) -> None:
+    def look_for(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> None:
         """The turn joins the queue. `missing`: keys and ends of its chunks in no tier here."""
-        if len(missing) * self._size >= self._least and now >= self._tier.paused_until:
+        if len(missing) * self._size >= self._least:
             number = self._tier.find(key for key, _ in missing)
             self._to_read[number] = (turn, list(missing))
             self._waiting[turn] = inf
