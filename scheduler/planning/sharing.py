@@ -82,10 +82,8 @@ class Sharing(TierWriter):
     def stop(self, logs: Iterable[Sequence[Chunk]], now: float) -> None:
         """The server stops: will write what is on HOST of these logs, in their order."""
         for chunks in logs:
-            self.turn_ended(
-                [chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT or chunk is chunks[-1]],
-                now,
-            )
+            if chunks and chunks[-1].end >= self._least:
+                self._write([chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT], now)
 
     def _write(self, chunks: list[Chunk], now: float) -> None:
         if now < self._tier.paused_until:
