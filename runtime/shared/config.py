@@ -26,7 +26,7 @@ class DirectoryOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path):
-            raise SettingError(SETTING, f"`path` must be a folder, not {self.path!r}")
+            raise SettingError(SETTING, f'"path" must be a folder, not {self.path!r}')
         object.__setattr__(self, "path", Path(self.path).expanduser())
         _check_count("max_bytes", self.max_bytes, 1)
 
@@ -49,9 +49,7 @@ class SharedConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.namespace, str) or not _NAMESPACE.fullmatch(self.namespace):
-            raise SettingError(
-                SETTING, "`namespace` must have at most 64 letters, digits, `_` and `-`"
-            )
+            raise SettingError(SETTING, '"namespace" must have at most 64 letters, digits, _ and -')
         _check_count("min_tokens", self.min_tokens, 1)
 
 
@@ -64,8 +62,9 @@ def read_config(text: str) -> SharedConfig:
     if not isinstance(given, dict):
         raise SettingError(SETTING, 'must be an object such as {"engine": "directory", ...}')
     name = given.pop("engine", None)
+    names = ", ".join(ENGINES)
     if not isinstance(name, str) or name not in ENGINES:
-        raise SettingError(SETTING, f"`engine` must be one of {', '.join(ENGINES)}, not {name!r}")
+        raise SettingError(SETTING, f'"engine" must be one of {names}, not {name!r}')
     kind = ENGINES[name]
     own = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
     common = {
@@ -74,13 +73,13 @@ def read_config(text: str) -> SharedConfig:
         if field.name in given and field.name != "options"
     }
     if given:
-        raise SettingError(SETTING, f"the engine {name} has no field `{next(iter(given))}`")
+        raise SettingError(SETTING, f'the engine {name} has no field "{next(iter(given))}"')
     for field in fields(kind):
         if field.name not in own and field.default is MISSING:
-            raise SettingError(SETTING, f"the engine {name} needs the field `{field.name}`")
+            raise SettingError(SETTING, f'the engine {name} needs the field "{field.name}"')
     return SharedConfig(kind(**own), **common)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(SETTING, f"`{name}` must be a whole number from {least}, not {value!r}")
+        raise SettingError(SETTING, f'"{name}" must be a whole number from {least}, not {value!r}')

@@ -337,10 +337,10 @@ class SharedStore:
         keys = question.batch.keys
         there = self._engine.exists(self._of_all_ranks(keys))
         with self._changed:
-            found = () if there is None else _all_of(there, len(keys))
+            stored = () if there is None else _all_of(there, len(keys))
             self._note(there is not None)
-            self._count(found=sum(found), missing=len(found) - sum(found))
-            self._answered(question, found)
+            self._count(hits=sum(stored), misses=len(stored) - sum(stored))
+            self._answered(question, stored)
 
     def _remove(self, question: _Question) -> None:
         keys = question.batch.keys
@@ -409,7 +409,7 @@ class SharedStore:
         answer = KeyAnswer(question.batch.number, keys)
         report = self._report
         if question.finds:
-            self._report = report._replace(found=(*report.found, answer))
+            self._report = report._replace(looked_up=(*report.looked_up, answer))
         else:
             self._report = report._replace(removed=(*report.removed, answer))
         self._changed.notify_all()
