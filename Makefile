@@ -6,6 +6,7 @@
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
 # make small-model   downloads the model that `make serve` serves, for its test (93 MB)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
+# make mooncake   installs Mooncake Store for its tests (46 MB; three small libraries come from Debian's packages)
 # make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
 # make clients installs coding agents for their tests (1.3 GB on the disk, under a minute; npm is needed)
@@ -15,7 +16,7 @@ VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray chat-templates small-model clients
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray mooncake chat-templates small-model clients
 
 setup: $(VENV)/.installed
 
@@ -59,6 +60,19 @@ ray: setup
 	$(VENV)/ray/bin/pip install --quiet --disable-pip-version-check --no-compile 'ray[serve]>=2.60,<3'
 	echo "import site; site.addsitedir('$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pensieve.pth
+
+# Debian's libraries go where the wheel looks for its own: that needs no rights, and no LD_LIBRARY_PATH.
+mooncake: setup
+	@echo "== installing Mooncake Store into $(VENV)/mooncake (183 MB)"
+	rm -rf $(VENV)/mooncake
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
+	mkdir $(VENV)/mooncake/packages
+	cd $(VENV)/mooncake/packages \
+		&& apt-get download --quiet libibverbs1 libnl-3-200 libnl-route-3-200 \
+		&& for package in *.deb; do dpkg-deb --extract "$$package" .; done \
+		&& find . -name '*.so.*' -exec mv {} ../mooncake_transfer_engine_non_cuda.libs \; \
+		|| echo "apt-get cannot download libibverbs1, libnl-3-200 and libnl-route-3-200: install them as your system does"
+	rm -r $(VENV)/mooncake/packages
 
 clients: setup
 	@echo "== installing coding agents into $(VENV)/clients (1.3 GB)"
