@@ -28,6 +28,7 @@ LAYERS = [
     "runtime.text",
     "runtime.step",
     "runtime.disk",
+    "runtime.shared",
     "runtime.device",
     "runtime.engine runtime.executor",
     "runtime.observe",
