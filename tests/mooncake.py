@@ -114,9 +114,9 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _until(asked, process, log) -> None:  # type: ignore[no-untyped-def]
+def _until(is_ready, process, log) -> None:  # type: ignore[no-untyped-def]
     end = time.monotonic() + START_SECONDS
-    while not asked():
+    while not is_ready():
         assert process.poll() is None and time.monotonic() < end, log()[-5000:]
         time.sleep(0.02)
 
