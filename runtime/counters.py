@@ -43,6 +43,35 @@ class DiskCounters(NamedTuple):
     full: int = 0
 
 
+class SharedCounters(NamedTuple):
+    """One rank's shared tier since the start. `lent` and `off` are current.
+
+    found, missing      chunks that the store had, or had not, when it was asked for a request's
+    written, read       records
+    refused             records that were not written because the store has no room
+    rejected            records that were read and are damaged, or another chunk's
+    errors              calls that failed
+    late                calls that missed their deadline
+    removed             records
+    lent                HOST slots in use by calls past their deadline
+    off                 1 while the tier is off after errors or a missed deadline
+    """
+
+    found: int = 0
+    missing: int = 0
+    written: int = 0
+    read: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    refused: int = 0
+    rejected: int = 0
+    errors: int = 0
+    late: int = 0
+    removed: int = 0
+    lent: int = 0
+    off: int = 0
+
+
 class PowerCounts(NamedTuple):
     """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; `total` is their sum."""
 

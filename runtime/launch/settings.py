@@ -15,6 +15,7 @@ from ...scheduler.config import BATCH, CACHE, SchedulerConfig, SchedulerSettings
 from ...scheduler.declaration import SERVERS, Declaration, User, check_declared, flag, setting
 from ...scheduler.types import SettingError
 from ..http.settings import HTTP, MIB, HTTPOptions
+from ..shared.config import read_config
 
 DEFAULT_GPU_KV = 512 * MIB
 DEFAULT_HOST_KV = 2048 * MIB
@@ -157,6 +158,14 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         "kv in --state-dir",
         unit="DIR",
     )
+    kv_shared_config: str | None = _cache(
+        None,
+        'JSON of a store that servers of one model share, as {"engine": "directory", "path": '
+        '"/mnt/kv", "max_bytes": 1000000000000}',
+        "none",
+        unit="JSON",
+        page="docs/use/shared-kv.md",
+    )
     kv_cache_dtype: str = _cache(
         "auto",
         "of KV on every tier: the engine's own, or 8 bits a number",
@@ -246,6 +255,8 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
             given = f"--kv-cache-dtype {self.kv_cache_dtype}"
             message = f"cannot be given beside {given}, whose KV is equal on every tier"
             raise SettingError("--lower-tier-kv", message)
+        if self.kv_shared_config is not None:
+            read_config(self.kv_shared_config)
         if self.enforce_eager and self.device != "cuda":
             raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
         if self.device != "cuda" and self.changed("gpu_memory_utilization"):

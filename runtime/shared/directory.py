@@ -24,7 +24,7 @@ import numpy as np
 
 from ...scheduler.types import SettingError
 from .config import SETTING, DirectoryOptions
-from .engine import StoreOutcome, Parts
+from .engine import Parts, StoreOutcome
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,10 @@ class DirectoryEngine:
         self._numbers = itertools.count()
         self._silent_until = 0.0
         # Used only while the lock is held.
-        self._lock = threading.Condition()
+        self._lock = threading.Condition()  # a re-entrant one
         self._used = 0  # bytes, as of the last scan and this server's own puts since
         self._since = 0  # bytes put since the last scan
+        self._writing = 0  # bytes of records that are being written
         self._wanted = False
         self._closed = False
         try:
@@ -133,13 +134,42 @@ class DirectoryEngine:
     def _put(self, key: str, parts: Parts) -> StoreOutcome:
         path = self._path(key)
         size = sum(part.nbytes for part in parts)
-        new = self._new / self._temporary(_flat(key))
+        if not self._takes_room(size):
+            return StoreOutcome.FULL
+        written = 0
         try:
             if path.exists():
                 os.utime(path)
-                return StoreOutcome.DONE
-            if not self._takes_room(size):
+            else:
+                self._write(path, self._new / self._temporary(_flat(key)), parts)
+                written = size
+            return StoreOutcome.DONE
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._ask_for_scan()
                 return StoreOutcome.FULL
+            self._complain(error)
+            return StoreOutcome.FAILED
+        finally:
+            with self._lock:
+                self._writing -= size
+                self._used += written
+                self._since += written
+                if self._since > self._most * SCAN_SHARE:
+                    self._ask_for_scan()
+
+    def _takes_room(self, size: int) -> bool:
+        """Returns whether a record has room, and counts it as being written."""
+        with self._lock:
+            fits = self._used + self._writing + size <= self._most
+            if fits:
+                self._writing += size
+            else:
+                self._ask_for_scan()
+            return fits
+
+    def _write(self, path: Path, new: Path, parts: Parts) -> None:
+        try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 _write(descriptor, parts)
@@ -147,26 +177,10 @@ class DirectoryEngine:
                 os.close(descriptor)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.rename(new, path)
-            return StoreOutcome.DONE
-        except OSError as error:
+        except OSError:
             with suppress(OSError):
                 new.unlink(missing_ok=True)
-            if error.errno in NO_ROOM:
-                self._ask_for_scan()
-                return StoreOutcome.FULL
-            self._complain(error)
-            return StoreOutcome.FAILED
-
-    def _takes_room(self, size: int) -> bool:
-        """Counts the bytes of a record that will be written. Returns False if it has no room."""
-        with self._lock:
-            fits = self._used + size <= self._most
-            if fits:
-                self._used += size
-                self._since += size
-            if not fits or self._since > self._most * SCAN_SHARE:
-                self._ask_for_scan()
-            return fits
+            raise
 
     def _get(self, key: str, parts: Parts) -> StoreOutcome:
         path = self._path(key)

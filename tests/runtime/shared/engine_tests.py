@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pensieve.runtime.shared.engine import StoreOutcome, Parts, SharedEngine
+from pensieve.runtime.shared.engine import Parts, SharedEngine, StoreOutcome
 
 PAGE = 4096
 PAYLOAD = 3 * PAGE

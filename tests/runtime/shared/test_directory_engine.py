@@ -78,7 +78,7 @@ def test_abandoned_files_go_after_a_while(engine: DirectoryEngine, tmp_path: Pat
 
 
 def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
-    first = DirectoryEngine(DirectoryOptions(tmp_path, 16 * SIZE))
+    first = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
     second = DirectoryEngine(DirectoryOptions(tmp_path, 8 * SIZE))  # of another server
     try:
         for number in range(16):
@@ -86,7 +86,9 @@ def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
             age = 1000 - number
             (file,) = (file for file in files(tmp_path) if file.name == key(number)[-64:])
             os.utime(file, (time.time() - age,) * 2)
-        assert first.get([key(0)], [record(first, 0)]) == [StoreOutcome.DONE]  # its latest use is now
+        assert first.get([key(0)], [record(first, 0)]) == [
+            StoreOutcome.DONE
+        ]  # its latest use is now
         assert second.scan() == 7 * SIZE
         there = first.exists([key(number) for number in range(16)])
         assert there == [True] + [False] * 9 + [True] * 6
@@ -104,7 +106,7 @@ def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -
             while outcome == [StoreOutcome.FULL]:
                 outcome = engine.put([key(number)], [record(engine, 1)])
             put += outcome
-            assert sum(file.stat().st_size for file in files(tmp_path)) <= 4 * SIZE
+            assert len(files(tmp_path)) <= 4
         assert put == [StoreOutcome.DONE] * 40
     finally:
         engine.close()
