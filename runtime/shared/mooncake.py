@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,12 +23,14 @@ from .engine import Parts, StoreOutcome
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
+    Move = Callable[[MooncakeDistributedStore, Sequence[str], Sequence[Parts]], list[StoreOutcome]]
+
 log = logging.getLogger(__name__)
 
 TIMEOUTS = {
     "MC_RPC_TIMEOUT_MS": "1000",  # of a call to the master: by default 30 s
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # of a transfer in which no byte moves: by default 30 s
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",  # of a transfer in which no byte moves: by default 30 s
+    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
 }
 """Environment variables that Mooncake reads, unless they are set. A slot of a late call stays lent
@@ -36,18 +38,22 @@ until the call returns."""
 QUIET = {"MC_LOG_LEVEL": "ERROR"}
 NO_ROOM, TOO_SMALL, UNKNOWN_KEY = -200, -600, -704
 """Mooncake's codes that are no failure of the store. `TOO_SMALL`: the buffers for a record."""
+NO_ANSWER = -900
 NOT_TRANSFERRED = -800
 """The owner of the record is gone, or the buffers are too large for it."""
 REGISTERED = ("rdma",)
 """Protocols that transfer registered memory only. Over TCP any memory will do, and it stays out of
 reach: others on the network may read and write memory that is registered."""
+AT_ONCE = 8
+"""Records of one call to Mooncake. For each one of an owner that hangs it waits a second."""
+REACHED_S = 1.0
 CONNECTING_S = 1.0
 COMPLAINT_S = 60.0
 
 
 class MooncakeEngine:
-    """A `SharedEngine`. It connects when it is first used, and again after a failed attempt, so a
-    server starts without a master too."""
+    """A `SharedEngine`. It connects beside the start of the server, and each call tries again after
+    a failure, so a server starts without a master too."""
 
     def __init__(self, options: MooncakeOptions):
         """SettingError('kv_shared_config') if Mooncake is not installed."""
@@ -70,6 +76,7 @@ class MooncakeEngine:
         self._buffers: list[np.ndarray] = []
         self._silent_until = 0.0
         self._closed = False
+        threading.Thread(target=self._connected, name="mooncake-connect", daemon=True).start()
 
     def register(self, buffer: np.ndarray) -> None:
         """Nothing over TCP."""
@@ -92,18 +99,35 @@ class MooncakeEngine:
         return [code == 1 for code in codes]
 
     def put(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
+        return self._in_pieces(self._put, keys, records)
+
+    def get(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
+        return self._in_pieces(self._get, keys, records)
+
+    def _in_pieces(
+        self, move: Move, keys: Sequence[str], records: Sequence[Parts]
+    ) -> list[StoreOutcome]:
+        """After a failure the other records are not tried."""
         client = self._connected()
-        if client is None:
-            return [StoreOutcome.FAILED] * len(keys)
+        outcomes: list[StoreOutcome] = []
+        while client is not None and len(outcomes) < len(keys):
+            piece = slice(len(outcomes), len(outcomes) + AT_ONCE)
+            outcomes += move(client, keys[piece], records[piece])
+            if StoreOutcome.FAILED in outcomes:
+                break
+        return outcomes + [StoreOutcome.FAILED] * (len(keys) - len(outcomes))
+
+    def _put(
+        self, client: MooncakeDistributedStore, keys: Sequence[str], records: Sequence[Parts]
+    ) -> list[StoreOutcome]:
         codes = client.batch_put_from_multi_buffers(
             list(keys), _addresses(records), _sizes(records), self._placement
         )
         return self._outcomes("writing", codes, [0] * len(keys))
 
-    def get(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
-        client = self._connected()
-        if client is None:
-            return [StoreOutcome.FAILED] * len(keys)
+    def _get(
+        self, client: MooncakeDistributedStore, keys: Sequence[str], records: Sequence[Parts]
+    ) -> list[StoreOutcome]:
         sizes = _sizes(records)
         totals = [sum(parts) for parts in sizes]
         codes = client.batch_get_into_multi_buffers(list(keys), _addresses(records), sizes)
@@ -153,8 +177,7 @@ class MooncakeEngine:
         return other
 
     def _connected(self) -> MooncakeDistributedStore | None:
-        """None while the store cannot be reached: an attempt takes up to five seconds, and other
-        threads wait a moment for it."""
+        """None while the store cannot be reached. Other threads wait a moment for an attempt."""
         client = self._client
         if client is not None or not self._connecting.acquire(timeout=CONNECTING_S):
             return client
@@ -166,7 +189,12 @@ class MooncakeEngine:
             self._connecting.release()
 
     def _connect(self) -> MooncakeDistributedStore | None:
+        """Mooncake keeps all of Python waiting while it connects, up to five seconds if there is no
+        master. So the master must show that it is there first."""
         options = self._options
+        if not answers(options.master):
+            self._complain(f"reaching {options.master}", [NO_ANSWER])
+            return None
         client = self._new_client()
         settings = {
             "local_hostname": _own_address(options.master),
@@ -225,6 +253,20 @@ def _addresses(records: Sequence[Parts]) -> list[list[int]]:
 
 def _sizes(records: Sequence[Parts]) -> list[list[int]]:
     return [[part.nbytes for part in parts] for parts in records]
+
+
+def answers(master: str) -> bool:
+    """True if a master is there and does not hang: it closes a connection whose first bytes are no
+    request."""
+    host, port = master.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), REACHED_S) as connection:
+            connection.sendall(bytes(64))
+            return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except OSError:
+        return False
 
 
 def _own_address(master: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from pensieve.runtime.shared import mooncake
 from pensieve.runtime.shared.config import MooncakeOptions
 from pensieve.runtime.shared.engine import StoreOutcome
 from pensieve.runtime.shared.mooncake import MooncakeEngine
@@ -75,6 +77,28 @@ def test_a_server_starts_before_the_master(store: PrivateMooncake) -> None:
         assert engine.put([key(1)], [record(engine, 1)]) == [DONE]
     finally:
         engine.close()
+
+
+def test_a_server_starts_while_the_master_hangs(store: PrivateMooncake) -> None:
+    store.master_process.send_signal(signal.SIGSTOP)
+    engine = MooncakeEngine(MooncakeOptions(store.master))
+    try:
+        assert engine.exists([key(1)]) is None
+        store.master_process.send_signal(signal.SIGCONT)
+        assert engine.put([key(1)], [record(engine, 1)]) == [DONE]
+    finally:
+        engine.close()
+
+
+def test_an_attempt_to_connect_that_would_hold_up_python_is_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody accepts this connection, as if the master hung."""
+    monkeypatch.setattr(mooncake, "REACHED_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        master = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert not mooncake.answers(master)
+    assert not mooncake.answers(master)
 
 
 def test_a_master_that_hangs_fails_calls_soon(
