@@ -295,7 +295,7 @@ class Service:
     def _send(self, applied: Applied) -> None:
         """Sends one message to the HTTP process. It includes statistics when a request began or
         ended, and at regular intervals."""
-        stats = copied = disk = loop = None
+        stats = copied = disk = shared = loop = None
         begun_or_ended = any(row.usage or row.finish or row.error for row in applied.rows)
         nothing_new = not applied.requests and not applied.rows
         if begun_or_ended or nothing_new or time.monotonic() >= self._stats_due:
@@ -304,8 +304,9 @@ class Service:
             stats = self._scheduler.stats()
             copied = self._executor.copied_bytes
             disk = self._executor.disk_counters
+            shared = self._executor.shared_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        self._outbox.put(StepMessage(applied, stats, copied, disk, loop))
+        self._outbox.put(StepMessage(applied, stats, copied, disk, shared, loop))
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

@@ -351,6 +351,7 @@ class EngineClient(EngineStreams):
         self.metrics.stats = message.stats or self.metrics.stats
         self.metrics.copied = message.copied or self.metrics.copied
         self.metrics.disk = message.disk or self.metrics.disk
+        self.metrics.shared = message.shared or self.metrics.shared
         self.metrics.loop = message.loop or self.metrics.loop
 
     def _take(self, result: RowResult, now: float) -> None:

@@ -115,6 +115,7 @@ def service(scheduler: Scheduler, compiling: list[Future[str]]) -> Service:
         keep_grammar=lambda request, compiled: scheduler.calls.append((compiled, request)),
         copied_bytes=KVCounters(),
         disk_counters=DiskCounters(spilled=3),
+        shared_counters=None,
         transfer_seconds=TransferSeconds,
         wait=lambda: None,
         done=lambda: False,

@@ -1,0 +1,77 @@
+"""Servers that share a directory of KV."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from .server import Server
+from .shared_kv import CHUNKS, WRITTEN, SharedServerTests, options, prompt, turn
+from .test_server import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def store(tmp_path):
+    return {"engine": "directory", "path": str(tmp_path / "kv"), "max_bytes": 2**30}
+
+
+@pytest.fixture
+def files(tmp_path):
+    return lambda: sorted(file for file in (tmp_path / "kv").rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def keys(files):
+    return files
+
+
+class TestSharedDirectory(SharedServerTests):
+    """As every engine."""
+
+
+def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
+    with Server(tmp_path / "a", *options(store)) as a:
+        reply, _ = turn(a, prompt(1))
+        wait_for(lambda: a.metric(WRITTEN) >= CHUNKS)
+    for number, file in enumerate(files()):
+        content = bytearray(file.read_bytes())
+        if number % 2:
+            content[-100] ^= 1  # of the payload
+        else:
+            content[20] ^= 1  # of the key in the header
+        file.write_bytes(content)
+    with Server(tmp_path / "b", *options(store)) as b:
+        again, sources = turn(b, prompt(1))
+        assert again == reply and sources["shared"] == 0
+        assert b.metric('pensieve:kv_shared_faults_total{kind="rejected"}') == CHUNKS
+        # the wrong ones are gone, and right ones have taken their place
+        wait_for(lambda: b.metric(WRITTEN) >= CHUNKS)
+    with Server(tmp_path / "c", *options(store)) as c:
+        assert turn(c, prompt(1) + [3])[1]["shared"] == 16 * CHUNKS
+
+
+def test_a_full_directory_hurts_nobody(tmp_path, store):
+    with Server(tmp_path / "a", *options(store | {"max_bytes": 100_000})) as a:
+        for number in range(4):
+            turn(a, prompt(number))
+        assert a.metric("pensieve:kv_shared_off") == 0
+
+
+def test_a_directory_that_is_gone_hurts_nobody(tmp_path, store):
+    with Server(tmp_path / "a", *options(store)) as a:
+        reply, _ = turn(a, prompt(1))
+        (tmp_path / "kv").rename(tmp_path / "elsewhere")
+        numbers = count(2)
+
+        def off():
+            """A server without work reports no metrics."""
+            turn(a, prompt(next(numbers)), max_tokens=1)
+            return a.metric("pensieve:kv_shared_off")
+
+        wait_for(lambda: off() == 1)
+        (tmp_path / "elsewhere").rename(tmp_path / "kv")
+        wait_for(lambda: off() == 0)
+        assert turn(a, prompt(1))[0] == reply
