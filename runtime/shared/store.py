@@ -38,7 +38,7 @@ OFF_S = 5.0  # seconds from going off to a probe
 LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
-WEIGHT = 1 / 8  # of the latest call in the moving average of the speed
+WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
 LANES = {"read": 4, "write": 2, "find": 2, "remove": 1}  # threads
 COMPLAINT_S = 60.0
 CLOSE_S = 2.0  # seconds that the end waits for calls in progress
@@ -63,14 +63,42 @@ class SharedSettings(NamedTuple):
 
 @dataclass(eq=False)
 class _Transfer:
-    """A call that moves records. `slots`: of the work that has not been reported as ended."""
+    """A call that moves records, all in one direction."""
 
     work: list[Spill] | list[Promotion]
-    began: float
     deadline: float
     started: bool = False
     late: bool = False
     records: list[Parts] = field(default_factory=list)
+
+
+class _Speed:
+    """Bytes a second in one direction: all bytes by all seconds of busy periods, older ones with
+    less and less weight. So a large transfer counts more than a small one, which is mostly
+    latency."""
+
+    def __init__(self, payload: int):
+        self._bytes = float(payload)
+        self._seconds = payload / FIRST_SPEED
+        self._since = 0.0
+        self._moved = 0
+
+    @property
+    def value(self) -> float:
+        return self._bytes / self._seconds
+
+    def begins(self, now: float) -> None:
+        """A busy period begins."""
+        self._since = now
+        self._moved = 0
+
+    def moved(self, count: int) -> None:
+        self._moved += count
+
+    def ends(self, now: float) -> None:
+        if self._moved:
+            self._bytes += self._moved - WEIGHT * self._bytes
+            self._seconds += max(1e-6, now - self._since) - WEIGHT * self._seconds
 
 
 @dataclass(eq=False)
@@ -122,7 +150,7 @@ class SharedStore:
         self._questions: dict[_Question, None] = {}
         self._report = TierReport(self.tier)
         self._pages: list[np.ndarray] = []
-        self._read_speed = self._write_speed = FIRST_SPEED
+        self._speeds = {kind: _Speed(self._payload) for kind in (Spill, Promotion)}
         self._failures = 0
         self._off = False
         self._probing = 0  # number of the probe whose answer counts
@@ -145,9 +173,9 @@ class SharedStore:
         self._raise_error()
         with self._changed:
             for spills in _batches(work.spills, self._batch):
-                self._begin_transfer(spills, "write", self._write, self._write_speed)
+                self._begin_transfer(spills, "write", self._write)
             for promotions in _batches(work.promotions, self._batch):
-                self._begin_transfer(promotions, "read", self._read, self._read_speed)
+                self._begin_transfer(promotions, "read", self._read)
             if self._settings.rank == 0:
                 for batch in work.finds:
                     self._begin_question(batch, finds=True)
@@ -174,7 +202,7 @@ class SharedStore:
             self._look_at_deadlines()
             report = self._report
             self._report = TierReport(self.tier)
-            read_s = (PAGE + self._payload) / self._read_speed
+            read_s = (PAGE + self._payload) / self._speeds[Promotion].value
         return report._replace(read_seconds=read_s)
 
     @property
@@ -199,19 +227,17 @@ class SharedStore:
         work: list[Spill] | list[Promotion],
         lane: str,
         run: Callable[[_Transfer], None],
-        speed: float,
     ) -> None:
         if self._off:
             self._end_work(work, done=set())
             return
-        ahead = sum(
-            len(other.work)
-            for other in self._transfers
-            if isinstance(other.work[0], type(work[0])) and not other.late
-        )
-        predicted = (ahead + len(work)) * (PAGE + self._payload) / speed
+        speed = self._speeds[type(work[0])]
+        ahead = self._in_progress(type(work[0]))
+        predicted = (ahead + len(work)) * (PAGE + self._payload) / speed.value
         now = self._calls.clock()
-        transfer = _Transfer(work, now, now + 2 * predicted + DEADLINE_S)
+        if not ahead:
+            speed.begins(now)
+        transfer = _Transfer(work, now + 2 * predicted + DEADLINE_S)
         self._transfers[transfer] = None
         self._calls.submit(lane, lambda: self._guarded(run, transfer))
 
@@ -336,9 +362,10 @@ class SharedStore:
         self._pages += [parts[0] for parts in transfer.records]
         if not transfer.late:  # a late call says nothing of the store now
             self._note(StoreOutcome.FAILED not in outcomes)
-            took = max(1e-6, self._calls.clock() - transfer.began)
-            if len(done) == len(transfer.work):
-                self._note_speed(transfer.work, len(done) * (PAGE + self._payload) / took)
+            kind = type(transfer.work[0])
+            self._speeds[kind].moved(len(done) * (PAGE + self._payload))
+            if not self._in_progress(kind):
+                self._speeds[kind].ends(self._calls.clock())
         self._end_work(transfer.work, done)
 
     def _end_work(self, work: list[Spill] | list[Promotion], done: set[int]) -> None:
@@ -349,12 +376,6 @@ class SharedStore:
         slots: dict[str, Any] = {kind: getattr(report, kind) + ended}
         self._report = report._replace(failed=report.failed + failed, **slots)
         self._changed.notify_all()
-
-    def _note_speed(self, work: list[Spill] | list[Promotion], speed: float) -> None:
-        if isinstance(work[0], Spill):
-            self._write_speed += WEIGHT * (speed - self._write_speed)
-        else:
-            self._read_speed += WEIGHT * (speed - self._read_speed)
 
     def _answered(self, question: _Question, keys: tuple[bool, ...]) -> None:
         del self._questions[question]
@@ -437,6 +458,14 @@ class SharedStore:
             self._probe()
 
     # -- internal
+
+    def _in_progress(self, kind: type[Spill] | type[Promotion]) -> int:
+        """Records of transfers in that direction that are not late."""
+        return sum(
+            len(transfer.work)
+            for transfer in self._transfers
+            if not transfer.late and isinstance(transfer.work[0], kind)
+        )
 
     @property
     def _lent(self) -> int:

@@ -50,7 +50,7 @@ def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
         # the wrong ones are gone, and right ones have taken their place
         wait_for(lambda: b.metric(WRITTEN) >= CHUNKS)
     with Server(tmp_path / "c", *options(store)) as c:
-        assert turn(c, prompt(1) + [3])[1]["shared"] == 16 * CHUNKS
+        assert turn(c, [*prompt(1), 3])[1]["shared"] == 16 * CHUNKS
 
 
 def test_a_full_directory_hurts_nobody(tmp_path, store):
