@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 FOLDER = Path(sys.prefix) / "mooncake"
 """`make mooncake` fills it."""
 START_SECONDS = 120
-OWNED = "128 MB"
+OWNED = "512 MB"
 ENVIRONMENT = {"PYTHONPATH": str(FOLDER)}
 """Of processes that import it."""
 
@@ -103,6 +104,20 @@ class PrivateMooncake:
         answer = httpx.get(f"http://127.0.0.1:{self._http}/get_all_keys", timeout=30)
         return set(answer.text.split())
 
+    def spoil(self, keys: Iterable[str]) -> None:
+        """Changes a byte of each record."""
+        from mooncake.store import MooncakeDistributedStore
+
+        client = MooncakeDistributedStore()
+        code = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.master)
+        assert code == 0
+        for key in keys:
+            content = bytearray(client.get(key))
+            content[-100] ^= 1
+            assert client.remove(key, True) == 0
+            assert client.put(key, bytes(content)) == 0
+        client.close()
+
     def _ask(self, path: str) -> dict[str, object]:
         with suppress(httpx.TransportError):
             return dict(httpx.get(f"http://127.0.0.1:{self._http}/{path}", timeout=30).json())
@@ -114,7 +129,9 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _until(is_ready, process, log) -> None:  # type: ignore[no-untyped-def]
+def _until(
+    is_ready: Callable[[], object], process: subprocess.Popen[bytes], log: Callable[[], str]
+) -> None:
     end = time.monotonic() + START_SECONDS
     while not is_ready():
         assert process.poll() is None and time.monotonic() < end, log()[-5000:]

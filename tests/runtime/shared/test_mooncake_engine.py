@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from pensieve.scheduler.types import SettingError
 
 from ...mooncake import PrivateMooncake, kill
 from .engine_tests import DONE, MISSING, PAGE, PAYLOAD, EngineTests, key, record, same
+from .store_tests import StoreTests
 
 FAILED = StoreOutcome.FAILED
 SOON = 15.0
@@ -41,6 +42,12 @@ def engine(store: PrivateMooncake) -> Iterator[MooncakeEngine]:
 
 class TestMooncakeEngine(EngineTests):
     """As every engine."""
+
+
+class TestStoreOnMooncake(StoreTests):
+    @pytest.fixture
+    def open_engine(self, store: PrivateMooncake) -> Callable[[], MooncakeEngine]:
+        return lambda: MooncakeEngine(MooncakeOptions(store.master))
 
 
 def test_smaller_and_larger_records_are_missing_and_removed(
@@ -165,7 +172,7 @@ def test_a_read_that_failed_writes_nothing_later(
 
 
 def test_a_full_store_is_not_an_error(engine: MooncakeEngine) -> None:
-    parts = [np.ones(PAGE, np.uint8), np.ones(16 << 20, np.uint8)]
+    parts = [np.ones(PAGE, np.uint8), np.ones(48 << 20, np.uint8)]
     outcomes = engine.put([key(number) for number in range(12)], [parts] * 12)
     assert set(outcomes) == {DONE, StoreOutcome.FULL}
 
