@@ -46,7 +46,7 @@ class DiskCounters(NamedTuple):
 class SharedCounters(NamedTuple):
     """One rank's shared tier since the start. `lent` and `off` are current.
 
-    found, missing      chunks that the store had, or had not, when it was asked for a request's
+    hits, misses        chunks that the store had, or had not, when it was asked
     written, read       records
     refused             records that were not written because the store has no room
     rejected            records that were read and are damaged, or another chunk's
@@ -57,8 +57,8 @@ class SharedCounters(NamedTuple):
     off                 1 while the tier is off after errors or a missed deadline
     """
 
-    found: int = 0
-    missing: int = 0
+    hits: int = 0
+    misses: int = 0
     written: int = 0
     read: int = 0
     written_bytes: int = 0

@@ -124,9 +124,11 @@ class Executor:
         if disk is not None:
             self._stores[Tier.DISK] = DiskStore(disk, config.chunk_tokens, device.record)
         if shared is not None:
-            self._stores[Tier.SHARED] = SharedStore(
+            store = SharedStore(
                 open_engine(shared.config), shared, config.chunk_tokens, device.record
             )
+            store.measure()
+            self._stores[Tier.SHARED] = store
         device.load(
             engine,
             config.max_num_seqs,

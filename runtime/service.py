@@ -245,6 +245,8 @@ class Service:
                 self._outbox.put(self._scheduler.conversations.residency(start, MOST_LOOKED_AT))
                 self._changed = True
             case Drain(seconds):
+                if seconds:
+                    self._scheduler.stop(time.monotonic())
                 self._log_drain(seconds)
                 self._drain_until = min(self._drain_until, time.monotonic() + seconds)
                 self._outbox.put(Draining())
@@ -262,7 +264,7 @@ class Service:
     def _log_drain(self, seconds: float) -> None:
         replies = len(self._session.open_requests())
         waited = [f"{replies} running {'reply' if replies == 1 else 'replies'}"] if replies else []
-        waited += ["KV on its way to the disk"] if self._scheduler.lower.unfinished else []
+        waited += ["KV on its way to lower tiers"] if self._scheduler.lower.unfinished else []
         if seconds and waited:
             what = " and ".join(waited)
             log.info(
@@ -287,7 +289,7 @@ class Service:
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
         if self._scheduler.lower.unfinished:
-            log.warning("shut down before all KV was spilled to disk")
+            log.warning("shut down before all KV was spilled to lower tiers")
         aborted = tuple(RowResult(request, finish=FinishReason.ABORT) for request in open_requests)
         self._send(Applied(rows=aborted))
         return True

@@ -75,8 +75,8 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is in use but not on the GPU")
         if chunk.key is None and (chunk.moving is not None or chunk.slots[HOST + 1 :] != NO_LOWER):
             raise InvariantError(f"{chunk} is private and has to do with a lower tier")
-        known_only = chunk.slots[:SHARED] == NOWHERE[:SHARED] and chunk.slots[SHARED] != NO_SLOT
-        if known_only and not (chunk.queue_places or chunk.moving):
+        only_shared = chunk.slots[:SHARED] == NOWHERE[:SHARED] and chunk.slots[SHARED] != NO_SLOT
+        if only_shared and not (chunk.queue_places or chunk.moving):
             raise InvariantError(f"{chunk} is in the shared tier only, and no request waits for it")
         if not (chunk.resident or chunk.claims):
             raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")

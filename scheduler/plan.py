@@ -178,7 +178,7 @@ class TierReport(NamedTuple):
                 result or before
     late        work past its deadline on some rank. It keeps its HOST slot until it is reported
                 as done or failed too
-    found, removed
+    looked_up, removed
                 answers to `finds` and `removals`, each reported once
     read_seconds
                 of one record, as measured now; 0: not measured
@@ -190,7 +190,7 @@ class TierReport(NamedTuple):
     failed: tuple[int, ...] = ()
     erase_failed: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
-    found: tuple[KeyAnswer, ...] = ()
+    looked_up: tuple[KeyAnswer, ...] = ()
     removed: tuple[KeyAnswer, ...] = ()
     read_seconds: float = 0.0
 

@@ -284,6 +284,12 @@ class Scheduler:
         new. May come between any two other calls."""
         return self._store.host.grow(slots)
 
+    def stop(self, now: float) -> None:
+        """The server is about to end: what is on HOST and not in the shared tier yet is written,
+        that of the conversations which were active last first."""
+        if self._sharing is not None:
+            self._sharing.stop(self.conversations.latest_chunks(), now)
+
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:

@@ -164,6 +164,7 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         '"/mnt/kv", "max_bytes": 1000000000000}',
         "none",
         unit="JSON",
+        users=SERVERS,
         page="docs/use/shared-kv.md",
     )
     kv_cache_dtype: str = _cache(

@@ -129,6 +129,7 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
     for_host = "needs --host-kv-bytes or --host-kv-chunks above 0: all KV stays on the GPU"
     for_disk = "needs --disk-kv-bytes or --disk-kv-chunks above 0: no KV goes to disk"
     not_saved = no_disk and not config.shared_min_tokens
+    for_save = "needs --disk-kv-bytes or --disk-kv-chunks above 0, or --kv-shared-config"
     for_overflow = (
         f"no context can overflow: --overflow-ratio {settings.overflow_ratio:g} of "
         f"{config.max_model_len} tokens is "
@@ -140,7 +141,7 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
         (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),
         (no_host, "link", for_host),
         (no_disk, "disk_dir", for_disk),
-        (not_saved, "save", for_disk),
+        (not_saved, "save", for_save),
         (no_disk, "prefetch", for_disk),
         (config.windows is None, "overflow", for_overflow),
         (config.windows is None, "overflow_ratio", for_overflow),

@@ -296,9 +296,9 @@ class Metrics(Collector):
         """The shared tier's counts."""
         yield _counters(
             "pensieve:kv_shared_lookups",
-            "Chunks that the shared store was asked for on behalf of requests",
+            "Chunks that the shared store was asked for",
             "outcome",
-            {"found": shared.found, "missing": shared.missing},
+            {"hit": shared.hits, "miss": shared.misses},
         )
         yield _counters(
             "pensieve:kv_shared_records",

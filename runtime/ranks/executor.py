@@ -126,7 +126,7 @@ class Reports:
         reports = {
             report.tier: report._replace(**no_slots)
             for report in own.lower
-            if report.found or report.removed or report.read_seconds
+            if report.looked_up or report.removed or report.read_seconds
         }
         for tier, kinds in done.items():
             slots: dict[str, Any] = {kind: tuple(of_kind) for kind, of_kind in kinds.items()}

@@ -28,7 +28,7 @@ class DirectoryOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path):
-            raise SettingError(SETTING, f"`path` must be a folder, not {self.path!r}")
+            raise SettingError(SETTING, f'"path" must be a folder, not {self.path!r}')
         object.__setattr__(self, "path", Path(self.path).expanduser())
         _check_count("max_bytes", self.max_bytes, 1)
 
@@ -50,12 +50,12 @@ class MooncakeOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.master, str) or not _MASTER.fullmatch(self.master):
-            raise SettingError(SETTING, f"`master` must be host:port, not {self.master!r}")
+            raise SettingError(SETTING, f'"master" must be host:port, not {self.master!r}')
         if not isinstance(self.metadata, str) or not self.metadata:
-            raise SettingError(SETTING, f"`metadata` must be an address, not {self.metadata!r}")
+            raise SettingError(SETTING, f'"metadata" must be an address, not {self.metadata!r}')
         if self.protocol not in PROTOCOLS:
             names = " or ".join(PROTOCOLS)
-            raise SettingError(SETTING, f"`protocol` must be {names}, not {self.protocol!r}")
+            raise SettingError(SETTING, f'"protocol" must be {names}, not {self.protocol!r}')
         _check_count("segment_bytes", self.segment_bytes, 0)
         _check_count("replicas", self.replicas, 1)
 
@@ -78,9 +78,7 @@ class SharedConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.namespace, str) or not _NAMESPACE.fullmatch(self.namespace):
-            raise SettingError(
-                SETTING, "`namespace` must have at most 64 letters, digits, `_` and `-`"
-            )
+            raise SettingError(SETTING, '"namespace" must have at most 64 letters, digits, _ and -')
         _check_count("min_tokens", self.min_tokens, 1)
 
 
@@ -93,8 +91,9 @@ def read_config(text: str) -> SharedConfig:
     if not isinstance(given, dict):
         raise SettingError(SETTING, 'must be an object such as {"engine": "directory", ...}')
     name = given.pop("engine", None)
+    names = ", ".join(ENGINES)
     if not isinstance(name, str) or name not in ENGINES:
-        raise SettingError(SETTING, f"`engine` must be one of {', '.join(ENGINES)}, not {name!r}")
+        raise SettingError(SETTING, f'"engine" must be one of {names}, not {name!r}')
     kind = ENGINES[name]
     own = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
     common = {
@@ -103,13 +102,13 @@ def read_config(text: str) -> SharedConfig:
         if field.name in given and field.name != "options"
     }
     if given:
-        raise SettingError(SETTING, f"the engine {name} has no field `{next(iter(given))}`")
+        raise SettingError(SETTING, f'the engine {name} has no field "{next(iter(given))}"')
     for field in fields(kind):
         if field.name not in own and field.default is MISSING:
-            raise SettingError(SETTING, f"the engine {name} needs the field `{field.name}`")
+            raise SettingError(SETTING, f'the engine {name} needs the field "{field.name}"')
     return SharedConfig(kind(**own), **common)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(SETTING, f"`{name}` must be a whole number from {least}, not {value!r}")
+        raise SettingError(SETTING, f'"{name}" must be a whole number from {least}, not {value!r}')

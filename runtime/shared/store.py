@@ -29,6 +29,7 @@ from ..disk.segments import aligned_buffer
 from .calls import Calls, CallThreads
 from .config import SharedConfig
 from .engine import Parts, SharedEngine, StoreOutcome
+from .trial import try_store
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +79,13 @@ class _Speed:
     latency."""
 
     def __init__(self, payload: int):
-        self._bytes = float(payload)
-        self._seconds = payload / FIRST_SPEED
         self._since = 0.0
         self._moved = 0
+        self.assume(payload, FIRST_SPEED)
+
+    def assume(self, payload: float, speed: float) -> None:
+        self._bytes = float(payload)
+        self._seconds = payload / speed
 
     @property
     def value(self) -> float:
@@ -159,6 +163,11 @@ class SharedStore:
         self._error: BaseException | None = None
 
     # -- called by the loop
+
+    def measure(self) -> None:
+        """Begins to measure the store's speed, in a thread. Until that is done, or the first
+        transfers are, it is a guess."""
+        self._calls.submit("find", lambda: self._guarded(self._try, self._payload))
 
     def records(self) -> list[StoredRecord]:
         """None: the store is asked only for what a request needs."""
@@ -312,14 +321,26 @@ class SharedStore:
         header = read_header(page.data, self._origin, self._payload)
         return header is not None and header.key == key and payload_intact(page.data, payload)
 
+    def _try(self, payload: int) -> None:
+        trial = try_store(self._engine, PAGE + payload)
+        with self._changed:
+            if trial.failed:
+                self._complain(trial.failed)
+                return
+            log.info(
+                "the shared store reads %.2f GB/s, writes %.2f", trial.read / 1e9, trial.write / 1e9
+            )
+            for kind, speed in ((Promotion, trial.read), (Spill, trial.write)):
+                self._speeds[kind].assume(payload, speed)
+
     def _find(self, question: _Question) -> None:
         keys = question.batch.keys
         there = self._engine.exists(self._of_all_ranks(keys))
         with self._changed:
-            found = () if there is None else _all_of(there, len(keys))
+            stored = () if there is None else _all_of(there, len(keys))
             self._note(there is not None)
-            self._count(found=sum(found), missing=len(found) - sum(found))
-            self._answered(question, found)
+            self._count(hits=sum(stored), misses=len(stored) - sum(stored))
+            self._answered(question, stored)
 
     def _remove(self, question: _Question) -> None:
         keys = question.batch.keys
@@ -388,7 +409,7 @@ class SharedStore:
         answer = KeyAnswer(question.batch.number, keys)
         report = self._report
         if question.finds:
-            self._report = report._replace(found=(*report.found, answer))
+            self._report = report._replace(looked_up=(*report.looked_up, answer))
         else:
             self._report = report._replace(removed=(*report.removed, answer))
         self._changed.notify_all()

@@ -251,7 +251,7 @@ class ChunkStore:
             self._by_key[record.key] = chunk
             self.update_victim_set(chunk)
 
-    def found(self, key: ChunkKey, end: int, now: float) -> Chunk:
+    def learn(self, key: ChunkKey, end: int, now: float) -> Chunk:
         """The shared tier has the record of the key, whose chunk ends at position `end`. Returns
         the chunk. If it is in no other tier the caller touches it with the place of a request that
         waits for it, or calls `end_wait`."""

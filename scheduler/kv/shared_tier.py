@@ -128,7 +128,7 @@ class SharedTier:
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
         report = _report(result)
         self.read_s = report.read_seconds or self.read_s
-        for answer in report.found:
+        for answer in report.looked_up:
             self._finding.discard(answer.number)
             self.answers[answer.number] = answer.keys
         for answer in report.removed:

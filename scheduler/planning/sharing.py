@@ -47,7 +47,7 @@ class Sharing(TierWriter):
         )
         self._tier = tier
         self._queues = queues
-        self._saves = config.save != "off"
+        self._writes = config.save != "off"
         self._least = config.shared_min_tokens
         self._size = config.chunk_tokens
         # by number of the find
@@ -76,16 +76,14 @@ class Sharing(TierWriter):
     def turn_ended(self, chunks: Iterable[Chunk | None], now: float) -> None:
         """Will write the keyed chunks that the store does not have, if the context is long."""
         keyed = [chunk for chunk in chunks if chunk is not None and chunk.key is not None]
-        if keyed and self._saves and keyed[-1].end >= self._least:
+        if keyed and self._writes and keyed[-1].end >= self._least:
             self._write(keyed, now)
 
     def stop(self, logs: Iterable[Sequence[Chunk]], now: float) -> None:
         """The server stops: will write what is on HOST of these logs, in their order."""
         for chunks in logs:
-            self.turn_ended(
-                [chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT or chunk is chunks[-1]],
-                now,
-            )
+            if chunks and chunks[-1].end >= self._least:
+                self._write([chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT], now)
 
     def _write(self, chunks: list[Chunk], now: float) -> None:
         if now < self._tier.paused_until:
@@ -109,7 +107,7 @@ class Sharing(TierWriter):
                 self._queue.append(chunk)
                 continue
             if there and chunk.key is not None and self._store.has(chunk) and chunk.resident:
-                self._store.found(chunk.key, chunk.end, self._store.now)
+                self._store.learn(chunk.key, chunk.end, self._store.now)
             self._leave(chunk)
 
     # -- reading
@@ -136,12 +134,12 @@ class Sharing(TierWriter):
         place = bisect_left(waiting, turn.order, key=lambda other: other.order)
         if waiting[place : place + 1] != [turn]:
             return  # it has joined, or has left
-        found = [
-            self._store.found(key, end, now)
+        hits = [
+            self._store.learn(key, end, now)
             for (key, end), stored in zip(keys, there, strict=bool(there))
             if stored
         ]
-        self._queues.await_chunks(turn, found, now)
+        self._queues.await_chunks(turn, hits, now)
 
     # -- plans
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import count
 
 import pytest
 
-from .server import Server
+from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+
+from .server import HTTP, Server
 from .shared_kv import CHUNKS, WRITTEN, SharedServerTests, options, prompt, turn
 from .test_server import wait_for
 
@@ -51,6 +55,23 @@ def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
         wait_for(lambda: b.metric(WRITTEN) >= CHUNKS)
     with Server(tmp_path / "c", *options(store)) as c:
         assert turn(c, [*prompt(1), 3])[1]["shared"] == 16 * CHUNKS
+
+
+def test_ranks_have_records_of_their_own(tmp_path, store, files):
+    engine = tmp_path / "engine"
+    build_engine(DEMO_CHECKPOINT, engine, "reference", dtype="float32", tensor_parallel=2)
+    with Server(tmp_path / "a", *options(store), engine=engine) as a:
+        reply, _ = turn(a, [*prompt(1), 7], model="engine", conversation="moved")
+        wait_for(lambda: a.metric(WRITTEN) >= CHUNKS)
+        wait_for(lambda: len(files()) == 2 * CHUNKS)
+        a.stop(signal.SIGKILL)
+    files()[0].unlink()  # of one rank: the chunk is not there
+    with Server(tmp_path / "b", *options(store), engine=engine) as b:
+        again, sources = turn(b, [*prompt(1), 7], model="engine", conversation="moved")
+        assert again == reply
+        assert sources["shared"] == 16 * (CHUNKS - 1)
+        HTTP.delete(f"{b.url}/v1/conversations/moved", timeout=30).raise_for_status()
+        assert files() == []
 
 
 def test_a_full_directory_hurts_nobody(tmp_path, store):

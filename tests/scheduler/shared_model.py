@@ -9,7 +9,7 @@ from .device_model import DeviceModel
 from .driver import Driver
 from .harness import Harness
 
-KNOWN_S = 4.0
+NOTICE_S = 4.0
 """Seconds until other servers know of a deletion."""
 
 
@@ -112,12 +112,12 @@ class WithSharedTier:
         slots = {"spilled": (), "promoted": (), "failed": ()}
         for slot, succeeds in self.ended_moves():
             slots[device.end_move(slot, succeeds)] += (slot,)
-        found = removed = ()
+        looked_up = removed = ()
         for finds, batch in self.answered():
             device.questions.remove((finds, batch))
             answer = device.answer(finds, batch)
             if finds:
-                found += (answer,)
+                looked_up += (answer,)
             else:
                 removed += (answer,)
         late = tuple(self.late)
@@ -128,7 +128,7 @@ class WithSharedTier:
         yield TierReport(
             Tier.SHARED,
             late=late,
-            found=found,
+            looked_up=looked_up,
             removed=removed,
             read_seconds=self.read_s,
             **slots,
@@ -160,7 +160,7 @@ class SharedDriver(WithSharedTier, Driver):
         if shared and self.random.random() < 0.02:
             del shared[self.random.choice(list(shared))]
         for key, (content, _, at) in self.deleted.items():
-            late = content is not None and self.now - at < KNOWN_S
+            late = content is not None and self.now - at < NOTICE_S
             if late and self.random.random() < 0.02:
                 shared.setdefault(key, content)
                 self.counts["late writers"] += 1

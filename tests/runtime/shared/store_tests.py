@@ -93,7 +93,7 @@ class StoreTests:
         empty = host_pool()
         assert done(stores(pool), writes(1, 2, 5)).spilled == (101, 102, 105)
         other = stores(empty)
-        assert done(other, finds(1, 3, 2)).found == ((7, (True, False, True)),)
+        assert done(other, finds(1, 3, 2)).looked_up == ((7, (True, False, True)),)
         report = done(other, reads(1, 2, 3))
         assert set(report.promoted) == {201, 202} and report.failed == (203,)
         assert np.array_equal(empty[1:3], pool[1:3])
@@ -104,12 +104,12 @@ class StoreTests:
         other = stores(host_pool())
         done(writer, writes(1, 2))
         assert done(other, removals(1, 3)).removed == ((8, (True, True)),)
-        assert done(writer, finds(1, 2)).found == ((7, (False, True)),)
+        assert done(writer, finds(1, 2)).looked_up == ((7, (False, True)),)
         assert done(writer, reads(1)).failed == (201,)
 
     def test_another_model_finds_nothing(self, stores: Callable[..., SharedStore]) -> None:
         done(stores(host_pool(1)), writes(1))
-        assert done(stores(host_pool(), "cd"), finds(1)).found == ((7, (False,)),)
+        assert done(stores(host_pool(), "cd"), finds(1)).looked_up == ((7, (False,)),)
 
     def test_a_chunk_is_there_if_all_ranks_have_written_it(
         self, stores: Callable[..., SharedStore]
@@ -117,8 +117,8 @@ class StoreTests:
         first = stores(host_pool(1), ranks=2, rank=0)
         second = stores(host_pool(2), ranks=2, rank=1)
         done(first, writes(1))
-        assert done(first, finds(1)).found == ((7, (False,)),)
+        assert done(first, finds(1)).looked_up == ((7, (False,)),)
         done(second, writes(1))
-        assert done(first, finds(1)).found == ((7, (True,)),)
+        assert done(first, finds(1)).looked_up == ((7, (True,)),)
         done(first, removals(1))
         assert done(second, reads(1)).failed == (201,)

@@ -102,7 +102,7 @@ def test_while_it_is_off_all_work_fails_at_once(bench: Bench) -> None:
     before = list(bench.engine.calls)
     assert bench.begin(reads(2)).failed == (202,)
     assert bench.begin(writes(3)).failed == (103,)
-    assert bench.begin(finds(1)).found == ((7, ()),)
+    assert bench.begin(finds(1)).looked_up == ((7, ()),)
     assert bench.begin(removals(1)).removed == ((8, ()),)
     assert bench.engine.calls == before
 
@@ -138,8 +138,8 @@ def test_a_success_between_errors_keeps_it_on(bench: Bench) -> None:
 
 def test_a_probe_that_hangs_is_followed_by_another(bench: Bench) -> None:
     bench.engine.gate.clear()
-    assert bench.begin(finds(1)).found == ()
-    assert bench.after(PAST).found == ((7, ()),)
+    assert bench.begin(finds(1)).looked_up == ()
+    assert bench.after(PAST).looked_up == ((7, ()),)
     assert bench.off
     bench.after(OFF_S)
     probes = bench.engine.calls.count("exists")
