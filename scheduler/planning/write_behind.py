@@ -32,6 +32,9 @@ class TierWriter:
     chunk whose copy failed is not written.
     """
 
+    _drops = False
+    """True if HOST may drop chunks of lower value for copies on their way."""
+
     def __init__(self, store: ChunkStore, lower: LowerTiers, most_copies: int, most_writes: int):
         """lower     the first of these is written; none: there is nothing to do
         most_copies, most_writes
@@ -81,7 +84,7 @@ class TierWriter:
         while self._queue and copies < self._most_copies:
             chunk = self._queue[0]
             if self._unwritten(chunk) and chunk.slots[HOST] == NO_SLOT:
-                if not evictor.stage(chunk):
+                if not evictor.stage(chunk, self._drops):
                     if self._copied or self._lower.writing:
                         return  # HOST slots are about to be free
                     self._leave(chunk)

@@ -45,6 +45,18 @@ def test_a_copy_for_the_store_alone_does_not_stay_on_the_host():
     harness.drain()
 
 
+def test_a_full_host_gives_its_oldest_slots_to_chunks_on_their_way():
+    harness = SharedHarness()
+
+    def turn_is_written(number):
+        harness.turn([1000 * number + token for token in PROMPT], 1)
+        harness.run_until(lambda: len(harness.device.shared) == 4 * number)
+
+    for number in range(1, 31):
+        turn_is_written(number)
+    harness.drain()
+
+
 @pytest.mark.parametrize("settings", [{"shared_min_tokens": 20}, {"save": "off"}])
 def test_short_contexts_are_neither_written_nor_looked_for(settings):
     harness = SharedHarness(**settings)
