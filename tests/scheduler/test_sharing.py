@@ -159,6 +159,24 @@ def test_a_deletion_does_not_wait_for_a_late_write():
     harness.drain()
 
 
+def test_a_stop_writes_what_is_on_the_host_and_not_in_the_store():
+    harness = SharedHarness()
+    tier = harness.scheduler._store.shared
+    tier.paused_until = 100.0  # a write has failed
+    harness.turn(PROMPT, 1, "a")
+    harness.turn(range(40, 58), 1, "b")
+    chunks = harness.scheduler.conversations.get("a").chunks
+    for chunk in chunks:
+        harness.place(chunk, "host")
+    assert not harness.scheduler.lower.unfinished
+    harness.now = 101.0
+    harness.scheduler.stop(harness.now)
+    assert harness.scheduler.lower.unfinished
+    harness.run_until(lambda: not harness.scheduler.lower.unfinished)
+    assert harness.device.shared.keys() == {chunk.key for chunk in chunks}
+    harness.drain()
+
+
 RUNS = [
     {
         "seed": seed,
