@@ -32,7 +32,7 @@ PROMPT = 16 * CHUNKS  # tokens
 NEW = 9
 SIZES = ("--chunk-tokens", 16, "--gpu-kv-chunks", 200, "--host-kv-chunks", 200)
 HUNG = 30.0  # seconds until Mooncake itself gives up
-STORED = 10.0  # seconds until another conversation is tried: a failure may have lost records
+STORED = 3.0  # seconds until another conversation is tried: a failure may have lost records
 PATIENCE = 180.0
 REJECTED = 'pensieve:kv_shared_faults_total{kind="rejected"}'
 

@@ -29,6 +29,7 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def store() -> Iterator[PrivateMooncake]:
+    """For a test that makes it fail."""
     with PrivateMooncake() as store:
         yield store
 
@@ -40,14 +41,41 @@ def engine(store: PrivateMooncake) -> Iterator[MooncakeEngine]:
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def sound_store() -> Iterator[PrivateMooncake]:
+    with PrivateMooncake() as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def lasting_engine(sound_store: PrivateMooncake) -> Iterator[MooncakeEngine]:
+    """To close one takes a second."""
+    engine = MooncakeEngine(MooncakeOptions(sound_store.master))
+    yield engine
+    engine.close()
+
+
 class TestMooncakeEngine(EngineTests):
-    """As every engine."""
+    @pytest.fixture
+    def engine(
+        self, lasting_engine: MooncakeEngine, sound_store: PrivateMooncake
+    ) -> Iterator[MooncakeEngine]:
+        yield lasting_engine
+        lasting_engine.remove(list(sound_store.keys()))
+
+    def test_it_can_be_closed_twice(self, sound_store: PrivateMooncake) -> None:
+        engine = MooncakeEngine(MooncakeOptions(sound_store.master))
+        super().test_it_can_be_closed_twice(engine)
+        assert engine.exists([key(1)]) is None
 
 
 class TestStoreOnMooncake(StoreTests):
     @pytest.fixture
-    def open_engine(self, store: PrivateMooncake) -> Callable[[], MooncakeEngine]:
-        return lambda: MooncakeEngine(MooncakeOptions(store.master))
+    def open_engine(
+        self, lasting_engine: MooncakeEngine, sound_store: PrivateMooncake
+    ) -> Iterator[Callable[[], MooncakeEngine]]:
+        yield lambda: MooncakeEngine(MooncakeOptions(sound_store.master))
+        lasting_engine.remove(list(sound_store.keys()))
 
 
 def test_smaller_and_larger_records_are_missing_and_removed(
@@ -73,6 +101,7 @@ def test_another_server_reads_what_one_has_put(
         other.close()
 
 
+@pytest.mark.slow
 def test_a_server_starts_before_the_master(store: PrivateMooncake) -> None:
     kill(store.owner_process)
     kill(store.master_process)
@@ -86,6 +115,7 @@ def test_a_server_starts_before_the_master(store: PrivateMooncake) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_starts_while_the_master_hangs(store: PrivateMooncake) -> None:
     store.master_process.send_signal(signal.SIGSTOP)
     engine = MooncakeEngine(MooncakeOptions(store.master))
@@ -108,6 +138,7 @@ def test_an_attempt_to_connect_that_would_hold_up_python_is_not_made(
     assert not mooncake.answers(master)
 
 
+@pytest.mark.slow
 def test_a_master_that_hangs_fails_calls_soon(
     engine: MooncakeEngine, store: PrivateMooncake
 ) -> None:
@@ -123,6 +154,7 @@ def test_a_master_that_hangs_fails_calls_soon(
     assert engine.get([key(1)], [record(engine, 0)]) == [DONE]
 
 
+@pytest.mark.slow
 def test_a_master_that_is_started_again_knows_nothing(
     engine: MooncakeEngine, store: PrivateMooncake
 ) -> None:
@@ -145,6 +177,7 @@ def again_put(engine: MooncakeEngine) -> None:
     assert same(read, record(engine, 9))
 
 
+@pytest.mark.slow
 def test_records_of_a_killed_owner_are_not_done(
     engine: MooncakeEngine, store: PrivateMooncake
 ) -> None:
@@ -155,6 +188,7 @@ def test_records_of_a_killed_owner_are_not_done(
     again_put(engine)
 
 
+@pytest.mark.slow
 def test_a_read_that_failed_writes_nothing_later(
     engine: MooncakeEngine, store: PrivateMooncake
 ) -> None:
