@@ -46,7 +46,8 @@ class DiskCounters(NamedTuple):
 class SharedCounters(NamedTuple):
     """One rank's shared tier since the start. `lent` and `off` are current.
 
-    hits, misses        chunks that the store had, or had not, when it was asked
+    hits, misses        chunks that the store had, or had not, when it was asked, by turns that
+                        arrived or had ended
     written, read       records
     refused             records that were not written because the store has no room
     rejected            records that were read and are damaged, or another chunk's

@@ -296,7 +296,7 @@ class Metrics(Collector):
         """The shared tier's counts."""
         yield _counters(
             "pensieve:kv_shared_lookups",
-            "Chunks that the shared store was asked for",
+            "Chunks that the shared store was asked for, by turns that arrive and turns that ended",
             "outcome",
             {"hit": shared.hits, "miss": shared.misses},
         )

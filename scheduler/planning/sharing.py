@@ -45,8 +45,8 @@ class Sharing(TierWriter):
             most_copies=min(64, max(1, int(LINK_PIECE_S / cost.swap_out()))),
             most_writes=MOST_WRITES,
         )
-        # With a disk, HOST keeps free slots. Without one it is full sooner or later. Chunks that are
-        # dropped then make room for those on their way, and for later ones in the same slots.
+        # With a disk, HOST keeps free slots. Without one it is full sooner or later. Chunks that
+        # are dropped then make room for those on their way, and for later ones in the same slots.
         self._drops = not store.lower.local
         self._tier = tier
         self._queues = queues

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from random import Random
 
 import pytest
 
@@ -55,6 +57,40 @@ def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
         wait_for(lambda: b.metric(WRITTEN) >= CHUNKS)
     with Server(tmp_path / "c", *options(store)) as c:
         assert turn(c, [*prompt(1), 3])[1]["shared"] == 16 * CHUNKS
+
+
+def test_conversations_that_go_to_and_fro_have_right_replies(tmp_path, store):
+    """Five at a time, with pools for a few of them."""
+    random = Random(3)
+    new = [
+        [[random.randrange(5, 900) for _ in range(random.choice((40, 90, 150)))] for _ in range(4)]
+        for _ in range(10)
+    ]
+    expected = []
+    with Server(tmp_path / "alone", "--chunk-tokens", 16, "--gpu-kv-chunks", 900) as alone:
+        for tokens in new:
+            logs = [[]]
+            for more in tokens:
+                log = logs[-1] + more
+                logs.append(log + turn(alone, log)[0])
+            expected.append(logs)
+    small = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 40, "--max-model-len", 800)
+    settings = (*options(store), *small)
+    with Server(tmp_path / "a", *settings) as a, Server(tmp_path / "b", *settings) as b:
+
+        def play(number):
+            servers = Random(number)
+            shared = 0
+            for log, more, after in zip(
+                expected[number], new[number], expected[number][1:], strict=False
+            ):
+                reply, sources = turn(servers.choice((a, b)), log + more)
+                assert log + more + reply == after
+                shared += sources["shared"]
+            return shared
+
+        with ThreadPoolExecutor(5) as threads:
+            assert sum(threads.map(play, range(len(new)))) > 0
 
 
 def test_ranks_have_records_of_their_own(tmp_path, store, files):
