@@ -130,9 +130,9 @@ def turn(server, prompt, **body):
     settings = dict(max_tokens=NEW, ignore_eos=True, temperature=0, return_token_ids=True)
     answer = server.post("/v1/completions", prompt=prompt, **settings | body)
     assert answer.status_code == 200, answer.text
-    said = answer.json()
-    cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return said["choices"][0]["token_ids"], cached
+    (choice,) = answer.json()["choices"]
+    cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return choice["token_ids"], cached
 
 
 def timed(call, *arguments):
