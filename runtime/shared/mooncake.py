@@ -6,12 +6,14 @@ client gives no memory unless `segment_bytes` says so: then what it holds is los
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +50,7 @@ AT_ONCE = 8
 """Records of one call to Mooncake. For each one of an owner that hangs it waits a second."""
 REACHED_S = 1.0
 CONNECTING_S = 1.0
+END_S = 10.0  # a call takes five seconds if the master is gone
 COMPLAINT_S = 60.0
 
 
@@ -76,7 +79,10 @@ class MooncakeEngine:
         self._buffers: list[np.ndarray] = []
         self._silent_until = 0.0
         self._closed = False
-        threading.Thread(target=self._connected, name="mooncake-connect", daemon=True).start()
+        self._ended = threading.Condition()  # a call has ended
+        self._calls = 0  # in progress
+        atexit.register(self._end)
+        threading.Thread(target=self._reach, name="mooncake-connect", daemon=True).start()
 
     def register(self, buffer: np.ndarray) -> None:
         """Nothing over TCP."""
@@ -88,10 +94,10 @@ class MooncakeEngine:
                 self._register(self._client, buffer)
 
     def exists(self, keys: Sequence[str]) -> list[bool] | None:
-        client = self._connected()
-        if client is None:
+        with self._connected() as client:
+            codes = client.batch_is_exist(list(keys)) if client is not None else None
+        if codes is None:
             return None
-        codes = client.batch_is_exist(list(keys))
         failures = [code for code in codes if code < 0]
         if failures or len(codes) != len(keys):
             self._complain("looking for records", failures)
@@ -108,13 +114,13 @@ class MooncakeEngine:
         self, move: Move, keys: Sequence[str], records: Sequence[Parts]
     ) -> list[StoreOutcome]:
         """After a failure the other records are not tried."""
-        client = self._connected()
         outcomes: list[StoreOutcome] = []
-        while client is not None and len(outcomes) < len(keys):
-            piece = slice(len(outcomes), len(outcomes) + AT_ONCE)
-            outcomes += move(client, keys[piece], records[piece])
-            if StoreOutcome.FAILED in outcomes:
-                break
+        with self._connected() as client:
+            while client is not None and len(outcomes) < len(keys):
+                piece = slice(len(outcomes), len(outcomes) + AT_ONCE)
+                outcomes += move(client, keys[piece], records[piece])
+                if StoreOutcome.FAILED in outcomes:
+                    break
         return outcomes + [StoreOutcome.FAILED] * (len(keys) - len(outcomes))
 
     def _put(
@@ -139,15 +145,16 @@ class MooncakeEngine:
 
     def remove(self, keys: Sequence[str]) -> list[StoreOutcome]:
         """Without regard to leases: a read protects a record for some seconds otherwise."""
-        client = self._connected()
-        if client is None:
-            return [StoreOutcome.FAILED] * len(keys)
-        codes = client.batch_remove(list(keys), True)
+        with self._connected() as client:
+            if client is None:
+                return [StoreOutcome.FAILED] * len(keys)
+            codes = client.batch_remove(list(keys), True)
         gone = [0 if code == UNKNOWN_KEY else code for code in codes]
         return self._outcomes("removing", gone, [0] * len(keys))
 
     def close(self) -> None:
         """Takes up to a second. A call after it would end the process, so there is no client."""
+        atexit.unregister(self._end)
         with self._connecting:
             client = self._client
             self._client = None
@@ -176,7 +183,26 @@ class MooncakeEngine:
                     other.add(unsure[key])
         return other
 
-    def _connected(self) -> MooncakeDistributedStore | None:
+    def _end(self) -> None:
+        """Python ends. A call that returned later would abort the process."""
+        with self._ended:
+            idle = self._ended.wait_for(lambda: not self._calls, END_S)
+        if idle:
+            self.close()
+
+    @contextmanager
+    def _connected(self) -> Iterator[MooncakeDistributedStore | None]:
+        """For a call. None if the store cannot be reached."""
+        with self._ended:
+            self._calls += 1
+        try:
+            yield self._reach()
+        finally:
+            with self._ended:
+                self._calls -= 1
+                self._ended.notify_all()
+
+    def _reach(self) -> MooncakeDistributedStore | None:
         """None while the store cannot be reached. Other threads wait a moment for an attempt."""
         client = self._client
         if client is not None or not self._connecting.acquire(timeout=CONNECTING_S):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from pensieve.runtime.shared.engine import StoreOutcome
 from pensieve.runtime.shared.mooncake import MooncakeEngine
 from pensieve.scheduler.types import SettingError
 
-from ...mooncake import PrivateMooncake, kill
+from ...mooncake import ENVIRONMENT, PrivateMooncake, kill
 from .engine_tests import DONE, MISSING, PAGE, PAYLOAD, EngineTests, key, record, same
 from .store_tests import StoreTests
 
@@ -203,6 +205,41 @@ def test_a_read_that_failed_writes_nothing_later(
     store.owner_process.send_signal(signal.SIGCONT)
     assert engine.get([key(1)], [record(engine, 0)]) == [DONE]  # the owner answers again
     assert all((part == 77).all() for part in read)
+
+
+ENDING = """
+import sys, threading, time
+from pensieve.runtime.shared.config import MooncakeOptions
+from pensieve.runtime.shared.mooncake import MooncakeEngine
+
+class SlowEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(6)
+
+slow = SlowEnd()  # Python is ending when the call returns
+engine = MooncakeEngine(MooncakeOptions(sys.argv[1]))
+assert engine.exists(["key"]) == [False]
+print("connected", flush=True)
+sys.stdin.readline()
+engine.exists(["key"])  # finds out that the master is gone
+threading.Thread(target=engine.exists, args=(["key"],), daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_waits_for_calls_in_progress(store: PrivateMooncake) -> None:
+    """Mooncake aborts the process of a call that returns while Python ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDING, store.master],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | ENVIRONMENT,
+        text=True,
+    )
+    assert process.stdout.readline() == "connected\n"
+    kill(store.master_process)
+    process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 0
 
 
 def test_a_full_store_is_not_an_error(engine: MooncakeEngine) -> None:
