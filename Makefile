@@ -7,6 +7,7 @@
 # make small-model   downloads the model that `make serve` serves, for its test (93 MB)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
 # make kv-events   installs Dynamo's router and frontend for their tests (83 MB; 240 MB on the disk)
+# make mooncake   installs Mooncake Store for its tests (46 MB; three small libraries come from Debian's packages)
 # make chat-templates   downloads public chat templates for their test (2.5 MB)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
 # make clients installs coding agents for their tests (1.3 GB on the disk, under a minute; npm is needed)
@@ -16,7 +17,7 @@ VENV = .venv
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf ray kv-events chat-templates small-model clients
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray kv-events mooncake chat-templates small-model clients
 
 setup: $(VENV)/.installed
 
@@ -65,6 +66,19 @@ kv-events: setup
 	@echo "== installing Dynamo into $(VENV)/kv-events (83 MB)"
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(VENV)/kv-events \
 		ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 uvloop==0.23.0
+
+# Debian's libraries go where the wheel looks for its own: that needs no rights, and no LD_LIBRARY_PATH.
+mooncake: setup
+	@echo "== installing Mooncake Store into $(VENV)/mooncake (183 MB)"
+	rm -rf $(VENV)/mooncake
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
+	mkdir $(VENV)/mooncake/packages
+	cd $(VENV)/mooncake/packages \
+		&& apt-get download --quiet libibverbs1 libnl-3-200 libnl-route-3-200 \
+		&& for package in *.deb; do dpkg-deb --extract "$$package" .; done \
+		&& find . -name '*.so.*' -exec mv {} ../mooncake_transfer_engine_non_cuda.libs \; \
+		|| echo "apt-get cannot download libibverbs1, libnl-3-200 and libnl-route-3-200: install them as your system does"
+	rm -r $(VENV)/mooncake/packages
 
 clients: setup
 	@echo "== installing coding agents into $(VENV)/clients (1.3 GB)"

@@ -12,6 +12,8 @@ from typing import Any
 from ...scheduler.types import SettingError
 
 SETTING = "kv_shared_config"
+PROTOCOLS = ("tcp", "rdma")
+_MASTER = re.compile(r"[^\s:]+:[0-9]{1,5}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 
@@ -31,8 +33,35 @@ class DirectoryOptions:
         _check_count("max_bytes", self.max_bytes, 1)
 
 
-Options = DirectoryOptions
-ENGINES: dict[str, type[Options]] = {"directory": DirectoryOptions}
+@dataclass(frozen=True)
+class MooncakeOptions:
+    """master      of the store, host:port
+    metadata       server of the transfers' addresses; P2PHANDSHAKE: none, clients ask each other
+    protocol       tcp or rdma
+    segment_bytes  memory that this process lends to the store; 0: owners of their own do
+    replicas       copies of each record, on different owners
+    """
+
+    master: str
+    metadata: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    segment_bytes: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.master, str) or not _MASTER.fullmatch(self.master):
+            raise SettingError(SETTING, f'"master" must be host:port, not {self.master!r}')
+        if not isinstance(self.metadata, str) or not self.metadata:
+            raise SettingError(SETTING, f'"metadata" must be an address, not {self.metadata!r}')
+        if self.protocol not in PROTOCOLS:
+            names = " or ".join(PROTOCOLS)
+            raise SettingError(SETTING, f'"protocol" must be {names}, not {self.protocol!r}')
+        _check_count("segment_bytes", self.segment_bytes, 0)
+        _check_count("replicas", self.replicas, 1)
+
+
+Options = DirectoryOptions | MooncakeOptions
+ENGINES: dict[str, type[Options]] = {"directory": DirectoryOptions, "mooncake": MooncakeOptions}
 """By the name of the engine: its options."""
 
 

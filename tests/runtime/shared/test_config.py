@@ -6,14 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.runtime.shared.config import DirectoryOptions, SharedConfig, read_config
+from pensieve.runtime.shared.config import (
+    DirectoryOptions,
+    MooncakeOptions,
+    SharedConfig,
+    read_config,
+)
 from pensieve.scheduler.types import SettingError
 
 DIRECTORY = '"engine": "directory", "path": "/kv", "max_bytes": 1000'
 
+MOONCAKE = '"engine": "mooncake"'
+
 
 def test_defaults() -> None:
     assert read_config(f"{{{DIRECTORY}}}") == SharedConfig(DirectoryOptions(Path("/kv"), 1000))
+
+    assert read_config(f'{{{MOONCAKE}, "master": "kv:50051"}}') == SharedConfig(
+        MooncakeOptions("kv:50051", "P2PHANDSHAKE", "tcp", segment_bytes=0, replicas=1)
+    )
 
 
 def test_all_fields() -> None:
@@ -26,8 +37,15 @@ def test_all_fields() -> None:
     [
         ("{", "is not JSON"),
         ("[]", "must be an object"),
-        ("{}", '"engine" must be one of directory'),
+        ("{}", '"engine" must be one of directory, mooncake'),
         ('{"engine": "redis"}', "not 'redis'"),
+        ('{"engine": "mooncake"}', 'needs the field "master"'),
+        (f'{{{MOONCAKE}, "master": "kv"}}', '"master" must be host:port, not '),
+        (f'{{{MOONCAKE}, "master": "kv:1", "metadata": ""}}', '"metadata" must be an address'),
+        (f'{{{MOONCAKE}, "master": "kv:1", "protocol": "udp"}}', '"protocol" must be tcp or rdma'),
+        (f'{{{MOONCAKE}, "master": "kv:1", "segment_bytes": -1}}', '"segment_bytes" must be'),
+        (f'{{{MOONCAKE}, "master": "kv:1", "replicas": 0}}', '"replicas" must be'),
+        (f'{{{MOONCAKE}, "master": "kv:1", "path": "/kv"}}', 'has no field "path"'),
         ('{"engine": "directory"}', 'needs the field "path"'),
         ('{"engine": "directory", "path": "/kv"}', 'needs the field "max_bytes"'),
         (f'{{{DIRECTORY}, "master": "x"}}', 'the engine directory has no field "master"'),
