@@ -245,7 +245,7 @@ class CudaDevice:
         capacity = Capacity(shapes.most_tokens, shapes.most_segments, blocks * chunk_tokens)
         self._engine = engine
         decoder = engine.manifest.decoder
-        self._times.loaded(decoder.layers)
+        self._times.loaded(decoder.kv_layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
         self._work = make_work_list(
             capacity, heads, kv_heads, decoder.head_dim, engine.dtype, pool=self._pool

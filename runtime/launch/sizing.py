@@ -260,7 +260,7 @@ def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
         parameters=engine.active_parameters,
-        layers=shard.config.layers,
+        layers=shard.config.kv_layers,
         attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
         max_context=config.max_model_len,

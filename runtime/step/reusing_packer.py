@@ -85,6 +85,8 @@ class ReusingPacker(StepPacker):
             segments=segments,
             sharing=self._prefixes.order(seats, segments[:, 3]),
             sample_rows=last.sample_rows,
+            state_in=last.state_in,
+            state_out=last.state_out,
             sample_seats=seats,
             sampling=self._sampling.pack_again(
                 last.sampling, seats, first + np.int32(1), mask, forbidden
