@@ -281,7 +281,8 @@ def _with_logprobs(
         row = plan.samples[at]
         rows[row] = RowResult(row.request, (tokens[at],), logprobs=(entry,))
     begin = len(wanted.rows)
-    spans = [span for span in plan.spans if span.scores]
+    # A prompt's last piece may be its last token, which has no next prompt token to score.
+    spans = [span for span in plan.spans if span.scores] if plan.scored else []
     for span, row in zip(spans, launched.scored_rows, strict=True):
         end = begin + span.end - span.start - span.samples
         row_result = rows.get(row, RowResult(row.request))
