@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..plugins.kv_forms.forms import Form, record_bytes
+from ..plugins.state.pool import StateShape, state_chunks
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult, TierReport
 from ..scheduler.types import (
@@ -85,6 +87,7 @@ class Executor:
         in_first: bool = False,
         host_form: Form | None = None,
         disk: DiskSettings | None = None,
+        states: StateShape | None = None,
     ):
         """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit
         its memory, or the disk's directory cannot be used.
@@ -93,12 +96,20 @@ class Executor:
         in_first    as in `Transfers`
         host_form   of the records in HOST, as in `Device.allocate_pool`
         disk        None: no plan may have work for DISK
+        states      of a model with linear attention: each seat has one, behind the KV of the GPU's
+                    pool. No plan may begin a row with KV
         """
-        shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
+        chunk_bytes = prod(engine.kv_shape(1, config.chunk_tokens)) * engine.kv_dtype.itemsize
+        for_states = (
+            0 if states is None else config.max_num_seqs * state_chunks(states, chunk_bytes)
+        )
+        shape = engine.kv_shape(config.gpu_kv_chunks + for_states, config.chunk_tokens)
         blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
-        self._inputs = ReusingPacker(config.max_num_seqs, blocks, config.chunk_tokens)
+        self._inputs = ReusingPacker(
+            config.max_num_seqs, blocks, config.chunk_tokens, states is not None
+        )
         record = record_bytes(host_shape, engine.kv_dtype, host_form)
         is_exact = None if host_form is None else host_form.is_exact
         check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)
@@ -119,6 +130,8 @@ class Executor:
         self._stores: dict[Tier, DiskStore] = {}
         if disk is not None:
             self._stores[Tier.DISK] = DiskStore(disk, config.chunk_tokens, device.record)
+        if states is not None:
+            device.keep_states(config.max_num_seqs, states)
         device.load(
             engine,
             config.max_num_seqs,

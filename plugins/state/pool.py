@@ -49,6 +49,19 @@ class StateShape(NamedTuple):
         return self.layers * self.layer_bytes
 
 
+def state_chunks(shape: StateShape, chunk_bytes: int) -> int:
+    """The chunks of KV whose memory one state takes."""
+    return -(-shape.nbytes // chunk_bytes)
+
+
+def last_states(pool: Tensor, slots: int, shape: StateShape) -> Tensor:
+    """The memory of the last chunks of a KV pool [chunks, ...] uint8 as `slots` records of states,
+    [slots, bytes]."""
+    chunks = pool.view(len(pool), -1)
+    count = state_chunks(shape, chunks.shape[1])
+    return chunks[len(chunks) - slots * count :].view(slots, -1)
+
+
 class StatePool:
     """States in numbered slots.
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from ...builder.checkpoints.config import Shard
 from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
+from ...plugins.state.pool import StateShape
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
@@ -230,6 +231,9 @@ class CudaDevice:
         self._times.seen(ticket.event)
 
     # The step.
+
+    def keep_states(self, slots: int, shape: StateShape) -> None:
+        raise SettingError("--device", "linear attention runs on cpu only, not on cuda yet")
 
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int

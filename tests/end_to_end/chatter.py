@@ -129,6 +129,7 @@ class Chatter:
             group_layers=1,
             host_form=self._host_form,
             disk=self._disk,
+            states=self._engine.state_shape,
         )
         self.scheduler = Scheduler(
             self.config,
