@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..plugins.kv_forms.forms import Form, record_bytes
+from ..plugins.state.pool import StateShape, state_chunks
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult, TierReport
 from ..scheduler.types import (
@@ -88,6 +90,7 @@ class Executor:
         host_form: Form | None = None,
         disk: DiskSettings | None = None,
         shared: SharedSettings | None = None,
+        states: StateShape | None = None,
     ):
         """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit
         its memory, or the disk's directory cannot be used.
@@ -97,12 +100,20 @@ class Executor:
         host_form   of the records in HOST, as in `Device.allocate_pool`
         disk, shared
                     None: no plan may have work for that tier
+        states      of a model with linear attention: each seat has one, behind the KV of the GPU's
+                    pool. No plan may begin a row with KV
         """
-        shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
+        chunk_bytes = prod(engine.kv_shape(1, config.chunk_tokens)) * engine.kv_dtype.itemsize
+        for_states = (
+            0 if states is None else config.max_num_seqs * state_chunks(states, chunk_bytes)
+        )
+        shape = engine.kv_shape(config.gpu_kv_chunks + for_states, config.chunk_tokens)
         blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
-        self._inputs = ReusingPacker(config.max_num_seqs, blocks, config.chunk_tokens)
+        self._inputs = ReusingPacker(
+            config.max_num_seqs, blocks, config.chunk_tokens, states is not None
+        )
         record = record_bytes(host_shape, engine.kv_dtype, host_form)
         is_exact = None if host_form is None else host_form.is_exact
         check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)
@@ -129,6 +140,8 @@ class Executor:
             )
             store.measure()
             self._stores[Tier.SHARED] = store
+        if states is not None:
+            device.keep_states(config.max_num_seqs, states)
         device.load(
             engine,
             config.max_num_seqs,
@@ -297,7 +310,8 @@ def _with_logprobs(
         row = plan.samples[at]
         rows[row] = RowResult(row.request, (tokens[at],), logprobs=(entry,))
     begin = len(wanted.rows)
-    spans = [span for span in plan.spans if span.scores]
+    # A prompt's last piece may be its last token, which has no next prompt token to score.
+    spans = [span for span in plan.spans if span.scores] if plan.scored else []
     for span, row in zip(spans, launched.scored_rows, strict=True):
         end = begin + span.end - span.start - span.samples
         row_result = rows.get(row, RowResult(row.request))

@@ -259,6 +259,7 @@ def make_executor(
         form,
         disk_settings(settings, config, ranks),
         shared_settings(settings, config, ranks),
+        engine.state_shape,
     )
 
 

@@ -15,8 +15,9 @@ from ...builder.checkpoints.config import Shard
 from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
+from ...plugins.state.pool import ALIGNMENT, StateShape, state_chunks
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.context_window import KEEP
+from ...scheduler.context_window import KEEP, RECOMPUTE
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
@@ -50,6 +51,12 @@ ESTIMATES = {
 LOGGED_FOR_EACH_HELD = 32
 
 
+NO_REUSE = (
+    "%s: states of linear attention are not kept between requests yet, so every turn computes its "
+    "whole history anew"
+)
+
+
 def scheduler_config(
     settings: ServeSettings, engine: Engine, device: Device, sharing: int = 1
 ) -> SchedulerConfig:
@@ -57,6 +64,11 @@ def scheduler_config(
     fault."""
     check_overflow(settings.overflow, engine.manifest)
     record = engine.chunk_bytes(settings.chunk_tokens)
+    states = 0
+    if engine.state_shape is not None:
+        refuse_kept_states(settings, engine.manifest)
+        states = bytes_of_states(settings, engine.state_shape, record, device)
+        log.warning(NO_REUSE, engine.manifest.architecture)
     if (
         settings.device == "cuda"
         and settings.gpu_kv_chunks is None
@@ -72,7 +84,8 @@ def scheduler_config(
         )
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
     host_record = record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.kv_dtype, form)
-    host_chunks = kv_chunks(settings, Tier.HOST, DEFAULT_HOST_KV, host_record)
+    default_host = 0 if states else DEFAULT_HOST_KV
+    host_chunks = kv_chunks(settings, Tier.HOST, default_host, host_record)
     disk_chunks = kv_chunks(settings, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
     # Before anything is made that grows with their number.
     for tier, chunks, size in (
@@ -80,7 +93,7 @@ def scheduler_config(
         (Tier.HOST, host_chunks, host_record),
     ):
         check_pool_fits(
-            pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free
+            pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free - states
         )
     check_disk_has_host(settings, host_chunks, disk_chunks)
     growth = 0
@@ -98,6 +111,7 @@ def scheduler_config(
         owner_kv_chunks=None if quota is None else quota // record,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
         copies_may_fail=form is not None and form.is_exact is not None,
+        reuse=settings.reuse and not states,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )
     longest = engine.manifest.max_model_len
@@ -121,6 +135,45 @@ def scheduler_config(
     config = SchedulerConfig(max_model_len=longest, **values)
     refuse_idle_options(settings, config)
     return config
+
+
+def refuse_kept_states(settings: ServeSettings, manifest: Manifest) -> None:
+    """SettingError names an option that needs states of linear attention that outlive a request."""
+    for name in (
+        "host_kv_bytes",
+        "host_kv_chunks",
+        "disk_kv_bytes",
+        "disk_kv_chunks",
+        "speculate",
+        "overflow",
+        "kv_cache_dtype",
+    ):
+        if settings.changed(name) and getattr(settings, name) not in (0, "off", RECOMPUTE, "auto"):
+            raise SettingError(
+                flag(name),
+                f"is not supported yet for linear attention ({manifest.architecture}); leave it "
+                "out",
+            )
+
+
+def bytes_of_states(settings: ServeSettings, shape: StateShape, record: int, device: Device) -> int:
+    """The bytes of the seats' states, in whole chunks of `record` bytes. SettingError if they do
+    not fit."""
+    if record % ALIGNMENT:
+        raise SettingError(
+            "--chunk-tokens",
+            f"a chunk of {settings.chunk_tokens} tokens has {record} bytes; with linear attention "
+            f"it must have a multiple of {ALIGNMENT}",
+        )
+    size = settings.max_num_seqs * state_chunks(shape, record) * record
+    free = device.memory(Tier.GPU).free
+    if size > free:
+        raise SettingError(
+            "--max-num-seqs",
+            f"the states of {settings.max_num_seqs} requests take {size / GIB:.2f} GiB, and "
+            f"{free / GIB:.2f} GiB are free",
+        )
+    return size
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:
@@ -282,7 +335,7 @@ def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
         parameters=engine.active_parameters,
-        layers=shard.config.layers,
+        layers=shard.config.kv_layers,
         attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
         max_context=config.max_model_len,

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...builder.forward_batch import NOT_WRITTEN, PackedBatch
+from ...builder.forward_batch import NO_STATE, NOT_WRITTEN, PackedBatch
 from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .prefixes import SharedPrefixes
 from .sampling_inputs import NOTHING_FORBIDDEN, Mask, SamplingInputs, SeatSampling, scored
+from .seat_states import SeatStates
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
 
@@ -55,14 +56,15 @@ class StepInputs(PackedBatch[np.ndarray]):
 class StepPacker:
     """The seats after the last packed plan. Each plan is packed once, in order."""
 
-    def __init__(self, seats: int, blocks: int, chunk_tokens: int):
+    def __init__(self, seats: int, blocks: int, chunk_tokens: int, has_states: bool = False):
         """seats, blocks: shape of the block table; blocks is the most chunks that a request can
-        have."""
+        have. has_states: a seat has the slot of its number for the state of its row."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
         self._chunks = [0] * seats  # by seat, that its row was given
         # By seat: the first position of its row, and the position that the model counts as 0.
         self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
+        self._states = SeatStates(seats) if has_states else None
         self._prefixes = SharedPrefixes(self._table, chunk_tokens)
         self._sampling = SeatSampling(seats)
 
@@ -84,6 +86,8 @@ class StepPacker:
             self._chunks[seat] = 0
             self._prefixes.cleared(seat)
             self._starts[seat], self._zeros[seat] = start, zero
+            if self._states is not None:
+                self._states.begun(seat, start)
         counts = self._sampling.join(plan.joins)
         cells, cell_slots = self._update_blocks(plan.blocks)
 
@@ -104,6 +108,9 @@ class StepPacker:
         self._check(plan, seats, ends - begins, lengths, samples)
         coordinates = (starts - begins - q_starts).repeat(lengths)
         coordinates += np.arange(plan.tokens, dtype=np.int32)
+        state_in = state_out = np.full(len(seats), NO_STATE, np.int32)
+        if self._states is not None:
+            state_in, state_out = self._states.follow(plan.step, seats, starts, ends)
         segments = np.zeros((len(seats), 5), np.int32)
         for column, values in enumerate((q_starts, lengths, 0, ends - begins, seats)):
             segments[:, column] = values
@@ -132,6 +139,8 @@ class StepPacker:
             segments=segments,
             sharing=self._prefixes.order(seats[:generated], segments[:generated, 3]),
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
+            state_in=state_in,
+            state_out=state_out,
             sample_seats=sample_seats,
             sampling=self._sampling.pack(
                 counts, sample_seats, drawn, scored_seats, plan.scored, mask, forbidden

@@ -77,6 +77,12 @@ class ReusingPacker(StepPacker):
             )
         segments = last.segments.copy()
         segments[:, 3] = coordinates + np.int32(1)
+        state_in = last.state_in
+        state_out = last.state_out
+        if self._states is not None:
+            state_in, state_out = self._states.follow(
+                plan.step, segments[:, 4], first, first + np.int32(1)
+            )
         return StepInputs(
             generated=last.generated,
             token_ids=last.token_ids,
@@ -85,6 +91,8 @@ class ReusingPacker(StepPacker):
             segments=segments,
             sharing=self._prefixes.order(seats, segments[:, 3]),
             sample_rows=last.sample_rows,
+            state_in=state_in,
+            state_out=state_out,
             sample_seats=seats,
             sampling=self._sampling.pack_again(
                 last.sampling, seats, first + np.int32(1), mask, forbidden

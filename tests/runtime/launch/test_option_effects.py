@@ -316,7 +316,9 @@ def served(files, engine, monkeypatch):
         note("attach", path=path)
         return nullcontext(SimpleNamespace(send=lambda message: None))
 
-    def executor(device, engine, config, group_layers, grammars, in_first, form, disk, shared):
+    def executor(
+        device, engine, config, group_layers, grammars, in_first, form, disk, shared, states
+    ):
         note("executor", in_first=in_first, form=form)
         note("disk", **({} if disk is None else disk._asdict()))
         note("shared", **({} if shared is None else shared._asdict()))
