@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 import pensieve
@@ -93,18 +94,20 @@ def cluster(tmp_path_factory):
         words = ("--router-mode", "kv", "--http-port", str(port))
         running.enter_context(dynamo(directory, "dynamo.frontend", *words))
 
-        def both_registered():
-            answer = HTTP.get(f"{frontend}/health")
-            return len({one["instance_id"] for one in answer.json()["instances"]}) == 2
+        def both_serve():
+            instances = HTTP.get(f"{frontend}/health").json()["instances"]
+            if len({instance["instance_id"] for instance in instances}) < 2:
+                return False
+            return ask(frontend, [{"role": "user", "content": "Hi"}]).status_code == 200
 
-        until(lambda: reachable(both_registered), directory)
+        until(lambda: reachable(both_serve), directory)
         yield frontend, servers, directory
 
 
-def reachable(ask):
+def reachable(holds):
     try:
-        return ask()
-    except Exception:
+        return holds()
+    except (httpx.TransportError, KeyError):  # it starts
         return False
 
 
@@ -149,7 +152,7 @@ def test_each_turn_goes_to_the_server_that_has_the_conversation(cluster):
 
             until(router_knows, directory)
     served = [counted(url, "vllm:request_success_total") for url in servers]
-    assert sum(served) == 3 * len(TOPICS)
+    assert sum(served) >= 3 * len(TOPICS)
 
 
 def test_what_the_worker_cannot_pass_on_is_refused(cluster):
