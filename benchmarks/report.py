@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 
-SOURCES = ("gpu", "host", "disk", "recomputed", "new")
+SOURCES = ("gpu", "host", "disk", "shared", "recomputed", "new")
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,36 @@ class KVEventCounters(NamedTuple):
     resets: int = 0
 
 
+class SharedCounters(NamedTuple):
+    """One rank's shared tier since the start. `lent` and `off` are current.
+
+    hits, misses        chunks that the store had, or had not, when it was asked, by turns that
+                        arrived or had ended
+    written, read       records
+    refused             records that were not written because the store has no room
+    rejected            records that were read and are damaged, or another chunk's
+    errors              calls that failed
+    late                calls that missed their deadline
+    removed             records
+    lent                HOST slots in use by calls past their deadline
+    off                 1 while the tier is off after errors or a missed deadline
+    """
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    read: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    refused: int = 0
+    rejected: int = 0
+    errors: int = 0
+    late: int = 0
+    removed: int = 0
+    lent: int = 0
+    off: int = 0
+
+
 class PowerCounts(NamedTuple):
     """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; `total` is their sum."""
 

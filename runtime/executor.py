@@ -26,10 +26,12 @@ from ..scheduler.types import (
     StoredRecord,
     Tier,
 )
-from .counters import DiskCounters, KVCounters
+from .counters import DiskCounters, KVCounters, SharedCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
 from .disk.store import DiskSettings, DiskStore
+from .shared.open import open_engine
+from .shared.store import SharedSettings, SharedStore
 from .step.bad_words import BadWords
 from .step.reusing_packer import ReusingPacker
 from .step.sampler import Scores
@@ -85,6 +87,7 @@ class Executor:
         in_first: bool = False,
         host_form: Form | None = None,
         disk: DiskSettings | None = None,
+        shared: SharedSettings | None = None,
     ):
         """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit
         its memory, or the disk's directory cannot be used.
@@ -92,7 +95,8 @@ class Executor:
         grammars    None: no row may have a grammar
         in_first    as in `Transfers`
         host_form   of the records in HOST, as in `Device.allocate_pool`
-        disk        None: no plan may have work for DISK
+        disk, shared
+                    None: no plan may have work for that tier
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         blocks = config.chunks(config.max_model_len)
@@ -116,9 +120,15 @@ class Executor:
         device.allocate_pool(
             Tier.HOST, host_shape, engine.kv_dtype, host_form, config.most_host_kv_chunks
         )
-        self._stores: dict[Tier, DiskStore] = {}
+        self._stores: dict[Tier, DiskStore | SharedStore] = {}
         if disk is not None:
             self._stores[Tier.DISK] = DiskStore(disk, config.chunk_tokens, device.record)
+        if shared is not None:
+            store = SharedStore(
+                open_engine(shared.config), shared, config.chunk_tokens, device.record
+            )
+            store.measure()
+            self._stores[Tier.SHARED] = store
         device.load(
             engine,
             config.max_num_seqs,
@@ -254,7 +264,13 @@ class Executor:
     def disk_counters(self) -> DiskCounters | None:
         """The disk's counters, or None without a disk tier."""
         disk = self._stores.get(Tier.DISK)
-        return disk.counters if disk is not None else None
+        return disk.counters if isinstance(disk, DiskStore) else None
+
+    @property
+    def shared_counters(self) -> SharedCounters | None:
+        """The shared tier's counters, or None without one."""
+        shared = self._stores.get(Tier.SHARED)
+        return shared.counters if isinstance(shared, SharedStore) else None
 
     def transfer_seconds(self) -> TransferSeconds:
         """The seconds that the link was busy so far, and the part of them that steps waited for."""

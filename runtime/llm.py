@@ -125,7 +125,10 @@ class LLM:
             if state_dir is not None:
                 opened.enter_context(locked_directories(args))
                 history = str(args.state_directory / HISTORY_FILE)
-            scheduler, executor, _, _, self._ready, _ = assemble(args)
+            assembled = assemble(args)
+            scheduler = assembled.scheduler
+            executor = assembled.executor
+            self._ready = assembled.ready
             opened.callback(executor.close)
             # If an LLM stays open, a thread inside torch that outlives Python aborts the process.
             atexit.register(executor.close)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..scheduler.kv.stats import SchedulerStats
 from ..scheduler.types import Applied, Request, RequestId, Residency
-from .counters import DiskCounters, KVCounters, KVEventCounters, LoopStats
+from .counters import DiskCounters, KVCounters, KVEventCounters, LoopStats, SharedCounters
 
 
 class Submit(NamedTuple):
@@ -104,6 +104,7 @@ class StepMessage(NamedTuple):
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None
     disk: DiskCounters | None = None
+    shared: SharedCounters | None = None
     loop: LoopStats | None = None
     kv_events: KVEventCounters | None = None
 

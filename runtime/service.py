@@ -253,6 +253,8 @@ class Service:
                 self._outbox.put(self._scheduler.conversations.residency(start, MOST_LOOKED_AT))
                 self._changed = True
             case Drain(seconds):
+                if seconds:
+                    self._scheduler.stop(time.monotonic())
                 self._log_drain(seconds)
                 self._drain_until = min(self._drain_until, time.monotonic() + seconds)
                 self._outbox.put(Draining())
@@ -270,7 +272,7 @@ class Service:
     def _log_drain(self, seconds: float) -> None:
         replies = len(self._session.open_requests())
         waited = [f"{replies} running {'reply' if replies == 1 else 'replies'}"] if replies else []
-        waited += ["KV on its way to the disk"] if self._scheduler.lower.unfinished else []
+        waited += ["KV on its way to lower tiers"] if self._scheduler.lower.unfinished else []
         if seconds and waited:
             what = " and ".join(waited)
             log.info(
@@ -295,7 +297,7 @@ class Service:
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
         if self._scheduler.lower.unfinished:
-            log.warning("shut down before all KV was spilled to disk")
+            log.warning("shut down before all KV was spilled to lower tiers")
         aborted = tuple(RowResult(request, finish=FinishReason.ABORT) for request in open_requests)
         self._send(Applied(rows=aborted))
         return True
@@ -303,7 +305,7 @@ class Service:
     def _send(self, applied: Applied) -> None:
         """Sends one message to the HTTP process. It includes statistics when a request began or
         ended, and at regular intervals."""
-        stats = copied = disk = loop = kv_events = None
+        stats = copied = disk = shared = loop = kv_events = None
         begun_or_ended = any(row.usage or row.finish or row.error for row in applied.rows)
         nothing_new = not applied.requests and not applied.rows
         if begun_or_ended or nothing_new or time.monotonic() >= self._stats_due:
@@ -312,9 +314,10 @@ class Service:
             stats = self._scheduler.stats()
             copied = self._executor.copied_bytes
             disk = self._executor.disk_counters
+            shared = self._executor.shared_counters
             loop = self._counters.read(self._executor.transfer_seconds())
             kv_events = None if self._kv_events is None else self._kv_events.counters()
-        self._outbox.put(StepMessage(applied, stats, copied, disk, loop, kv_events))
+        self._outbox.put(StepMessage(applied, stats, copied, disk, shared, loop, kv_events))
 
 
 def _no_report(deleted: bool) -> None:

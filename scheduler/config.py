@@ -141,6 +141,9 @@ class SchedulerConfig(SchedulerSettings):
     host_kv_growth   slots that HOST may gain while it is in use (`Scheduler.grow_host`)
     max_model_len    most tokens of a context, reply included
     disk_kv_chunks   0: no disk tier
+    shared_min_tokens
+                     shorter contexts are not written to the shared tier, and fewer missing tokens
+                     are not looked for; 0: no shared tier
     owner_kv_chunks  quota of each owner: chunks beyond it are evicted first; None: no quotas
     log_chunks       chunks in the logs of all conversations; while there are more, the conversation
                      that is idle longest is forgotten: its KV stays in the cache, unclaimed
@@ -153,6 +156,7 @@ class SchedulerConfig(SchedulerSettings):
     host_kv_chunks: int
     max_model_len: int
     disk_kv_chunks: int = 0
+    shared_min_tokens: int = 0
     host_kv_growth: int = 0
     owner_kv_chunks: int | None = None
     log_chunks: float = inf
@@ -174,6 +178,12 @@ class SchedulerConfig(SchedulerSettings):
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
             "disk_kv_bytes",
             "needs `host_kv_bytes` above 0: all KV to and from the disk passes through host memory",
+        )
+        need(
+            self.host_kv_chunks > 0 or not self.shared_min_tokens,
+            "kv_shared_config",
+            "needs `host_kv_bytes` above 0: all KV to and from the store passes through host "
+            "memory",
         )
         quota = self.owner_kv_chunks
         need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet
+from .kv.chunk import NO_SLOT, NOWHERE, Chunk, Claims, OrderedSet
 from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
 from .planning.queues import RequestQueues
 from .turns.turn import RunningTurn, Turn
-from .types import GPU, HOST, InvariantError, QueuePlace, RequestId, Tier
+from .types import GPU, HOST, SHARED, InvariantError, QueuePlace, RequestId, Tier
+
+NO_LOWER = NOWHERE[HOST + 1 :]
 
 
 def check_requests(
@@ -71,13 +73,16 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is not the owner of its key")
         if chunk.users and chunk.slots[GPU] == NO_SLOT:
             raise InvariantError(f"{chunk} is in use but not on the GPU")
-        if chunk.key is None and (chunk.moving is not None or _lower_slots(chunk)):
+        if chunk.key is None and (chunk.moving is not None or chunk.slots[HOST + 1 :] != NO_LOWER):
             raise InvariantError(f"{chunk} is private and has to do with a lower tier")
+        only_shared = chunk.slots[:SHARED] == NOWHERE[:SHARED] and chunk.slots[SHARED] != NO_SLOT
+        if only_shared and not (chunk.queue_places or chunk.moving):
+            raise InvariantError(f"{chunk} is in the shared tier only, and no request waits for it")
         if not (chunk.resident or chunk.claims):
             raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")
         filed += _check_filing(store, chunk)
-        copies += sum(_is_copy(chunk, lower.tier) for lower in store.lower)
-        for lower in store.lower:
+        copies += sum(_is_copy(chunk, lower.tier) for lower in store.lower.local)
+        for lower in store.lower.local:
             if _is_copy(chunk, lower.tier) != (chunk in store.copies[lower.tier]):
                 raise InvariantError(f"{chunk} is taken for a copy, or for none, wrongly")
     sizes = [len(members) for members in (*store.spare, *store.only)]
@@ -88,7 +93,8 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
 
 
 def _lower_slots(chunk: Chunk) -> list[int]:
-    return [slot for slot in chunk.slots[HOST + 1 :] if slot != NO_SLOT]
+    """Slots of this server's tiers below HOST."""
+    return [slot for slot in chunk.slots[HOST + 1 : SHARED] if slot != NO_SLOT]
 
 
 def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
@@ -111,7 +117,7 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
     if idle and on_host and not (on_gpu or moving):
         belongs = store.spare[HOST] if in_lower else store.only[HOST]
     if idle and in_lower and not (on_gpu or on_host or moving):
-        tiers = [lower.tier for lower in store.lower if chunk.slots[lower.tier] != NO_SLOT]
+        tiers = [lower.tier for lower in store.lower.local if chunk.slots[lower.tier] != NO_SLOT]
         belongs = store.only[tiers[0]] if len(tiers) == 1 else store.spare[tiers[0]]
     if chunk.victim_set is not belongs or (belongs is not None and chunk not in belongs):
         raise InvariantError(f"{chunk} is not in the set of victims where it belongs")

@@ -129,6 +129,21 @@ class Promotion(NamedTuple):
     key: ChunkKey
 
 
+class KeyBatch(NamedTuple):
+    """Keys that a store without slots is asked for, or is to remove. `number`: of the report."""
+
+    number: int
+    keys: tuple[ChunkKey, ...]
+
+
+class KeyAnswer(NamedTuple):
+    """The report on the `KeyBatch` of that number: for each key, whether its record is there, or
+    is removed. Empty: the store does not answer."""
+
+    number: int
+    keys: tuple[bool, ...] = ()
+
+
 class TierWork(NamedTuple):
     """Work of one tier below HOST.
 
@@ -139,12 +154,16 @@ class TierWork(NamedTuple):
                 complete on the device
     erased      slots whose records cannot be read again once the plan is done, except those in the
                 result's `erase_failed`; no plan uses these slots before that result
+    finds, removals
+                keys of the shared tier to look for and to remove, on behalf of all ranks
     """
 
     tier: Tier
     spills: tuple[Spill, ...] = ()
     promotions: tuple[Promotion, ...] = ()
     erased: tuple[int, ...] = ()
+    finds: tuple[KeyBatch, ...] = ()
+    removals: tuple[KeyBatch, ...] = ()
 
 
 class TierReport(NamedTuple):
@@ -157,6 +176,12 @@ class TierReport(NamedTuple):
     erase_failed
                 of a plan's `erased`: some rank could not erase them; reported with that plan's
                 result or before
+    late        work past its deadline on some rank. It keeps its HOST slot until it is reported
+                as done or failed too
+    looked_up, removed
+                answers to `finds` and `removals`, each reported once
+    read_seconds
+                of one record, as measured now; 0: not measured
     """
 
     tier: Tier
@@ -164,6 +189,10 @@ class TierReport(NamedTuple):
     promoted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     erase_failed: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    looked_up: tuple[KeyAnswer, ...] = ()
+    removed: tuple[KeyAnswer, ...] = ()
+    read_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from .context_window import check_length
 from .cost import CostProfile, swap_out_chunks
 from .draft_timing import DraftTiming
 from .invariants import check_requests, check_store
+from .kv.chunk import Chunk
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
@@ -44,6 +45,7 @@ from .planning.prefetch import Prefetcher
 from .planning.preparation import Preparation
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
+from .planning.sharing import Sharing
 from .planning.write_behind import WriteBehind
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
@@ -92,6 +94,11 @@ class Scheduler:
             self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows
         )
         self._queues = RequestQueues(config, self._store)
+        self._write_behind = WriteBehind(config, cost, self._store)
+        self._sharing: Sharing | None = None
+        if self._store.shared is not None:
+            self._sharing = Sharing(config, cost, self._store, self._store.shared, self._queues)
+            self._sharing.other, self._write_behind.other = self._write_behind, self._sharing
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self.draft_timing = DraftTiming(cost)
         self._batcher = Batcher(config, cost, self.draft_timing, self._store, self._queues, windows)
@@ -105,8 +112,8 @@ class Scheduler:
             self._order,
             self._batcher,
             windows,
+            self._sharing,
         )
-        self._write_behind = WriteBehind(config, cost, self._store)
         self._prefetcher = Prefetcher(
             config, cost, self._store, self.conversations, self._lookup, self._order
         )
@@ -119,12 +126,18 @@ class Scheduler:
             self._queues,
             self._order,
             self.work,
+            self._sharing,
         )
         self._committer = Committer(
             config, self._chunk_keys, self._store, self.conversations, self._prefetcher
         )
         self.lower = LowerTierWork(
-            self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind
+            self._store,
+            self._chunk_keys,
+            self._deletions,
+            self._prefetcher,
+            self._write_behind,
+            self._sharing,
         )
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, RunningTurn] = {}
@@ -233,7 +246,7 @@ class Scheduler:
             self._committer.commit(turn, None, tokens, turn.tail, now)
             matches = map(self._store.find, self._lookup.seen_keys(turn))
             chunks = [chunk for chunk in matches if chunk is not None]
-            self._write_behind.turn_ended(chunks, now)
+            self._write_later(chunks, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             self._close(turn)
@@ -278,6 +291,12 @@ class Scheduler:
         new. May come between any two other calls."""
         return self._store.host.grow(slots)
 
+    def stop(self, now: float) -> None:
+        """The server is about to end: what is on HOST and not in the shared tier yet is written,
+        that of the conversations which were active last first."""
+        if self._sharing is not None:
+            self._sharing.stop(self.conversations.latest_chunks(), now)
+
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
@@ -304,6 +323,8 @@ class Scheduler:
             step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens
         )
 
+        if self._sharing is not None:
+            self._sharing.take_answers(now)
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
@@ -390,7 +411,8 @@ class Scheduler:
     def wake_at(self) -> float:
         """The latest time of the next `next_plan` call if nothing arrives before, seconds; infinity
         if none is needed."""
-        return min(self.conversations.next_due, self._prefetcher.next_due)
+        due = min(self.conversations.next_due, self._prefetcher.next_due)
+        return due if self._sharing is None else min(due, self._sharing.next_due)
 
     # -- state for callers
 
@@ -428,10 +450,10 @@ class Scheduler:
             eviction_value_sum=store.evictions.value_sum,
             choices=self._admission.choices.by_choice(),
             regret_tokens=store.regret_tokens,
-            spilled=sum(lower.spilled for lower in store.lower),
-            promoted=sum(lower.promoted for lower in store.lower),
-            failed_writes=sum(lower.failed_writes for lower in store.lower),
-            failed_reads=sum(lower.failed_reads for lower in store.lower),
+            spilled=sum(lower.spilled for lower in store.lower.local),
+            promoted=sum(lower.promoted for lower in store.lower.local),
+            failed_writes=sum(lower.failed_writes for lower in store.lower.local),
+            failed_reads=sum(lower.failed_reads for lower in store.lower.local),
             bad_copies=store.bad_copies,
         )
 
@@ -527,7 +549,7 @@ class Scheduler:
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
-            self._write_behind.turn_ended(row.chunks, now)
+            self._write_later(row.chunks, now)
         else:
             self._end(row, reply, now)
 
@@ -549,9 +571,15 @@ class Scheduler:
         turn = row.turn
         tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
-        self._write_behind.turn_ended(row.chunks, now)
+        self._write_later(row.chunks, now)
         self._queues.release_row(row, tail, self._store.stamp(now))
         self._close(turn)
+
+    def _write_later(self, chunks: list[Chunk], now: float) -> None:
+        """The turn of these chunks has ended."""
+        self._write_behind.turn_ended(chunks, now)
+        if self._sharing is not None:
+            self._sharing.turn_ended(chunks, now)
 
     def _close(self, turn: Turn) -> None:
         """Forgets a turn that has ended or left."""

@@ -109,13 +109,17 @@ class Tier(IntEnum):
     GPU = 0
     HOST = 1
     DISK = 2
+    SHARED = 3
 
 
 TIERS = tuple(Tier)
+LOCAL_TIERS = TIERS[: Tier.SHARED]
+"""The tiers of this server alone. A record in the shared tier may vanish at any time, so it is no
+reason to give up a slot of these."""
 LABELS = tuple(tier.name.lower() for tier in TIERS)
 """By tier: its name in metrics, in answers to clients, and as a field of `Usage`."""
 
-GPU, HOST, DISK = map(int, TIERS)
+GPU, HOST, DISK, SHARED = map(int, TIERS)
 """The same as plain numbers: each step indexes slots by tier, which takes twice the time with an
 enum."""
 
@@ -337,6 +341,7 @@ class Usage:
     gpu: int = 0
     host: int = 0
     disk: int = 0
+    shared: int = 0
     recomputed: int = 0
     new: int = 0
 

@@ -21,7 +21,7 @@ from ..runtime.launch.command_line import INTERRUPTED, CommandParser
 from ..scheduler.types import SettingError
 
 OK, NOT_FOUND, CONFLICT = 200, 404, 409  # statuses of answers
-SOURCES = ("gpu", "host", "disk", "recomputed", "new")
+SOURCES = ("gpu", "host", "disk", "shared", "recomputed", "new")
 CONNECT_SECONDS = 10
 STORE_SECONDS = 10
 LIST_PAGE = 100
@@ -138,7 +138,7 @@ class ReplyFigures:
         came = " · ".join(
             f"{tier_names.get(name, name)} {self.sources.get(name, 0)}"
             for name in SOURCES
-            if name != "disk" or self.sources.get(name)
+            if name not in ("disk", "shared") or self.sources.get(name)
         )
         rate = (
             f" at {(self.generated - 1) / self.generating:.0f}/s"

@@ -6,6 +6,7 @@ option.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -15,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from ..builder.inductor.compile_parent import cpp_compiler
 from ..builder.tensorrt.installed import describe_tensorrt
@@ -27,6 +30,7 @@ from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.settings import default_state_dir
 from ..runtime.ranks.launch import mpirun_here
+from ..runtime.shared.config import SharedConfig, read_config
 from ..scheduler.types import RequestError, SettingError
 from .chat import Server, ServerError
 from .command import add_history_url
@@ -77,10 +81,14 @@ def examined(name: str, good: bool, state: str, otherwise: Level, advice: str) -
 
 
 def look(
-    device: str, state_dir: Path, history_url: str | None = None, urls: Sequence[str] = ()
+    device: str,
+    state_dir: Path,
+    history_url: str | None = None,
+    urls: Sequence[str] = (),
+    shared: SharedConfig | None = None,
 ) -> Iterator[Finding]:
     """One finding after the other; `device` and `history_url` as for `pensieve serve`, `urls` of
-    servers."""
+    servers, `shared`: their store."""
     needed = Level.PROBLEM if device == "cuda" else Level.OPTIONAL
     yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
     yield from _gpus(needed)
@@ -94,6 +102,8 @@ def look(
     yield _shared_memory()
     yield from _disk(state_dir)
     yield from _histories(state_dir, history_url)
+    if shared is not None:
+        yield _shared_store(shared)
     yield _open_files()
     yield from map(_replica, urls)
 
@@ -250,6 +260,37 @@ def _disk_speed(directory: Path, free: int) -> Finding:
     return Finding("disk speed", Level.OK, state, advice)
 
 
+def _shared_store(config: SharedConfig) -> Finding:
+    """Puts, gets and removes a few records; a store that hangs is not waited for."""
+    from ..runtime.shared.open import open_engine
+    from ..runtime.shared.trial import StoreTrial, try_store  # and numpy
+
+    trials: SimpleQueue[StoreTrial] = SimpleQueue()
+    name = "shared store"
+
+    def run() -> None:
+        engine = open_engine(config)
+        trials.put(try_store(engine, MEASURED_CHUNK))
+        engine.close()
+
+    def guarded() -> None:
+        try:
+            run()
+        except SettingError as error:
+            trials.put(StoreTrial(failed=error.message))
+
+    threading.Thread(target=guarded, daemon=True).start()
+    advice = "requests are served without it; see docs/use/shared-kv.md"
+    try:
+        trial = trials.get(timeout=PROGRAM_S)
+    except Empty:
+        return Finding(name, Level.PROBLEM, f"no answer within {PROGRAM_S} s", advice)
+    if trial.failed:
+        return Finding(name, Level.PROBLEM, trial.failed, advice)
+    state = f"reads {trial.read / 1e9:.1f} GB/s, writes {trial.write / 1e9:.1f}"
+    return Finding(name, Level.OK, state)
+
+
 def _histories(state_dir: Path, url: str | None) -> Iterator[Finding]:
     """With a shared database also the servers that use it."""
     if url is None:
@@ -329,6 +370,13 @@ def _number(text: str) -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
+def shared_config(text: str) -> SharedConfig:
+    try:
+        return read_config(text)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="pensieve doctor", description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -343,6 +391,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     add_history_url(parser, "of a shared database")
     parser.add_argument(
+        "--kv-shared-config", type=shared_config, metavar="JSON", help="of the servers' store"
+    )
+    parser.add_argument(
         "--url", action="append", default=[], help="of a server that runs; may be repeated"
     )
     args = parser.parse_args(argv)
@@ -354,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         parser.error(str(error))
     findings: list[Finding] = []
-    for finding in look(args.device, args.state_dir, url, args.url):
+    for finding in look(args.device, args.state_dir, url, args.url, args.kv_shared_config):
         findings.append(finding)
         if not args.json:
             print(finding.line(), flush=True)

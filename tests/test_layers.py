@@ -29,6 +29,7 @@ LAYERS = [
     "runtime.text",
     "runtime.step",
     "runtime.disk",
+    "runtime.shared",
     "runtime.device",
     "runtime.engine runtime.executor",
     "runtime.observe",

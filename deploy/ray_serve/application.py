@@ -4,6 +4,7 @@ their own."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from starlette.applications import Starlette
@@ -94,8 +96,14 @@ class Pensieve:
         if hasattr(self, "_relay"):
             await self._relay.close()
 
-    def name(self) -> str:
-        return self._name
+    def labels(self) -> str:
+        """JSON. Those that begin with `__meta` are for programs that look for replicas; Prometheus
+        drops them."""
+        labels = {"__param_replica": self._name, "instance": self._name}
+        node = ray.util.get_node_ip_address()
+        for name, address in self._server.kv_events.items():
+            labels[f"__meta_kv_events_{name}"] = address.replace("*", node)
+        return json.dumps(labels)
 
     async def metrics_of(self, replica: str) -> str | None:
         return (await self._relay.get("/metrics"))[1] if replica == self._name else None
@@ -114,9 +122,8 @@ class Pensieve:
 
     async def _targets(self, request: Request) -> Response:
         """For Prometheus' `http_sd_configs`: one target for each replica, all at this address."""
-        names = sorted(await self._gather("name"))
-        labels = [{"__param_replica": name, "instance": name} for name in names]
-        return JSONResponse([{"targets": [request.url.netloc], "labels": one} for one in labels])
+        replicas = map(json.loads, sorted(await self._gather("labels")))
+        return JSONResponse([{"targets": [request.url.netloc], "labels": one} for one in replicas])
 
     async def _metrics(self, request: Request) -> Response:
         """Of the replica that is asked for, else of this one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import itertools
+import json
 import os
 import signal
 import socket
@@ -15,13 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+KV_EVENTS = "--kv-events-config"
 OURS = ("--host", "--port", "--state-dir")
 _PR_SET_PDEATHSIG = 1
 
 
 class ServerProcess:
-    """Starts the server. `url` is its address on this host. `ended` is called when it ends without
-    `stop`."""
+    """Starts the server. `url` is its address on this host, `kv_events` the addresses of its KV
+    events, if it has any. `ended` is called when it ends without `stop`."""
 
     def __init__(self, options: Sequence[str], states: Path, ended: Callable[[], None]):
         for option in OURS:
@@ -29,6 +31,7 @@ class ServerProcess:
                 raise ValueError(f"{option}: each replica chooses its own; leave it out")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
+        options, self.kv_events = with_own_ports(options)
         state_dir, self._lock = claim_state_dir(states)
         self._command = [sys.executable, "-P", "-m", "pensieve.scripts.pensieve", "serve", *options]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--state-dir", str(state_dir)]
@@ -72,6 +75,26 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             self._child.terminate()
         self._thread.join()
+
+
+def with_own_ports(options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Gives each address of KV events with port 0 a free port. Returns the options, and the
+    addresses by their names in `--kv-events-config`."""
+    words = list(options)
+    addresses = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name != KV_EVENTS:
+            continue
+        place = index if equals else index + 1
+        config = {"endpoint": "tcp://127.0.0.1:0"} | json.loads(value if equals else words[place])
+        for field in ("endpoint", "replay_endpoint"):
+            if (address := config.get(field)) is not None:
+                if address.endswith(":0"):
+                    address = f"{address.removesuffix('0')}{free_port()}"
+                config[field] = addresses[field] = address
+        words[place] = f"{KV_EVENTS}={json.dumps(config)}" if equals else json.dumps(config)
+    return words, addresses
 
 
 def free_port() -> int:

@@ -122,8 +122,9 @@ class Sessions:
         self._ended |= dialogues.keys() & self._open.keys()
         erased = await asyncio.gather(*[self._forget(_whole(kv_name)) for kv_name in dialogues])
         if not all(erased):
-            what = f"the session {name!r} is ended, but some of its KV may still be on the"
-            raise RequestError(ErrorKind.INTERNAL, f"{what} server's disk: it could not be erased")
+            what = f"the session {name!r} is ended, but some of its KV may still be on the server's"
+            where = "disk or in the store that servers share: it could not be erased"
+            raise RequestError(ErrorKind.INTERNAL, f"{what} {where}")
 
     def say_once(self, key: SessionKey, message: str) -> None:
         """Logs the message if it was not logged for this session before."""

@@ -871,7 +871,7 @@ class TurnManager(Turns):
         if not await self._forget(await self.run(self._store.delete, name, self.now())):
             what = (
                 f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the "
-                "server's disk"
+                "server's disk or in the store that servers share"
             )
             raise RequestError(ErrorKind.INTERNAL, f"{what}: it could not be erased")
 

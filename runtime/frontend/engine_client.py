@@ -352,6 +352,7 @@ class EngineClient(EngineStreams):
         self.metrics.copied = message.copied or self.metrics.copied
         self.metrics.disk = message.disk or self.metrics.disk
         self.metrics.kv_events = message.kv_events or self.metrics.kv_events
+        self.metrics.shared = message.shared or self.metrics.shared
         self.metrics.loop = message.loop or self.metrics.loop
 
     def _take(self, result: RowResult, now: float) -> None:

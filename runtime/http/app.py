@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from ... import __version__
 from ...builder.choices import GPU_TIER_NAMES
-from ...scheduler.types import ErrorKind, RequestError, RowResult
+from ...scheduler.types import LABELS, ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager, Turns
 from ..frontend.bodies import ChatBody, CompletionBody
@@ -427,7 +427,7 @@ def create_app(
         if fault is not None:
             store["reason"] = fault
         full = client.metrics.disk.full > 0
-        tiers = {"gpu": GPU_TIER_NAMES[ready.device], "host": "host", "disk": "disk"}
+        tiers = {label: label for label in LABELS} | {"gpu": GPU_TIER_NAMES[ready.device]}
         return {
             "replica": settings.server,
             "histories": store,

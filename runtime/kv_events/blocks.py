@@ -18,7 +18,7 @@ from typing import Any
 from ...scheduler.kv.chunk import NO_SLOT
 from ...scheduler.kv.chunk_keys import NO_KEY, root_key
 from ...scheduler.kv.noted_store import ContextRun, ResidencyChanges
-from ...scheduler.types import GPU, TIERS, ChunkKey
+from ...scheduler.types import GPU, LOCAL_TIERS, ChunkKey
 from ..cache_salt import GIVEN, given_salt
 
 MEDIA = ("GPU", "CPU", "DISK")
@@ -156,7 +156,7 @@ class Blocks:
         """Returns the net changes since the last call: children are removed first, parents stored
         first. A block that changes its tier is removed from one and stored in the other."""
         before = self._tell()
-        gone: list[list[Block]] = [[] for _ in TIERS]
+        gone: list[list[Block]] = [[] for _ in LOCAL_TIERS]
         stored = []
         for block, told in before.items():
             if block.told == told:
@@ -166,7 +166,7 @@ class Blocks:
             if block.told != NO_SLOT:
                 stored.append(block)
         events: list[Event] = []
-        for tier in reversed(TIERS):
+        for tier in reversed(LOCAL_TIERS):
             hashes = [block.hash for block in sorted(gone[tier], key=_depth, reverse=True)]
             if hashes:
                 removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIA[tier]}

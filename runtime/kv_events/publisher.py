@@ -177,8 +177,8 @@ class KVEventPublisher:
         self._number += 1
 
     def _payload(self, events: list[Event]) -> bytes:
-        payload: bytes = msgspec.msgpack.encode([self._clock(), events, RANK])
-        return payload
+        encoded: bytes = msgspec.msgpack.encode([self._clock(), events, RANK])
+        return encoded
 
     def _repeat(self, replay: zmq.Socket[bytes]) -> None:
         """Answers one request for all batches from a number on."""

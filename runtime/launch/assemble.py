@@ -26,7 +26,6 @@ from ..device.cpu import CpuDevice
 from ..device.memory import GIB, check_pool_fits
 from ..device.protocol import Device
 from ..disk.directory import locked
-from ..disk.store import DiskSettings
 from ..engine import Engine, open_engine
 from ..executor import GROUP_LAYERS, Executor
 from ..frontend.reply_forms import check_parsers
@@ -46,6 +45,7 @@ from .sizing import (
     estimated_cost,
     host_form,
     scheduler_config,
+    shared_settings,
     with_disk_speed,
 )
 
@@ -128,8 +128,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         log.warning(FLOAT16_ON_CPU, directory)
     sampling = sampling_defaults(settings.generation_config, directory)
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
-    disk = disk_settings(settings, config, ranks)
-    executor = make_executor(settings, prepared, disk, ranks, grammars)
+    executor = make_executor(settings, prepared, ranks, grammars)
     records = executor.stored_records()
     scheduler.lower.adopt(records, time.monotonic())
     model, *aliases = settings.served_model_name or [directory.resolve().name]
@@ -146,11 +145,11 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         sampling=sampling,
         device=settings.device,
     )
-    if disk is not None:
+    if config.disk_kv_chunks:
         log.info(
             "disk cache %d chunks in %s, %d of them from earlier",
-            disk.slots,
-            disk.directory,
+            config.disk_kv_chunks,
+            settings.disk_directory,
             len(records.get(Tier.DISK, ())),
         )
     log.info(
@@ -240,7 +239,6 @@ def host_record_bytes(settings: ServeSettings, engine: Engine) -> int:
 def make_executor(
     settings: ServeSettings,
     prepared: Prepared,
-    disk: DiskSettings | None,
     ranks: Ranks | None,
     grammars: Grammars | None = None,
 ) -> Executor:
@@ -252,7 +250,15 @@ def make_executor(
         make = partial(RankedExecutor, ranks)
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
     return make(
-        device, engine, config, GROUP_LAYERS, grammars, settings.link == "in-first", form, disk
+        device,
+        engine,
+        config,
+        GROUP_LAYERS,
+        grammars,
+        settings.link == "in-first",
+        form,
+        disk_settings(settings, config, ranks),
+        shared_settings(settings, config, ranks),
     )
 
 

@@ -25,7 +25,6 @@ from .assemble import Assembled, assemble, make_executor, prepare_rank
 from .attached import connect
 from .http_options import http_settings
 from .settings import ServeSettings
-from .sizing import disk_settings
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
@@ -134,10 +133,7 @@ def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
     prepared = prepare_rank(settings, ranks)
-    follow(
-        ranks,
-        make_executor(settings, prepared, disk_settings(settings, prepared.config, ranks), ranks),
-    )
+    follow(ranks, make_executor(settings, prepared, ranks))
 
 
 def drain_on_signals(service: Service, seconds: float) -> None:

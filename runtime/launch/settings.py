@@ -16,6 +16,7 @@ from ...scheduler.declaration import SERVERS, Declaration, User, check_declared,
 from ...scheduler.types import SettingError
 from ..http.settings import HTTP, MIB, HTTPOptions
 from ..kv_events.config import KVEventsConfig, read_config
+from ..shared.config import read_config as read_shared_config
 
 DEFAULT_GPU_KV = 512 * MIB
 DEFAULT_HOST_KV = 2048 * MIB
@@ -158,6 +159,15 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
         "kv in --state-dir",
         unit="DIR",
     )
+    kv_shared_config: str | None = _cache(
+        None,
+        'JSON of a store that servers of one model share, as {"engine": "directory", "path": '
+        '"/mnt/kv", "max_bytes": 1000000000000}',
+        "none",
+        unit="JSON",
+        users=SERVERS,
+        page="docs/use/shared-kv.md",
+    )
     kv_cache_dtype: str = _cache(
         "auto",
         "of KV on every tier: the engine's own, or 8 bits a number",
@@ -257,6 +267,8 @@ class ServeSettings(HTTPOptions, SchedulerSettings):
             raise SettingError("--lower-tier-kv", message)
         if self.kv_events is not None and not self.reuse:
             raise SettingError("--kv-events-config", "cannot be given beside --no-reuse")
+        if self.kv_shared_config is not None:
+            read_shared_config(self.kv_shared_config)
         if self.enforce_eager and self.device != "cuda":
             raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
         if self.device != "cuda" and self.changed("gpu_memory_utilization"):

@@ -27,6 +27,8 @@ from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
 from ..disk.store import DiskSettings
 from ..engine import Engine
+from ..shared.config import read_config
+from ..shared.store import SharedSettings
 from .checks import check_disk_has_host, kv_chunks, plain_values, pool_setting
 from .settings import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings
 
@@ -86,10 +88,12 @@ def scheduler_config(
         size = host_pool_bytes(device.memory(Tier.HOST), gpu_chunks * record, sharing)
         growth = max(0, size // host_record - host_chunks)
     quota = settings.owner_kv_bytes
+    shared = None if settings.kv_shared_config is None else read_config(settings.kv_shared_config)
     values: dict[str, Any] = plain_values(settings) | dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
+        shared_min_tokens=0 if shared is None else shared.min_tokens,
         host_kv_growth=growth,
         owner_kv_chunks=None if quota is None else quota // record,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
@@ -124,6 +128,8 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
     no_host, no_disk = not config.host_kv_chunks, not config.disk_kv_chunks
     for_host = "needs --host-kv-bytes or --host-kv-chunks above 0: all KV stays on the GPU"
     for_disk = "needs --disk-kv-bytes or --disk-kv-chunks above 0: no KV goes to disk"
+    not_saved = no_disk and not config.shared_min_tokens
+    for_save = "needs --disk-kv-bytes or --disk-kv-chunks above 0, or --kv-shared-config"
     for_overflow = (
         f"no context can overflow: --overflow-ratio {settings.overflow_ratio:g} of "
         f"{config.max_model_len} tokens is "
@@ -135,7 +141,7 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
         (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),
         (no_host, "link", for_host),
         (no_disk, "disk_dir", for_disk),
-        (no_disk, "save", for_disk),
+        (not_saved, "save", for_save),
         (no_disk, "prefetch", for_disk),
         (config.windows is None, "overflow", for_overflow),
         (config.windows is None, "overflow_ratio", for_overflow),
@@ -203,6 +209,22 @@ def disk_settings(
     count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
     return DiskSettings(
         settings.disk_directory, config.disk_kv_chunks, config.seed.hex(), count, rank
+    )
+
+
+def shared_settings(
+    settings: ServeSettings, config: SchedulerConfig, ranks: Ranks | None = None
+) -> SharedSettings | None:
+    """The shared tier's store and the origin of this rank's records; None without such a tier."""
+    if settings.kv_shared_config is None:
+        return None
+    count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    return SharedSettings(
+        read_config(settings.kv_shared_config),
+        config.seed.hex(),
+        config.most_host_kv_chunks,
+        count,
+        rank,
     )
 
 

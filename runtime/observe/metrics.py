@@ -20,8 +20,15 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...scheduler.kv.stats import SchedulerStats
-from ...scheduler.types import Usage
-from ..counters import DiskCounters, KVCounters, KVEventCounters, LoopStats, PowerCounts
+from ...scheduler.types import LABELS, Usage
+from ..counters import (
+    DiskCounters,
+    KVCounters,
+    KVEventCounters,
+    LoopStats,
+    PowerCounts,
+    SharedCounters,
+)
 
 SOURCES = tuple(field.name for field in fields(Usage))
 FIRST_TOKEN_BUCKETS = (
@@ -88,7 +95,8 @@ class Latencies:
 class Metrics(Collector):
     """Written by one thread, the event loop's; read as a whole at each scrape.
 
-    `stats`, `copied`, `disk`, `loop` and `kv_events` are the loop's latest counts since its start.
+    `stats`, `copied`, `disk`, `shared`, `loop` and `kv_events` are the loop's latest counts since
+    its start; `shared` is None without a shared tier.
     `generation_tokens` counts tokens as they arrive, including those generated after a stop string.
     `histories_healthy` is set before each scrape. A metric with the meaning of a vLLM metric has
     its name.
@@ -98,6 +106,7 @@ class Metrics(Collector):
         self.stats = SchedulerStats()
         self.copied = KVCounters()
         self.disk = DiskCounters()
+        self.shared: SharedCounters | None = None
         self.loop = LoopStats()
         self.kv_events = KVEventCounters()
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
@@ -153,7 +162,7 @@ class Metrics(Collector):
             "Prompt tokens looked for in the cache",
             value=sum(self.prompt_tokens.values()),
         )
-        hits = {tier: self.prompt_tokens[tier] for tier in ("gpu", "host", "disk")}
+        hits = {tier: self.prompt_tokens[tier] for tier in LABELS}
         yield _counters(
             "pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits
         )
@@ -174,6 +183,8 @@ class Metrics(Collector):
         )
         yield from self._cache()
         yield from self._disk()
+        if self.shared is not None:
+            yield from self._shared(self.shared)
         yield from self._steps()
         yield from self._kv_events()
 
@@ -288,6 +299,46 @@ class Metrics(Collector):
         yield _counters("pensieve:kv_disk_faults", text, "kind", faults)
         yield GaugeMetricFamily(
             "pensieve:kv_disk_full", "1 while nothing is spilled for want of room", value=disk.full
+        )
+
+    def _shared(self, shared: SharedCounters) -> Iterator[Metric]:
+        """The shared tier's counts."""
+        yield _counters(
+            "pensieve:kv_shared_lookups",
+            "Chunks that the shared store was asked for, by turns that arrive and turns that ended",
+            "outcome",
+            {"hit": shared.hits, "miss": shared.misses},
+        )
+        yield _counters(
+            "pensieve:kv_shared_records",
+            "Chunks written to the shared store, read from it and removed",
+            "direction",
+            {"write": shared.written, "read": shared.read, "remove": shared.removed},
+        )
+        yield _counters(
+            "pensieve:kv_shared_bytes",
+            "Bytes of KV written to the shared store and read from it",
+            "direction",
+            {"write": shared.written_bytes, "read": shared.read_bytes},
+        )
+        yield _counters(
+            "pensieve:kv_shared_faults",
+            "Failed calls, missed deadlines, damaged records, and records without room",
+            "kind",
+            {
+                "error": shared.errors,
+                "late": shared.late,
+                "rejected": shared.rejected,
+                "full": shared.refused,
+            },
+        )
+        yield GaugeMetricFamily(
+            "pensieve:kv_shared_off", "1 while the shared store is not used", value=shared.off
+        )
+        yield GaugeMetricFamily(
+            "pensieve:kv_shared_lent_slots",
+            "Host slots that calls past their deadline still hold",
+            value=shared.lent,
         )
 
     def _steps(self) -> Iterator[Metric]:

@@ -23,6 +23,9 @@ from ..gc_control import GarbageCollector
 from ..system import give_up_after
 from .mpi import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wait_until
 
+SLOT_KINDS = ("spilled", "promoted", "failed", "erase_failed", "late")
+"""Fields of a `TierReport` that list slots."""
+
 NO_ROW = RowId(RequestId(0), 0)
 
 # Rank 0 samples, so sampling settings are not sent. The rows with prompt log probabilities are
@@ -80,7 +83,8 @@ class Reports:
     def __init__(self, others: int):
         self._last = {rank: RankReport(0, NO_TICKETS, (), ()) for rank in range(1, others + 1)}
         self._answers: dict[tuple[Tier, int], _Answers] = {}
-        self._erase_failed: dict[tuple[Tier, int], None] = {}
+        # reported at once, by kind
+        self._at_once: dict[tuple[Tier, str, int], None] = {}
         self._bad_copies: dict[int, None] = {}
 
     def take(self, rank: int, report: RankReport) -> None:
@@ -112,20 +116,28 @@ class Reports:
                 kind = "failed" if answers.failed else answers.kind
                 done.setdefault(tier, {}).setdefault(kind, []).append(slot)
                 del self._answers[tier, slot]
-        for tier, slot in self._erase_failed:
-            done.setdefault(tier, {}).setdefault("erase_failed", []).append(slot)
+        for tier, kind, slot in self._at_once:
+            done.setdefault(tier, {}).setdefault(kind, []).append(slot)
         bad_copies = tuple(dict.fromkeys((*own.bad_copies, *self._bad_copies)))
-        self._erase_failed.clear()
+        self._at_once.clear()
         self._bad_copies.clear()
-        lower = tuple(
-            TierReport(tier, **{kind: tuple(slots) for kind, slots in kinds.items()})
-            for tier, kinds in done.items()
-        )
+        # finds and removals are rank 0's, on behalf of all
+        no_slots: dict[str, Any] = dict.fromkeys(SLOT_KINDS, ())
+        reports = {
+            report.tier: report._replace(**no_slots)
+            for report in own.lower
+            if report.looked_up or report.removed or report.read_seconds
+        }
+        for tier, kinds in done.items():
+            slots: dict[str, Any] = {kind: tuple(of_kind) for kind, of_kind in kinds.items()}
+            reports[tier] = reports.get(tier, TierReport(tier))._replace(**slots)
+        lower = tuple(reports.values())
         return replace(own, completed=completed, lower=lower, bad_copies=bad_copies)
 
     def _count(self, report: TierReport) -> None:
         tier = report.tier
-        self._erase_failed.update(((tier, slot), None) for slot in report.erase_failed)
+        for kind in ("erase_failed", "late"):
+            self._at_once.update(((tier, kind, slot), None) for slot in getattr(report, kind))
         for kind in ("spilled", "promoted", "failed"):
             for slot in getattr(report, kind):
                 answers = self._answers.setdefault((tier, slot), _Answers())

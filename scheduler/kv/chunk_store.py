@@ -14,8 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..plan import NO_TICKETS, Lane
-from ..types import GPU, HOST, TIERS, ChunkKey, InvariantError, QueuePlace, StoredRecord
-from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, OrderedSet
+from ..types import (
+    GPU,
+    HOST,
+    LOCAL_TIERS,
+    SHARED,
+    ChunkKey,
+    InvariantError,
+    QueuePlace,
+    StoredRecord,
+)
+from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, Move, OrderedSet
 from .context import KeyedContext
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
@@ -29,6 +38,7 @@ class ChunkStore:
 
     gpu, host       slots of these tiers
     lower           the tiers below HOST that have room for chunks, the fastest first
+    shared          the one of these that other servers use too, or None
     spare, only     by tier: idle chunks that are in no faster one. The slot of a spare chunk is
                     free to take, because a slower tier has its KV, or HOST cannot take a copy. The
                     KV of the others must be moved, or is lost
@@ -49,10 +59,11 @@ class ChunkStore:
         self.gpu = SlotPool(config.gpu_kv_chunks)
         self.host = SlotPool(config.host_kv_chunks)
         self.lower = lower_tiers(config)
-        self.spare = [VictimSet(policy) for _ in TIERS]
-        self.only = [VictimSet(policy) for _ in TIERS]
+        self.shared = self.lower.shared
+        self.spare = [VictimSet(policy) for _ in LOCAL_TIERS]
+        self.only = [VictimSet(policy) for _ in LOCAL_TIERS]
         self.busy_copied = OrderedSet()
-        self.copies = {lower.tier: OrderedSet() for lower in self.lower}
+        self.copies = {lower.tier: OrderedSet() for lower in self.lower.local}
         self.pending: dict[ChunkKey, int] = {}
         self.completed = NO_TICKETS
         self.evictions = EvictionStats()
@@ -223,6 +234,8 @@ class ChunkStore:
         for chunk in chunks:
             del chunk.queue_places[bisect_left(chunk.queue_places, place)]
             self.update_victim_set(chunk)
+            if chunk.slots[SHARED] != NO_SLOT:
+                self._count_if_dropped(chunk)
 
     def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
         """Makes chunks of the records that an earlier process left in the tier. Called before
@@ -242,6 +255,22 @@ class ChunkStore:
             chunk.slots[lower.tier] = record.slot
             self._by_key[record.key] = chunk
             self.update_victim_set(chunk)
+
+    def learn(self, key: ChunkKey, end: int, now: float) -> Chunk:
+        """The shared tier has the record of the key, whose chunk ends at position `end`. Returns
+        the chunk. If it is in no other tier the caller touches it with the place of a request that
+        waits for it, or calls `end_wait`."""
+        assert self.shared is not None
+        chunk = self._by_key.get(key)
+        if chunk is None:
+            chunk = Chunk(end, NO_SLOT, now)
+            chunk.key = key
+            chunk.tokens = self._chunk_tokens
+            self._by_key[key] = chunk
+            self._forgotten.pop(key, None)
+        if chunk.slots[SHARED] == NO_SLOT:
+            chunk.slots[SHARED] = self.shared.new_slot()
+        return chunk
 
     def stamp(self, now: float) -> float:
         """Returns `now`, moved up slightly if it is not later than the last stamp: each turn has
@@ -296,9 +325,9 @@ class ChunkStore:
         victim_set = victims[0].victim_set
         assert isinstance(victim_set, VictimSet)
         if self.lower:
-            dropped = [chunk for chunk in victims if chunk.slots == NOWHERE]
             for chunk in victims:
                 self.update_victim_set(chunk)
+            dropped = [chunk for chunk in victims if self._is_nowhere(chunk)]
         else:
             dropped = [chunk for chunk in victims if chunk.slots[HOST] == NO_SLOT]
             copied = [chunk for chunk in victims if chunk.slots[HOST] != NO_SLOT]
@@ -417,8 +446,19 @@ class ChunkStore:
             if chunk.moving is None and chunk.slots[lower.tier] != NO_SLOT:
                 self.release_record(chunk, lower)
 
+    def _is_nowhere(self, chunk: Chunk) -> bool:
+        """True if the chunk is in no tier. If only the shared tier has it, and no request waits for
+        it, that is forgotten: the store is asked again."""
+        slots = chunk.slots
+        if slots[SHARED] != NO_SLOT and not chunk.queue_places and chunk.moving is None:
+            assert self.shared is not None and chunk.key is not None
+            if slots[:SHARED] == NOWHERE[:SHARED]:
+                self.shared.release(slots[SHARED], chunk.key)
+                slots[SHARED] = NO_SLOT
+        return slots == NOWHERE
+
     def _count_if_dropped(self, chunk: Chunk) -> None:
-        if chunk.slots == NOWHERE and not chunk.users:
+        if self._is_nowhere(chunk) and not chunk.users:
             self.dropped += bool(chunk.tokens)
             chunk.dropped_at = self.now
             if not chunk.claims:
@@ -454,9 +494,19 @@ class ChunkStore:
         chunk.moving = lower.begin_read(chunk, host_slot)
         self.update_victim_set(chunk)
 
+    def leave_move(self, move: Move, lower: LowerTier) -> None:
+        """The move's chunk waits for its read no more. The move keeps its HOST slot until it is
+        reported."""
+        chunk = move.chunk
+        if chunk is not None:
+            lower.abandon(move)
+            chunk.moving = None
+            self.release_record(chunk, lower)
+
     # -- sets of victims
 
-    # A chunk's states. "lower": in some tier below HOST. An idle chunk is held by no row.
+    # A chunk's states. "lower": in some tier below HOST of this server; a record in the shared tier
+    # changes no set. An idle chunk is held by no row.
     #
     # | GPU | HOST   | lower | state                      | set          | changes                |
     # | --- | ------ | ----- | -------------------------- | ------------ | ---------------------- |
@@ -491,7 +541,7 @@ class ChunkStore:
         victim_set: ChunkSet | None = None
         if slots[GPU] == NO_SLOT:
             if not chunk.users and chunk.moving is None:
-                tiers = [tier for tier in TIERS if slots[tier] != NO_SLOT]
+                tiers = [tier for tier in LOCAL_TIERS if slots[tier] != NO_SLOT]
                 if tiers:
                     victim_set = (self.spare if len(tiers) > 1 else self.only)[tiers[0]]
         elif chunk.users:

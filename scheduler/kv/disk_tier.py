@@ -223,6 +223,10 @@ class DiskTier:
 
     # -- reports
 
+    def late(self, result: StepResult) -> tuple[()]:
+        """A disk has no deadline."""
+        return ()
+
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
         """Frees the slots that the result's plan erased, then ends moves."""
         report = next((r for r in result.lower if r.tier == self.tier), TierReport(self.tier))

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from ..config import SchedulerConfig
 from ..plan import StepResult, TierWork
-from ..types import ChunkKey, Tier
+from ..types import LOCAL_TIERS, ChunkKey, Tier
 from .chunk import Chunk, Move
 from .disk_tier import DiskTier
+from .shared_tier import SharedTier
 
 
 class LowerTier(Protocol):
@@ -34,14 +35,18 @@ class LowerTier(Protocol):
 
     tier: Tier
     count: int
-    writing: int
-    reading: int
     spilled: int
     promoted: int
     failed_writes: int
     failed_reads: int
     deleted: int
     paused_until: float
+
+    @property
+    def writing(self) -> int: ...
+
+    @property
+    def reading(self) -> int: ...
 
     @property
     def room(self) -> int:
@@ -58,6 +63,10 @@ class LowerTier(Protocol):
     def abandon(self, move: Move) -> None:
         """The move's chunk is dropped. Both slots stay taken until the move is reported; the caller
         then releases them."""
+
+    def late(self, result: StepResult) -> Iterable[Move]:
+        """Returns the moves that no chunk waits for any more from this result on, although they
+        have not ended."""
 
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
         """Applies a result. Yields each move that has ended, and whether it succeeded. The caller
@@ -111,6 +120,15 @@ class LowerTiers(tuple[LowerTier, ...]):
     __slots__ = ()
 
     @property
+    def local(self) -> LowerTiers:
+        """Those of this server alone, whose records stay until it evicts them."""
+        return LowerTiers(lower for lower in self if lower.tier in LOCAL_TIERS)
+
+    @property
+    def shared(self) -> SharedTier | None:
+        return next((lower for lower in self if isinstance(lower, SharedTier)), None)
+
+    @property
     def writing(self) -> int:
         """Spills in progress."""
         return sum(lower.writing for lower in self)
@@ -122,4 +140,5 @@ class LowerTiers(tuple[LowerTier, ...]):
 
 
 def lower_tiers(config: SchedulerConfig) -> LowerTiers:
-    return LowerTiers([DiskTier(config.disk_kv_chunks)] if config.disk_kv_chunks else [])
+    disk = [DiskTier(config.disk_kv_chunks)] if config.disk_kv_chunks else []
+    return LowerTiers([*disk, *([SharedTier()] if config.shared_min_tokens else [])])

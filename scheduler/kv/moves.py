@@ -14,6 +14,8 @@ def report_moves(store: ChunkStore, result: StepResult, now: float) -> None:
     """Applies the result's reports of the lower tiers: chunks get the slots that were written
     or read for them."""
     for lower in store.lower:
+        for move in lower.late(result):
+            store.leave_move(move, lower)
         for move, succeeded in lower.report(result, now):
             _end_move(store, lower, move, succeeded)
 
@@ -54,7 +56,7 @@ def slot_counts(store: ChunkStore) -> dict[str, dict[str, int]]:
         host["moving"] = sum(lower.host_slots_moving() for lower in store.lower)
     host["copy"] = store.host.count - sum(host.values())
     counts = {LABELS[GPU]: gpu, LABELS[HOST]: host}
-    for lower in store.lower:
+    for lower in store.lower.local:
         copies = len(store.copies[lower.tier])
         copies += sum(len(spare) for spare in store.spare[HOST : lower.tier])
         slots = {"free": lower.room, "copy": copies, "idle": idle[lower.tier]}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
-from ..types import GPU, ChunkKey, Tokens
+from ..types import GPU, SHARED, ChunkKey, Tokens
 from .chunk import NO_SLOT, Chunk
 from .chunk_store import ChunkStore
 from .context import KeyedContext
@@ -122,8 +122,8 @@ class NotedStores:
 
 
 def fastest_tier(chunk: Chunk) -> int:
-    """NO_SLOT: the chunk is in no tier."""
-    for tier, slot in enumerate(chunk.slots):
+    """NO_SLOT: the chunk is in no tier of this machine. Other machines tell their own."""
+    for tier, slot in enumerate(chunk.slots[:SHARED]):
         if slot != NO_SLOT:
             return tier
     return NO_SLOT

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import frexp
 
 from ..cost import CostProfile
-from ..types import LABELS, TIERS, Tier
+from ..types import LABELS, LOCAL_TIERS, Tier
 from .chunk import Chunk
 
 REGRET_S = 60.0
@@ -18,7 +18,7 @@ REGRET_S = 60.0
 def _reasons(tier: Tier) -> tuple[str, ...]:
     if tier is Tier.GPU:
         return ("reclaimed", "moved", "dropped")
-    return ("copy", "dropped") if tier is TIERS[-1] else ("copy", "reclaimed", "dropped")
+    return ("copy", "dropped") if tier is LOCAL_TIERS[-1] else ("copy", "reclaimed", "dropped")
 
 
 class EvictionStats:
@@ -38,7 +38,7 @@ class EvictionStats:
     __slots__ = ("_counts", "_values", "of_value", "value", "value_sum")
 
     def __init__(self) -> None:
-        self._counts = [dict.fromkeys(_reasons(tier), 0) for tier in TIERS]
+        self._counts = [dict.fromkeys(_reasons(tier), 0) for tier in LOCAL_TIERS]
         self.value = self.value_sum = 0.0
         self.of_value = 0
         self._values: dict[int, int] = {}
@@ -67,7 +67,7 @@ class EvictionStats:
         return dict(self._values)
 
     def by_tier_and_reason(self) -> dict[str, dict[str, int]]:
-        return dict(zip(LABELS, map(dict, self._counts), strict=True))
+        return dict(zip(LABELS, map(dict, self._counts), strict=False))
 
 
 class Choice:

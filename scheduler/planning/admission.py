@@ -19,6 +19,7 @@ from .lookup import CacheLookup, NeedsReads, RequestNeeds
 from .plan_builder import PlanBuilder
 from .queue_order import QueueOrder
 from .queues import RequestQueues
+from .sharing import Sharing
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
 # requests tried in one step: the history of each is looked up, and it is compared with the queue
@@ -41,6 +42,7 @@ class Admission:
         order: QueueOrder,
         batcher: Batcher,
         windows: ContextWindow | None,
+        sharing: Sharing | None = None,
     ):
         self._config = config
         self._cost = cost
@@ -51,6 +53,7 @@ class Admission:
         self._queues = queues
         self._order = order
         self._batcher = batcher
+        self._sharing = sharing
         self.choices = SwapInOrRecomputeStats(cost)
         self._epochs = 0
         # the last request that did not fit, and `_epochs` then
@@ -77,6 +80,9 @@ class Admission:
             if self._surely_too_large(turn):
                 builder.wanted = turn.wanted
                 return
+            if self._sharing is not None and self._sharing.awaits(turn, builder.now):
+                builder.polls = True
+                continue
             needs = self._needs_or_key(turn, builder)
             if not isinstance(needs, RequestNeeds):
                 turn.waiting_for = needs

@@ -102,11 +102,11 @@ class Evictor:
 
     # -- HOST
 
-    def stage(self, chunk: Chunk) -> bool:
-        """Copies the chunk to HOST on its way to a lower tier, if no chunk that is only on HOST
-        must be dropped for it."""
+    def stage(self, chunk: Chunk, drops: bool = False) -> bool:
+        """Copies the chunk to HOST on its way to a lower tier. `drops`: a chunk of lower value that
+        is only on HOST may be dropped for it."""
         store = self._store
-        slots = self._host_slots(1, store.policy.value(chunk, self._now), drops=False)
+        slots = self._host_slots(1, store.policy.value(chunk, self._now), drops)
         if slots:
             # its rows note the slot's last step when they release it; the step that wrote the slot
             # has been applied

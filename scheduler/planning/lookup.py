@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
-from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk import NO_SLOT, NOWHERE, Chunk
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
+from ..kv.lower_tiers import LowerTiers
 from ..plan import Span
 from ..turns.conversations import Conversation, common_prefix
 from ..turns.turn import Turn
-from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
+from ..types import GPU, HOST, LABELS, SHARED, TIERS, ChunkKey, Tier, Usage
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -164,11 +165,30 @@ class CacheLookup:
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
         """Reading delays one request, and queues behind other reads; recomputing delays the whole
-        batch."""
+        batch. The chunks are all of this server's tiers, or all of the shared one."""
         cost = self._cost
-        reading = (self._store.lower.reading + len(chunks)) * cost.read()
+        lower = self._store.lower.local
+        read_s = cost.read()
+        if shared_only(chunks[0]):
+            assert self._store.shared is not None
+            lower = LowerTiers([self._store.shared])
+            read_s = self._store.shared.read_s
+        reading = (lower.reading + len(chunks)) * read_s
         reading += len(chunks) * cost.swap_in()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
+
+    def _worthwhile(self, chunks: list[Chunk], rows: int) -> list[Chunk]:
+        """Those of the chunks that are read faster than computed: each tier's all, or none."""
+        if self._store.shared is None:
+            return chunks if self._worth_reading(chunks, rows) else []
+        local = [chunk for chunk in chunks if not shared_only(chunk)]
+        shared = [chunk for chunk in chunks if shared_only(chunk)]
+        return [
+            chunk
+            for part in (local, shared)
+            if part and self._worth_reading(part, rows)
+            for chunk in part
+        ]
 
     def look_up(
         self, turn: Turn, conversation: Conversation | None, rows: int
@@ -298,7 +318,9 @@ class CacheLookup:
             # of one chunk a tail may have a part, and of another there may be no more
             if (unknown - 2) * size > most:
                 return None
-        if to_read and (overflows or self._worth_reading(to_read, rows)):
+        if to_read and not overflows:
+            to_read = self._worthwhile(to_read, rows)
+        if to_read:
             return NeedsReads(to_read, hits)
         missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
@@ -468,6 +490,11 @@ def _common(conversation: Conversation, turn: Turn) -> int:
 
 def _in_lower_only(chunk: Chunk) -> bool:
     return chunk.resident and chunk.slots[GPU] == NO_SLOT and chunk.slots[HOST] == NO_SLOT
+
+
+def shared_only(chunk: Chunk) -> bool:
+    """True if the chunk is in the shared tier and in none of this server's."""
+    return chunk.slots[SHARED] != NO_SLOT and chunk.slots[:SHARED] == NOWHERE[:SHARED]
 
 
 def _to_read(chunk: Chunk) -> bool:

@@ -11,6 +11,7 @@ from ..kv.deletion import Deletions
 from ..types import ChunkKey, StoredRecord, Tier
 from .plan_builder import PlanBuilder
 from .prefetch import Prefetcher
+from .sharing import Sharing
 from .write_behind import WriteBehind
 
 
@@ -25,12 +26,14 @@ class LowerTierWork:
         deletions: Deletions,
         prefetcher: Prefetcher,
         write_behind: WriteBehind,
+        sharing: Sharing | None,
     ):
         self._store = store
         self._chunk_keys = chunk_keys
         self._deletions = deletions
         self._prefetcher = prefetcher
         self._write_behind = write_behind
+        self._sharing = sharing
 
     def adopt(self, records: Mapping[Tier, Iterable[StoredRecord]], now: float) -> None:
         """Makes chunks of the records that an earlier process left in lower tiers, so that lookups
@@ -64,17 +67,21 @@ class LowerTierWork:
         """True while chunks are on their way to a lower tier or records are to be erased. A process
         that must not lose KV, or must not leave deleted KV behind, continues with plans and results
         until this is False."""
-        return self._write_behind.spilling or self._deletions.busy
+        sharing = self._sharing is not None and self._sharing.writing
+        return self._write_behind.spilling or self._deletions.busy or sharing
 
     @property
     def busy(self) -> bool:
         """True if such work is in progress, or a plan is needed to begin some."""
         outstanding = any(lower.outstanding for lower in self._store.lower)
-        return outstanding or self._write_behind.busy or self._prefetcher.busy
+        sharing = self._sharing is not None and self._sharing.busy
+        return outstanding or self._write_behind.busy or self._prefetcher.busy or sharing
 
     def plan(self, builder: PlanBuilder) -> None:
         """Adds the work that begins with this plan and runs beside its step."""
         self._prefetcher.plan(builder.evictor, builder.now)
         self._write_behind.plan(builder.evictor, builder.now)
+        if self._sharing is not None:
+            self._sharing.plan(builder.evictor, builder.now)
         work = (lower.hand_over(builder.step) for lower in self._store.lower)
         builder.lower = tuple(part for part in work if part is not None)

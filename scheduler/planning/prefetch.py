@@ -11,7 +11,7 @@ from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations
 from .eviction import Evictor
-from .lookup import CacheLookup
+from .lookup import CacheLookup, shared_only
 from .queue_order import QueueOrder
 
 READS_AHEAD_S = 0.1  # seconds of reading in progress at most; an urgent read may wait this long
@@ -40,7 +40,7 @@ class Prefetcher:
         self._lookup = lookup
         self._order = order
         self._cost = cost
-        self._active = config.prefetch and bool(store.lower)
+        self._active = config.prefetch and bool(store.lower.local)
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
         self._expected: deque[Chunk] = deque()
         # HOST has no slot for the last prefetch, and no spill will free one soon
@@ -98,8 +98,9 @@ class Prefetcher:
             self._expected.popleft()
 
     def _prefetch(self, chunk: Chunk | None, evictor: Evictor) -> bool:
-        """Returns False if the chunk must still be read and that cannot begin now."""
-        if chunk is None or not self._lookup.readable(chunk):
+        """Returns False if the chunk must still be read and that cannot begin now. Chunks of the
+        shared tier are read when their request could join, if that is worth it."""
+        if chunk is None or not self._lookup.readable(chunk) or shared_only(chunk):
             return True
         self._no_room = False
         if self._store.lower.reading >= self._most_reads:

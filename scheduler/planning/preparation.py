@@ -4,19 +4,21 @@ looked for, in pieces, because a prompt may have a million tokens."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..config import SchedulerConfig
+from ..kv.chunk import Chunk
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations
 from ..turns.prompt_keys import PromptKeys
 from ..turns.turn import Turn
-from ..types import Request
+from ..types import ChunkKey, Request
 from ..work import LARGEST_PIECE, LOOKED_AT, Pieces, WorkBudget, all_at_once
 from .lookup import CacheLookup
 from .queue_order import QueueOrder
 from .queues import RequestQueues
+from .sharing import Sharing
 
 
 class Preparation:
@@ -33,6 +35,7 @@ class Preparation:
         queues: RequestQueues,
         order: QueueOrder,
         budget: WorkBudget,
+        sharing: Sharing | None = None,
     ):
         self._size = config.chunk_tokens
         self._reuse = config.reuse
@@ -43,6 +46,7 @@ class Preparation:
         self._queues = queues
         self._order = order
         self._budget = budget
+        self._sharing = sharing
         self._prompts: OrderedDict[PromptKeys, OrderedDict[Turn, Pieces]] = OrderedDict()
         self._turns: dict[Turn, PromptKeys] = {}
         # of the latest request: the next may be of the same prompt
@@ -121,9 +125,12 @@ class Preparation:
         stamp = self._store.stamp(now) if waits else now
         keys = self._lookup.seen_keys(turn)
         there = 0
+        missing: list[tuple[ChunkKey, int]] = []
         for first in range(0, len(keys), LARGEST_PIECE):
             chunks = [find(key) for key in keys[first : first + LARGEST_PIECE]]
             there += sum(chunk is not None and chunk.resident for chunk in chunks)
+            if self._sharing is not None:
+                missing += self._missing(turn, keys, first, chunks)
             yield (
                 1
                 + len(chunks) // LOOKED_AT
@@ -135,3 +142,17 @@ class Preparation:
         yield 1 + len(queues.waiting) // LOOKED_AT
         self._order.arrived(turn, there)
         queues.enqueue(turn)
+        if missing and self._sharing is not None:
+            self._sharing.look_for(turn, missing)
+
+    def _missing(
+        self, turn: Turn, keys: Sequence[ChunkKey], first: int, chunks: Iterable[Chunk | None]
+    ) -> Iterator[tuple[ChunkKey, int]]:
+        """Yields the key and the end of each of the chunks, those of `keys` from `first` on, that
+        is in no tier here and that no row computes."""
+        before = len(turn.keys) - len(keys)
+        pending = self._store.pending
+        for index, chunk in enumerate(chunks, first):
+            if not (chunk is not None and chunk.resident) and keys[index] not in pending:
+                end = turn.context_start + (before + index + 1) * self._size
+                yield keys[index], end

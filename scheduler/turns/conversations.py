@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -313,6 +313,11 @@ class Conversations:
         commit; its keys did not."""
         yield from self._leave(gone)
         yield from self._deletions.drop(islice(gone.keys, shared // self._chunk_tokens, None))
+
+    def latest_chunks(self) -> Iterator[list[Chunk]]:
+        """Yields the full chunks of each conversation, the latest active one first."""
+        for name in reversed(self._by_activity):
+            yield self._by_id[name].chunks
 
     def _detach(self, conversation_id: str) -> Conversation:
         """The id names no conversation any more. The caller gives up its claims. Its full chunks

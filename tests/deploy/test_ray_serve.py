@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pensieve.ray_serve.relay import Relay
-from pensieve.ray_serve.server import ServerProcess, claim_state_dir
+from pensieve.ray_serve.server import ServerProcess, claim_state_dir, with_own_ports
 from pensieve.runtime.launch.options import parser
 from tests.end_to_end.ray_cluster import CONFIG, RAY
 
@@ -186,6 +186,26 @@ def test_an_answer_that_breaks_off_does_not_look_whole():
             assert relay.open_requests == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_each_replica_has_ports_of_its_own_for_kv_events(joined):
+    config = {"enable_kv_cache_events": True, "replay_endpoint": "tcp://*:0", "topic": "a:0"}
+    words = ["demo", "--kv-events-config", json.dumps(config), "--port", "0"]
+    if joined:
+        words[1:3] = ["=".join(words[1:3])]
+    changed, addresses = with_own_ports(words)
+    values = json.loads(changed[1].partition("=")[2] if joined else changed[2])
+    assert values == config | addresses
+    assert len({address.rpartition(":")[2] for address in addresses.values()} - {"0"}) == 2
+    assert addresses["endpoint"].startswith("tcp://127.0.0.1:")
+    assert addresses["replay_endpoint"].startswith("tcp://*:")
+
+
+def test_given_ports_of_kv_events_stay():
+    words = ["demo", "--kv-events-config", '{"endpoint": "tcp://*:5557"}']
+    assert with_own_ports(words) == (words, {"endpoint": "tcp://*:5557"})
+    assert with_own_ports(["demo"]) == (["demo"], {})
 
 
 def test_a_request_without_a_server_is_a_503():

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ CONVERSATIONS = 20
 # room for all conversations: nothing is evicted
 TIERS = "--gpu-kv-chunks 800 --host-kv-chunks 100 --max-num-seqs 8"
 KEY = "the-key"
+EVENTS = """'{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}'"""
 BEGAN = time.monotonic()
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 PATIENCE = 120.0  # for a conversation to be answered after a kill, on a machine with other work
@@ -117,7 +119,7 @@ def each(dialogues, act):
 def test_conversations_outlive_replicas(cluster, tmp_path):
     """One replica, then three; one of them is killed in mid-reply; all are replaced in turn; one
     again."""
-    options = f"demo --api-key {KEY} --max-body-bytes 100000 {TIERS}"
+    options = f"demo --api-key {KEY} --max-body-bytes 100000 {TIERS} --kv-events-config {EVENTS}"
     dialogues = [
         Dialogue(f"{number:02} chat", TOPICS[number % len(TOPICS)])
         for number in range(CONVERSATIONS)
@@ -174,6 +176,10 @@ def check_limits_and_metrics(cluster, replicas):
     body["messages"][0]["content"] = "tea " * 30_000
     assert HTTP.post(path, json=body, headers=AUTHORIZED).status_code == 413
     assert requests(cluster, replicas, "length") > CONVERSATIONS
+    labels = [target["labels"] for target in HTTP.get(f"{cluster.url}/replicas").json()]
+    addresses = {one["__meta_kv_events_endpoint"] for one in labels}
+    assert len(addresses) == len(replicas)
+    assert all(re.fullmatch(r"tcp://[\d.]+:[1-9]\d+", address) for address in addresses)
     body |= dict(
         messages=[{"role": "user", "content": "tea"}], stream=True, max_tokens=1000, ignore_eos=True
     )

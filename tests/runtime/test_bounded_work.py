@@ -65,6 +65,7 @@ class Device:
 
     copied_bytes = KVCounters()
     disk_counters = DiskCounters()
+    shared_counters = None
     transfer_seconds = TransferSeconds
 
     def __init__(self) -> None:

@@ -54,6 +54,7 @@ class Scheduler(SimpleNamespace):
         self.draft_timing = SimpleNamespace(applied=lambda came, now, waits: None)
         self.has_work = lambda now: False
         self.expire = lambda now: []
+        self.stop = lambda now: None
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
         self.lower = SimpleNamespace(unfinished=False, **disk)
@@ -115,6 +116,7 @@ def service(scheduler: Scheduler, compiling: list[Future[str]]) -> Service:
         keep_grammar=lambda request, compiled: scheduler.calls.append((compiled, request)),
         copied_bytes=KVCounters(),
         disk_counters=DiskCounters(spilled=3),
+        shared_counters=None,
         transfer_seconds=TransferSeconds,
         wait=lambda: None,
         done=lambda: False,

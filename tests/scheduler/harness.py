@@ -14,6 +14,7 @@ from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.kv.disk_tier import DiskTier
+from pensieve.scheduler.kv.shared_tier import SharedTier
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
@@ -68,11 +69,15 @@ def profile(chunk_tokens=4, chunks_a_step=3):
 
 def former_keys(lower):
     """Keys whose records may be in slots that their chunks have given up."""
+    if isinstance(lower, SharedTier):
+        return ()
     return lower._former_slots if isinstance(lower, DiskTier) else lower.former_keys()
 
 
 def free_slots(lower, held):
     """Those of the slots that hold records which should be free."""
+    if isinstance(lower, SharedTier):
+        return set()
     if isinstance(lower, DiskTier):
         return set(lower.pool._free) & set(held)
     return lower.free_slots(held)
@@ -414,7 +419,7 @@ class Harness:
             return None
         result = self.results.popleft()
         own = result.lower[0]._replace(**self.reports())
-        result = replace(result, lower=(own,))
+        result = replace(result, lower=(own, *self.shared_reports()))
         if not self.completes():
             result = replace(result, completed=self.device.completed)
         result = replace(
@@ -526,6 +531,10 @@ class Harness:
         """The reports of disk work: all of it succeeds, at once."""
         return self.report([(slot, True) for slot in self.device.work])
 
+    def shared_reports(self):
+        """The reports of the shared tier: none without one."""
+        return ()
+
     def completes(self):
         """Whether a result confirms the copies issued before it."""
         return True
@@ -544,7 +553,7 @@ class Harness:
         total = truncated + usage.cached + usage.recomputed + usage.new
         self.counts["overflows"] += truncated > 0
         self.counts["begun anew"] += self.bases[request.id] > 0
-        sources = ("gpu", "host", "disk", "recomputed", "new")
+        sources = ("gpu", "host", "disk", "shared", "recomputed", "new")
         assert (
             total == len(request.prompt) and min(getattr(usage, source) for source in sources) >= 0
         ), usage

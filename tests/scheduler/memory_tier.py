@@ -102,6 +102,9 @@ class MemoryTier:
         self._erasing.append((step, erased))
         return TierWork(self.tier, spills, promotions, erased)
 
+    def late(self, result):
+        return ()
+
     def report(self, result, now):
         (report,) = result.lower or (TierReport(self.tier),)
         self._failed.update(report.erase_failed)

@@ -21,7 +21,7 @@ def told(harness, most=1000):
 
 
 def where(**chunks):
-    return {"gpu": 0, "host": 0, "disk": 0, "dropped": 0} | chunks
+    return {"gpu": 0, "host": 0, "disk": 0, "shared": 0, "dropped": 0} | chunks
 
 
 def test_chunks_are_counted_where_they_are():

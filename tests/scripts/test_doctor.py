@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pensieve.runtime.disk.speed import DiskSpeed
+from pensieve.runtime.shared.config import read_config
 from pensieve.scripts import doctor
 from pensieve.scripts.doctor import Finding, Level, look, main
 
@@ -157,7 +159,7 @@ def test_the_exit_status_counts_problems_only(
     level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def examine(
-        device: str, state_dir: Path, history_url: str | None, urls: list[str]
+        device: str, state_dir: Path, history_url: str | None, urls: list[str], shared: None
     ) -> list[Finding]:
         return [Finding("thing", level, "is so", "do this")]
 
@@ -186,3 +188,17 @@ def test_the_command(tmp_path: Path) -> None:
     names = {finding["name"] for finding in json.loads(ran.stdout)["findings"]}
     assert {"torch", "compiler", "mpi", "tensorrt", "memory", "disk", "/dev/shm"} <= names
     assert ran.returncode in (0, 1) and not ran.stderr
+
+
+def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(
+        json.dumps({"engine": "directory", "path": str(tmp_path / "kv"), "max_bytes": 2**30})
+    )
+    finding = doctor._shared_store(config)
+    assert finding.level is Level.OK and finding.state.startswith("reads ")
+    assert not [file for file in (tmp_path / "kv").rglob("*") if file.is_file()]
+    full = replace(config, options=replace(config.options, max_bytes=1))
+    assert doctor._shared_store(full).state == "it is full"
+    (tmp_path / "file").write_text("")
+    wrong = replace(config, options=replace(config.options, path=tmp_path / "file"))
+    assert doctor._shared_store(wrong).level is Level.PROBLEM

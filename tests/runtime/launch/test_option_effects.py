@@ -73,6 +73,8 @@ def at_least(option: str, least: int) -> Refused:
     return Refused(f"--{option} {least - 1}", f"must be at least {least}")
 
 
+SHARED = '--kv-shared-config {"engine":"directory","path":"FILES/kv","max_bytes":9}'
+
 CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "config": (Effect("--config FILES/queue.toml", "config.max_queue"),),
     "attach": (Effect("--attach FILES/socket", "attach.path"),),
@@ -152,6 +154,12 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "prefetch": (
         Effect("--prefetch off", "config.prefetch", DISK),
         Refused("--prefetch off", "needs --disk-kv-bytes or --disk-kv-chunks"),
+    ),
+    "kv_shared_config": (
+        Effect(SHARED, "shared.config"),
+        Effect(SHARED, "config.shared_min_tokens"),
+        Refused(SHARED, "needs --host-kv-bytes above 0", NO_HOST),
+        Refused("--kv-shared-config {}", '"engine" must be one of'),
     ),
     "kv_cache_dtype": each_choice("kv_cache_dtype", "engine.kv_cache_dtype"),
     "lower_tier_kv": (
@@ -308,9 +316,10 @@ def served(files, engine, monkeypatch):
         note("attach", path=path)
         return nullcontext(SimpleNamespace(send=lambda message: None))
 
-    def executor(device, engine, config, group_layers, grammars, in_first, form, disk):
+    def executor(device, engine, config, group_layers, grammars, in_first, form, disk, shared):
         note("executor", in_first=in_first, form=form)
         note("disk", **({} if disk is None else disk._asdict()))
+        note("shared", **({} if shared is None else shared._asdict()))
         return SimpleNamespace(stored_records=dict)
 
     def service(scheduler, *_):

@@ -45,6 +45,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import (
     CopyBatch,
     Join,
+    KeyAnswer,
     Lane,
     Promotion,
     RowStart,
@@ -142,6 +143,28 @@ def test_the_slowest_rank_says_what_is_complete():
     reports.take(2, report(1, (1, 4, 2)))
     assert reports.late(1) == [] and reports.late(2) == [1, 2]
     assert reports.merged(result(2, (2, 9, 9))).completed == (1, 3, 2)
+
+
+def test_what_is_late_on_a_rank_is_told_at_once_and_ends_on_all_ranks_later():
+    reports = Reports(2)
+
+    def merged(step, **own):
+        lower = (TierReport(Tier.SHARED, **own),) if own else ()
+        (shared,) = reports.merged(replace(result(step), lower=lower)).lower or (
+            TierReport(Tier.SHARED),
+        )
+        return shared
+
+    reports.take(1, report(1)._replace(lower=(TierReport(Tier.SHARED, late=(4,)),)))
+    answer = KeyAnswer(3, (True, False))
+    first = merged(1, promoted=(4, 5), looked_up=(answer,), read_seconds=0.5)
+    assert (first.late, first.promoted, first.failed) == ((4,), (), ())
+    assert (first.looked_up, first.read_seconds) == ((answer,), 0.5)
+    for rank in (1, 2):
+        ended = TierReport(Tier.SHARED, promoted=(4, 5))
+        reports.take(rank, report(2)._replace(lower=(ended,)))
+    second = merged(2)
+    assert (second.late, second.promoted, second.looked_up) == ((), (4, 5), ())
 
 
 def test_host_has_the_slots_that_all_ranks_have_pinned(leader):

@@ -8,7 +8,7 @@ from collections import deque
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.moves import report_moves
 from pensieve.scheduler.plan import StepResult, TierReport
-from pensieve.scheduler.types import GPU, HOST, ChunkKey, Tier
+from pensieve.scheduler.types import GPU, HOST, SHARED, ChunkKey, Tier
 
 from ..stores import SIZE, a_store, check
 
@@ -31,7 +31,7 @@ class OneChunk:
 
     @property
     def there(self):
-        return tuple(slot != NO_SLOT for slot in self.chunk.slots)
+        return tuple(slot != NO_SLOT for slot in self.chunk.slots[:SHARED])
 
     @property
     def moving(self):

@@ -1,0 +1,322 @@
+"""The engine `directory`: a folder on a file system that all servers reach, one file a record.
+
+    PATH/records/KEY        a record; its last use is the file's time of modification
+    PATH/new/NAME.NUMBER    a record that is being written; NAME is the key with "+" for "/"
+
+A record appears by a rename, so it is whole or missing. Removal is `unlink`, of the file that is
+being written too: its writer then finds that it has nothing to rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...scheduler.types import SettingError
+from .config import SETTING, DirectoryOptions
+from .engine import Parts, StoreOutcome
+
+log = logging.getLogger(__name__)
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: on a network file system, of a file in use
+USED_S = 60.0
+"""Seconds until a further use of a record is noted: the order of use need not be exact."""
+ABANDONED_S = 3600.0
+"""Seconds after which a file that is being written is one that a killed server has left."""
+SCAN_SHARE = 1 / 32
+"""Share of `max_bytes` that one server writes between two scans. So all servers together exceed
+`max_bytes` by that share for each, at most."""
+KEPT_SHARE = 15 / 16
+"""Share of `max_bytes` that eviction leaves."""
+COMPLAINT_S = 60.0
+
+
+class _File(NamedTuple):
+    used: float
+    size: int
+    path: str
+
+
+class DirectoryEngine:
+    """A `SharedEngine`. Several servers may use one directory, each with its own object."""
+
+    def __init__(self, options: DirectoryOptions):
+        """SettingError('kv_shared_config') if the directory cannot be used."""
+        self._records = options.path / "records"
+        self._new = options.path / "new"
+        self._most = options.max_bytes
+        self._host = os.uname().nodename.replace("/", "-")
+        self._numbers = itertools.count()
+        self._silent_until = 0.0
+        # Used only while the lock is held.
+        self._lock = threading.Condition()  # a re-entrant one
+        self._used = 0  # bytes, as of the last scan and this server's own puts since
+        self._since = 0  # bytes put since the last scan
+        self._writing = 0  # bytes of records that are being written
+        self._wanted = False
+        self._closed = False
+        try:
+            for folder in (options.path, self._records, self._new):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = self._new / self._temporary("probe")
+            probe.touch(0o600)
+            probe.unlink()
+        except OSError as error:
+            message = f"cannot use the directory {options.path}: {error}"
+            raise SettingError(SETTING, message) from error
+        self._evictor = threading.Thread(target=self._evict, name="shared-evict", daemon=True)
+        self._evictor.start()
+        self._ask_for_scan()
+
+    def register(self, buffer: np.ndarray) -> None:
+        """Nothing: files are read into any memory."""
+
+    def exists(self, keys: Sequence[str]) -> list[bool] | None:
+        try:
+            if not self._records.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "no such directory", str(self._records))
+            return [self._path(key).exists() for key in keys]
+        except OSError as error:
+            self._complain(error)
+            return None
+
+    def put(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
+        return [self._put(key, parts) for key, parts in zip(keys, records, strict=True)]
+
+    def get(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
+        return [self._get(key, parts) for key, parts in zip(keys, records, strict=True)]
+
+    def remove(self, keys: Sequence[str]) -> list[StoreOutcome]:
+        """Also flushes the folders, so that a removal survives a power failure."""
+        names = {_flat(key) for key in keys}
+        try:
+            # before the records: a rename that comes first is then removed too
+            for file in os.listdir(self._new):
+                if file.split(".", 1)[0] in names:
+                    (self._new / file).unlink(missing_ok=True)
+        except OSError as error:
+            self._complain(error)
+            return [StoreOutcome.FAILED] * len(keys)
+        outcomes = []
+        folders = dict[Path, None]()
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink(missing_ok=True)
+                folders[path.parent] = None
+                outcomes.append(StoreOutcome.DONE)
+            except OSError as error:
+                self._complain(error)
+                outcomes.append(StoreOutcome.FAILED)
+        for folder in folders:
+            _flush(folder)
+        return outcomes
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        self._evictor.join()
+
+    # -- one record
+
+    def _put(self, key: str, parts: Parts) -> StoreOutcome:
+        path = self._path(key)
+        size = sum(part.nbytes for part in parts)
+        if not self._takes_room(size):
+            return StoreOutcome.FULL
+        written = 0
+        try:
+            if path.exists():
+                os.utime(path)
+            else:
+                self._write(path, self._new / self._temporary(_flat(key)), parts)
+                written = size
+            return StoreOutcome.DONE
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._ask_for_scan()
+                return StoreOutcome.FULL
+            self._complain(error)
+            return StoreOutcome.FAILED
+        finally:
+            with self._lock:
+                self._writing -= size
+                self._used += written
+                self._since += written
+                if self._since > self._most * SCAN_SHARE:
+                    self._ask_for_scan()
+
+    def _takes_room(self, size: int) -> bool:
+        """Returns whether a record has room, and counts it as being written."""
+        with self._lock:
+            fits = self._used + self._writing + size <= self._most
+            if fits:
+                self._writing += size
+            else:
+                self._ask_for_scan()
+            return fits
+
+    def _write(self, path: Path, new: Path, parts: Parts) -> None:
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _write(descriptor, parts)
+            finally:
+                os.close(descriptor)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.rename(new, path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+
+    def _get(self, key: str, parts: Parts) -> StoreOutcome:
+        path = self._path(key)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                right = status.st_size == sum(part.nbytes for part in parts)
+                whole = right and _read(descriptor, parts)
+            finally:
+                os.close(descriptor)
+            if not whole:
+                path.unlink(missing_ok=True)
+                return StoreOutcome.MISSING
+            if time.time() - status.st_mtime > USED_S:
+                os.utime(path)
+            return StoreOutcome.DONE
+        except OSError as error:
+            if error.errno in GONE:
+                return StoreOutcome.MISSING
+            self._complain(error)
+            return StoreOutcome.FAILED
+
+    def _path(self, key: str) -> Path:
+        """The last two letters before the name are a folder of their own: no folder then has very
+        many files."""
+        *folders, name = key.split("/")
+        return self._records.joinpath(*folders, name[:2], name)
+
+    def _temporary(self, name: str) -> str:
+        return f"{name}.{self._host}-{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+
+    # -- eviction
+
+    def _ask_for_scan(self) -> None:
+        with self._lock:
+            self._wanted = True
+            self._lock.notify_all()
+
+    def _evict(self) -> None:
+        """The evictor's thread."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._wanted or self._closed)
+                if self._closed:
+                    return
+                self._wanted = False
+                before = self._since
+            try:
+                used = self.scan()
+            except OSError as error:
+                self._complain(error)
+                continue
+            with self._lock:
+                self._since -= before
+                self._used = used + self._since
+
+    def scan(self) -> int:
+        """Counts the records, removes those used longest ago if they are too many, and removes what
+        killed writers have left. Returns the bytes of the rest. OSError.
+
+        Records may come and go meanwhile.
+        """
+        now = time.time()
+        for file in _files(self._new):
+            if now - file.used > ABANDONED_S:
+                Path(file.path).unlink(missing_ok=True)
+        files = list(_files(self._records))
+        used = sum(file.size for file in files)
+        if used <= self._most * (1 - SCAN_SHARE):
+            return used
+        for file in sorted(files):
+            if used <= self._most * KEPT_SHARE:
+                break
+            try:
+                if os.stat(file.path).st_mtime <= file.used:
+                    os.unlink(file.path)
+                    used -= file.size
+            except FileNotFoundError:  # another server was first
+                used -= file.size
+        return used
+
+    def _complain(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now >= self._silent_until:
+            self._silent_until = now + COMPLAINT_S
+            log.error("the shared directory fails: %s", error)
+
+
+def _flat(key: str) -> str:
+    """The key as the first part of a file's name."""
+    return key.replace(".", "=").replace("/", "+")
+
+
+def _files(folder: Path) -> Iterator[_File]:
+    """All files below the folder. Those that disappear meanwhile are left out."""
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(Path(entry.path))
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        yield _File(status.st_mtime, status.st_size, entry.path)
+
+
+def _flush(folder: Path) -> None:
+    """Some network file systems cannot flush a folder: their server has done it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    with suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _write(descriptor: int, parts: Parts) -> None:
+    for part in parts:
+        rest = part.data.cast("B")
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def _read(descriptor: int, parts: Parts) -> bool:
+    """Returns whether all parts were filled."""
+    for part in parts:
+        rest = part.data.cast("B")
+        while rest:
+            count = os.readv(descriptor, [rest])
+            if not count:
+                return False
+            rest = rest[count:]
+    return True

@@ -1,0 +1,538 @@
+"""One rank's shared tier: writes, reads, looks for and removes records of a store that may fail,
+hang or lie, in threads, so that the loop never waits.
+
+    begin(work)     hands a plan's work to the threads and returns
+    take()          returns what has ended since
+
+A call that misses its deadline, or ERRORS failures one after the other, switch the tier off: all
+work fails at once until a probe, made every OFF_S seconds without any request, is answered. A HOST
+slot stays in the hands of a late call until that returns, since it may still read or write there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ...scheduler.plan import KeyAnswer, KeyBatch, Promotion, Spill, TierReport, TierWork
+from ...scheduler.types import ChunkKey, StoredRecord, Tier
+from ..counters import SharedCounters
+from ..disk.directory import RecordOrigin
+from ..disk.record import PAGE, pack_header, payload_intact, read_header
+from ..disk.segments import aligned_buffer
+from .calls import Calls, CallThreads
+from .config import SharedConfig
+from .engine import Parts, SharedEngine, StoreOutcome
+from .trial import try_store
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 0.5  # of a call, beside twice its predicted time
+ERRORS = 3  # failures one after the other that switch the tier off
+OFF_S = 5.0  # seconds from going off to a probe
+LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
+BATCH_BYTES = 16 * 2**20  # bytes of one call
+FIRST_SPEED = 1e9  # bytes/s, before any transfer
+WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
+LANES = {"read": 4, "write": 2, "find": 2, "remove": 1}  # threads
+COMPLAINT_S = 60.0
+CLOSE_S = 2.0  # seconds that the end waits for calls in progress
+
+KEY_VERSION = 1
+
+Work = TypeVar("Work", Spill, Promotion)
+Call = TypeVar("Call")
+
+
+class SharedSettings(NamedTuple):
+    """fingerprint     digest of all that changes KV, as `SchedulerConfig.seed`, hexadecimal
+    host_slots      slots of the HOST pool
+    """
+
+    config: SharedConfig
+    fingerprint: str
+    host_slots: int
+    ranks: int = 1
+    rank: int = 0
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A call that moves records, all in one direction."""
+
+    work: list[Spill] | list[Promotion]
+    deadline: float
+    started: bool = False
+    late: bool = False
+    records: list[Parts] = field(default_factory=list)
+
+
+class _Speed:
+    """Bytes a second in one direction: all bytes by all seconds of busy periods, older ones with
+    less and less weight. So a large transfer counts more than a small one, which is mostly
+    latency."""
+
+    def __init__(self, payload: int):
+        self._since = 0.0
+        self._moved = 0
+        self.assume(payload, FIRST_SPEED)
+
+    def assume(self, payload: float, speed: float) -> None:
+        self._bytes = float(payload)
+        self._seconds = payload / speed
+
+    @property
+    def value(self) -> float:
+        return self._bytes / self._seconds
+
+    def begins(self, now: float) -> None:
+        """A busy period begins."""
+        self._since = now
+        self._moved = 0
+
+    def moved(self, count: int) -> None:
+        self._moved += count
+
+    def ends(self, now: float) -> None:
+        if self._moved:
+            self._bytes += self._moved - WEIGHT * self._bytes
+            self._seconds += max(1e-6, now - self._since) - WEIGHT * self._seconds
+
+
+@dataclass(eq=False)
+class _Question:
+    """A call about keys. `answered`: its answer has been given, perhaps that there is none."""
+
+    batch: KeyBatch
+    finds: bool
+    deadline: float
+    answered: bool = False
+
+
+class SharedStore:
+    """One thread calls its methods. Only rank 0 finds and removes, on behalf of all ranks."""
+
+    tier = Tier.SHARED
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        settings: SharedSettings,
+        chunk_tokens: int,
+        host_record: Callable[[int], np.ndarray],
+        calls: Calls | None = None,
+    ):
+        """Owns the engine. host_record: as for `DiskStore`; calls: threads, if it is None."""
+        self._engine = engine
+        self._settings = settings
+        self._host_record = host_record
+        self._payload = len(host_record(0))
+        self._calls = calls or CallThreads(LANES)
+        origins = [
+            RecordOrigin(settings.fingerprint, chunk_tokens, self._payload, settings.ranks, rank)
+            for rank in range(settings.ranks)
+        ]
+        self._origin = origins[settings.rank].digest
+        folder = f"{settings.config.namespace}/" if settings.config.namespace else ""
+        self._prefixes = [
+            f"pensieve/{KEY_VERSION}/{folder}{origin.digest.hex()[:32]}/{rank}/"
+            for rank, origin in enumerate(origins)
+        ]
+        self._batch = max(1, BATCH_BYTES // (PAGE + self._payload))
+        self._most_lent = max(self._batch, int(LENT_SHARE * settings.host_slots))
+        self._registered: set[int] = set()
+
+        # Used only while the condition is held.
+        self._changed = threading.Condition()
+        self._transfers: dict[_Transfer, None] = {}
+        self._questions: dict[_Question, None] = {}
+        self._report = TierReport(self.tier)
+        self._pages: list[np.ndarray] = []
+        self._speeds = {kind: _Speed(self._payload) for kind in (Spill, Promotion)}
+        self._failures = 0
+        self._off = False
+        self._probing = 0  # number of the probe whose answer counts
+        self._counters = SharedCounters()
+        self._silent_until = 0.0
+        self._error: BaseException | None = None
+
+    # -- called by the loop
+
+    def measure(self) -> None:
+        """Begins to measure the store's speed, in a thread. Until that is done, or the first
+        transfers are, it is a guess."""
+        self._calls.submit("find", lambda: self._guarded(self._try, self._payload))
+
+    def records(self) -> list[StoredRecord]:
+        """None: the store is asked only for what a request needs."""
+        return []
+
+    def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Nothing: the tier has no slots to erase."""
+        return ()
+
+    def begin(self, work: TierWork) -> None:
+        """Begins a plan's work. Raises the error that ended a call, if there is one."""
+        self._raise_error()
+        with self._changed:
+            for spills in _batches(work.spills, self._batch):
+                self._begin_transfer(spills, "write", self._write)
+            for promotions in _batches(work.promotions, self._batch):
+                self._begin_transfer(promotions, "read", self._read)
+            if self._settings.rank == 0:
+                for batch in work.finds:
+                    self._begin_question(batch, finds=True)
+                for batch in work.removals:
+                    self._begin_question(batch, finds=False)
+
+    @property
+    def busy(self) -> bool:
+        """True if work has begun whose end has not been taken, late work left out."""
+        with self._changed:
+            waited = any(not transfer.late for transfer in self._transfers)
+            return waited or self._asks or self._has_news
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a report can be taken, or after `seconds` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_news or self._error is not None, seconds)
+
+    def take(self) -> TierReport:
+        """Returns what has ended, or is late, since the last call. Raises the error that ended a
+        call, if there is one."""
+        self._raise_error()
+        with self._changed:
+            self._look_at_deadlines()
+            report = self._report
+            self._report = TierReport(self.tier)
+            read_s = (PAGE + self._payload) / self._speeds[Promotion].value
+        return report._replace(read_seconds=read_s)
+
+    @property
+    def counters(self) -> SharedCounters:
+        with self._changed:
+            return self._counters._replace(off=int(self._off), lent=self._lent)
+
+    def close(self) -> None:
+        """Waits a moment for calls in progress, then leaves them behind. Idempotent."""
+        self._calls.close()
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._running, CLOSE_S)
+        if idle:
+            self._engine.close()
+        else:
+            log.warning("the shared store hangs: calls are left behind")
+
+    # -- beginning work, with the condition held
+
+    def _begin_transfer(
+        self,
+        work: list[Spill] | list[Promotion],
+        lane: str,
+        run: Callable[[_Transfer], None],
+    ) -> None:
+        if self._off:
+            self._end_work(work, done=set())
+            return
+        speed = self._speeds[type(work[0])]
+        ahead = self._in_progress(type(work[0]))
+        predicted = (ahead + len(work)) * (PAGE + self._payload) / speed.value
+        now = self._calls.clock()
+        if not ahead:
+            speed.begins(now)
+        transfer = _Transfer(work, now + 2 * predicted + DEADLINE_S)
+        self._transfers[transfer] = None
+        self._calls.submit(lane, lambda: self._guarded(run, transfer))
+
+    def _begin_question(self, batch: KeyBatch, finds: bool) -> None:
+        question = _Question(batch, finds, self._calls.clock() + DEADLINE_S)
+        if self._off:
+            self._answer(question, ())
+            return
+        self._questions[question] = None
+        lane = "find" if finds else "remove"
+        run = self._find if finds else self._remove
+        self._calls.submit(lane, lambda: self._guarded(run, question))
+
+    # -- run by the threads
+
+    def _guarded(self, run: Callable[[Call], None], work: Call) -> None:
+        try:
+            run(work)
+        except BaseException as error:  # carried to the loop's thread, which raises it
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _write(self, transfer: _Transfer) -> None:
+        if not self._start(transfer):
+            return
+        spills = [work for work in transfer.work if isinstance(work, Spill)]
+        for spill, parts in zip(spills, transfer.records, strict=True):
+            page, payload = parts
+            header = pack_header(spill.key, spill.end, self._origin, time.time(), payload)
+            page[:] = np.frombuffer(header, np.uint8)
+        outcomes = self._engine.put([self._key(spill.key) for spill in spills], transfer.records)
+        with self._changed:
+            done = {
+                spill.slot
+                for spill, outcome in zip(spills, outcomes, strict=True)
+                if outcome is StoreOutcome.DONE
+            }
+            self._count(
+                written=len(done),
+                written_bytes=len(done) * self._payload,
+                refused=outcomes.count(StoreOutcome.FULL),
+            )
+            self._end_transfer(transfer, outcomes, done)
+
+    def _read(self, transfer: _Transfer) -> None:
+        if not self._start(transfer):
+            return
+        reads = [work for work in transfer.work if isinstance(work, Promotion)]
+        keys = [self._key(read.key) for read in reads]
+        outcomes = self._engine.get(keys, transfer.records)
+        done = set()
+        rejected = []
+        for read, key, parts, outcome in zip(reads, keys, transfer.records, outcomes, strict=True):
+            if outcome is StoreOutcome.DONE:
+                if self._intact(read.key, parts):
+                    done.add(read.slot)
+                else:
+                    rejected.append(key)
+        with self._changed:
+            self._count(
+                read=len(done), read_bytes=len(done) * self._payload, rejected=len(rejected)
+            )
+            if rejected:
+                self._complain(f"{len(rejected)} records are damaged, or another chunk's")
+            self._end_transfer(transfer, outcomes, done)
+        if rejected:  # else the record would stay, and the chunk would never be written again
+            self._engine.remove(rejected)
+
+    def _intact(self, key: ChunkKey, parts: Parts) -> bool:
+        page, payload = parts
+        header = read_header(page.data, self._origin, self._payload)
+        return header is not None and header.key == key and payload_intact(page.data, payload)
+
+    def _try(self, payload: int) -> None:
+        trial = try_store(self._engine, PAGE + payload)
+        with self._changed:
+            if trial.failed:
+                self._complain(trial.failed)
+                return
+            log.info(
+                "the shared store reads %.2f GB/s, writes %.2f", trial.read / 1e9, trial.write / 1e9
+            )
+            for kind, speed in ((Promotion, trial.read), (Spill, trial.write)):
+                self._speeds[kind].assume(payload, speed)
+
+    def _find(self, question: _Question) -> None:
+        keys = question.batch.keys
+        there = self._engine.exists(self._of_all_ranks(keys))
+        with self._changed:
+            stored = () if there is None else _all_of(there, len(keys))
+            self._note(there is not None)
+            self._count(hits=sum(stored), misses=len(stored) - sum(stored))
+            self._answered(question, stored)
+
+    def _remove(self, question: _Question) -> None:
+        keys = question.batch.keys
+        outcomes = self._engine.remove(self._of_all_ranks(keys))
+        with self._changed:
+            done = [outcome is StoreOutcome.DONE for outcome in outcomes]
+            removed = _all_of(done, len(keys))
+            self._note(all(done))
+            self._count(removed=sum(removed))
+            self._answered(question, removed)
+
+    def _start(self, transfer: _Transfer) -> bool:
+        """Gives the transfer its memory. Returns False if it has been given up."""
+        with self._changed:
+            if transfer not in self._transfers:
+                return False
+            transfer.started = True
+            hosts = [work.host for work in transfer.work]
+            pages = [self._pages.pop() if self._pages else self._new_page() for _ in hosts]
+            transfer.records = [
+                (page, self._host_record(host)) for page, host in zip(pages, hosts, strict=True)
+            ]
+            for host, (_, payload) in zip(hosts, transfer.records, strict=True):
+                if host not in self._registered:
+                    self._registered.add(host)
+                    self._engine.register(payload)
+            return True
+
+    def _new_page(self) -> np.ndarray:
+        page = np.frombuffer(aligned_buffer(PAGE), np.uint8)
+        self._engine.register(page)
+        return page
+
+    # -- ends, with the condition held
+
+    def _end_transfer(
+        self, transfer: _Transfer, outcomes: Sequence[StoreOutcome], done: set[int]
+    ) -> None:
+        del self._transfers[transfer]
+        self._pages += [parts[0] for parts in transfer.records]
+        if not transfer.late:  # a late call says nothing of the store now
+            self._note(StoreOutcome.FAILED not in outcomes)
+            kind = type(transfer.work[0])
+            self._speeds[kind].moved(len(done) * (PAGE + self._payload))
+            if not self._in_progress(kind):
+                self._speeds[kind].ends(self._calls.clock())
+        self._end_work(transfer.work, done)
+
+    def _end_work(self, work: list[Spill] | list[Promotion], done: set[int]) -> None:
+        ended = tuple(one.slot for one in work if one.slot in done)
+        failed = tuple(one.slot for one in work if one.slot not in done)
+        report = self._report
+        kind = "spilled" if isinstance(work[0], Spill) else "promoted"
+        slots: dict[str, Any] = {kind: getattr(report, kind) + ended}
+        self._report = report._replace(failed=report.failed + failed, **slots)
+        self._changed.notify_all()
+
+    def _answered(self, question: _Question, keys: tuple[bool, ...]) -> None:
+        del self._questions[question]
+        if not question.answered:
+            self._answer(question, keys)
+        self._changed.notify_all()
+
+    def _answer(self, question: _Question, keys: tuple[bool, ...]) -> None:
+        question.answered = True
+        answer = KeyAnswer(question.batch.number, keys)
+        report = self._report
+        if question.finds:
+            self._report = report._replace(looked_up=(*report.looked_up, answer))
+        else:
+            self._report = report._replace(removed=(*report.removed, answer))
+        self._changed.notify_all()
+
+    # -- the breaker, with the condition held
+
+    def _look_at_deadlines(self) -> None:
+        now = self._calls.clock()
+        for transfer in [t for t in self._transfers if not t.late and t.deadline <= now]:
+            if transfer not in self._transfers:
+                continue  # given up meanwhile
+            transfer.late = True
+            if transfer.started:
+                slots = tuple(work.slot for work in transfer.work)
+                self._report = self._report._replace(late=self._report.late + slots)
+            self._missed()
+        for question in [q for q in self._questions if not q.answered and q.deadline <= now]:
+            self._answer(question, ())
+            self._missed()
+
+    def _missed(self) -> None:
+        self._count(late=1)
+        self._switch_off("a call missed its deadline")
+
+    def _note(self, succeeded: bool) -> None:
+        self._failures = 0 if succeeded else self._failures + 1
+        if not succeeded:
+            self._count(errors=1)
+        if self._failures >= ERRORS:
+            self._switch_off(f"{ERRORS} calls have failed")
+
+    def _switch_off(self, why: str) -> None:
+        """Work that no thread has begun fails at once."""
+        for transfer in [t for t in self._transfers if not t.started]:
+            del self._transfers[transfer]
+            self._end_work(transfer.work, done=set())
+        if not self._off:
+            self._off = True
+            self._complain(f"{why}; no shared KV for at least {OFF_S:g} s")
+            self._calls.later(OFF_S, self._probe)
+
+    def _probe(self) -> None:
+        """Called every OFF_S seconds while the tier is off. A probe that hangs is not waited
+        for."""
+        with self._changed:
+            self._probing += 1
+            number = self._probing
+        self._calls.submit("find", lambda: self._ask(number))
+        self._calls.later(OFF_S, lambda: self._probe_again(number))
+
+    def _ask(self, number: int) -> None:
+        with self._changed:
+            if number != self._probing:
+                return
+        answer = self._engine.exists([self._prefixes[0] + "0" * 64])
+        with self._changed:
+            if number == self._probing and answer is not None and self._lent <= self._most_lent:
+                self._off = False
+                self._failures = 0
+                self._probing += 1
+                log.info("the shared store answers again")
+
+    def _probe_again(self, number: int) -> None:
+        with self._changed:
+            waits = number == self._probing and self._off
+        if waits:
+            self._probe()
+
+    # -- internal
+
+    def _in_progress(self, kind: type[Spill] | type[Promotion]) -> int:
+        """Records of transfers in that direction that are not late."""
+        return sum(
+            len(transfer.work)
+            for transfer in self._transfers
+            if not transfer.late and isinstance(transfer.work[0], kind)
+        )
+
+    @property
+    def _lent(self) -> int:
+        return sum(len(transfer.work) for transfer in self._transfers if transfer.late)
+
+    @property
+    def _asks(self) -> bool:
+        return any(not question.answered for question in self._questions)
+
+    @property
+    def _running(self) -> bool:
+        """True if a call uses memory of this process."""
+        return any(transfer.started for transfer in self._transfers)
+
+    @property
+    def _has_news(self) -> bool:
+        report = self._report
+        return any((*report[1:-1],))
+
+    def _key(self, key: ChunkKey) -> str:
+        return self._prefixes[self._settings.rank] + key.hex()
+
+    def _of_all_ranks(self, keys: Iterable[ChunkKey]) -> list[str]:
+        return [prefix + key.hex() for key in keys for prefix in self._prefixes]
+
+    def _count(self, **changes: int) -> None:
+        values = {name: getattr(self._counters, name) + by for name, by in changes.items()}
+        self._counters = self._counters._replace(**values)
+
+    def _complain(self, message: str) -> None:
+        now = time.monotonic()
+        if now >= self._silent_until:
+            self._silent_until = now + COMPLAINT_S
+            log.error("shared KV: %s", message)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _batches(work: Sequence[Work], size: int) -> Iterable[list[Work]]:
+    for first in range(0, len(work), size):
+        yield list(work[first : first + size])
+
+
+def _all_of(values: Sequence[bool], keys: int) -> tuple[bool, ...]:
+    """For each key, whether all of its values, one for each rank, are true."""
+    ranks = len(values) // keys
+    return tuple(all(values[first : first + ranks]) for first in range(0, len(values), ranks))

@@ -1,0 +1,55 @@
+"""Tries a store: puts a few records, gets them back and removes them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import NamedTuple
+
+import numpy as np
+
+from ..disk.segments import aligned_buffer
+from .engine import SharedEngine, StoreOutcome
+
+TRIED_BYTES = 16 * 2**20
+ROUNDS = 2  # the better one counts: the first may open connections
+
+
+class StoreTrial(NamedTuple):
+    """Bytes a second; 0 if the step named by `failed` failed."""
+
+    read: float = 0.0
+    write: float = 0.0
+    failed: str = ""
+
+
+def try_store(engine: SharedEngine, record_bytes: int) -> StoreTrial:
+    """Blocks as long as the store does."""
+    count = min(16, max(2, TRIED_BYTES // record_bytes))
+    memory = np.frombuffer(aligned_buffer(2 * count * record_bytes), np.uint8)
+    engine.register(memory)
+    source, target = memory.reshape(2, count, record_bytes)
+    source[:] = np.random.default_rng().integers(0, 256, (1, record_bytes), np.uint8)
+    writes = []
+    reads = []
+    for _ in range(ROUNDS):
+        target[:] = 0
+        keys = [f"pensieve/trial/{uuid.uuid4().hex}" for _ in range(count)]
+        try:
+            began = time.perf_counter()
+            put = engine.put(keys, [[record] for record in source])
+            written = time.perf_counter()
+            got = engine.get(keys, [[record] for record in target])
+            ended = time.perf_counter()
+        finally:
+            removed = engine.remove(keys)
+        if StoreOutcome.FULL in put:
+            return StoreTrial(failed="it is full")
+        for step, outcomes in (("put", put), ("get", got), ("remove", removed)):
+            if set(outcomes) != {StoreOutcome.DONE}:
+                return StoreTrial(failed=f"{step} fails")
+        if not np.array_equal(source, target):
+            return StoreTrial(failed="get returns other bytes than were put")
+        writes.append(source.nbytes / max(1e-6, written - began))
+        reads.append(source.nbytes / max(1e-6, ended - written))
+    return StoreTrial(max(reads), max(writes))

@@ -1,0 +1,60 @@
+"""Two servers of one model with a store that both use. A test class of an engine derives from
+`SharedServerTests` and has the fixtures `store`, the JSON of `--kv-shared-config`, and `keys`, a
+function that lists what is in the store."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from .server import HTTP, Server
+from .test_server import wait_for
+
+CHUNKS = 12
+SIZES = ("--chunk-tokens", 16, "--gpu-kv-chunks", 120, "--host-kv-chunks", 120)
+WRITTEN = 'pensieve:kv_shared_records_total{direction="write"}'
+READ = 'pensieve:kv_shared_records_total{direction="read"}'
+
+
+def options(store, **more):
+    return (*SIZES, "--kv-shared-config", json.dumps(store | {"min_tokens": 64} | more))
+
+
+def prompt(number):
+    return [5 + (number * 37 + at * 11) % 900 for at in range(16 * CHUNKS)]
+
+
+def turn(server, tokens, **body):
+    """Returns the reply's tokens and the sources of its prompt."""
+    sampled = dict(prompt=tokens, max_tokens=9, temperature=0, ignore_eos=True)
+    body = sampled | dict(return_token_ids=True, return_sources=True) | body
+    answer = server.post("/v1/completions", **body).json()
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
+
+
+class SharedServerTests:
+    def test_a_killed_servers_conversation_goes_on_elsewhere(self, tmp_path, store, keys):
+        with Server(tmp_path / "alone", *SIZES) as alone:
+            first, _ = turn(alone, prompt(1))
+            log = prompt(1) + first + [7, 8, 9]
+            expected, _ = turn(alone, log)
+        with Server(tmp_path / "b", *options(store)) as b:
+            with Server(tmp_path / "a", *options(store)) as a:
+                assert turn(a, prompt(1), conversation="moved")[0] == first
+                wait_for(lambda: a.metric(WRITTEN) >= CHUNKS)
+                a.stop(signal.SIGKILL)
+            reply, sources = turn(b, log, conversation="moved")
+            assert reply == expected
+            assert sources["shared"] == 16 * CHUNKS and sources["cached_tokens"] >= 16 * CHUNKS
+            assert b.metric(READ) == CHUNKS
+            # the second time it is here
+            assert turn(b, log)[1]["shared"] == 0
+            wait_for(lambda: len(keys()) > CHUNKS)
+            HTTP.delete(f"{b.url}/v1/conversations/moved", timeout=30).raise_for_status()
+            assert keys() == []
+
+    def test_short_contexts_stay_here(self, tmp_path, store, keys):
+        with Server(tmp_path / "a", *options(store, min_tokens=16 * CHUNKS + 16)) as a:
+            turn(a, prompt(1))
+            assert a.stop(signal.SIGTERM) == 0
+        assert keys() == []

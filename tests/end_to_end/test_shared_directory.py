@@ -1,0 +1,134 @@
+"""Servers that share a directory of KV."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from random import Random
+
+import pytest
+
+from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+
+from .server import HTTP, Server
+from .shared_kv import CHUNKS, WRITTEN, SharedServerTests, options, prompt, turn
+from .test_server import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def store(tmp_path):
+    return {"engine": "directory", "path": str(tmp_path / "kv"), "max_bytes": 2**30}
+
+
+@pytest.fixture
+def files(tmp_path):
+    return lambda: sorted(file for file in (tmp_path / "kv").rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def keys(files):
+    return files
+
+
+class TestSharedDirectory(SharedServerTests):
+    """As every engine."""
+
+
+def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
+    with Server(tmp_path / "a", *options(store)) as a:
+        reply, _ = turn(a, prompt(1))
+        wait_for(lambda: a.metric(WRITTEN) >= CHUNKS)
+    for number, file in enumerate(files()):
+        content = bytearray(file.read_bytes())
+        if number % 2:
+            content[-100] ^= 1  # of the payload
+        else:
+            content[20] ^= 1  # of the key in the header
+        file.write_bytes(content)
+    with Server(tmp_path / "b", *options(store)) as b:
+        again, sources = turn(b, prompt(1))
+        assert again == reply and sources["shared"] == 0
+        assert b.metric('pensieve:kv_shared_faults_total{kind="rejected"}') == CHUNKS
+        # the wrong ones are gone, and right ones have taken their place
+        wait_for(lambda: b.metric(WRITTEN) >= CHUNKS)
+    with Server(tmp_path / "c", *options(store)) as c:
+        assert turn(c, [*prompt(1), 3])[1]["shared"] == 16 * CHUNKS
+
+
+def test_conversations_that_go_to_and_fro_have_right_replies(tmp_path, store):
+    """Five at a time, with pools for a few of them."""
+    random = Random(3)
+    new = [
+        [[random.randrange(5, 900) for _ in range(random.choice((40, 90, 150)))] for _ in range(4)]
+        for _ in range(10)
+    ]
+    expected = []
+    with Server(tmp_path / "alone", "--chunk-tokens", 16, "--gpu-kv-chunks", 900) as alone:
+        for tokens in new:
+            logs = [[]]
+            for more in tokens:
+                log = logs[-1] + more
+                logs.append(log + turn(alone, log)[0])
+            expected.append(logs)
+    small = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 40, "--max-model-len", 800)
+    settings = (*options(store), *small)
+    with Server(tmp_path / "a", *settings) as a, Server(tmp_path / "b", *settings) as b:
+
+        def play(number):
+            servers = Random(number)
+            shared = 0
+            for log, more, after in zip(
+                expected[number], new[number], expected[number][1:], strict=False
+            ):
+                reply, sources = turn(servers.choice((a, b)), log + more)
+                assert log + more + reply == after
+                shared += sources["shared"]
+            return shared
+
+        with ThreadPoolExecutor(5) as threads:
+            assert sum(threads.map(play, range(len(new)))) > 0
+
+
+def test_ranks_have_records_of_their_own(tmp_path, store, files):
+    engine = tmp_path / "engine"
+    build_engine(DEMO_CHECKPOINT, engine, "reference", dtype="float32", tensor_parallel=2)
+    with Server(tmp_path / "a", *options(store), engine=engine) as a:
+        reply, _ = turn(a, [*prompt(1), 7], model="engine", conversation="moved")
+        wait_for(lambda: a.metric(WRITTEN) >= CHUNKS)
+        wait_for(lambda: len(files()) == 2 * CHUNKS)
+        a.stop(signal.SIGKILL)
+    files()[0].unlink()  # of one rank: the chunk is not there
+    with Server(tmp_path / "b", *options(store), engine=engine) as b:
+        again, sources = turn(b, [*prompt(1), 7], model="engine", conversation="moved")
+        assert again == reply
+        assert sources["shared"] == 16 * (CHUNKS - 1)
+        HTTP.delete(f"{b.url}/v1/conversations/moved", timeout=30).raise_for_status()
+        assert files() == []
+
+
+def test_a_full_directory_hurts_nobody(tmp_path, store):
+    with Server(tmp_path / "a", *options(store | {"max_bytes": 100_000})) as a:
+        for number in range(4):
+            turn(a, prompt(number))
+        assert a.metric("pensieve:kv_shared_off") == 0
+
+
+def test_a_directory_that_is_gone_hurts_nobody(tmp_path, store):
+    with Server(tmp_path / "a", *options(store)) as a:
+        reply, _ = turn(a, prompt(1))
+        (tmp_path / "kv").rename(tmp_path / "elsewhere")
+        numbers = count(2)
+
+        def off():
+            """A server without work reports no metrics."""
+            turn(a, prompt(next(numbers)), max_tokens=1)
+            return a.metric("pensieve:kv_shared_off")
+
+        wait_for(lambda: off() == 1)
+        (tmp_path / "elsewhere").rename(tmp_path / "kv")
+        wait_for(lambda: off() == 0)
+        assert turn(a, prompt(1))[0] == reply

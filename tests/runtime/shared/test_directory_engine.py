@@ -1,0 +1,140 @@
+"""The engine on a directory: files, eviction, and what killed writers leave."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.runtime.shared import directory
+from pensieve.runtime.shared.config import DirectoryOptions
+from pensieve.runtime.shared.directory import DirectoryEngine
+from pensieve.runtime.shared.engine import StoreOutcome
+from pensieve.scheduler.types import SettingError
+
+from .engine_tests import PAGE, PAYLOAD, EngineTests, key, record
+
+SIZE = PAGE + PAYLOAD
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[DirectoryEngine]:
+    engine = DirectoryEngine(DirectoryOptions(tmp_path / "kv", 64 * SIZE))
+    yield engine
+    engine.close()
+
+
+class TestDirectoryEngine(EngineTests):
+    """As every engine."""
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def test_a_removal_leaves_no_file(engine: DirectoryEngine, tmp_path: Path) -> None:
+    engine.put([key(1)], [record(engine, 1)])
+    assert [file.stat().st_mode & 0o777 for file in files(tmp_path)] == [0o600]
+    engine.remove([key(1)])
+    assert files(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_removed_with_its_key(
+    engine: DirectoryEngine, tmp_path: Path
+) -> None:
+    left = tmp_path / "kv" / "new" / f"{key(1).replace('/', '+')}.host-1-2-3"
+    left.write_bytes(b"part")
+    engine.remove([key(2)])
+    assert files(tmp_path) == [left]
+    engine.remove([key(1)])
+    assert files(tmp_path) == []
+
+
+def test_a_record_that_is_removed_while_it_is_written_does_not_appear(
+    engine: DirectoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def removed_before(source: Path, target: Path) -> None:
+        engine.remove([key(1)])
+        rename(source, target)
+
+    monkeypatch.setattr(directory.os, "rename", removed_before)
+    assert engine.put([key(1)], [record(engine, 1)]) == [StoreOutcome.FAILED]
+    assert files(tmp_path) == []
+
+
+def test_abandoned_files_go_after_a_while(engine: DirectoryEngine, tmp_path: Path) -> None:
+    new = tmp_path / "kv" / "new"
+    for name, age in (("old.a", directory.ABANDONED_S + 60), ("young.a", 0.0)):
+        (new / name).write_bytes(b"part")
+        os.utime(new / name, (time.time() - age,) * 2)
+    engine.scan()
+    assert [file.name for file in files(tmp_path)] == ["young.a"]
+
+
+def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
+    first = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
+    second = DirectoryEngine(DirectoryOptions(tmp_path, 8 * SIZE))  # of another server
+    second.close()  # its thread scans no more
+    try:
+        for number in range(16):
+            first.put([key(number)], [record(first, 1)])
+            age = 1000 - number
+            (file,) = (file for file in files(tmp_path) if file.name == key(number)[-64:])
+            os.utime(file, (time.time() - age,) * 2)
+        assert first.get([key(0)], [record(first, 0)]) == [
+            StoreOutcome.DONE
+        ]  # its latest use is now
+        assert second.scan() == 7 * SIZE
+        there = first.exists([key(number) for number in range(16)])
+        assert there == [True] + [False] * 9 + [True] * 6
+    finally:
+        first.close()
+
+
+def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -> None:
+    engine = DirectoryEngine(DirectoryOptions(tmp_path, 4 * SIZE))
+    try:
+        put = []
+        for number in range(40):
+            outcome = engine.put([key(number)], [record(engine, 1)])
+            while outcome == [StoreOutcome.FULL]:
+                outcome = engine.put([key(number)], [record(engine, 1)])
+            put += outcome
+            assert len(files(tmp_path)) <= 4
+        assert put == [StoreOutcome.DONE] * 40
+    finally:
+        engine.close()
+
+
+def test_a_full_file_system_is_not_an_error(
+    engine: DirectoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(directory.os, "write", full)
+    assert engine.put([key(1)], [record(engine, 1)]) == [StoreOutcome.FULL]
+    assert files(tmp_path) == []
+
+
+def test_a_directory_that_is_gone_does_not_answer(tmp_path: Path) -> None:
+    engine = DirectoryEngine(DirectoryOptions(tmp_path / "kv", 64 * SIZE))
+    (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    try:
+        assert engine.exists([key(1)]) is None
+        assert engine.put([key(1)], [record(engine, 1)]) == [StoreOutcome.FAILED]
+        assert engine.remove([key(1)]) == [StoreOutcome.FAILED]
+    finally:
+        engine.close()
+
+
+def test_a_directory_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(SettingError, match="kv_shared_config: cannot use the directory"):
+        DirectoryEngine(DirectoryOptions(tmp_path / "file", 64 * SIZE))

@@ -1,0 +1,234 @@
+"""The shared tier of one rank: what it believes, deadlines, slots that stay lent, and the
+breaker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pensieve.runtime.shared.config import DirectoryOptions
+from pensieve.runtime.shared.directory import DirectoryEngine
+from pensieve.runtime.shared.engine import SharedEngine
+from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, SharedStore
+from pensieve.scheduler.plan import TierReport, TierWork
+
+from .doubles import FaultyEngine, VirtualCalls
+from .store_tests import SLOTS, StoreTests, finds, host_pool, reads, removals, settings, writes
+
+PAST = DEADLINE_S + 0.1  # seconds; the predicted time of a few small records is about nothing
+
+
+class TestStoreOnADirectory(StoreTests):
+    @pytest.fixture
+    def open_engine(self, tmp_path: Path) -> Callable[[], SharedEngine]:
+        return lambda: DirectoryEngine(DirectoryOptions(tmp_path, 2**30))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.engine = FaultyEngine()
+        self.calls = VirtualCalls()
+        self.pool = host_pool(1)
+        self.store = SharedStore(self.engine, settings(), 16, self.pool.__getitem__, self.calls)
+
+    def begin(self, work: TierWork) -> TierReport:
+        """Returns the report after all calls have ended or hang."""
+        self.store.begin(work)
+        self.calls.settle()
+        return self.store.take()
+
+    def after(self, seconds: float) -> TierReport:
+        self.calls.advance(seconds)
+        return self.store.take()
+
+    def let_go(self) -> TierReport:
+        """Hanging calls return."""
+        self.engine.gate.set()
+        self.calls.join()
+        return self.store.take()
+
+    @property
+    def off(self) -> bool:
+        return bool(self.store.counters.off)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.engine.gate.set()
+    bench.calls.join()
+    bench.store.close()
+
+
+def test_a_damaged_record_and_another_chunks_are_rejected_and_removed(bench: Bench) -> None:
+    bench.begin(writes(1, 2, 3))
+    keys = sorted(bench.engine.records)
+    records = bench.engine.records
+    records[keys[0]] = records[keys[0]][:-1] + b"\0"
+    records[keys[1]] = records[keys[2]]
+    report = bench.begin(reads(1, 2, 3))
+    assert (report.promoted, report.failed) == ((203,), (201, 202))
+    assert list(records) == keys[2:]
+    assert bench.store.counters.rejected == 2
+    assert not bench.off, "the store itself works"
+
+
+def test_a_late_call_keeps_its_slots_until_it_returns(bench: Bench) -> None:
+    bench.begin(writes(1, 2))
+    bench.engine.gate.clear()
+    assert bench.begin(reads(1, 2)) == bench.after(DEADLINE_S / 2)
+    assert bench.store.busy
+    report = bench.after(PAST)
+    assert (report.late, report.failed) == ((201, 202), ())
+    assert bench.store.counters.lent == 2 and bench.off and not bench.store.busy
+    assert bench.after(PAST).late == (), "once"
+    report = bench.let_go()
+    assert report.promoted == (201, 202)
+    assert bench.store.counters.lent == 0
+
+
+def test_while_it_is_off_all_work_fails_at_once(bench: Bench) -> None:
+    bench.begin(writes(1, 2))
+    bench.engine.gate.clear()
+    bench.begin(reads(1))
+    bench.store.begin(reads(2))  # no thread has begun it when the first is late
+    bench.calls.now += PAST
+    report = bench.store.take()
+    assert (report.late, report.failed) == ((201,), (202,))
+    before = list(bench.engine.calls)
+    assert bench.begin(reads(2)).failed == (202,)
+    assert bench.begin(writes(3)).failed == (103,)
+    assert bench.begin(finds(1)).looked_up == ((7, ()),)
+    assert bench.begin(removals(1)).removed == ((8, ()),)
+    assert bench.engine.calls == before
+
+
+@pytest.mark.parametrize("work", [reads(1), writes(1), finds(1), removals(1)])
+def test_errors_in_a_row_switch_it_off_and_a_probe_on(bench: Bench, work: TierWork) -> None:
+    bench.engine.fails = True
+    for number in range(ERRORS):
+        assert not bench.off, number
+        bench.begin(work)
+    assert bench.off
+    for _ in range(3):
+        bench.after(OFF_S)
+        assert bench.off and bench.engine.calls[-1] == "exists"
+    bench.engine.fails = False
+    bench.after(OFF_S)
+    assert not bench.off
+    assert bench.begin(writes(1)).spilled == (101,)
+    calls = list(bench.engine.calls)
+    bench.after(10 * OFF_S)
+    assert bench.engine.calls == calls, "no more probes"
+
+
+def test_a_success_between_errors_keeps_it_on(bench: Bench) -> None:
+    for _ in range(ERRORS):
+        bench.engine.fails = True
+        for _ in range(ERRORS - 1):
+            bench.begin(writes(1))
+        bench.engine.fails = False
+        bench.begin(writes(1))
+    assert not bench.off
+
+
+def test_a_probe_that_hangs_is_followed_by_another(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    assert bench.begin(finds(1)).looked_up == ()
+    assert bench.after(PAST).looked_up == ((7, ()),)
+    assert bench.off
+    bench.after(OFF_S)
+    probes = bench.engine.calls.count("exists")
+    bench.after(OFF_S)
+    assert bench.engine.calls.count("exists") == probes + 1
+    bench.let_go()
+    bench.after(OFF_S)
+    assert not bench.off
+
+
+def test_it_stays_off_while_too_many_slots_are_lent(bench: Bench) -> None:
+    bench.store._most_lent = SLOTS - 1
+    bench.begin(writes(*range(SLOTS)))
+    bench.engine.gate.clear()
+    bench.begin(reads(*range(SLOTS)))
+    bench.after(PAST)
+    assert bench.store.counters.lent == SLOTS
+    hung = bench.engine.gate
+    bench.engine.gate = type(hung)()
+    bench.engine.gate.set()  # new calls are answered; the old one still hangs
+    bench.after(OFF_S)
+    bench.after(OFF_S)
+    assert bench.off
+    hung.set()
+    bench.calls.join()
+    bench.store.take()
+    bench.after(OFF_S)
+    assert not bench.off
+
+
+def test_a_full_store_is_no_error(bench: Bench) -> None:
+    bench.engine.full = True
+    for _ in range(2 * ERRORS):
+        assert bench.begin(writes(1)).failed == (101,)
+    assert not bench.off and bench.store.counters.refused == 2 * ERRORS
+
+
+def test_the_speed_follows_the_calls(bench: Bench) -> None:
+    first = bench.begin(writes(1)).read_seconds
+    for _ in range(100):
+        bench.store.begin(reads(1))
+        bench.calls.now += 0.25
+        bench.calls.settle()
+        report = bench.store.take()
+    assert first < 0.001
+    assert report.read_seconds == pytest.approx(0.25, rel=0.01)
+
+
+def test_all_work_is_reported_once(bench: Bench) -> None:
+    random = np.random.default_rng(5)
+    begun: list[int] = []
+    ended: list[int] = []
+    late: list[int] = []
+
+    def take() -> None:
+        report = bench.store.take()
+        ended.extend((*report.spilled, *report.promoted, *report.failed))
+        late.extend(report.late)
+
+    slots = iter(range(10**6))
+    for _ in range(300):
+        match random.integers(6):
+            case 0:
+                bench.engine.gate.clear()
+            case 1:
+                bench.engine.gate.set()
+                bench.calls.join()
+            case 2:
+                bench.engine.fails = bool(random.integers(2))
+            case 3:
+                bench.calls.advance(float(random.random()))
+            case _:
+                number = int(random.integers(SLOTS))
+                work = writes(number) if random.integers(2) else reads(number)
+                slot = next(slots)
+                begun.append(slot)
+                bench.store.begin(
+                    work._replace(
+                        spills=tuple(one._replace(slot=slot) for one in work.spills),
+                        promotions=tuple(one._replace(slot=slot) for one in work.promotions),
+                    )
+                )
+                if random.integers(3):
+                    bench.calls.settle()
+        take()
+    bench.calls.settle()
+    bench.engine.gate.set()
+    bench.calls.join()
+    take()
+    assert sorted(ended) == begun
+    assert len(set(late)) == len(late) > 0
+    assert bench.store.counters.lent == 0

@@ -1,0 +1,207 @@
+"""The scheduler with a tier that other servers use too."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pensieve.scheduler.kv.shared_tier import AGAIN_S
+from pensieve.scheduler.plan import Promotion, Spill
+
+from .shared_model import SharedDriver, SharedHarness
+
+PROMPT = range(18)  # four full chunks and a half one
+
+
+def written(**settings):
+    """A harness whose store has the four chunks of a turn, and no chunk of it anywhere else."""
+    harness = SharedHarness(**settings)
+    harness.turn(PROMPT, 1)
+    harness.run_until(lambda: len(harness.device.shared) == 4 and not harness.scheduler.lower.busy)
+    harness.lose(lambda idle: idle)
+    return harness
+
+
+def moves(harness, kind):
+    return [slot for slot, work in harness.device.moves.items() if isinstance(work, kind)]
+
+
+def test_an_ended_turn_is_written_and_read_again():
+    harness = written()
+    assert harness.turn(PROMPT, 1)["shared"] == 16
+    assert harness.counts["shared promoted"] == 4
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.counts["shared spilled"] == 4, "what the store has is not written again"
+    harness.drain()
+
+
+def test_a_copy_for_the_store_alone_does_not_stay_on_the_host():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1)
+    harness.run_until(lambda: len(harness.device.shared) == 4 and not harness.scheduler.lower.busy)
+    assert harness.scheduler._store.host.free == 30
+    assert harness.turn(PROMPT, 1)["gpu"] == 16
+    harness.drain()
+
+
+def test_a_full_host_gives_its_oldest_slots_to_chunks_on_their_way():
+    harness = SharedHarness()
+
+    def turn_is_written(number):
+        harness.turn([1000 * number + token for token in PROMPT], 1)
+        harness.run_until(lambda: len(harness.device.shared) == 4 * number)
+
+    for number in range(1, 31):
+        turn_is_written(number)
+    harness.drain()
+
+
+@pytest.mark.parametrize("settings", [{"shared_min_tokens": 20}, {"save": "off"}])
+def test_short_contexts_are_neither_written_nor_looked_for(settings):
+    harness = SharedHarness(**settings)
+    harness.turn(PROMPT, 1)
+    harness.tick()
+    assert not harness.device.shared and not harness.device.questions
+    harness.drain()
+
+
+def test_a_slow_store_is_not_read():
+    harness = written()
+    harness.read_s = 10.0
+    harness.turn(PROMPT, 1)
+    assert harness.counts["shared tokens"] == 0
+    harness.drain()
+
+
+def test_a_request_waits_20_ms_for_an_answer():
+    harness = written()
+    harness.answers = False
+    request = harness.submit(PROMPT, 1)
+    began = harness.now
+    while harness.state(request) == "waiting":
+        harness.tick(0.004)
+    assert 0.02 <= harness.now - began <= 0.033
+    harness.run()
+    assert harness.counts["shared tokens"] == 0
+    harness.answers = True
+    harness.drain()
+
+
+def test_a_late_read_is_computed_and_keeps_its_slots():
+    harness = written()
+    harness.ends = False
+    request = harness.submit(PROMPT, 1)
+    harness.run_until(lambda: len(moves(harness, Promotion)) == 4)
+    free = harness.scheduler._store.host.free
+    harness.tick()
+    assert harness.state(request) == "waiting"
+    harness.late = moves(harness, Promotion)
+    harness.run(request)
+    assert harness.counts["shared tokens"] == 0
+    assert harness.scheduler._store.host.free == free == 26
+    assert harness.scheduler._store.lower.reading == 0, "nobody waits for them"
+    harness.ends = True
+    harness.turn(range(50, 60), 1)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.scheduler._store.host.free == 30
+    harness.drain()
+
+
+def test_a_missing_record_is_computed():
+    harness = written()
+    harness.ends = False
+    request = harness.submit(PROMPT, 1)
+    harness.run_until(lambda: len(moves(harness, Promotion)) == 4)
+    harness.device.shared.popitem()
+    harness.ends = True
+    harness.run(request)
+    assert harness.counts["shared tokens"] == 12
+    harness.drain()
+
+
+def test_a_deletion_waits_for_its_own_write_and_removes_twice():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1, "a")
+    harness.ends = False
+    harness.run_until(lambda: len(moves(harness, Spill)) == 4)
+    harness.delete("a")
+    for _ in range(3):
+        harness.tick()
+    assert harness.scheduler.lower.take_erased() == []
+    harness.ends = True
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.scheduler.lower.take_erased() == [True]
+    assert harness.counts["shared spilled"] == 4 and not harness.device.shared
+    key = next(iter(harness.device.written))
+    harness.device.shared[key] = {}  # by a server that did not know yet
+    assert harness.scheduler.wake_at <= harness.now + AGAIN_S
+    harness.tick(AGAIN_S)
+    assert not harness.device.shared
+    assert harness.scheduler.wake_at > harness.now + 2 * AGAIN_S
+    harness.drain()
+
+
+def test_a_deletion_does_not_wait_for_a_late_write():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1, "a")
+    harness.ends = False
+    harness.run_until(lambda: len(moves(harness, Spill)) == 4)
+    harness.delete("a")
+    harness.late = moves(harness, Spill)
+    harness.run_until(lambda: harness.scheduler.lower.take_erased() == [False])
+    harness.ends = True
+    harness.turn(range(50, 60), 1)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert not harness.device.shared.keys() & harness.device.written.keys() or all(
+        harness.device.written[key] > 8 for key in harness.device.shared
+    )
+    harness.drain()
+
+
+def test_a_stop_writes_what_is_on_the_host_and_not_in_the_store():
+    harness = SharedHarness()
+    tier = harness.scheduler._store.shared
+    tier.paused_until = 100.0  # a write has failed
+    harness.turn(PROMPT, 1, "a")
+    harness.turn(range(40, 58), 1, "b")
+    chunks = harness.scheduler.conversations.get("a").chunks
+    for chunk in chunks:
+        harness.place(chunk, "host")
+    assert not harness.scheduler.lower.unfinished
+    harness.now = 101.0
+    harness.scheduler.stop(harness.now)
+    assert harness.scheduler.lower.unfinished
+    harness.run_until(lambda: not harness.scheduler.lower.unfinished)
+    assert harness.device.shared.keys() == {chunk.key for chunk in chunks}
+    harness.drain()
+
+
+RUNS = [
+    {
+        "seed": seed,
+        "gpu_kv_chunks": (18, 24, 72)[seed % 3],
+        "host_kv_chunks": (16, 60)[seed % 2],
+        "disk_kv_chunks": (0, 20, 90)[seed // 2 % 3],
+        "eviction": ("lru", "retention")[seed // 3 % 2],
+        "save": ("async", "async", "sync")[seed % 3],
+        "copies_may_fail": seed % 4 == 3,
+        "overflow_ratio": (0.5, 0.25)[seed // 4 % 2],
+    }
+    for seed in range(16)
+]
+totals = Counter()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run["seed"]))
+def test_random_operations(run):
+    SharedDriver(**run).play(1000, totals)
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["shared tokens", "shared spilled", "shared promoted", "shared failed", "late", "late writers"],
+)
+def test_the_random_operations_reach(event):
+    if totals["runs"] == len(RUNS):
+        assert totals[event] > 20
