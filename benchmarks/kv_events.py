@@ -59,10 +59,9 @@ class PacedExecutor:
         return self._executor.wait()
 
 
-def session(rows: int, step_s: float, events: bool) -> EngineSession:
-    """All slots are taken, and `rows` long replies run."""
+def session(load: SchedulerLoad, step_s: float, events: bool) -> EngineSession:
+    """All slots are taken, and a long reply runs in nearly every seat."""
     stores = NotedStores()
-    load = SchedulerLoad(8_000, 24_000, rows)
     bench = FilledScheduler(load, store=stores if events else ChunkStore)
     bench.fill()
     bench.end_step()
@@ -74,10 +73,10 @@ def session(rows: int, step_s: float, events: bool) -> EngineSession:
     return EngineSession(bench.scheduler, paced, report_kv=publisher.report)
 
 
-def periods(rows: int, step_s: float, rounds: int, steps: int) -> dict[str, Any]:
+def periods(load: SchedulerLoad, step_s: float, rounds: int, steps: int) -> dict[str, Any]:
     """Milliseconds from one result to the next, the median of the rounds without and with events;
     the median of their ratios."""
-    sessions = {events: session(rows, step_s, events) for events in (False, True)}
+    sessions = {events: session(load, step_s, events) for events in (False, True)}
     time.sleep(2.0)  # the thread tells all that the filling stored
     gc.collect()
     gc.freeze()
@@ -93,7 +92,7 @@ def periods(rows: int, step_s: float, rounds: int, steps: int) -> dict[str, Any]
             taken[events].append((time.perf_counter() - began) / steps * 1e3)
     ratios = [on / off for off, on in zip(taken[False], taken[True], strict=True)]
     return {
-        "rows": rows,
+        "rows": load.seats,
         "device_ms": step_s * 1e3,
         "off_ms": round(statistics.median(taken[False]), 4),
         "on_ms": round(statistics.median(taken[True]), 4),
@@ -142,8 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=24, help="default %(default)s")
     parser.add_argument("--steps", type=int, default=100, help="default %(default)s")
     args = parser.parse_args(argv)
+    load = SchedulerLoad(8_000, 24_000, args.rows)
     for device_ms in args.device_ms:
-        print(json.dumps(periods(args.rows, device_ms / 1e3, args.rounds, args.steps)))
+        print(json.dumps(periods(load, device_ms / 1e3, args.rounds, args.steps)))
     for line in thread_times():
         print(json.dumps(line))
     return 0

@@ -7,7 +7,7 @@ from pensieve.runtime.cache_salt import GIVEN, given_salt
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.noted_store import NotedStores, fastest_tier
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import TIERS
+from pensieve.scheduler.types import LOCAL_TIERS
 
 from ...scheduler.driver import Driver
 
@@ -56,9 +56,9 @@ class Player(Driver):
         for key in keys:
             chunk = self.store.find(key)
             tier = NO_SLOT if chunk is None else fastest_tier(chunk)
-            tiers.append(len(TIERS) if tier == NO_SLOT else tier)
+            tiers.append(len(LOCAL_TIERS) if tier == NO_SLOT else tier)
         runs = []
-        for tier in TIERS:
+        for tier in LOCAL_TIERS:
             leading = [at for at, there in enumerate(tiers) if there > tier]
             runs.append(leading[0] if leading else len(tiers))
         return tokens.tolist(), given_salt(conversation.salt), tuple(runs)

@@ -17,7 +17,7 @@ from pensieve.runtime.kv_events.config import KVEventsConfig
 from pensieve.runtime.kv_events.publisher import KVEventPublisher
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.noted_store import ContextRun, ResidencyChanges
-from pensieve.scheduler.types import TIERS
+from pensieve.scheduler.types import LOCAL_TIERS
 
 from .player import Player
 from .routers import FOLDER, DynamoRouter, LossyProxy
@@ -32,8 +32,8 @@ DIRECT, LOSSY, LATE = 1, 2, 3  # workers: three views of one publisher
 
 def marker_of(number):
     """Three chunks, one in each tier: the router applies the tiers' events apart."""
-    tokens = array("i", [1_000_000 + number] * SIZE * len(TIERS))
-    keys = tuple(hashlib.sha256(bytes([tier, *tokens.tobytes()])).digest() for tier in TIERS)
+    tokens = array("i", [1_000_000 + number] * SIZE * len(LOCAL_TIERS))
+    keys = tuple(hashlib.sha256(bytes([tier, *tokens.tobytes()])).digest() for tier in LOCAL_TIERS)
     return ContextRun(0, len(keys), keys, tokens, b"")
 
 
@@ -48,7 +48,7 @@ class MarkedStore:
         gone = [(key, NO_SLOT) for key in marker_of(self.markers).keys]
         self.markers += 1
         marker = marker_of(self.markers)
-        there = list(zip(marker.keys, TIERS, strict=True))
+        there = list(zip(marker.keys, LOCAL_TIERS, strict=True))
         tiers, names = self._store.take_changes() or ResidencyChanges(())
         return ResidencyChanges([*tiers, *gone, *there], [*names, marker])
 
