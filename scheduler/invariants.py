@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet
+from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet, State
 from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
 from .planning.queues import RequestQueues
@@ -40,6 +40,19 @@ def check_requests(
         raise InvariantError("a request is in two places, or in none")
 
 
+def check_states(store: ChunkStore, queues: RequestQueues, loading: Iterable[State]) -> list[Chunk]:
+    """Checks that each state slot is free or held, and that states are whole. Returns the pieces
+    that rows are to load or the latest plan copies, one entry for each user."""
+    assert store.states is not None
+    live = [row.state for row in queues.joined() if row.state is not None]
+    store.states.check([state.slot for state in live if state.slot != NO_SLOT])
+    for chunk in store.resident_chunks():
+        if chunk.state is not None and chunk not in chunk.state.pieces:
+            raise InvariantError(f"{chunk} is a piece of a state that is not whole")
+    states = [*loading, *(state for row in live for state in row.loads)]
+    return [piece for state in states for piece in state.pieces]
+
+
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
     """Checks that each slot is free or owned once, and that users and claims are those of rows and
     conversations."""
@@ -69,7 +82,7 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             )
         if chunk.key is not None and store.find(chunk.key) is not chunk:
             raise InvariantError(f"{chunk} is not the owner of its key")
-        if chunk.users and chunk.slots[GPU] == NO_SLOT:
+        if chunk.users and chunk.slots[GPU] == NO_SLOT and chunk.state is None:
             raise InvariantError(f"{chunk} is in use but not on the GPU")
         if chunk.key is None and (chunk.moving is not None or _lower_slots(chunk)):
             raise InvariantError(f"{chunk} is private and has to do with a lower tier")

@@ -23,7 +23,7 @@ from .config import SchedulerConfig
 from .context_window import check_length
 from .cost import CostProfile, swap_out_chunks
 from .draft_timing import DraftTiming
-from .invariants import check_requests, check_store
+from .invariants import check_requests, check_states, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
@@ -186,6 +186,7 @@ class Scheduler:
                 self._store.drop(turn.tail)
         else:
             self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
+        self._queues.forget_state(turn)
 
     def expire(self, now: float) -> list[RequestId]:
         """Ends requests that have waited longer than `queue_timeout` for their first seat, as long
@@ -298,6 +299,8 @@ class Scheduler:
         )
 
         self._queues.release_suspended(self._applied, now)
+        if batcher.states is not None:
+            batcher.states.begin_plan(builder)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
         batcher.plan_fair_spans(builder)
@@ -436,6 +439,8 @@ class Scheduler:
         users = Counter(
             chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks
         )
+        if self._batcher.states is not None:
+            users.update(check_states(self._store, self._queues, self._batcher.states.loading))
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal
@@ -540,6 +545,8 @@ class Scheduler:
     def _end(self, row: RunningTurn, reply: int, now: float) -> None:
         """Commits the turn, cut to `reply` tokens, and releases its chunks."""
         turn = row.turn
+        if row.state is not None:
+            self._committer.publish_last(row, reply)
         tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
         self._write_behind.turn_ended(row.chunks, now)
@@ -549,6 +556,7 @@ class Scheduler:
     def _close(self, turn: Turn) -> None:
         """Forgets a turn that has ended or left."""
         del self._turns[turn.request.id]
+        self._queues.forget_state(turn)
         if turn.request.sampling.grammar is not None:
             self._ended_grammars.append(turn.request.id)
 

@@ -23,6 +23,7 @@ from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .prefixes import SharedPrefixes
 from .sampling_inputs import NOTHING_FORBIDDEN, Mask, SamplingInputs, SeatSampling, scored
+from .state_check import StateCheck
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
 
@@ -55,14 +56,15 @@ class StepInputs(PackedBatch[np.ndarray]):
 class StepPacker:
     """The seats after the last packed plan. Each plan is packed once, in order."""
 
-    def __init__(self, seats: int, blocks: int, chunk_tokens: int):
+    def __init__(self, seats: int, blocks: int, chunk_tokens: int, state_slots: int = 0):
         """seats, blocks: shape of the block table; blocks is the most chunks that a request can
-        have."""
+        have. state_slots: 0 if the model has no recurrent states."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
         self._chunks = [0] * seats  # by seat, that its row was given
         # By seat: the first position of its row, and the position that the model counts as 0.
         self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
+        self._states = StateCheck(state_slots) if state_slots else None
         self._prefixes = SharedPrefixes(self._table, chunk_tokens)
         self._sampling = SeatSampling(seats)
 
@@ -102,6 +104,8 @@ class StepPacker:
         q_starts = q_ends - lengths
         begins = self._starts[seats]
         self._check(plan, seats, ends - begins, lengths, samples)
+        if self._states is not None:
+            self._states.check(plan, seats, begins, starts, ends)
         coordinates = (starts - begins - q_starts).repeat(lengths)
         coordinates += np.arange(plan.tokens, dtype=np.int32)
         segments = np.zeros((len(seats), 5), np.int32)

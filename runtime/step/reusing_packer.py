@@ -68,6 +68,8 @@ class ReusingPacker(StepPacker):
         last = rows.inputs
         seats = last.sample_seats
         first = np.array(plan.positions, np.int32)
+        if self._states is not None:
+            self._states.check(plan, seats, rows.begins, first, first + np.int32(1))
         coordinates = first - rows.begins
         chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
         slots = self._table[seats, chunks]

@@ -85,6 +85,32 @@ class VictimGroup:
         return list(islice(self.chunks, most))
 
 
+class State:
+    """The recurrent states of all layers after the first `end` tokens of a context. It is never
+    written again.
+
+    key       of the chunk that ends there; None: the state is private, or not named yet
+    keys      the turn's keys, if the state gets its key when the tokens before it are applied
+    slot      the state slot that it holds until it is copied out; NO_SLOT: none
+    pieces    its copy on HOST, all or none; they live and die together
+    replaces  an earlier state of the same reply, dropped when this one is copied out
+    unwanted  it is dropped when the next plan begins, or later if a row is to load it
+    """
+
+    __slots__ = ("end", "key", "keys", "pieces", "replaces", "slot", "unwanted")
+
+    def __init__(
+        self, end: int, slot: int, key: ChunkKey | None = None, keys: list[ChunkKey] | None = None
+    ):
+        self.end = end
+        self.key = key
+        self.keys = keys
+        self.slot = slot
+        self.pieces: list[Chunk] = []
+        self.replaces: State | None = None
+        self.unwanted = False
+
+
 class Claims(NamedTuple):
     """Counts of the conversations that claim one chunk: all, the pinned ones, and those over their
     owners' quotas."""
@@ -118,6 +144,7 @@ class Chunk:
                     chunk is not copied when its GPU slot is needed
     created, dropped_at
                     times at which it was made and last dropped
+    state           it is a piece of this state, not KV; private, and only ever on HOST
     """
 
     __slots__ = (
@@ -136,6 +163,7 @@ class Chunk:
         "refused_by_host",
         "slots",
         "staged",
+        "state",
         "tokens",
         "users",
         "victim_group",
@@ -162,6 +190,7 @@ class Chunk:
         self.moving: Move | None = None
         self.victim_set: ChunkSet | None = None
         self.victim_group: VictimGroup | None = None
+        self.state: State | None = None
 
     @property
     def resident(self) -> bool:

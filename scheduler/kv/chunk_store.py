@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from ..config import SchedulerConfig
 from ..plan import NO_TICKETS, Lane
 from ..types import GPU, HOST, TIERS, ChunkKey, InvariantError, QueuePlace, StoredRecord
-from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, OrderedSet
+from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, OrderedSet, State
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
 from .slots import SlotPool
+from .state_slots import StateSlots
 from .stats import REGRET_S, EvictionStats
 from .victim_sets import VictimSet
 
@@ -41,11 +42,16 @@ class ChunkStore:
     bad_copies      failed copies on HOST, since the start
     dropped         chunks dropped since the start
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
+    states          None if the model has no states
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
         self.policy = policy
-        self.gpu = SlotPool(config.gpu_kv_chunks)
+        states = config.states
+        self.gpu = SlotPool(
+            config.gpu_kv_chunks, beyond=0 if states is None else states.slots * states.chunks
+        )
+        self.states = None if states is None else StateSlots(states, config.gpu_kv_chunks, self.gpu)
         self.host = SlotPool(config.host_kv_chunks)
         self.lower = lower_tiers(config)
         self.spare = [VictimSet(policy) for _ in TIERS]
@@ -401,6 +407,8 @@ class ChunkStore:
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
+        if self.states is not None and key in self.states.by_key:
+            self.forget_state(self.states.by_key[key])
         for lower in self.lower:
             lower.erase(key, chunk)
         if chunk is None:
@@ -422,6 +430,8 @@ class ChunkStore:
     def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
+            if chunk.state is not None:
+                self._lose_state(chunk.state)
             return
         if self._by_key.pop(chunk.key, None) is None:
             return
@@ -435,6 +445,64 @@ class ChunkStore:
     def _regret(self, dropped_at: float) -> None:
         if self.now - dropped_at <= REGRET_S:
             self.regret_tokens += self._chunk_tokens
+
+    # -- states
+
+    def keep_state(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
+        """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
+        assert self.states is not None
+        state.pieces = pieces
+        for piece, slot in zip(pieces, host_slots, strict=True):
+            piece.state = state
+            piece.tokens = 1  # nothing else of a piece is counted in tokens
+            self._private[piece] = None
+            self.copied_out(piece, slot)
+            self.update_victim_set(piece)
+        if state.key is not None:
+            self.states.by_key[state.key] = state
+        self.states.kept += 1
+
+    def can_load(self, state: State) -> bool:
+        """True if the state is on HOST, and known to be complete where copies may fail."""
+        return bool(state.pieces) and not any(map(self.unconfirmed, state.pieces))
+
+    def forget_state(self, state: State) -> None:
+        """Nothing looks for the state any more."""
+        assert self.states is not None
+        if state.unwanted:
+            return
+        state.unwanted = True
+        if state.key is not None and self.states.by_key.get(state.key) is state:
+            del self.states.by_key[state.key]
+        self.states.unwanted.append(state)
+
+    def drop_unwanted_states(self) -> None:
+        """Drops states that nothing looks for and no row is to load. Called when a plan begins: no
+        copy of this plan uses their slots."""
+        assert self.states is not None
+        waiting = []
+        for state in self.states.unwanted:
+            if any(piece.users for piece in state.pieces):
+                waiting.append(state)
+            else:
+                self._drop_pieces(state)
+        self.states.unwanted = waiting
+
+    def _lose_state(self, state: State) -> None:
+        """A piece has been dropped, and all others with it."""
+        if state.pieces:
+            assert self.states is not None
+            self.states.lost += 1
+            self._drop_pieces(state)
+
+    def _drop_pieces(self, state: State) -> None:
+        assert self.states is not None
+        pieces, state.pieces = state.pieces, []
+        if state.key is not None and self.states.by_key.get(state.key) is state:
+            del self.states.by_key[state.key]
+        for piece in pieces:
+            if piece.resident:
+                self.drop(piece)
 
     # -- moves to and from lower tiers
 

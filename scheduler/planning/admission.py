@@ -12,7 +12,7 @@ from ..kv.chunk_store import ChunkStore
 from ..kv.stats import SwapInOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
-from ..turns.turn import RunningTurn, Turn
+from ..turns.turn import RowState, RunningTurn, Turn
 from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
 from .lookup import CacheLookup, NeedsReads, RequestNeeds
@@ -176,6 +176,8 @@ class Admission:
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # another row has computed the whole chunk
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
+        for state in needs.loads:
+            store.pin(state.pieces)
         self._queues.leave_queue(turn)
         builder.evictor.take_gpu_slots(needs.new_slots)
         store.reserve_swap_ins(needs.swap_ins)
@@ -189,9 +191,13 @@ class Admission:
         turn.context_start = needs.context_start
         turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}
+        live = None
+        if self._config.states is not None:
+            next_kept = len(turn.request.prompt) + self._config.states.generated
+            live = RowState(needs.context_start, needs.loads, needs.cuts, next_kept)
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(
-            turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end
+            turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end, live
         )
         if tail is not None:
             tail.tokens = needs.tail_tokens
@@ -243,7 +249,8 @@ class Admission:
             [chunk.slots[HOST] for chunk in swap_ins], [chunk.slots[GPU] for chunk in swap_ins]
         )
         self._store.swap_ins_issued(swap_ins)
-        if gated and builder.budget > 0:
+        states = self._batcher.states
+        if gated and builder.budget > 0 and (states is None or states.has_seat):
             self._seat(row, builder)
         return max(0, link - len(swap_ins))
 
@@ -258,6 +265,8 @@ class Admission:
             if chunk.key is None:
                 builder.copies.step_writes(chunk.slots[GPU])
         builder.joins.append(_join(row))
+        if self._batcher.states is not None:
+            self._batcher.states.seat(row)
         self._batcher.send_chunks(row, builder, 0)
         self._batcher.take_spans(row, builder, builder.budget)
 

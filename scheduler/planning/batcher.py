@@ -15,6 +15,7 @@ from ..plan import BlockUpdate, RowStart
 from ..turns.turn import RunningTurn
 from ..types import GPU, RowId
 from .drafting import Drafting
+from .live_states import LiveStates
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
 
@@ -37,6 +38,9 @@ class Batcher:
         self._queues = queues
         self._windows = windows
         self.drafting = Drafting(config, timing, store, queues)
+        self.states = (
+            None if store.states is None else LiveStates(config, store, store.states, queues)
+        )
 
     # -- generation
 
@@ -76,6 +80,8 @@ class Batcher:
                 generate.append(row.seat)
                 positions.append(position)
                 samples.append(row.id)
+                if self.states is not None:
+                    self.states.generate(row, position, builder)
             row.position = position + 1
         samples += checked
         builder.budget -= len(samples)
@@ -157,6 +163,7 @@ class Batcher:
         assert windows is not None
         if windows.mode == RECOMPUTE:
             self._queues.unseat(row)
+            self._queues.forget_state(turn)  # it belongs to the context that ends here
             self._queues.queue_again(row, None, builder.now)
             row.leaving = True
             return False
@@ -242,6 +249,9 @@ class Batcher:
             and (room := builder.room_for(row.spans[0], builder.budget - least)) > 0
         ):
             start, end = row.spans[0].start, row.spans[0].end
+            states = self.states
+            if states is not None and not states.may_begin(row, start, builder):
+                return
             if start >= row.first_without_slot and not self._extend(
                 row, builder, min(end, start + room)
             ):
@@ -249,6 +259,10 @@ class Batcher:
             row.launched = builder.step
             span = row.spans.popleft()._replace(seat=row.seat)
             cut = min(start + room, row.first_without_slot)
+            if states is not None:
+                if cut < end:
+                    cut = states.rounded(start, cut)
+                cut = states.cut(row, start, min(cut, end))
             if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=0)
@@ -260,3 +274,5 @@ class Batcher:
                 builder.scored += row.turn.tokens[span.start + 1 : span.end + (not span.samples)]
             if span.samples:
                 builder.samples.append(row.id)
+            if states is not None:
+                builder.span_states.append(states.compute(row, span.start, span.end, builder))

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from ..config import SchedulerConfig
-from ..kv.chunk import NO_SLOT, Chunk, Claims
+from ..kv.chunk import NO_SLOT, Chunk, Claims, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
@@ -36,6 +36,7 @@ class Log(NamedTuple):
     first: int
     chunks: list[Chunk]
     tail: Chunk | None
+    state: State | None = None
 
 
 class Conversation:
@@ -48,6 +49,7 @@ class Conversation:
     first     index of the first chunk that the next turn's first position sees
     chunks    the chunks from there on, claimed; empty without reuse
     tail      the private chunk behind them, or None; it may have been dropped meanwhile
+    state     the private state at the end of its last turn, or None
     active    time of its last activity, seconds
     ttl       seconds from the last activity to its expiry
     pinned    its chunks are evicted last, until `pinned_until`
@@ -72,6 +74,7 @@ class Conversation:
         "pinned",
         "pinned_until",
         "salt",
+        "state",
         "tail",
         "tokens",
         "ttl",
@@ -87,6 +90,7 @@ class Conversation:
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
+        self.state: State | None = None
         self.active = now
         self.ttl = ttl
         self.pinned = False
@@ -214,7 +218,7 @@ class Conversations:
         conversation.tokens, conversation.context_start, conversation.keys, conversation.first = (
             log[:4]
         )
-        conversation.tail = log.tail
+        conversation.tail, conversation.state = log.tail, log.state
         self._schedule(conversation_id, conversation)
         if self._quotas is not None:
             for other, over_quota in self._quotas.put(
@@ -486,6 +490,9 @@ class Conversations:
         if conversation.tail is not None and conversation.tail.resident:
             self._store.drop(conversation.tail)
         conversation.tail = None
+        if conversation.state is not None:
+            self._store.forget_state(conversation.state)
+            conversation.state = None
 
 
 def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:

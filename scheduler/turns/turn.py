@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..kv.chunk import Chunk
+from ..kv.chunk import NO_SLOT, Chunk, State
 from ..plan import Span
 from ..types import ChunkKey, QueuePlace, Request, RowId, Tier, Usage
 from .drafts import Drafts
@@ -29,6 +29,7 @@ class Turn:
     queued        seconds that it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps
                   dropped meanwhile
+    state         private, at the end of its last stay in a seat; None: none
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
     waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or
@@ -62,6 +63,7 @@ class Turn:
         "reply_work",
         "request",
         "scored",
+        "state",
         "tail",
         "tokens",
         "usage",
@@ -83,6 +85,7 @@ class Turn:
         self.first_keys: dict[int, ChunkKey] = {}
         self.scored = 0
         self.tail: Chunk | None = None
+        self.state: State | None = None
         self.waiting_for: ChunkKey | None = None
         self.wanted = 0
         self.awaited: dict[Chunk, None] = {}
@@ -115,6 +118,50 @@ class Turn:
         )
 
 
+class RowState:
+    """The recurrent state of a row, and the states that it needs and keeps.
+
+    base      the position at which the row's context begins: the state there is zero
+    slot      its state slot; NO_SLOT while it has no seat
+    at        the tokens of its context that the state in the slot has seen
+    kept      that state is to be copied out or is being copied
+    waits     copies use the slot: its next step waits for them
+    loads     states on HOST from which its spans begin, ascending; it pins their pieces
+    cuts      ascending positions of the prompt at which its states are kept
+    planned   the last step that computes it
+    loaded    the last plan that copies its state in
+    next_kept, newest
+              the reply's position from which on its next state is kept, and the one kept last
+    states    all states that it has loaded and kept: they were used when it was
+    """
+
+    __slots__ = (
+        "at",
+        "base",
+        "cuts",
+        "kept",
+        "loaded",
+        "loads",
+        "newest",
+        "next_kept",
+        "planned",
+        "slot",
+        "states",
+        "waits",
+    )
+
+    def __init__(self, base: int, loads: list[State], cuts: list[int], next_kept: int):
+        self.base = self.at = base
+        self.slot = NO_SLOT
+        self.kept = self.waits = False
+        self.loads = deque(loads)
+        self.cuts = deque(cuts)
+        self.planned = self.loaded = 0
+        self.next_kept = next_kept
+        self.newest: State | None = None
+        self.states: list[State] = []
+
+
 class RunningTurn:
     """first      index of the chunk at which the row begins: earlier chunks are not seen
     chunks        the chunks from there on, all pinned, all with a GPU slot
@@ -134,6 +181,7 @@ class RunningTurn:
     pending       keys that this row is the first to compute
     constrained   the last token decides which ones may follow (grammar, bad words), so each token
                   must be applied before the next one is planned
+    state         its recurrent state; None if the model has none
     """
 
     __slots__ = (
@@ -154,6 +202,7 @@ class RunningTurn:
         "reply",
         "seat",
         "spans",
+        "state",
         "stop_ids",
         "swap_ins",
         "tokens",
@@ -170,6 +219,7 @@ class RunningTurn:
         spans: deque[Span],
         swap_ins: deque[Chunk],
         window_end: int,
+        state: RowState | None = None,
     ):
         self.turn = turn
         self.id = RowId(turn.request.id, epoch)
@@ -193,6 +243,7 @@ class RunningTurn:
         self.pending: dict[ChunkKey, None] = {}
         self.constrained = turn.request.sampling.constrained
         self.drafts = turn.drafts
+        self.state = state
 
     @property
     def order(self) -> QueuePlace:
