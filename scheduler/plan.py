@@ -220,8 +220,8 @@ class StepPlan:
     lower: tuple[TierWork, ...] = ()
     origins: tuple[RowStart, ...] = ()
     ended: tuple[RequestId, ...] = ()
-    state_in: array[int] = field(default_factory=lambda: array("i"))
-    state_out: array[int] = field(default_factory=lambda: array("i"))
+    state_in: Sequence[int] = ()
+    state_out: Sequence[int] = ()
     loads: tuple[StateLoad, ...] = ()
 
     @property

@@ -193,7 +193,7 @@ class Admission:
         turn.key_chains, turn.first_keys = {}, {}
         live = None
         if self._config.states is not None:
-            next_kept = len(turn.request.prompt) + self._config.states.generated
+            next_kept = len(turn.tokens) + self._config.states.generated
             live = RowState(needs.context_start, needs.loads, needs.cuts, next_kept)
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(

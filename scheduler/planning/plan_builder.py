@@ -80,6 +80,7 @@ class PlanBuilder:
 
     def freeze(self) -> StepPlan:
         states = self.generate_states + self.span_states
+        state_in, state_out = zip(*states, strict=True) if states else ((), ())
         return StepPlan(
             step=self.step,
             copies=self.copies.batches(),
@@ -95,7 +96,7 @@ class PlanBuilder:
             scored=self.scored,
             lower=self.lower,
             ended=self.ended,
-            state_in=array("i", [read for read, _ in states]),
-            state_out=array("i", [written for _, written in states]),
+            state_in=state_in,
+            state_out=state_out,
             loads=tuple(self.loads),
         )

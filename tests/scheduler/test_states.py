@@ -8,6 +8,12 @@ from random import Random
 import pytest
 
 from pensieve.scheduler.config import EVICTION_POLICIES, StateConfig
+from pensieve.scheduler.kv.chunk_store import ChunkStore
+from pensieve.scheduler.kv.state_slots import StateSlots
+from pensieve.scheduler.planning.live_states import LiveStates
+from pensieve.scheduler.planning.lookup import CacheLookup
+from pensieve.scheduler.planning.plan_copies import StepCopies
+from pensieve.scheduler.planning.queues import RequestQueues
 
 from .driver import STATES, Driver
 
@@ -108,3 +114,79 @@ def test_everything_happened(event, totals):
     if totals["runs"] < FAST:
         pytest.skip("only some of the runs were selected")
     assert totals[event], sorted(totals.items())
+
+
+# -- mutants: each error is found
+
+
+def off_by_one(monkeypatch):
+    states = CacheLookup._states
+    monkeypatch.setattr(
+        CacheLookup,
+        "_states",
+        lambda *args: {end - 1: state for end, state in states(*args).items()},
+    )
+
+
+def stale_slot(monkeypatch):
+    writable = LiveStates._writable
+
+    def forgets_to_move(self, row):
+        before = row.state.slot
+        written = writable(self, row)
+        row.state.slot = before
+        return written
+
+    monkeypatch.setattr(LiveStates, "_writable", forgets_to_move)
+
+
+def zero_state(monkeypatch):
+    compute = LiveStates.compute
+    monkeypatch.setattr(LiveStates, "compute", lambda *args: (-1, compute(*args)[1]))
+
+
+def last_token_twice(monkeypatch):
+    leave = RequestQueues._leave_slot
+
+    def earlier(self, row, live):
+        leave(self, row, live)
+        if row.turn.state is not None:
+            row.turn.state.end -= 1
+
+    monkeypatch.setattr(RequestQueues, "_leave_slot", earlier)
+
+
+def one_piece_missing(monkeypatch):
+    monkeypatch.setattr(ChunkStore, "_lose_state", lambda self, state: None)
+
+
+def read_before_it_is_copied(monkeypatch):
+    monkeypatch.setattr(StepCopies, "step_writes", lambda self, slot: None)
+
+
+def slot_free_at_once(monkeypatch):
+    def let_go(self, slot):
+        self._holders[slot] -= 1
+        if not self._holders[slot]:
+            self._free.append(slot)
+
+    monkeypatch.setattr(StateSlots, "let_go", let_go)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        off_by_one,
+        stale_slot,
+        zero_state,
+        last_token_twice,
+        one_piece_missing,
+        read_before_it_is_copied,
+        slot_free_at_once,
+    ],
+)
+def test_an_error_is_found(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in range(FAST):
+            StateDriver(seed, **drawn(seed)).play(OPERATIONS, Counter())
