@@ -250,6 +250,11 @@ class SchedulerConfig(SchedulerSettings):
         )
 
     @property
+    def state_chunks(self) -> int:
+        """The GPU slots of all state slots."""
+        return 0 if self.states is None else self.states.slots * self.states.chunks
+
+    @property
     def most_host_kv_chunks(self) -> int:
         return self.host_kv_chunks + self.host_kv_growth
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet, State
+from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet
 from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
+from .planning.live_states import LiveStates
 from .planning.queues import RequestQueues
 from .turns.turn import RunningTurn, Turn
 from .types import GPU, HOST, InvariantError, QueuePlace, RequestId, Tier
@@ -40,17 +41,19 @@ def check_requests(
         raise InvariantError("a request is in two places, or in none")
 
 
-def check_states(store: ChunkStore, queues: RequestQueues, loading: Iterable[State]) -> list[Chunk]:
+def check_states(store: ChunkStore, queues: RequestQueues, states: LiveStates) -> list[Chunk]:
     """Checks that each state slot is free or held, and that states are whole. Returns the pieces
-    that rows are to load or the latest plan copies, one entry for each user."""
-    assert store.states is not None
+    that rows are to swap in or the latest plan copies, one entry for each user."""
     live = [row.state for row in queues.joined() if row.state is not None]
-    store.states.check([state.slot for state in live if state.slot != NO_SLOT])
+    states.slots.check([state.slot for state in live if state.slot != NO_SLOT])
     for chunk in store.resident_chunks():
         if chunk.state is not None and chunk not in chunk.state.pieces:
             raise InvariantError(f"{chunk} is a piece of a state that is not whole")
-    states = [*loading, *(state for row in live for state in row.loads)]
-    return [piece for state in states for piece in state.pieces]
+    for key, state in states.kept.by_key.items():
+        if state.key != key or len(state.pieces) != states.kept.config.chunks:
+            raise InvariantError(f"the state after {state.end} tokens is kept in part")
+    used = [*states.swapping_in, *(state for row in live for state in row.swap_ins)]
+    return [piece for state in used for piece in state.pieces]
 
 
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:

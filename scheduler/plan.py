@@ -94,7 +94,7 @@ class Span(NamedTuple):
     scores: bool = False
 
 
-class StateLoad(NamedTuple):
+class StateSwapIn(NamedTuple):
     """A copy of this plan brings the state after `end` tokens of the request in `seat` to state
     slot `slot`."""
 
@@ -200,7 +200,8 @@ class StepPlan:
                 for the state after it; they may be equal. Both are empty if the model has no
                 states. State slot s is the GPU slots of its pieces, behind those of the KV:
                 gpu_kv_chunks + s * pieces and the next ones
-    loads       the states that `copies` bring to the GPU
+    state_swap_ins
+                the states that `copies` bring to the GPU
 
     The batch's tokens are those of `generate`, then those of `spans`. A plan without both launches
     nothing.
@@ -222,7 +223,7 @@ class StepPlan:
     ended: tuple[RequestId, ...] = ()
     state_in: Sequence[int] = ()
     state_out: Sequence[int] = ()
-    loads: tuple[StateLoad, ...] = ()
+    state_swap_ins: tuple[StateSwapIn, ...] = ()
 
     @property
     def tokens(self) -> int:

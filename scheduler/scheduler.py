@@ -29,12 +29,14 @@ from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
 from .kv.moves import report_moves, slot_counts
 from .kv.retention import eviction_policy
+from .kv.states import KeptStates
 from .kv.stats import SchedulerStats
 from .plan import Lane, StepPlan, StepResult
 from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
 from .planning.eviction import Evictor
+from .planning.live_states import LiveStates
 from .planning.lookup import CacheLookup
 from .planning.lower_work import LowerTierWork
 from .planning.plan_builder import PlanBuilder
@@ -43,6 +45,7 @@ from .planning.prefetch import Prefetcher
 from .planning.preparation import Preparation
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
+from .planning.state_lookup import StateLookup
 from .planning.write_behind import WriteBehind
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
@@ -71,6 +74,8 @@ class Scheduler:
         self._store = ChunkStore(
             config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
         )
+        kept = None if config.states is None else KeptStates(config.states, self._store)
+        self._states = None if kept is None else LiveStates(config, self._store, kept)
         self.work = WorkBudget()
         # of rows that have left: slots that others may wait for
         self._releases = Backlog(self.work)
@@ -79,12 +84,24 @@ class Scheduler:
         self._deletion_work = Backlog(self.work, self._claim_work)
         self._deletions = Deletions(self._store, self._deletion_work)
         self.conversations = Conversations(
-            config, self._store, self._chunk_keys, self._deletions, self._claim_work, self.work
+            config,
+            self._store,
+            self._chunk_keys,
+            self._deletions,
+            self._claim_work,
+            self.work,
+            kept,
         )
         self._lookup = CacheLookup(
-            self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows
+            self._store,
+            cost,
+            config.chunk_tokens,
+            config.reuse,
+            self._chunk_keys,
+            windows,
+            None if kept is None else StateLookup(config, cost, kept),
         )
-        self._queues = RequestQueues(config, self._store)
+        self._queues = RequestQueues(config, self._store, self._states)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self.draft_timing = DraftTiming(cost)
         self._batcher = Batcher(config, cost, self.draft_timing, self._store, self._queues, windows)
@@ -186,7 +203,8 @@ class Scheduler:
                 self._store.drop(turn.tail)
         else:
             self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
-        self._queues.forget_state(turn)
+            if self._states is not None:
+                self._states.forget(turn)
 
     def expire(self, now: float) -> list[RequestId]:
         """Ends requests that have waited longer than `queue_timeout` for their first seat, as long
@@ -299,8 +317,8 @@ class Scheduler:
         )
 
         self._queues.release_suspended(self._applied, now)
-        if batcher.states is not None:
-            batcher.states.begin_plan(builder)
+        if self._states is not None:
+            self._states.begin_plan(builder)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
         batcher.plan_fair_spans(builder)
@@ -439,8 +457,8 @@ class Scheduler:
         users = Counter(
             chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks
         )
-        if self._batcher.states is not None:
-            users.update(check_states(self._store, self._queues, self._batcher.states.loading))
+        if self._states is not None:
+            users.update(check_states(self._store, self._queues, self._states))
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal
@@ -556,7 +574,8 @@ class Scheduler:
     def _close(self, turn: Turn) -> None:
         """Forgets a turn that has ended or left."""
         del self._turns[turn.request.id]
-        self._queues.forget_state(turn)
+        if self._states is not None:
+            self._states.forget(turn)
         if turn.request.sampling.grammar is not None:
             self._ended_grammars.append(turn.request.id)
 

@@ -12,7 +12,7 @@ NOBODY = -1
 
 class StateCheck:
     """What the state slots hold after the last checked plan: by slot, the seat whose row wrote or
-    loaded the state, and the number of tokens that the state has seen."""
+    got the state from HOST, and the number of tokens that the state has seen."""
 
     def __init__(self, slots: int):
         self._seat = np.full(slots, NOBODY, np.int32)
@@ -32,7 +32,7 @@ class StateCheck:
         segment."""
         for join in plan.joins:
             self._seat[self._seat == join.seat] = NOBODY
-        for seat, slot, end in plan.loads:
+        for seat, slot, end in plan.state_swap_ins:
             self._seat[slot] = seat
             self._end[slot] = end
         read = np.array(plan.state_in, np.int32)

@@ -19,7 +19,6 @@ from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, OrderedSet, State
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
 from .slots import SlotPool
-from .state_slots import StateSlots
 from .stats import REGRET_S, EvictionStats
 from .victim_sets import VictimSet
 
@@ -42,16 +41,13 @@ class ChunkStore:
     bad_copies      failed copies on HOST, since the start
     dropped         chunks dropped since the start
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
-    states          None if the model has no states
+    lose_state      called with a state of which a piece has been dropped
+    delete_state    called with a key whose chunk is deleted
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
         self.policy = policy
-        states = config.states
-        self.gpu = SlotPool(
-            config.gpu_kv_chunks, beyond=0 if states is None else states.slots * states.chunks
-        )
-        self.states = None if states is None else StateSlots(states, config.gpu_kv_chunks, self.gpu)
+        self.gpu = SlotPool(config.gpu_kv_chunks, beyond=config.state_chunks)
         self.host = SlotPool(config.host_kv_chunks)
         self.lower = lower_tiers(config)
         self.spare = [VictimSet(policy) for _ in TIERS]
@@ -71,6 +67,8 @@ class ChunkStore:
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
+        self.lose_state: Callable[[State], None] = _no_state
+        self.delete_state: Callable[[ChunkKey], None] = _no_state
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
@@ -118,6 +116,12 @@ class ChunkStore:
         chunk.users = 1
         self._private[chunk] = None
         return chunk
+
+    def add_piece(self, piece: Chunk, host_slot: int) -> None:
+        """A new piece of a state is copied to that slot."""
+        self._private[piece] = None
+        self.copied_out(piece, host_slot)
+        self.update_victim_set(piece)
 
     def publish(self, chunk: Chunk, key: ChunkKey) -> Chunk:
         """Gives the private, now full chunk its key. Returns the chunk that its row holds from now
@@ -407,8 +411,7 @@ class ChunkStore:
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
-        if self.states is not None and key in self.states.by_key:
-            self.forget_state(self.states.by_key[key])
+        self.delete_state(key)
         for lower in self.lower:
             lower.erase(key, chunk)
         if chunk is None:
@@ -431,7 +434,7 @@ class ChunkStore:
         if chunk.key is None:
             self._private.pop(chunk, None)
             if chunk.state is not None:
-                self._lose_state(chunk.state)
+                self.lose_state(chunk.state)
             return
         if self._by_key.pop(chunk.key, None) is None:
             return
@@ -445,64 +448,6 @@ class ChunkStore:
     def _regret(self, dropped_at: float) -> None:
         if self.now - dropped_at <= REGRET_S:
             self.regret_tokens += self._chunk_tokens
-
-    # -- states
-
-    def keep_state(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
-        """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
-        assert self.states is not None
-        state.pieces = pieces
-        for piece, slot in zip(pieces, host_slots, strict=True):
-            piece.state = state
-            piece.tokens = 1  # nothing else of a piece is counted in tokens
-            self._private[piece] = None
-            self.copied_out(piece, slot)
-            self.update_victim_set(piece)
-        if state.key is not None:
-            self.states.by_key[state.key] = state
-        self.states.kept += 1
-
-    def can_load(self, state: State) -> bool:
-        """True if the state is on HOST, and known to be complete where copies may fail."""
-        return bool(state.pieces) and not any(map(self.unconfirmed, state.pieces))
-
-    def forget_state(self, state: State) -> None:
-        """Nothing looks for the state any more."""
-        assert self.states is not None
-        if state.unwanted:
-            return
-        state.unwanted = True
-        if state.key is not None and self.states.by_key.get(state.key) is state:
-            del self.states.by_key[state.key]
-        self.states.unwanted.append(state)
-
-    def drop_unwanted_states(self) -> None:
-        """Drops states that nothing looks for and no row is to load. Called when a plan begins: no
-        copy of this plan uses their slots."""
-        assert self.states is not None
-        waiting = []
-        for state in self.states.unwanted:
-            if any(piece.users for piece in state.pieces):
-                waiting.append(state)
-            else:
-                self._drop_pieces(state)
-        self.states.unwanted = waiting
-
-    def _lose_state(self, state: State) -> None:
-        """A piece has been dropped, and all others with it."""
-        if state.pieces:
-            assert self.states is not None
-            self.states.lost += 1
-            self._drop_pieces(state)
-
-    def _drop_pieces(self, state: State) -> None:
-        assert self.states is not None
-        pieces, state.pieces = state.pieces, []
-        if state.key is not None and self.states.by_key.get(state.key) is state:
-            del self.states.by_key[state.key]
-        for piece in pieces:
-            if piece.resident:
-                self.drop(piece)
 
     # -- moves to and from lower tiers
 
@@ -596,3 +541,7 @@ class ChunkStore:
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
+
+
+def _no_state(_: State | ChunkKey) -> None:
+    """The model has no states."""

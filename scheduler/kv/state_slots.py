@@ -1,4 +1,4 @@
-"""The GPU's slots for recurrent states, and the states that are kept (docs/design/states.md).
+"""The GPU's slots for recurrent states, (docs/design/states.md).
 
 A state slot is as many neighbouring GPU slots as a state has pieces, behind the slots of the KV. A
 row in a seat holds one. A state that is to be copied out holds its slot as well.
@@ -10,19 +10,13 @@ from collections import deque
 
 from ..config import StateConfig
 from ..plan import Lane
-from ..types import ChunkKey, InvariantError
+from ..types import InvariantError
 from .chunk import State
 from .slots import SlotPool
 
 
 class StateSlots:
-    """by_key   states on HOST at multiples of `StateConfig.multiple`, by the key of the chunk that
-              ends there
-    fresh       states in slots that are to be copied out
-    unwanted    states whose pieces are to be dropped
-    kept, loaded, lost
-                counts since the start: states copied out, copied in, and lost on HOST
-    """
+    """`fresh`: states in slots that are to be copied out."""
 
     def __init__(self, states: StateConfig, first: int, gpu: SlotPool):
         """`first`: the GPU slot of the first piece of state slot 0."""
@@ -34,10 +28,7 @@ class StateSlots:
         # by slot: the last launched step that reads or writes it
         self._used = [0] * states.slots
         self._late: list[int] = []
-        self.by_key: dict[ChunkKey, State] = {}
         self.fresh: list[State] = []
-        self.unwanted: list[State] = []
-        self.kept = self.loaded = self.lost = 0
 
     @property
     def free(self) -> int:
@@ -95,6 +86,3 @@ class StateSlots:
             raise InvariantError(
                 f"state slots: held by {counted}, counted {self._holders}, free {unheld}"
             )
-        for key, state in self.by_key.items():
-            if state.key != key or len(state.pieces) != self.config.chunks:
-                raise InvariantError(f"the state after {state.end} tokens is kept in part")

@@ -12,7 +12,8 @@ from ..kv.chunk_store import ChunkStore
 from ..kv.stats import SwapInOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
-from ..turns.turn import RowState, RunningTurn, Turn
+from ..turns.row_state import RowState
+from ..turns.turn import RunningTurn, Turn
 from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
 from .lookup import CacheLookup, NeedsReads, RequestNeeds
@@ -176,7 +177,7 @@ class Admission:
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # another row has computed the whole chunk
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
-        for state in needs.loads:
+        for state in needs.state_swap_ins:
             store.pin(state.pieces)
         self._queues.leave_queue(turn)
         builder.evictor.take_gpu_slots(needs.new_slots)
@@ -194,7 +195,7 @@ class Admission:
         live = None
         if self._config.states is not None:
             next_kept = len(turn.tokens) + self._config.states.generated
-            live = RowState(needs.context_start, needs.loads, needs.cuts, next_kept)
+            live = RowState(needs.context_start, needs.state_swap_ins, needs.cuts, next_kept)
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(
             turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end, live
@@ -249,7 +250,7 @@ class Admission:
             [chunk.slots[HOST] for chunk in swap_ins], [chunk.slots[GPU] for chunk in swap_ins]
         )
         self._store.swap_ins_issued(swap_ins)
-        states = self._batcher.states
+        states = self._queues.states
         if gated and builder.budget > 0 and (states is None or states.has_seat):
             self._seat(row, builder)
         return max(0, link - len(swap_ins))
@@ -265,8 +266,8 @@ class Admission:
             if chunk.key is None:
                 builder.copies.step_writes(chunk.slots[GPU])
         builder.joins.append(_join(row))
-        if self._batcher.states is not None:
-            self._batcher.states.seat(row)
+        if self._queues.states is not None:
+            self._queues.states.seat(row)
         self._batcher.send_chunks(row, builder, 0)
         self._batcher.take_spans(row, builder, builder.budget)
 

@@ -15,7 +15,6 @@ from ..plan import BlockUpdate, RowStart
 from ..turns.turn import RunningTurn
 from ..types import GPU, RowId
 from .drafting import Drafting
-from .live_states import LiveStates
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
 
@@ -38,9 +37,7 @@ class Batcher:
         self._queues = queues
         self._windows = windows
         self.drafting = Drafting(config, timing, store, queues)
-        self.states = (
-            None if store.states is None else LiveStates(config, store, store.states, queues)
-        )
+        self._states = queues.states
 
     # -- generation
 
@@ -80,8 +77,8 @@ class Batcher:
                 generate.append(row.seat)
                 positions.append(position)
                 samples.append(row.id)
-                if self.states is not None:
-                    self.states.generate(row, position, builder)
+                if self._states is not None:
+                    self._states.generate(row, position, builder)
             row.position = position + 1
         samples += checked
         builder.budget -= len(samples)
@@ -163,7 +160,8 @@ class Batcher:
         assert windows is not None
         if windows.mode == RECOMPUTE:
             self._queues.unseat(row)
-            self._queues.forget_state(turn)  # it belongs to the context that ends here
+            if self._states is not None:
+                self._states.forget(turn)  # it belongs to the context that ends here
             self._queues.queue_again(row, None, builder.now)
             row.leaving = True
             return False
@@ -249,7 +247,7 @@ class Batcher:
             and (room := builder.room_for(row.spans[0], builder.budget - least)) > 0
         ):
             start, end = row.spans[0].start, row.spans[0].end
-            states = self.states
+            states = self._states
             if states is not None and not states.may_begin(row, start, builder):
                 return
             if start >= row.first_without_slot and not self._extend(
@@ -260,9 +258,7 @@ class Batcher:
             span = row.spans.popleft()._replace(seat=row.seat)
             cut = min(start + room, row.first_without_slot)
             if states is not None:
-                if cut < end:
-                    cut = states.rounded(start, cut)
-                cut = states.cut(row, start, min(cut, end))
+                cut = states.cut(row, start, cut, end)
             if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=0)

@@ -94,10 +94,9 @@ class Committer:
         fills."""
         count = len(row.turn.request.prompt) + reply
         place = count // self._size - 1 - row.first
-        if count % self._size == 0 == count - self._computed(row, count) and 0 <= place < len(
-            row.chunks
-        ):
-            self.publish_full(row, count // self._size - 1)
+        fills = count % self._size == 0 and self._computed(row, count) == count
+        if fills and 0 <= place < len(row.chunks):
+            self.publish_full(row, place + row.first)
 
     def commit(
         self, turn: Turn, row: RunningTurn | None, reply: int, tail: Chunk | None, now: float
@@ -120,11 +119,10 @@ class Committer:
             chunks.append(chunk)
             if first * size > turn.context_start:
                 self._store.mark_past_window(chunk)
-        state = turn.state
-        if state is not None and state.end <= count:
-            turn.state = None
-        else:
-            state = None
+        state = None
+        if turn.state is not None and turn.state.end <= count:
+            state = turn.state
+            turn.state = None  # it is the conversation's now
         log = Log(turn.tokens[:count], turn.context_start, keys, first, chunks, tail, state)
         self._conversations.commit(turn.request, log, now)
         hint = turn.request.expect_next_s

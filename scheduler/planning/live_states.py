@@ -7,11 +7,12 @@ from ..config import SchedulerConfig
 from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_store import ChunkStore
 from ..kv.state_slots import StateSlots
-from ..plan import StateLoad
-from ..turns.turn import RowState, RunningTurn
+from ..kv.states import KeptStates
+from ..plan import StateSwapIn
+from ..turns.row_state import RowState
+from ..turns.turn import RunningTurn, Turn
 from ..types import HOST, InvariantError
 from .plan_builder import PlanBuilder
-from .queues import RequestQueues
 
 ZERO_STATE = -1
 
@@ -23,32 +24,28 @@ class LiveStates:
     out of that slot by the next plan, and the row's next step writes to another slot.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        store: ChunkStore,
-        slots: StateSlots,
-        queues: RequestQueues,
-    ):
+    def __init__(self, config: SchedulerConfig, store: ChunkStore, kept: KeptStates):
         self._reuse = config.reuse
         self._size = config.chunk_tokens
-        self._states = slots.config
+        self._seats = config.max_num_seqs
+        self._seated = 0  # rows that hold a slot
+        self._states = kept.config
         self._store = store
-        self._slots = slots
-        self._queues = queues
+        self.kept = kept
+        self.slots = StateSlots(kept.config, config.gpu_kv_chunks, store.gpu)
         # states that the latest plan copies in: they keep their HOST slots until the next plan
-        self.loading: list[State] = []
+        self.swapping_in: list[State] = []
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         """Copies out the states that are to be kept. Their slots are free afterwards, unless their
         rows still hold them."""
         store = self._store
-        slots = self._slots
+        slots = self.slots
         slots.begin_plan()
-        for state in self.loading:
+        for state in self.swapping_in:
             store.unpin(state.pieces, 0, builder.now)
-        self.loading.clear()
-        store.drop_unwanted_states()
+        self.swapping_in.clear()
+        self.kept.drop_unwanted()
         unnamed = []
         for state in slots.fresh:
             if not state.unwanted and not self._named(state):
@@ -74,7 +71,7 @@ class LiveStates:
         """Copies the state to HOST, if HOST has room for all of it."""
         store = self._store
         count = self._states.chunks
-        if (state.key is not None and state.key in self._slots.by_key) or store.host.count < count:
+        if (state.key is not None and state.key in self.kept.by_key) or store.host.count < count:
             return
         pieces = [Chunk(state.end, NO_SLOT, builder.now) for _ in range(count)]
         host_slots = builder.evictor.host_slots(count, store.policy.value(pieces[0], builder.now))
@@ -82,23 +79,57 @@ class LiveStates:
             for slot in host_slots:
                 store.host.give(slot)
             return
-        builder.copies.evictions.add(self._slots.pieces(state.slot), host_slots)
-        store.keep_state(state, pieces, host_slots)
+        builder.copies.evictions.add(self.slots.pieces(state.slot), host_slots)
+        self.kept.keep(state, pieces, host_slots)
         if state.replaces is not None:
-            store.forget_state(state.replaces)
+            self.kept.forget(state.replaces)
 
     # -- rows
 
     @property
     def has_seat(self) -> bool:
         """True if a row can be seated: there is a slot for its state."""
-        return self._slots.free > 0
+        return self.slots.free > 0
 
     def seat(self, row: RunningTurn) -> None:
         live = _live(row)
-        live.slot = self._slots.take()
+        live.slot = self.slots.take()
+        self._seated += 1
         live.at = live.base
         live.waits = True
+
+    def leave(self, row: RunningTurn) -> None:
+        """The row leaves its seat. Its state becomes a private one of its turn. States of its reply
+        that have no key yet will get none."""
+        live = _live(row)
+        turn = row.turn
+        self._seated -= 1
+        for state in self.slots.fresh:
+            if state.keys is turn.keys and state.end // self._size > len(turn.keys):
+                state.unwanted = True
+        self.forget(turn)
+        if self._reuse and live.at > live.base:
+            turn.state = State(live.at, live.slot)
+            self.slots.fresh.append(turn.state)
+        else:
+            self.slots.let_go(live.slot)
+        live.slot = NO_SLOT
+
+    def forget(self, turn: Turn) -> None:
+        """The turn's private state, if it has one, is not needed any more."""
+        if turn.state is not None:
+            self.kept.forget(turn.state)
+            turn.state = None
+
+    def release(self, row: RunningTurn, now: float) -> None:
+        """The row swaps in no more states. Those that it used were used now."""
+        live = _live(row)
+        for state in live.swap_ins:
+            self._store.unpin(state.pieces, 0, now)
+        live.swap_ins.clear()
+        for state in live.states:
+            for piece in state.pieces:
+                self._store.touch(piece, now)
 
     def may_begin(self, row: RunningTurn, start: int, builder: PlanBuilder) -> bool:
         """Returns whether this plan may compute the row from position `start` on. A row has one
@@ -109,40 +140,36 @@ class LiveStates:
         if live.planned == builder.step:
             return False
         if start != live.base and live.at != start:
-            self._load(row, start, builder)
-        return live.loaded != builder.step or not builder.tokens
+            self._swap_in(row, start, builder)
+        return live.swapped != builder.step or not builder.tokens
 
-    def _load(self, row: RunningTurn, start: int, builder: PlanBuilder) -> None:
+    def _swap_in(self, row: RunningTurn, start: int, builder: PlanBuilder) -> None:
         live = _live(row)
-        if not live.loads or live.loads[0].end != start:
+        if not live.swap_ins or live.swap_ins[0].end != start:
             raise InvariantError(f"{row.id} begins at {start} and has no state there")
         slot = self._writable(row)
-        state = live.loads.popleft()
+        state = live.swap_ins.popleft()
         builder.copies.early.add(
-            [piece.slots[HOST] for piece in state.pieces], self._slots.pieces(slot)
+            [piece.slots[HOST] for piece in state.pieces], self.slots.pieces(slot)
         )
-        builder.loads.append(StateLoad(row.seat, slot, state.end))
+        builder.state_swap_ins.append(StateSwapIn(row.seat, slot, state.end))
         live.at = state.end
         live.waits = True
-        live.loaded = builder.step
+        live.swapped = builder.step
         live.states.append(state)
-        self.loading.append(state)
-        self._slots.loaded += 1
+        self.swapping_in.append(state)
+        self.kept.swapped_in += 1
 
-    def cut(self, row: RunningTurn, start: int, end: int) -> int:
-        """Returns where a piece of the prompt from `start` to `end` at most ends: where a state is
-        kept, or else at a multiple if it reaches one."""
+    def cut(self, row: RunningTurn, start: int, most: int, end: int) -> int:
+        """Returns where a piece of the prompt that begins at `start` ends: where a state is kept,
+        at `end`, or at `most` if that comes first, and then at a multiple if one is on the way."""
         cuts = _live(row).cuts
         while cuts and cuts[0] <= start:
             cuts.popleft()
-        if cuts and cuts[0] < end:
-            return cuts[0]
-        return end
-
-    def rounded(self, start: int, end: int) -> int:
-        """`end`, or the last multiple before it if that is behind `start`."""
-        multiple = end - end % self._states.multiple
-        return multiple if multiple > start else end
+        if most < end:
+            multiple = most - most % self._states.multiple
+            end = multiple if multiple > start else most
+        return min(cuts[0], end) if cuts else end
 
     def compute(
         self, row: RunningTurn, start: int, end: int, builder: PlanBuilder
@@ -154,14 +181,14 @@ class LiveStates:
             read = ZERO_STATE
         elif live.at == start:
             read = live.slot
-            self._slots.used_by(read, builder.step)
+            self.slots.used_by(read, builder.step)
         else:
             raise InvariantError(f"{row.id} is at {start}, its state at {live.at}")
         written = self._writable(row)
         if live.waits:  # a slot that is read and has just been filled is also the one written
-            builder.copies.step_writes(self._slots.first_piece(written))
+            builder.copies.step_writes(self.slots.first_piece(written))
             live.waits = False
-        self._slots.used_by(written, builder.step)
+        self.slots.used_by(written, builder.step)
         live.at = end
         live.planned = builder.step
         if live.cuts and live.cuts[0] == end:
@@ -184,8 +211,8 @@ class LiveStates:
 
     def _keep(self, row: RunningTurn, state: State) -> None:
         live = _live(row)
-        self._slots.hold(state.slot)
-        self._slots.fresh.append(state)
+        self.slots.hold(state.slot)
+        self.slots.fresh.append(state)
         live.kept = True
         live.states.append(state)
 
@@ -196,8 +223,8 @@ class LiveStates:
         live = _live(row)
         if live.kept:
             live.kept = False
-            slots = self._slots
-            if slots.free > len(self._queues.free_seats):
+            slots = self.slots
+            if slots.free > self._seats - self._seated:
                 slots.let_go(live.slot)
                 live.slot = slots.take()
             else:

@@ -6,9 +6,8 @@ A lookup changes no state. If the request fits, it later gets all its slots at o
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -20,9 +19,10 @@ from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..plan import Span
-from ..turns.conversations import Conversation, common_prefix
+from ..turns.conversations import Conversation
 from ..turns.turn import Turn
 from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
+from .state_lookup import StateLookup, overlap
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -42,7 +42,8 @@ class RequestNeeds:
                   slots are not obtainable
     new_slots     GPU slots for the chunks that are swapped in or computed
     usage         sources of the prompt's tokens that its last position sees
-    loads         states on HOST from which `spans` begin, ascending
+    state_swap_ins
+                  states on HOST from which `spans` begin, ascending
     cuts          ascending positions at which a state is kept, within `spans`
     """
 
@@ -58,7 +59,7 @@ class RequestNeeds:
     idle_only: int
     new_slots: int
     usage: Usage
-    loads: list[State]
+    state_swap_ins: list[State]
     cuts: list[int]
 
     @property
@@ -91,7 +92,8 @@ class NeedsReads(NamedTuple):
 
 
 class CacheLookup:
-    """Finds the chunks of a request. `windows`: None, or the rules of context overflow."""
+    """Finds the chunks of a request. `windows`: None, or the rules of context overflow.
+    `states`: None if the model has no recurrent states."""
 
     def __init__(
         self,
@@ -101,7 +103,9 @@ class CacheLookup:
         reuse: bool,
         chunk_keys: ChunkKeys,
         windows: ContextWindow | None,
+        states: StateLookup | None = None,
     ):
+        self._states = states
         self._store = store
         self._cost = cost
         self._chunk_tokens = chunk_tokens
@@ -277,7 +281,7 @@ class CacheLookup:
         to_read: list[Chunk] = []
         unknown = 0
         # With states, later tokens are computed again if KV before them is missing.
-        at_any_cost = overflows or self._store.states is not None
+        at_any_cost = overflows or self._states is not None
         find = self._store.find
         swap_in = self._cost.swap_in()
         reads = _to_read if overflows else self.readable
@@ -356,7 +360,7 @@ class CacheLookup:
         begun = turn.context_start
         if tail is None and conversation is not None and conversation.tail is not None:
             tail = conversation.tail
-            common = _common(conversation, turn)
+            common = conversation.common(turn.tokens)
             begun = conversation.context_start
         if (
             tail is None
@@ -414,18 +418,18 @@ class CacheLookup:
             # last, so it is gated: a plan that swaps a tail in early might evict it
             swap_ins.remove(tail)
             swap_ins.append(tail)
-        loads: list[State] = []
+        state_swap_ins: list[State] = []
         cuts: list[int] = []
-        if self._store.states is None:
+        if self._states is None:
             self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         else:
-            holes = [(span.start, span.end) for span in spans]
-            spans, loads = self._from_states(view, holes)
-            cuts = self._cuts(view, holes, spans)
+            spans, state_swap_ins, cuts = self._states.needs(
+                turn, view.conversation, view.context_start, view.keys, spans
+            )
             for index, chunk in enumerate(hits, view.first):
                 if chunk is not None:
                     valid = view.tail_tokens if chunk is tail else size
-                    again = _overlap(spans, index * size, index * size + valid)
+                    again = overlap(spans, index * size, index * size + valid)
                     sources[_source(turn, chunk)] -= again
                     sources["recomputed"] += again
         if turn.unscored:
@@ -446,99 +450,8 @@ class CacheLookup:
             idle_only=idle_only,
             new_slots=chunks.count(None) + len(swap_ins),
             usage=usage,
-            loads=loads,
+            state_swap_ins=state_swap_ins,
             cuts=cuts,
-        )
-
-    def _from_states(
-        self, view: _View, holes: list[tuple[int, int]]
-    ) -> tuple[deque[Span], list[State]]:
-        """Returns the spans of a model with states, and the states on HOST that they begin from.
-
-        The last span begins at a state: behind it every token is computed, up to the last one. A
-        hole of KV before it is computed from the last state before the hole. Tokens whose KV is
-        there are computed for the state alone and are not written.
-
-            KV      |--gone--|########|gone|######|#####|
-            state   0                 s1          e           n
-            spans   |--------|        |----|            |-----|
-
-        Of all states that the last span could begin at, the cheapest is taken.
-        """
-        base = view.first * self._chunk_tokens
-        count = len(view.turn.tokens)
-        states = self._states(view, base)
-        begins = [base, *states]
-        token = self._cost.recompute(count) / self._chunk_tokens
-        assert self._store.states is not None
-        load = self._store.states.config.chunks * self._cost.swap_in()
-        # all positions from the first that is not scored yet are computed
-        latest = view.turn.scored if view.turn.unscored else count - 1
-        cheapest = inf
-        chosen: list[tuple[int, int]] = []
-        for begin in begins:
-            if begin > latest:
-                break
-            runs = _runs(holes, begins, begin, count)
-            cost = sum(end - start for start, end in runs) * token
-            cost += sum(start > base for start, _ in runs) * load
-            if cost <= cheapest:
-                cheapest, chosen = cost, runs
-        spans: deque[Span] = deque()
-        for start, end in chosen:
-            spans += _spans(holes, start, end)
-        spans[-1] = spans[-1]._replace(samples=1)
-        return spans, [states[start] for start, _ in chosen if start > base]
-
-    def _states(self, view: _View, base: int) -> dict[int, State]:
-        """The states that can be loaded, by their ends, ascending."""
-        slots = self._store.states
-        assert slots is not None
-        turn = view.turn
-        conversation = view.conversation
-        states: dict[int, State] = {}
-        if not self._reuse:
-            return states
-        every = slots.config.multiple // self._chunk_tokens
-        if slots.by_key:
-            for key in view.keys[every - 1 :: every]:
-                state = slots.by_key.get(key)
-                if state is not None and self._store.can_load(state):
-                    states[state.end] = state
-        private, common, begun = turn.state, len(turn.tokens), turn.context_start
-        if private is None and conversation is not None and conversation.state is not None:
-            private, begun = conversation.state, conversation.context_start
-            common = _common(conversation, turn)
-        if (
-            private is not None
-            and begun == view.context_start
-            and private.end <= common
-            and self._store.can_load(private)
-        ):
-            states.setdefault(private.end, private)
-        return {end: states[end] for end in sorted(states) if base < end < len(turn.tokens)}
-
-    def _cuts(self, view: _View, holes: list[tuple[int, int]], spans: deque[Span]) -> list[int]:
-        """The positions at which a state is kept: before the prompt's marks, at the spacing, and
-        where the prompt parts from KV that is known."""
-        slots = self._store.states
-        assert slots is not None
-        if not self._reuse:
-            return []
-        turn = view.turn
-        prompt = len(turn.request.prompt)
-        spacing, multiple = slots.config.spacing, slots.config.multiple
-        wanted = {mark - mark % multiple for mark in turn.request.marks or (prompt,)}
-        wanted.update(range(spacing, prompt + 1, spacing))
-        known = holes[0][0] if holes else prompt
-        wanted.add(known - known % multiple)
-        size = self._chunk_tokens
-        return sorted(
-            end
-            for end in wanted
-            if end // size <= len(view.keys)
-            and any(span.start < end <= span.end for span in spans)
-            and view.keys[end // size - 1] not in slots.by_key
         )
 
     def _end_with_a_sample(
@@ -569,45 +482,8 @@ class CacheLookup:
             return 0
         if conversation is None:
             return turn.request.stored_tokens
-        had_kv = min(_common(conversation, turn), len(conversation.tokens) - 1)
+        had_kv = min(conversation.common(turn.tokens), len(conversation.tokens) - 1)
         return max(turn.request.stored_tokens, had_kv)
-
-
-def _runs(
-    holes: list[tuple[int, int]], begins: list[int], begin: int, count: int
-) -> list[tuple[int, int]]:
-    """What is computed, as ascending ranges, if the last one begins at `begin`. `begins`: the
-    positions of all states, ascending."""
-    runs: list[tuple[int, int]] = []
-    for start, end in [*((a, min(b, begin)) for a, b in holes if a < begin), (begin, count)]:
-        start = begins[bisect_right(begins, start) - 1]
-        if runs and start <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((start, end))
-    return runs
-
-
-def _spans(holes: list[tuple[int, int]], start: int, end: int) -> Iterator[Span]:
-    """The range [start, end) as spans. Each writes the KV of its last tokens, or of none."""
-    for hole, after in holes:
-        hole, after = max(hole, start), min(after, end)
-        if hole < after:
-            yield Span(-1, start, after, hole, 0)
-            start = after
-    if start < end:
-        yield Span(-1, start, end, end, 0)
-
-
-def _overlap(spans: Iterable[Span], start: int, end: int) -> int:
-    """How many of the positions [start, end) are in the spans."""
-    return sum(max(0, min(span.end, end) - max(span.start, start)) for span in spans)
-
-
-def _common(conversation: Conversation, turn: Turn) -> int:
-    """How many leading tokens the conversation's log and the turn have in common."""
-    log = conversation.tokens
-    return common_prefix(log, turn.tokens[: len(log)])
 
 
 def _in_lower_only(chunk: Chunk) -> bool:

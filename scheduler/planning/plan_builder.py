@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from math import ceil
 
-from ..plan import BlockUpdate, Join, RowStart, Span, StateLoad, StepPlan, TierWork
+from ..plan import BlockUpdate, Join, RowStart, Span, StateSwapIn, StepPlan, TierWork
 from ..turns.turn import RunningTurn
 from ..types import RequestId, RowId
 from .eviction import Evictor
@@ -51,7 +51,7 @@ class PlanBuilder:
         # the state slots that are read and written, for each of `generate` and of `spans`
         self.generate_states: list[tuple[int, int]] = []
         self.span_states: list[tuple[int, int]] = []
-        self.loads: list[StateLoad] = []
+        self.state_swap_ins: list[StateSwapIn] = []
 
     @property
     def tokens(self) -> int:
@@ -98,5 +98,5 @@ class PlanBuilder:
             ended=self.ended,
             state_in=state_in,
             state_out=state_out,
-            loads=tuple(self.loads),
+            state_swap_ins=tuple(self.state_swap_ins),
         )

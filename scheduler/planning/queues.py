@@ -8,17 +8,22 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ..config import SchedulerConfig
-from ..kv.chunk import NO_SLOT, Chunk, State
+from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
-from ..turns.turn import RowState, RunningTurn, Turn
+from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
 from ..work import LARGEST_PIECE, Pieces
+from .live_states import LiveStates
 
 
 class RequestQueues:
-    """`waiting`, `swapping_in` and `rows` (the rows in seats) are sorted by their `order`."""
+    """`waiting`, `swapping_in` and `rows` (the rows in seats) are sorted by their `order`.
+    `states`: None if the model has no recurrent states."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore):
+    def __init__(
+        self, config: SchedulerConfig, store: ChunkStore, states: LiveStates | None = None
+    ):
+        self.states = states
         self._config = config
         self._store = store
         self.waiting: list[Turn] = []
@@ -99,44 +104,8 @@ class RequestQueues:
         del self.by_id[row.id]
         self.free_seats.append(row.seat)
         row.seat = -1
-        if row.state is not None:
-            self._leave_slot(row, row.state)
-
-    def _leave_slot(self, row: RunningTurn, live: RowState) -> None:
-        """The row's state becomes a private one of its turn. States of its reply that have no key
-        yet will get none."""
-        slots = self._store.states
-        assert slots is not None
-        for state in slots.fresh:
-            if state.keys is row.turn.keys and state.end // self._config.chunk_tokens > len(
-                row.turn.keys
-            ):
-                state.unwanted = True
-        self.forget_state(row.turn)
-        if self._config.reuse and live.at > live.base:
-            row.turn.state = State(live.at, live.slot)
-            slots.fresh.append(row.turn.state)
-        else:
-            slots.let_go(live.slot)
-        live.slot = NO_SLOT
-
-    def forget_state(self, turn: Turn) -> None:
-        """The turn's private state, if it has one, is not needed any more."""
-        if turn.state is not None:
-            self._store.forget_state(turn.state)
-            turn.state = None
-
-    def release_states(self, row: RunningTurn, now: float) -> None:
-        """The row loads no more states. Those that it used were used now."""
-        live = row.state
-        if live is None:
-            return
-        for state in live.loads:
-            self._store.unpin(state.pieces, 0, now)
-        live.loads.clear()
-        for state in live.states:
-            for piece in state.pieces:
-                self._store.touch(piece, now)
+        if self.states is not None:
+            self.states.leave(row)
 
     def release_row(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
         """Releases the row's chunks. Keyed ones and `tail` stay as cache, other private ones are
@@ -152,14 +121,16 @@ class RequestQueues:
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []
-        self.release_states(row, now)
+        if self.states is not None:
+            self.states.release(row, now)
 
     def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
         """Releases the chunks of a row that keeps no tail (see `release_row`). The row has none
         from now on, so the results of its launched steps publish no key."""
         self.releasing[row] = row.chunks
         row.chunks = []
-        self.release_states(row, now)
+        if self.states is not None:
+            self.states.release(row, now)
         return self._release_pieces(row, self.releasing[row], now)
 
     def _release_pieces(self, row: RunningTurn, chunks: list[Chunk], now: float) -> Pieces:

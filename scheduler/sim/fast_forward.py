@@ -23,12 +23,13 @@ class FastForwardScheduler(Scheduler):
         """How many steps after the only one in flight are sure to be like it, if no request arrives
         or leaves.
 
-        Such a step gives one token to each row. It takes no slot, and no state moves. Applying the step before it fills
+        Such a step gives one token to each row. It takes no slot. Applying the step before it fills
         no chunk and begins or ends no reply.
         """
         busy = bool(self._queues.waiting or self._queues.swapping_in or self._has_begun_work)
         busy = busy or self.config.states is not None
         busy = busy or self.conversations.mortal or self.lower.busy
+        busy = busy or self.config.states is not None  # a step may move one
         if (
             busy
             or self.in_flight != 1

@@ -15,7 +15,17 @@ from ..kv.chunk import NO_SLOT, Chunk, Claims, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
-from ..types import LABELS, ChunkKey, ConversationKV, ErrorKind, Request, RequestError, Residency
+from ..kv.states import KeptStates
+from ..types import (
+    LABELS,
+    ChunkKey,
+    ConversationKV,
+    ErrorKind,
+    Request,
+    RequestError,
+    Residency,
+    Tokens,
+)
 from ..work import LOOKED_AT, MESSAGE, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
@@ -99,6 +109,10 @@ class Conversation:
         self.before = self.counted = Claims(0)
         self.walked = self.unsettled = 0
 
+    def common(self, tokens: Tokens) -> int:
+        """How many leading tokens are those of the log."""
+        return common_prefix(self.tokens, tokens[: len(self.tokens)])
+
     @property
     def claims(self) -> Claims:
         """How it counts for each of its chunks."""
@@ -120,8 +134,10 @@ class Conversations:
         deletions: Deletions,
         claim_work: Backlog,
         budget: WorkBudget,
+        states: KeptStates | None = None,
     ):
         self._store = store
+        self._states = states
         self._chunk_keys = chunk_keys
         self._deletions = deletions
         self._claim_work = claim_work
@@ -491,7 +507,8 @@ class Conversations:
             self._store.drop(conversation.tail)
         conversation.tail = None
         if conversation.state is not None:
-            self._store.forget_state(conversation.state)
+            assert self._states is not None
+            self._states.forget(conversation.state)
             conversation.state = None
 
 

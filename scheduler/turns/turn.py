@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..kv.chunk import NO_SLOT, Chunk, State
+from ..kv.chunk import Chunk, State
 from ..plan import Span
 from ..types import ChunkKey, QueuePlace, Request, RowId, Tier, Usage
 from .drafts import Drafts
 from .prompt_keys import PromptKeys
+from .row_state import RowState
 from .turn_tokens import TurnTokens
 
 
@@ -116,50 +117,6 @@ class Turn:
         return (
             self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
         )
-
-
-class RowState:
-    """The recurrent state of a row, and the states that it needs and keeps.
-
-    base      the position at which the row's context begins: the state there is zero
-    slot      its state slot; NO_SLOT while it has no seat
-    at        the tokens of its context that the state in the slot has seen
-    kept      that state is to be copied out or is being copied
-    waits     copies use the slot: its next step waits for them
-    loads     states on HOST from which its spans begin, ascending; it pins their pieces
-    cuts      ascending positions of the prompt at which its states are kept
-    planned   the last step that computes it
-    loaded    the last plan that copies its state in
-    next_kept, newest
-              the reply's position from which on its next state is kept, and the one kept last
-    states    all states that it has loaded and kept: they were used when it was
-    """
-
-    __slots__ = (
-        "at",
-        "base",
-        "cuts",
-        "kept",
-        "loaded",
-        "loads",
-        "newest",
-        "next_kept",
-        "planned",
-        "slot",
-        "states",
-        "waits",
-    )
-
-    def __init__(self, base: int, loads: list[State], cuts: list[int], next_kept: int):
-        self.base = self.at = base
-        self.slot = NO_SLOT
-        self.kept = self.waits = False
-        self.loads = deque(loads)
-        self.cuts = deque(cuts)
-        self.planned = self.loaded = 0
-        self.next_kept = next_kept
-        self.newest: State | None = None
-        self.states: list[State] = []
 
 
 class RunningTurn:

@@ -274,7 +274,7 @@ class DeviceModel:
         """Reads the state of each segment, which must be that of the tokens before it, and writes
         the one behind it. No segment reads or writes a slot that another one writes."""
         if self.states is None:
-            assert not plan.state_in and not plan.state_out and not plan.loads
+            assert not plan.state_in and not plan.state_out and not plan.state_swap_ins
             return
         segments = [
             (seat, position, [self.last_token[seat]])

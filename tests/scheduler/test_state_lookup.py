@@ -46,7 +46,7 @@ class States(Harness):
     @property
     def ends(self):
         """Where the states on HOST that have keys end."""
-        return sorted(state.end for state in self.scheduler._store.states.by_key.values())
+        return sorted(state.end for state in self.scheduler._states.kept.by_key.values())
 
     def lose_kv(self, first, last):
         """The chunks of positions [first, last) are gone."""
@@ -137,8 +137,8 @@ def test_a_full_hit_computes_the_last_token_from_an_earlier_state(served, length
 
 def test_nothing_of_a_known_prompt_is_written_again(served):
     served.spans(PROMPT)
-    # The state at 24 is the last one. The chunk that ends at 28 is computed for the state alone; the
-    # last two tokens fill no chunk, so they left no KV.
+    # The state at 24 is the last one. The chunk that ends at 28 is computed for the state alone.
+    # The last two tokens fill no chunk, so they left no KV.
     assert served.turn(PROMPT) == {"gpu": 24, "recomputed": 4, "new": 2}
     assert served.turn(PROMPT[:24])["recomputed"] == 8
     assert served.counts["suppressed writes"]
@@ -161,17 +161,17 @@ def test_an_inner_hole_is_computed_from_the_state_before_it(served):
 
 def test_a_hole_that_reaches_the_state_needs_no_load_behind_it(served):
     served.spans(PROMPT, 1)
-    loaded = served.scheduler._store.states.loaded
+    loaded = served.scheduler._states.kept.swapped_in
     served.lose_kv(16, 24)
     assert served.spans(PROMPT, 1) == [(16, 30)]
-    assert served.scheduler._store.states.loaded == loaded + 1
+    assert served.scheduler._states.kept.swapped_in == loaded + 1
 
 
 def test_if_loading_costs_more_than_computing_nothing_is_loaded():
     served = States(chunks_a_step=0.01)
     served.spans(PROMPT)
     assert served.spans(PROMPT) == [(0, 30)]
-    assert served.scheduler._store.states.loaded == 0
+    assert served.scheduler._states.kept.swapped_in == 0
     served.drain()
 
 

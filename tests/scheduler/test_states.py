@@ -8,12 +8,11 @@ from random import Random
 import pytest
 
 from pensieve.scheduler.config import EVICTION_POLICIES, StateConfig
-from pensieve.scheduler.kv.chunk_store import ChunkStore
 from pensieve.scheduler.kv.state_slots import StateSlots
+from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.live_states import LiveStates
-from pensieve.scheduler.planning.lookup import CacheLookup
 from pensieve.scheduler.planning.plan_copies import StepCopies
-from pensieve.scheduler.planning.queues import RequestQueues
+from pensieve.scheduler.planning.state_lookup import StateLookup
 
 from .driver import STATES, Driver
 
@@ -47,14 +46,14 @@ class StateDriver(Driver):
 
     def launch(self):
         rows = self.scheduler._queues.joined()
-        self.counts["inner holes"] += any(len(row.state.loads) > 1 for row in rows)
+        self.counts["inner holes"] += any(len(row.state.swap_ins) > 1 for row in rows)
         return super().launch()
 
     def drain(self):
         super().drain()
-        slots = self.scheduler._store.states
-        for name in ("kept", "loaded", "lost"):
-            self.counts[f"states {name}"] += getattr(slots, name)
+        kept = self.scheduler._states.kept
+        for name in ("kept", "swapped_in", "lost"):
+            self.counts[f"states {name}"] += getattr(kept, name)
 
 
 def drawn(seed):
@@ -105,7 +104,7 @@ def test_random_operations(seed, totals):
 @pytest.mark.parametrize(
     "event",
     [
-        *("states kept", "states loaded", "states lost", "suspensions", "branches", "forks"),
+        *("states kept", "states swapped_in", "states lost", "suspensions", "branches", "forks"),
         *("lost", "failed_copies", "inner holes", "suppressed writes", "overflows", "scored"),
         *(f"aborted {state}" for state in STATES if state != "saving"),
     ],
@@ -120,9 +119,9 @@ def test_everything_happened(event, totals):
 
 
 def off_by_one(monkeypatch):
-    states = CacheLookup._states
+    states = StateLookup._states
     monkeypatch.setattr(
-        CacheLookup,
+        StateLookup,
         "_states",
         lambda *args: {end - 1: state for end, state in states(*args).items()},
     )
@@ -146,18 +145,18 @@ def zero_state(monkeypatch):
 
 
 def last_token_twice(monkeypatch):
-    leave = RequestQueues._leave_slot
+    leave = LiveStates.leave
 
-    def earlier(self, row, live):
-        leave(self, row, live)
+    def earlier(self, row):
+        leave(self, row)
         if row.turn.state is not None:
             row.turn.state.end -= 1
 
-    monkeypatch.setattr(RequestQueues, "_leave_slot", earlier)
+    monkeypatch.setattr(LiveStates, "leave", earlier)
 
 
 def one_piece_missing(monkeypatch):
-    monkeypatch.setattr(ChunkStore, "_lose_state", lambda self, state: None)
+    monkeypatch.setattr(KeptStates, "_lose", lambda self, state: None)
 
 
 def read_before_it_is_copied(monkeypatch):

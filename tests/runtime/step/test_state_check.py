@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.runtime.step.reusing_packer import ReusingPacker
-from pensieve.scheduler.plan import Span, StateLoad
+from pensieve.scheduler.plan import Span, StateSwapIn
 from pensieve.scheduler.types import InvariantError
 
 from ...scheduler.test_states import StateDriver, drawn
@@ -42,12 +42,12 @@ def test_plans_of_random_operations_pass(seed):
     PackingDriver(seed, **drawn(seed)).play(400, Counter())
 
 
-def of(step, *, read, written, loads=(), **fields):
+def of(step, *, read, written, swap_ins=(), **fields):
     return replace(
         plan(step, **fields),
         state_in=read,
         state_out=written,
-        loads=tuple(StateLoad(*load) for load in loads),
+        state_swap_ins=tuple(StateSwapIn(*swap_in) for swap_in in swap_ins),
     )
 
 
@@ -99,10 +99,10 @@ def test_a_slot_of_a_row_that_has_left_is_stale_even_at_the_right_position(packe
         packer.pack(of(4, generate={1: 4}, read=[2], written=[2]))
 
 
-def test_a_loaded_state_is_used_where_it_ends(packer):
-    loads = [(1, 3, 8)]
+def test_a_swapped_in_state_is_used_where_it_ends(packer):
+    swap_ins = [(1, 3, 8)]
     blocks = [(1, 0, (3, 4, 5))]
-    packer.pack(of(3, joins=[join(1)], blocks=blocks, loads=loads, read=[], written=[]))
+    packer.pack(of(3, joins=[join(1)], blocks=blocks, swap_ins=swap_ins, read=[], written=[]))
     span = [Span(1, 8, 10, 8, 1)]
     packer.pack(of(4, spans=span, token_ids=[1, 2], read=[3], written=[3]))
     with pytest.raises(InvariantError, match="a state of other tokens"):
