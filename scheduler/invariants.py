@@ -75,6 +75,8 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     filed = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
+        if chunk.state is not None:
+            claimed = Claims(0, int(chunk.state.pinned))
         if (
             chunk.users != users.get(chunk, 0)
             or (chunk.claims, chunk.pins, chunk.over_quota) != claimed

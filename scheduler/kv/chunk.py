@@ -93,21 +93,30 @@ class State:
     keys      the turn's keys, if the state gets its key when the tokens before it are applied
     slot      the state slot that it holds until it is copied out; NO_SLOT: none
     pieces    its copy on HOST, all or none; they live and die together
+    modest    it is kept only if no KV must be dropped from HOST for it
     replaces  an earlier state of the same reply, dropped when this one is copied out
+    pinned    its conversation is pinned: it is evicted last
     unwanted  it is dropped when the next plan begins, or later if a row is to load it
     """
 
-    __slots__ = ("end", "key", "keys", "pieces", "replaces", "slot", "unwanted")
+    __slots__ = ("end", "key", "keys", "modest", "pieces", "pinned", "replaces", "slot", "unwanted")
 
     def __init__(
-        self, end: int, slot: int, key: ChunkKey | None = None, keys: list[ChunkKey] | None = None
+        self,
+        end: int,
+        slot: int,
+        key: ChunkKey | None = None,
+        keys: list[ChunkKey] | None = None,
+        modest: bool = False,
     ):
         self.end = end
         self.key = key
         self.keys = keys
         self.slot = slot
+        self.modest = modest
         self.pieces: list[Chunk] = []
         self.replaces: State | None = None
+        self.pinned = False
         self.unwanted = False
 
 

@@ -33,6 +33,7 @@ class KeptStates:
         for piece, slot in zip(pieces, host_slots, strict=True):
             piece.state = state
             piece.tokens = 1  # nothing else of a piece is counted in tokens
+            piece.pins = int(state.pinned)
             self._store.add_piece(piece, slot)
         if state.key is not None:
             self.by_key[state.key] = state
@@ -41,6 +42,13 @@ class KeptStates:
     def can_swap_in(self, state: State) -> bool:
         """True if the state is on HOST, and known to be complete where copies may fail."""
         return bool(state.pieces) and not any(map(self._store.unconfirmed, state.pieces))
+
+    def pin(self, state: State, pinned: bool) -> None:
+        """The state's conversation is pinned, or is not any more."""
+        if state.pinned != pinned:
+            state.pinned = pinned
+            for piece in state.pieces:
+                self._store.change_pins(piece, 1 if pinned else -1)
 
     def forget(self, state: State) -> None:
         """Nothing looks for the state any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from itertools import chain
 
 from ..config import SchedulerConfig
 from ..context_window import ContextWindow
@@ -152,7 +153,8 @@ class Admission:
         """The first request of the queue must wait. Its conversation is active, so its hits are
         evicted last."""
         if not turn.wanted:
-            self._queues.await_chunks(turn, needs.chunks, builder.now)
+            pieces = (state.pieces for state in needs.state_swap_ins)
+            self._queues.await_chunks(turn, [*needs.chunks, *chain(*pieces)], builder.now)
         builder.wanted = turn.wanted = self._wanted(needs)
         self._too_large = turn, self._epochs
 

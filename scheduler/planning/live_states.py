@@ -74,7 +74,8 @@ class LiveStates:
         if (state.key is not None and state.key in self.kept.by_key) or store.host.count < count:
             return
         pieces = [Chunk(state.end, NO_SLOT, builder.now) for _ in range(count)]
-        host_slots = builder.evictor.host_slots(count, store.policy.value(pieces[0], builder.now))
+        value = store.policy.value(pieces[0], builder.now)
+        host_slots = builder.evictor.host_slots(count, value, drops=not state.modest)
         if len(host_slots) < count:
             for slot in host_slots:
                 store.host.give(slot)
@@ -164,12 +165,12 @@ class LiveStates:
         """Returns where a piece of the prompt that begins at `start` ends: where a state is kept,
         at `end`, or at `most` if that comes first, and then at a multiple if one is on the way."""
         cuts = _live(row).cuts
-        while cuts and cuts[0] <= start:
+        while cuts and cuts[0].end <= start:
             cuts.popleft()
         if most < end:
             multiple = most - most % self._states.multiple
             end = multiple if multiple > start else most
-        return min(cuts[0], end) if cuts else end
+        return min(cuts[0].end, end) if cuts else end
 
     def compute(
         self, row: RunningTurn, start: int, end: int, builder: PlanBuilder
@@ -191,9 +192,10 @@ class LiveStates:
         self.slots.used_by(written, builder.step)
         live.at = end
         live.planned = builder.step
-        if live.cuts and live.cuts[0] == end:
-            live.cuts.popleft()
-            self._keep(row, State(end, written, key=row.turn.keys[end // self._size - 1]))
+        if live.cuts and live.cuts[0].end == end:
+            modest = live.cuts.popleft().modest
+            key = row.turn.keys[end // self._size - 1]
+            self._keep(row, State(end, written, key, modest=modest))
         return read, written
 
     def generate(self, row: RunningTurn, position: int, builder: PlanBuilder) -> None:
@@ -204,7 +206,8 @@ class LiveStates:
         end = position + 1
         if end >= live.next_kept and end % self._states.multiple == 0 and self._reuse:
             live.next_kept = end + self._states.generated
-            state = State(end, live.slot, keys=row.turn.keys)
+            named = row.turn.request.conversation is not None
+            state = State(end, live.slot, keys=row.turn.keys, modest=named)
             state.replaces = live.newest
             live.newest = state
             self._keep(row, state)

@@ -20,6 +20,7 @@ from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..plan import Span
 from ..turns.conversations import Conversation
+from ..turns.row_state import Cut
 from ..turns.turn import Turn
 from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
 from .state_lookup import StateLookup, overlap
@@ -44,7 +45,7 @@ class RequestNeeds:
     usage         sources of the prompt's tokens that its last position sees
     state_swap_ins
                   states on HOST from which `spans` begin, ascending
-    cuts          ascending positions at which a state is kept, within `spans`
+    cuts          where a state is kept, within `spans`, ascending
     """
 
     context_start: int
@@ -60,7 +61,7 @@ class RequestNeeds:
     new_slots: int
     usage: Usage
     state_swap_ins: list[State]
-    cuts: list[int]
+    cuts: list[Cut]
 
     @property
     def computed(self) -> int:
@@ -105,7 +106,7 @@ class CacheLookup:
         windows: ContextWindow | None,
         states: StateLookup | None = None,
     ):
-        self._states = states
+        self.states = states
         self._store = store
         self._cost = cost
         self._chunk_tokens = chunk_tokens
@@ -281,7 +282,7 @@ class CacheLookup:
         to_read: list[Chunk] = []
         unknown = 0
         # With states, later tokens are computed again if KV before them is missing.
-        at_any_cost = overflows or self._states is not None
+        at_any_cost = overflows or self.states is not None
         find = self._store.find
         swap_in = self._cost.swap_in()
         reads = _to_read if overflows else self.readable
@@ -419,11 +420,11 @@ class CacheLookup:
             swap_ins.remove(tail)
             swap_ins.append(tail)
         state_swap_ins: list[State] = []
-        cuts: list[int] = []
-        if self._states is None:
+        cuts: list[Cut] = []
+        if self.states is None:
             self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         else:
-            spans, state_swap_ins, cuts = self._states.needs(
+            spans, state_swap_ins, cuts = self.states.needs(
                 turn, view.conversation, view.context_start, view.keys, spans
             )
             for index, chunk in enumerate(hits, view.first):

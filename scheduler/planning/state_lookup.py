@@ -15,6 +15,7 @@ from ..kv.chunk import State
 from ..kv.states import KeptStates
 from ..plan import Span
 from ..turns.conversations import Conversation
+from ..turns.row_state import Cut
 from ..turns.turn import Turn
 from ..types import ChunkKey
 
@@ -22,12 +23,12 @@ from ..types import ChunkKey
 class StateNeeds(NamedTuple):
     """spans   the tokens to compute, ascending; the last one ends with the prompt and samples
     swap_ins   states on HOST from which spans begin, ascending
-    cuts       ascending positions within the spans at which a state is kept
+    cuts       where a state is kept, within the spans, ascending
     """
 
     spans: deque[Span]
     swap_ins: list[State]
-    cuts: list[int]
+    cuts: list[Cut]
 
 
 class StateLookup:
@@ -87,6 +88,15 @@ class StateLookup:
         swap_ins = [states[start] for start, _ in chosen if start > base]
         return StateNeeds(spans, swap_ins, self._cuts(turn, keys, holes, spans))
 
+    def likely(self, turn: Turn, conversation: Conversation | None) -> State | None:
+        """The state from which the turn's last span will most likely begin."""
+        if conversation is not None and conversation.state is not None:
+            return conversation.state
+        by_key = self._kept.by_key
+        every = self._config.multiple // self._size
+        keys = turn.keys[every - 1 :: every] if by_key else []
+        return next((by_key[key] for key in reversed(keys) if key in by_key), None)
+
     def _states(
         self, turn: Turn, conversation: Conversation | None, base: int, keys: list[ChunkKey]
     ) -> dict[int, State]:
@@ -123,24 +133,30 @@ class StateLookup:
         keys: list[ChunkKey],
         holes: Sequence[tuple[int, int]],
         spans: Iterable[Span],
-    ) -> list[int]:
-        """The positions at which a state is kept: before the prompt's marks, at the spacing, and
-        where the prompt parts from KV that is there."""
+    ) -> list[Cut]:
+        """States are kept before the prompt's marks, at the spacing, and where the prompt parts
+        from KV that is there. Only those at marks may displace KV, and the one before the end of a
+        prompt without a conversation's name: its next turn finds no private state."""
         if not self._reuse:
             return []
         prompt = len(turn.request.prompt)
-        multiple, spacing = self._config.multiple, self._config.spacing
+        multiple = self._config.multiple
+        spacing = self._config.spacing
+        marks = turn.request.marks or (prompt,)
+        needed = bool(turn.request.marks) or turn.request.conversation is None
         parts = holes[0][0] if holes else prompt
-        wanted = {at - at % multiple for at in (parts, *(turn.request.marks or (prompt,)))}
-        wanted.update(range(spacing, prompt + 1, spacing))
+        wanted = dict.fromkeys(
+            (parts - parts % multiple, *range(spacing, prompt + 1, spacing)), True
+        )
+        wanted |= {mark - mark % multiple: not needed for mark in marks}
         size = self._size
-        return sorted(
-            end
-            for end in wanted
+        return [
+            Cut(end, modest)
+            for end, modest in sorted(wanted.items())
             if end // size <= len(keys)
             and any(span.start < end <= span.end for span in spans)
             and keys[end // size - 1] not in self._kept.by_key
-        )
+        ]
 
 
 def _runs(

@@ -234,7 +234,9 @@ class Conversations:
         conversation.tokens, conversation.context_start, conversation.keys, conversation.first = (
             log[:4]
         )
-        conversation.tail, conversation.state = log.tail, log.state
+        conversation.tail = log.tail
+        conversation.state = log.state
+        self._pin_state(conversation)
         self._schedule(conversation_id, conversation)
         if self._quotas is not None:
             for other, over_quota in self._quotas.put(
@@ -422,6 +424,12 @@ class Conversations:
         if conversation.pinned != pinned:
             conversation.pinned = pinned
             self._change_claims(conversation)
+            self._pin_state(conversation)
+
+    def _pin_state(self, conversation: Conversation) -> None:
+        if conversation.state is not None:
+            assert self._states is not None
+            self._states.pin(conversation.state, conversation.pinned)
 
     def _mark(self, conversation: Conversation, over_quota: bool) -> None:
         if conversation.over_quota != over_quota:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from ..kv.chunk import NO_SLOT, State
+
+
+class Cut(NamedTuple):
+    """A position of the prompt at which a state is kept; `modest` as in `State`."""
+
+    end: int
+    modest: bool
 
 
 class RowState:
@@ -16,7 +24,7 @@ class RowState:
     kept      that state is to be copied out or is being copied
     waits     copies use the slot: its next step waits for them
     swap_ins  states on HOST from which its spans begin, ascending; it pins their pieces
-    cuts      ascending positions of the prompt at which its states are kept
+    cuts      where the prompt's states are kept, ascending
     planned   the last step that computes it
     swapped   the last plan that copies its state in
     next_kept, newest
@@ -39,7 +47,7 @@ class RowState:
         "waits",
     )
 
-    def __init__(self, base: int, swap_ins: list[State], cuts: list[int], next_kept: int):
+    def __init__(self, base: int, swap_ins: list[State], cuts: list[Cut], next_kept: int):
         self.base = self.at = base
         self.slot = NO_SLOT
         self.kept = self.waits = False

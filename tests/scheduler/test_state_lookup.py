@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.config import StateConfig
+from pensieve.scheduler.types import GPU
 
 from .harness import Harness
 
@@ -273,3 +274,74 @@ def test_scores_begin_at_a_state(served):
 def test_what_states_do_not_support_is_refused_by_name(changed, setting):
     with pytest.raises(ValueError, match=f"^{setting}: "):
         States(**changed)
+
+
+# -- eviction
+
+
+def full_host(**settings):
+    """HOST, 12 slots, has only KV of an idle conversation, in no other tier."""
+    served = States(host_kv_chunks=12, **settings)
+    served.turn([*range(200, 249)], 1, "idle")
+    store = served.scheduler._store
+    served.lose(lambda idle: [c for c in idle if c.state is not None])
+    for chunk in list(store.only[GPU])[:12]:
+        served.place(chunk, "host")
+    assert store.host.free == 0
+    return served
+
+
+def test_a_state_that_is_seldom_needed_displaces_no_kv():
+    served = full_host()
+    served.turn(PROMPT, 4, "a")
+    assert served.ends == []
+    served.tick()
+    assert len(served.scheduler.conversations.get("a").state.pieces) == 2
+    served.turn(OTHER, 4, "b", marks=(25,))
+    assert served.ends == [24]
+    served.turn([*OTHER[::-1]], 4)
+    assert served.ends == [24, 24]
+    served.drain()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_state_of_a_pinned_conversation_is_evicted_last(pinned):
+    served = States(host_kv_chunks=8)
+    served.turn(PROMPT, 4, "a")
+    if pinned:
+        served.keep("a", pinned_until=1e9)
+    for number in range(6):
+        served.now += 1.0
+        served.turn([*range(100 * number, 100 * number + 20)], 2, f"c{number}")
+    log = [*served.logs["a"]]
+    assert served.spans([*log, 5], 2, "a") == ([(33, 35)] if pinned else [(0, 35)])
+    served.drain()
+
+
+def test_a_pin_that_ends_ends_for_the_state():
+    served = States()
+    served.turn(PROMPT, 4, "a")
+    served.keep("a", pinned_until=1e9)
+    served.tick()
+    served.keep("a")
+    served.check()
+    state = served.scheduler.conversations.get("a").state
+    assert [piece.pins for piece in state.pieces] == [0, 0]
+    served.drain()
+
+
+@pytest.mark.parametrize("name", ["a", None])
+def test_the_state_of_a_waiting_request_is_evicted_after_others(name):
+    served = States(host_kv_chunks=40, max_num_seqs=1)
+    served.turn(PROMPT, 4, name)
+    log = [*served.logs["a"]] if name else PROMPT
+    served.turn([*range(200, 220)], 2, "later")
+    served.submit([*range(100, 110)], 8)
+    served.tick()
+    served.submit([*log, 5], 2, name)
+    waits = served.scheduler._queues.waiting[0]
+    pieces = [chunk for chunk in waits.awaited if chunk.state is not None]
+    assert len(pieces) == 2
+    assert {piece.state.end for piece in pieces} == {33 if name else 24}
+    served.run()
+    served.drain()
