@@ -337,8 +337,12 @@ def floor_ms(engine: Engine, rows: int, context: int) -> float:
     """The time to read the KV that a layer's window reaches, and the weights, without those of
     experts that no row chooses, if all are equally likely."""
     decoder = engine.manifest.decoder
-    keys = sum(min(context, decoder.window(layer) or context) for layer in range(decoder.layers))
-    kv = rows * keys * engine.chunk_bytes(CHUNK) // CHUNK // decoder.layers
+    keys = sum(
+        min(context, decoder.window(layer) or context)
+        for layer in range(decoder.layers)
+        if not decoder.is_linear(layer)
+    )
+    kv = rows * keys * engine.chunk_bytes(CHUNK) // CHUNK // decoder.kv_layers
     # the share that a row does not choose
     others = 1 - decoder.experts_per_token / max(decoder.experts, 1)
     unread = (

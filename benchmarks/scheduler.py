@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from pensieve.plugins.kv_forms.forms import Form
+from pensieve.plugins.state.pool import StateShape
 from pensieve.runtime.device.protocol import Device, ForwardPass, Ticket
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.step.buffers import Shapes, StepBuffers
@@ -113,6 +114,9 @@ class StagingDevice:
         most: int = 0,
     ) -> None:
         """Has no pools."""
+
+    def keep_states(self, slots: int, shape: StateShape) -> None:
+        """Has no states."""
 
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int

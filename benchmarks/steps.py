@@ -144,7 +144,7 @@ def measure_costs(
     `rows` rows that generate; and copies of a history, by layers in a piece, whole records last."""
     size = config.chunk_tokens
     batch = config.max_num_batched_tokens
-    layers = engine.manifest.layers
+    layers = engine.manifest.kv_layers
     with StepBench(device, engine, config, POINT_SECONDS) as bench:
         copies = tuple(bench.copies(piece, history) for piece in sorted({*pieces, layers}))
         contexts = (size, history * size)
@@ -374,7 +374,7 @@ def run(args: argparse.Namespace) -> None:
 def measure(device: Timed, engine: Engine, sizes: StepPools, args: argparse.Namespace) -> None:
     """Runs the parts, each of which prints a table and a line of JSON."""
     config = sizes.config()
-    layers = engine.manifest.layers
+    layers = engine.manifest.kv_layers
     pieces = (
         {piece for piece in PIECES if piece < layers}
         if "copies" in args.parts

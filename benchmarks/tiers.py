@@ -455,7 +455,7 @@ def measure_sweep(tiers: Tiers, directory: Path, new: int, even: float) -> list[
 
 def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[dict[str, float]]]:
     """By the layers of a group that share a gate, all of them first; as `Tiers.from_memory`."""
-    layers = tiers.engine.manifest.layers
+    layers = tiers.engine.manifest.kv_layers
     groups = {min(group, layers) for group in (GROUP_LAYERS, 2 * GROUP_LAYERS, layers)}
     return {
         str(group): tiers.from_memory(new_tokens, group) for group in sorted(groups, reverse=True)
@@ -573,7 +573,7 @@ def prepare(
 ) -> Tiers:
     """Measures the scheduler's costs and makes the histories."""
     config = sizes.config()
-    pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
+    pieces = [min(GROUP_LAYERS, engine.manifest.kv_layers)]
     cost, copies = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
     speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start
     if speed is None:

@@ -117,6 +117,7 @@ def build_engine(
             "--weights", "int4 is of random weights only; take a checkpoint in int4 (AWQ or GPTQ)"
         )
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
+    _check_linear(decoder, backend, device, weights)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
     packed = weights == "same" and device == "cuda" and backend != "tensorrt"
@@ -238,10 +239,27 @@ def _check_quantised(
         raise SettingError(
             "--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet"
         )
-    if weights != "same" and decoder.experts:
-        raise SettingError(
-            setting, f"{weights} weights of experts ({decoder.architecture}) are not supported yet"
-        )
+    for part, there in (("experts", decoder.experts), ("linear attention", decoder.linear)):
+        if weights != "same" and there:
+            raise SettingError(
+                setting,
+                f"{weights} weights of {part} ({decoder.architecture}) are not supported yet",
+            )
+
+
+def _check_linear(decoder: DecoderConfig, backend: str, device: str, weights: str) -> None:
+    """SettingError if linear attention is in the decoder, and not supported with these settings."""
+    for setting, value, possible in (
+        ("--backend", backend, "reference"),
+        ("--device", device, "cpu"),
+        ("--weights", weights, "same"),
+    ):
+        if decoder.linear and value != possible:
+            raise SettingError(
+                setting,
+                f"{value} is not supported yet for linear attention ({decoder.architecture}); take "
+                f"{possible}",
+            )
 
 
 def _measured(
@@ -291,6 +309,7 @@ def build_random_engine(
     hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
+    _check_linear(decoder, backend, device, weights)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
     _check_quantised(weights, backend, decoder)

@@ -19,6 +19,7 @@ Array = TypeVar("Array", "np.ndarray", "Tensor")
 
 SIZES = TOKENS, SEGMENTS, ROWS, SEATS, BLOCKS = "tokens", "segments", "rows", "seats", "blocks"
 NOT_WRITTEN = -1  # in place of a slot: it was given none, or this token's KV exists already
+NO_STATE = -1  # in place of a state's slot
 
 
 class InputShape(NamedTuple):
@@ -58,6 +59,11 @@ class PackedBatch(Generic[Array]):
     segments     [S, 5]: q_start, q_len, kv_start, kv_len in the row's coordinates, seat (see
                  `plugins.attention.reference`)
     sample_rows  [R], indices into the T tokens whose logits are computed
+    state_in     [S], the slot of the state in front of each segment; NO_STATE: the zero state
+    state_out    [S], the slot that gets the state behind it; NO_STATE: it is not kept. It may be
+                 the segment's state_in, but not another's
+
+    Only linear attention reads states.
     """
 
     token_ids: Array = field(metadata=shaped(TOKENS))
@@ -65,6 +71,8 @@ class PackedBatch(Generic[Array]):
     slots: Array = field(metadata=shaped(TOKENS, padding=NOT_WRITTEN))
     segments: Array = field(metadata=shaped(SEGMENTS, 5))
     sample_rows: Array = field(metadata=shaped(ROWS))
+    state_in: Array = field(metadata=shaped(SEGMENTS, padding=NO_STATE))
+    state_out: Array = field(metadata=shaped(SEGMENTS, padding=NO_STATE))
 
 
 PACKED = inputs_of(PackedBatch)

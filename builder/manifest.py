@@ -15,9 +15,9 @@ from typing import Any
 
 from .. import __version__
 from ..scheduler.types import SettingError
-from .checkpoints.config import DecoderConfig, Rotary, Shard
+from .checkpoints.config import DecoderConfig, LinearAttention, Rotary, Shard
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"  # of an engine with one rank
 PACKAGE = "decoder.pt2"  # AOTInductor's
@@ -120,6 +120,11 @@ class Manifest:
         return self.decoder.layers
 
     @property
+    def kv_layers(self) -> int:
+        """The layers that have KV."""
+        return self.decoder.kv_layers
+
+    @property
     def kv_heads(self) -> int:
         """KV heads of one rank."""
         return Shard(self.decoder, self.tensor_parallel).kv_heads
@@ -194,7 +199,9 @@ class Manifest:
         decoder = value.pop("decoder")
         for name in ("rotary", "window_rotary"):
             decoder[name] = Rotary(**decoder[name]) if decoder[name] else None
-        decoder["windows"] = tuple(decoder["windows"])
+        for name in ("windows", "kinds"):
+            decoder[name] = tuple(decoder[name])
+        decoder["linear"] = LinearAttention(**decoder["linear"]) if decoder["linear"] else None
         lists: dict[str, Any] = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
         parts = value.pop("parts")
         parts["weights"] = tuple(parts["weights"])

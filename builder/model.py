@@ -23,6 +23,7 @@ from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops
 from ..plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve
 from ..plugins.linear.cpu_packed import can_pack, linear, packed
 from ..plugins.linear.int4_format import packed_shape
+from ..plugins.state import ops as state_ops  # noqa: F401  register torch.ops.pensieve
 from .checkpoints.config import DecoderConfig, Shard
 from .forward_batch import ForwardBatch
 
@@ -156,9 +157,11 @@ class Attention(nn.Module):
         super().__init__()
         config = shard.config
         self.config = config
-        self.layer = layer
-        # heads of q, k and v in the fused projection
-        self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)
+        self.place = config.place(layer)  # in the pool
+        self.gated = config.gated_attention
+        # Heads of q, k and v in the fused projection. A gate is like a head behind its query.
+        queries = 2 * shard.heads if self.gated else shard.heads
+        self.heads = (queries, shard.kv_heads, shard.kv_heads)
         self.qkv = Projection(
             config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias
         )
@@ -177,21 +180,66 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         batch, pool = inputs.batch, inputs.pool
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
+        if self.gated:
+            q, gate = q.unflatten(1, (-1, 2)).unbind(2)
         q = self.q_norm(q)
         k = self.k_norm(k)
         rotary = inputs.rotary[self.rotary]
-        q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, pool, self.layer)
+        q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, pool, self.place)
         o = torch.ops.pensieve.multi_token_attention(
             q,
             batch.segments,
             batch.block_table,
             pool,
-            self.layer,
+            self.place,
             self.scale,
             self.window,
             self.sinks,
         )
+        if self.gated:
+            o = o * gate.sigmoid()
         return self.out(o.flatten(1))
+
+
+class GatedDelta(nn.Module):
+    """Linear attention: the gated delta rule behind a causal convolution."""
+
+    def __init__(self, shard: Shard, layer: int):
+        super().__init__()
+        config = shard.config
+        linear = config.linear
+        assert linear is not None  # the layer is linear
+        self.place = config.place(layer)  # in a state
+        self.parts = linear.parts
+        self.key_dim, self.value_dim = linear.key_dim, linear.value_dim
+        values = linear.value_heads * linear.value_dim
+        self.split = (linear.channels, values)
+        self.qkvz = Projection(config.hidden_size, sum(self.split), bias=False)
+        self.ba = Projection(config.hidden_size, 2 * linear.value_heads, bias=False)
+        self.conv = nn.Parameter(torch.empty(linear.channels, 1, linear.conv_width))
+        # float32 in every model
+        self.a_log = nn.Parameter(torch.empty(linear.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(linear.value_heads))
+        self.norm = Norm(linear.value_dim, config.norm_eps, rms=True)
+        self.out = RowParallelProjection(shard, values, bias=False)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        batch, pool = inputs.batch, inputs.pool
+        states = batch.segments, batch.state_in, batch.state_out, pool, self.place
+        qkv, z = self.qkvz(x).split(self.split, dim=1)
+        b, a = self.ba(x).float().chunk(2, dim=1)
+        q, k, v = torch.ops.pensieve.causal_conv(qkv, self.conv, *states).split(self.parts, dim=1)
+        decay = -self.a_log.exp() * F.softplus(a + self.dt_bias)
+        o = torch.ops.pensieve.gated_delta(
+            q.unflatten(1, (-1, self.key_dim)),
+            k.unflatten(1, (-1, self.key_dim)),
+            v.unflatten(1, (-1, self.value_dim)),
+            decay,
+            b.sigmoid(),
+            *states,
+        )
+        gate = F.silu(z.unflatten(1, (-1, self.value_dim)).float())
+        return self.out((self.norm(o) * gate).to(x.dtype).flatten(1))
 
 
 class MLP(nn.Module):
@@ -255,7 +303,8 @@ class Layer(nn.Module):
         config = shard.config
         self.norm_first = config.norm_first
         self.attention_norm = hidden_norm(config)
-        self.attention = Attention(shard, layer)
+        is_linear = config.is_linear(layer)
+        self.attention = GatedDelta(shard, layer) if is_linear else Attention(shard, layer)
         self.mlp_norm = hidden_norm(config)
         self.mlp = SparseMLP(shard) if config.experts else MLP(shard)
         self.attention_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()

@@ -26,7 +26,7 @@ from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.hugging_face import weight_sources
-from .forward_batch import NOT_WRITTEN, Forward, ForwardBatch
+from .forward_batch import NO_STATE, NOT_WRITTEN, Forward, ForwardBatch
 from .manifest import Parity, Quantisation
 from .model import Decoder
 from .quantised import dequantised
@@ -46,12 +46,15 @@ the demo model, 0.12 for random ones of 32 layers; with activations: 0.16 for th
 
 
 class SeatSpan(NamedTuple):
-    """Positions [start, end) of a seat; those below `write_from` are not written."""
+    """Positions [start, end) of a seat; those below `write_from` are not written. The slots of its
+    states are as in `PackedBatch`."""
 
     seat: int
     start: int
     end: int
     write_from: int = 0
+    state_in: int = NO_STATE
+    state_out: int = NO_STATE
 
 
 def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Parity:
@@ -198,7 +201,7 @@ def batch_of(
     slots = []
     segments = []
     first = 0
-    for seat, start, end, write_from in pieces:
+    for seat, start, end, write_from, _, _ in pieces:
         own = torch.arange(start, end)
         places = block_table[seat, own // chunk_tokens] * chunk_tokens + own % chunk_tokens
         positions.append(own)
@@ -211,6 +214,8 @@ def batch_of(
         slots=torch.cat(slots),
         segments=torch.tensor(segments),
         sample_rows=sample_rows,
+        state_in=torch.tensor([piece.state_in for piece in pieces]),
+        state_out=torch.tensor([piece.state_out for piece in pieces]),
         block_table=block_table,
     ).map(lambda part: part.int())
 
@@ -248,7 +253,7 @@ def _run(
 ) -> Outcome:
     table = batches[0].block_table
     config = shard.config
-    shape = (table.numel(), config.layers, 2, shard.kv_heads, CHUNK, config.head_dim)
+    shape = (table.numel(), config.kv_layers, 2, shard.kv_heads, CHUNK, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=table.device)
     with registered(pool, shard, batches) as (handle, plan):
         logits = []

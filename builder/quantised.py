@@ -22,7 +22,7 @@ from ..plugins.linear.int4 import widened as int4_widened
 from ..plugins.linear.int4_format import TILE_INPUTS, TILE_OUTPUTS, packed_shape
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig
-from .checkpoints.hugging_face import parameter_shapes
+from .checkpoints.hugging_face import dtype_of, parameter_shapes
 from .weights import Stored
 
 PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
@@ -60,7 +60,7 @@ def stored_as(
             stored[name] = Stored(packed_shape(*shape), torch.int32)
             stored[f"{projection}.scales_zeros"] = Stored((shape[1] // group, shape[0], 2), dtype)
         else:
-            stored[name] = Stored(shape, dtype)
+            stored[name] = Stored(shape, dtype_of(name, dtype))
     return stored
 
 

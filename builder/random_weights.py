@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +12,13 @@ from ..plugins.linear.fp8 import rounded, row_scales
 from ..plugins.linear.int4 import packed, scales_and_zeros
 from ..plugins.linear.int4_format import MIDDLE
 from .checkpoints.config import DecoderConfig, Shard
-from .checkpoints.hugging_face import parameter_shapes, weight_sources
+from .checkpoints.hugging_face import dtype_of, parameter_shapes, weight_sources
 from .checkpoints.sources import Source
 from .quantised import projections
 
 INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")
+DECAYS = (-7.0, 0.0)
+"""Of a state, as logarithms: half of it is gone after about one to a thousand tokens."""
 
 
 def random_weights(
@@ -35,21 +38,26 @@ def random_weights(
     With any number of ranks, together they hold the same model: each rank makes one whole tensor
     after the other and cuts it.
 
-    Norms multiply by 1, and biases are 0. Projections preserve the magnitude of their input; those
-    into the residual sum are scaled down by the number of layers. So activations and logits have a
-    trained model's magnitude in any shape, and are finite in any dtype.
+    Norms multiply by 1, and biases are 0. States decay at many speeds. Projections preserve the
+    magnitude of their input; those into the residual sum are scaled down by the number of layers.
+    So activations and logits have a trained model's magnitude in any shape, and are finite in any
+    dtype.
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)
     quantised = projections(config) if fp8 or int4 else frozenset()
     weights = {}
     for name, shape in parameter_shapes(config).items():
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if len(shape) == 1:
-            tensor.fill_(1.0 if name.endswith("weight") and not config.norm_plus_one else 0.0)
+        tensor = torch.empty(shape, dtype=dtype_of(name, dtype), device=device)
+        if name.endswith(".a_log"):
+            tensor.uniform_(*DECAYS, generator=generator)
+        elif len(shape) == 1:
+            # norms of linear attention multiply by the weight in every model
+            is_one = name.endswith("attention.norm.weight") or not config.norm_plus_one
+            tensor.fill_(1.0 if name.endswith("weight") and is_one else 0.0)
         else:
             summands = 2 * config.layers if name.endswith(INTO_THE_SUM) else 1
-            tensor.normal_(std=(shape[1] * summands) ** -0.5, generator=generator)
+            tensor.normal_(std=(math.prod(shape[1:]) * summands) ** -0.5, generator=generator)
         own = _cut(tensor, sources[name]) if ranks > 1 else tensor
         projection = name.removesuffix(".weight")
         if projection not in quantised:

@@ -19,6 +19,7 @@ from torch import Tensor
 from .attention import cpu as cpu_attention
 from .attention.cpu import StepPlans
 from .linear import norm_reference
+from .state.pool import StatePool
 
 if TYPE_CHECKING:
     from .attention.work_list import WorkList
@@ -38,7 +39,8 @@ class KVPool:
     of one step's attention: the code that uploads a step's segments builds it, once, on the stream
     of the step and before its launch. `plans` are a CPU's, cleared behind each step; without them
     each layer makes its own. `events` are the handles of the CUDA events behind the gates,
-    by layer, for engines that run without Python.
+    by layer, for engines that run without Python. `states` are those of linear attention, which are
+    swapped in before any KV: the first linear layer passes the gate of layer 0.
     """
 
     tensor: Tensor
@@ -46,6 +48,7 @@ class KVPool:
     work: WorkList | None = None
     events: Mapping[int, int] = field(default_factory=dict)
     plans: StepPlans | None = None
+    states: StatePool | None = None
 
 
 _pools: dict[int, KVPool] = {}
@@ -63,8 +66,9 @@ def register_pool(
     work: WorkList | None = None,
     events: Mapping[int, int] | None = None,
     plans: StepPlans | None = None,
+    states: StatePool | None = None,
 ) -> int:
-    """Registers a pool for the operations. The caller still owns the tensor and releases the
+    """Registers a pool for the operations. The caller still owns the tensors and releases the
     handle.
 
     A pool on a GPU needs `work` (`attention.kernel.make_work_list`).
@@ -77,7 +81,7 @@ def register_pool(
     if tensor.is_cuda and work is None:
         raise ValueError("a KV pool on a GPU needs a work list")
     handle = next(_handles)
-    _pools[handle] = KVPool(tensor, gate, work, events or {}, plans)
+    _pools[handle] = KVPool(tensor, gate, work, events or {}, plans, states)
     return handle
 
 

@@ -18,6 +18,7 @@ from ..builder.inductor.package import Package, laid_out
 from ..builder.manifest import Manifest, code_digest, files_digest, versions, weights_file
 from ..builder.model import Decoder
 from ..builder.random_weights import random_weights
+from ..builder.states import state_shape
 from ..builder.weights import load_weights, weights_digest
 from ..plugins.attention import fp8_pool
 from ..scheduler.types import SettingError
@@ -44,6 +45,10 @@ class Engine:
         )
         # of int4, for a long step
         self.widened_bytes = largest * self.dtype.itemsize if manifest.int4 else 0
+        # None: the model has no states
+        self.state_shape = state_shape(
+            Shard(manifest.decoder, manifest.tensor_parallel), self.dtype
+        )
         self._decoder = decoder
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
@@ -53,7 +58,7 @@ class Engine:
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         """Shape of a KV pool of `slots` slots, in `self.kv_dtype`."""
         width = fp8_pool.pool_width(self.manifest.head_dim, self.kv_dtype)
-        return (slots, self.manifest.layers, 2, self.manifest.kv_heads, chunk_tokens, width)
+        return (slots, self.manifest.kv_layers, 2, self.manifest.kv_heads, chunk_tokens, width)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: int) -> Tensor:

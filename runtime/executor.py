@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..plugins.kv_forms.forms import Form, record_bytes
+from ..plugins.state.pool import StateShape
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult, TierReport
 from ..scheduler.types import (
@@ -85,6 +86,7 @@ class Executor:
         in_first: bool = False,
         host_form: Form | None = None,
         disk: DiskSettings | None = None,
+        states: StateShape | None = None,
     ):
         """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit
         its memory, or the disk's directory cannot be used.
@@ -93,12 +95,21 @@ class Executor:
         in_first    as in `Transfers`
         host_form   of the records in HOST, as in `Device.allocate_pool`
         disk        None: no plan may have work for DISK
+        states      of a model with linear attention; their slots are behind the KV of the GPU's
+                    pool, as many as `config.states` says
         """
-        shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
+        if (states is None) != (config.states is None):
+            raise InvariantError("the engine has states and the scheduler has none, or vice versa")
+        shape = engine.kv_shape(config.gpu_kv_chunks + config.state_chunks, config.chunk_tokens)
         blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
-        self._inputs = ReusingPacker(config.max_num_seqs, blocks, config.chunk_tokens)
+        self._inputs = ReusingPacker(
+            config.max_num_seqs,
+            blocks,
+            config.chunk_tokens,
+            0 if config.states is None else config.states.slots,
+        )
         record = record_bytes(host_shape, engine.kv_dtype, host_form)
         is_exact = None if host_form is None else host_form.is_exact
         check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)
@@ -119,6 +130,8 @@ class Executor:
         self._stores: dict[Tier, DiskStore] = {}
         if disk is not None:
             self._stores[Tier.DISK] = DiskStore(disk, config.chunk_tokens, device.record)
+        if states is not None and config.states is not None:
+            device.keep_states(config.states.slots, states)
         device.load(
             engine,
             config.max_num_seqs,
@@ -281,7 +294,8 @@ def _with_logprobs(
         row = plan.samples[at]
         rows[row] = RowResult(row.request, (tokens[at],), logprobs=(entry,))
     begin = len(wanted.rows)
-    spans = [span for span in plan.spans if span.scores]
+    # A prompt's last piece may be its last token, which has no next prompt token to score.
+    spans = [span for span in plan.spans if span.scores] if plan.scored else []
     for span, row in zip(spans, launched.scored_rows, strict=True):
         end = begin + span.end - span.start - span.samples
         row_result = rows.get(row, RowResult(row.request))

@@ -18,12 +18,14 @@ from transformers import (
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from pensieve.builder.forward_batch import NOT_WRITTEN, Forward
 from pensieve.builder.parity import SeatSpan, batch_of
+from pensieve.plugins.state.pool import StatePool
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 SHAPE = {
@@ -68,6 +70,19 @@ GPT_OSS_SHAPE = {
     "num_experts_per_tok": 3,
     "sliding_window": 11,
 }
+# A head's result is nearly zero for a token whose query and key are nearly orthogonal, and is then
+# normalised. So float32 would not be enough for a comparison with the usual rms_norm_eps.
+QWEN3_5_SHAPE = {
+    **LLAMA_SHAPE,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 OPT_SHAPE = {**SHAPE, "ffn_dim": 128}
 
 
@@ -89,6 +104,8 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return Gemma3TextConfig(**GEMMA3_SHAPE)
         case "gpt-oss":
             return GptOssConfig(**GPT_OSS_SHAPE)
+        case "qwen3-5":
+            return Qwen3_5TextConfig(**QWEN3_5_SHAPE)
         case "opt":
             return OPTConfig(**OPT_SHAPE)
     raise ValueError(kind)
@@ -101,10 +118,10 @@ def tiny_checkpoint(kind: str, directory: Path, seed: int = 0) -> PreTrainedMode
 
 
 def save_random(
-    config: PretrainedConfig, directory: Path, seed: int = 0, **options: str
+    config: PretrainedConfig, directory: Path, seed: int = 0, gain: float = 2.0, **options: str
 ) -> PreTrainedModel:
     """Every parameter, norms and biases too, is random, and large enough for logits that are well
-    spread."""
+    spread. gain: by which projections multiply a vector's length."""
     torch.manual_seed(seed)
     model = (
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
@@ -113,7 +130,7 @@ def save_random(
         if parameter.dim() == 1:
             parameter.add_(0.2 * torch.randn_like(parameter))
         else:
-            parameter.normal_(std=2.0 * parameter.shape[-1] ** -0.5)
+            parameter.normal_(std=gain * parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory, **options)
     return model
 
@@ -126,7 +143,12 @@ class ScatteredRunner:
     """
 
     def __init__(
-        self, forward: Forward, kv_shape: tuple[int, ...], prompts: list[Tensor], dtype: torch.dtype
+        self,
+        forward: Forward,
+        kv_shape: tuple[int, ...],
+        prompts: list[Tensor],
+        dtype: torch.dtype,
+        states: StatePool | None = None,
     ):
         self.forward = forward
         self.prompts = prompts
@@ -134,7 +156,7 @@ class ScatteredRunner:
         self.pool = torch.full(
             kv_shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype
         )
-        self.handle = register_pool(self.pool)
+        self.handle = register_pool(self.pool, states=states)
         weakref.finalize(self, release_pool, self.handle)
         blocks = -(-max(len(prompt) for prompt in prompts) // self.chunk_tokens)
         self.free = torch.randperm(kv_shape[0]).tolist()
@@ -149,20 +171,22 @@ class ScatteredRunner:
         self.block_table[seat, block] = self.free.pop()
 
     def step(
-        self, *spans: tuple[int, int, int], unwritten: tuple[tuple[int, int], ...] = ()
+        self,
+        *spans: tuple[int, int, int] | SeatSpan,
+        unwritten: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Computes (seat, start, end) spans in one batch; (seat, position) pairs in `unwritten` get
         slot -1."""
-        tokens = [(seat, position) for seat, start, end in spans for position in range(start, end)]
-        ids = torch.cat([self.prompts[seat][start:end] for seat, start, end in spans])
         pieces = [SeatSpan(*span) for span in spans]
+        tokens = [(one.seat, position) for one in pieces for position in range(*one[1:3])]
+        ids = torch.cat([self.prompts[one.seat][one.start : one.end] for one in pieces])
         batch = batch_of(
             pieces, ids, self.block_table, torch.arange(len(tokens)), self.chunk_tokens
         )
         batch.slots[[token in unwritten for token in tokens]] = NOT_WRITTEN
         rows = iter(self.forward(batch, self.handle))
-        for seat, start, end in spans:
-            self.logits[seat] |= {position: next(rows) for position in range(start, end)}
+        for one in pieces:
+            self.logits[one.seat] |= {position: next(rows) for position in range(*one[1:3])}
 
     def all_logits(self, seat: int) -> Tensor:
         return torch.stack(

@@ -336,7 +336,7 @@ class Exact:
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         manifest = self.manifest
-        return (slots, manifest.layers, 2, manifest.kv_heads, chunk_tokens, manifest.head_dim)
+        return (slots, manifest.kv_layers, 2, manifest.kv_heads, chunk_tokens, manifest.head_dim)
 
     @torch.inference_mode()
     def forward(self, *arguments: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts,
-Gemma 3, gpt-oss, and OPT.
+Gemma 3, gpt-oss, Qwen3.5, and OPT.
 
 Unknown settings are refused by name; no value is guessed.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...scheduler.types import SettingError
 from ..quantization import check_quantization
-from .config import DecoderConfig, Rotary
+from .config import FULL, LINEAR, DecoderConfig, LinearAttention, Rotary
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -45,10 +45,13 @@ class LlamaFlavour(NamedTuple):
     expert_size: str | None = None  # the key of the experts' width; None: no experts
     norm_topk_prob: bool = False
     activation: str = "hidden_act"  # the key of the MLP's activation
+    # None: all of a head's dimensions are rotated, and a config.json that says less is refused
+    partial_rotary: float | None = None
 
 
 GEMMA3, GPT_OSS, OPT = "Gemma3ForCausalLM", "GptOssForCausalLM", "OPTForCausalLM"
 GEMMA3_OF_IMAGES = "Gemma3ForConditionalGeneration"
+QWEN3_5, QWEN3_5_OF_IMAGES = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
 
 LLAMA_FLAVOURS = {
     "LlamaForCausalLM": LlamaFlavour(mlp_bias=None),
@@ -76,6 +79,7 @@ LLAMA_FLAVOURS = {
         expert_size="intermediate_size",
         norm_topk_prob=True,
     ),
+    QWEN3_5: LlamaFlavour(kv_heads=4, head_dim=256, qk_norm=True, partial_rotary=0.25),
 }
 GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
@@ -110,7 +114,15 @@ GPT_OSS_SCALING = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+QWEN3_5_DEFAULTS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+SLIDING = "sliding_attention"
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -125,23 +137,29 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):
         raise refusal("config.json: per_layer_config is not supported: layers must be alike")
-    supported = [*LLAMA_FLAVOURS, GEMMA3_OF_IMAGES, OPT]
+    supported = [*LLAMA_FLAVOURS, GEMMA3_OF_IMAGES, QWEN3_5_OF_IMAGES, OPT]
     if names[0] not in supported:
         raise refusal(
             f"architecture {names[0]!r} is not supported; known are {', '.join(supported)}"
         )
     kind = config.get("model_type")
-    wanted = names[0].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
+    wanted = names[0].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     # models use either of the two names
-    if kind is not None and kind.replace("_", "").removesuffix("text").lower() != wanted:
+    if kind is not None and _bare(kind).removesuffix("text") != _bare(wanted):
         raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
     own = {
         OPT: _opt_config,
         GEMMA3: _gemma3_config,
         GEMMA3_OF_IMAGES: _gemma3_config,
         GPT_OSS: _gpt_oss_config,
+        QWEN3_5: _qwen3_5_config,
+        QWEN3_5_OF_IMAGES: _qwen3_5_config,
     }
     return own[names[0]](config) if names[0] in own else _llama_config(names[0], config)
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -207,7 +225,7 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         mlp_size=_size(config, flavour.expert_size or "intermediate_size"),
         max_positions=max_positions,
         embedding_size=hidden,
-        rotary=_rotary(config, head_dim, max_positions, flavour.theta),
+        rotary=_rotary(config, head_dim, max_positions, flavour.theta, flavour.partial_rotary),
         position_offset=0,
         norm="rms",
         norm_eps=_number(config, "rms_norm_eps", flavour.norm_eps),
@@ -275,6 +293,42 @@ def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
+def _qwen3_5_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Of a model that also takes images, the part that takes text."""
+    config = _with(config.get("text_config") or {}, config, QWEN3_5_DEFAULTS)
+    if config.get("attn_output_gate") is False:
+        raise refusal("config.json: attn_output_gate false is not supported")
+    decoder = _llama_config(QWEN3_5, config)
+    if decoder.activation != "silu":  # the convolution's and the gates' too
+        raise refusal(f"config.json: hidden_act {config['hidden_act']!r} is not supported")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        period = _size(config, "full_attention_interval")
+        kinds = [LINEAR if (i + 1) % period else FULL for i in range(decoder.layers)]
+    _check_layer_types(kinds, (LINEAR, FULL), decoder.layers)
+    if FULL not in kinds:
+        raise refusal("config.json: layer_types without full_attention are not supported")
+    linear = LinearAttention(
+        key_heads=_size(config, "linear_num_key_heads"),
+        value_heads=_size(config, "linear_num_value_heads"),
+        key_dim=_size(config, "linear_key_head_dim"),
+        value_dim=_size(config, "linear_value_head_dim"),
+        conv_width=_size(config, "linear_conv_kernel_dim"),
+    )
+    if linear.value_heads % linear.key_heads:
+        raise refusal(
+            f"config.json: linear_num_value_heads {linear.value_heads} is no multiple of "
+            f"linear_num_key_heads {linear.key_heads}"
+        )
+    return replace(
+        decoder,
+        norm_plus_one=True,
+        gated_attention=True,
+        kinds=tuple(kinds) if LINEAR in kinds else (),
+        linear=linear if LINEAR in kinds else None,
+    )
+
+
 def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of all; those of an earlier one take precedence."""
     return ChainMap(*configs)  # type: ignore[arg-type]  # nothing is written
@@ -323,13 +377,7 @@ def _windows(
     unused = architecture.startswith("Qwen") and not config.get("use_sliding_window", False)
     if architecture in (GEMMA3, GPT_OSS, "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         kinds = kinds or _layer_types(architecture, config, layers)
-        others = sorted({kind for kind in kinds if kind not in (FULL, SLIDING)})
-        if others:
-            raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
-        if len(kinds) != layers:
-            raise refusal(
-                f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}"
-            )
+        _check_layer_types(kinds, (FULL, SLIDING), layers)
     elif window is not None and not unused and FULL in (kinds or []):
         raise refusal(
             f"config.json: layer_types are not supported with sliding_window and {architecture}"
@@ -345,6 +393,16 @@ def _windows(
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
+def _check_layer_types(kinds: Sequence[str], supported: Sequence[str], layers: int) -> None:
+    others = sorted({kind for kind in kinds if kind not in supported})
+    if others:
+        raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
+    if len(kinds) != layers:
+        raise refusal(
+            f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}"
+        )
+
+
 def _layer_types(architecture: str, config: Mapping[str, Any], layers: int) -> list[str]:
     """Of a config.json without `layer_types`."""
     if architecture in (GEMMA3, GPT_OSS):
@@ -354,7 +412,14 @@ def _layer_types(architecture: str, config: Mapping[str, Any], layers: int) -> l
     return [FULL] * min(late, layers) + [SLIDING] * (layers - late)
 
 
-def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta: float) -> Rotary:
+def _rotary(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    theta: float,
+    partial_rotary: float | None = None,
+) -> Rotary:
+    """`partial_rotary`: as in `LlamaFlavour`."""
     parameters, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if parameters and scaling and parameters != scaling:
         raise refusal("config.json: rope_parameters and rope_scaling differ; one of them must go")
@@ -368,15 +433,18 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = _number(parameters, "rope_theta", _number(config, "rope_theta", theta))
     partial = _number(
-        parameters, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)
+        parameters,
+        "partial_rotary_factor",
+        _number(config, "partial_rotary_factor", partial_rotary or 1.0),
     )
-    if partial != 1.0:
+    dims = int(head_dim * partial)
+    if partial != 1.0 and (partial_rotary is None or dims % 2 or not 0 < dims <= head_dim):
         raise refusal(f"config.json: partial_rotary_factor {partial} is not supported")
     match kind:
         case "default":
-            return Rotary(head_dim, theta)
+            return Rotary(dims, theta)
         case "linear":
-            return Rotary(head_dim, theta, _number(parameters, "factor"))
+            return Rotary(dims, theta, _number(parameters, "factor"))
         case "llama3":
             low, high = (
                 _number(parameters, "low_freq_factor"),
@@ -389,11 +457,11 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta:
             original = _size(parameters, "original_max_position_embeddings", max_positions)
             # this key takes precedence
             original = _size(config, "original_max_position_embeddings", original)
-            return Rotary(head_dim, theta, _number(parameters, "factor"), low, high, original)
+            return Rotary(dims, theta, _number(parameters, "factor"), low, high, original)
         case "yarn":
             original = _size(parameters, "original_max_position_embeddings", max_positions)
             original = _size(config, "original_max_position_embeddings", original)
-            return _yarn(parameters, head_dim, theta, original, max_positions)
+            return _yarn(parameters, dims, theta, original, max_positions)
     raise refusal(
         f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3, yarn"
     )

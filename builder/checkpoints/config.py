@@ -50,6 +50,38 @@ class Rotary:
         return frequency * (kept + (1.0 - kept) / self.factor)
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+"""Kinds of layers, as config.json names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Gated delta net layers: in place of keys and values a sequence has a state of fixed size.
+
+    key_heads, value_heads  heads of queries and keys, and of values; a key head serves
+                            value_heads / key_heads value heads that follow each other
+    key_dim, value_dim      numbers of a head
+    conv_width              tokens that the causal convolution of queries, keys and values sees
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return sum(self.parts)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Shape and variant of a decoder-only transformer.
@@ -80,6 +112,10 @@ class DecoderConfig:
                       among them; 0: all of them. Empty: no layer has a window
     sinks             each head of a layer has a logit that joins the softmax of every query, and
                       has no value
+    gated_attention   each head's result is multiplied by the sigmoid of a gate, which is projected
+                      beside the head's query
+    kinds             of each layer: FULL attention, or LINEAR attention as `linear` describes it.
+                      Empty: all layers have full attention
     """
 
     architecture: str
@@ -119,6 +155,25 @@ class DecoderConfig:
     norm_results: bool = False
     embedding_factor: float = 1.0
     query_size: float = 0.0
+    gated_attention: bool = False
+    kinds: tuple[str, ...] = ()
+    linear: LinearAttention | None = None
+
+    def is_linear(self, layer: int) -> bool:
+        return bool(self.kinds) and self.kinds[layer] == LINEAR
+
+    @property
+    def linear_layers(self) -> int:
+        return self.kinds.count(LINEAR)
+
+    @property
+    def kv_layers(self) -> int:
+        """The layers that have KV."""
+        return self.layers - self.linear_layers
+
+    def place(self, layer: int) -> int:
+        """The layer's number among those of its kind: its place in the KV pool, or in a state."""
+        return self.kinds[:layer].count(self.kinds[layer]) if self.kinds else layer
 
     def window(self, layer: int) -> int:
         """0: the layer has none."""
@@ -163,6 +218,11 @@ class Shard:
     rank: int = 0
 
     def __post_init__(self) -> None:
+        if self.ranks > 1 and self.config.linear:
+            raise SettingError(
+                "--tensor-parallel",
+                f"linear attention ({self.config.architecture}) cannot be divided among ranks yet",
+            )
         if not (self.ranks >= 1 and self._divides(self.ranks)):
             config = self.config
             possible = [str(n) for n in range(1, config.heads + 1) if self._divides(n)]

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .architectures import FULL, GEMMA3, GPT_OSS, GPT_OSS_SCALING, SLIDING, refusal
-from .config import Rotary
+from .architectures import GEMMA3, GPT_OSS, GPT_OSS_SCALING, SLIDING, refusal
+from .config import FULL, Rotary
 from .gguf_file import GgufFile
 
 MIXTRAL = "MixtralForCausalLM"

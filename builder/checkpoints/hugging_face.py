@@ -21,7 +21,7 @@ from torch import Tensor
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
 from ..quantization import check_quantization
-from .architectures import GEMMA3, GPT_OSS, OPT, refusal
+from .architectures import GEMMA3, GPT_OSS, OPT, QWEN3_5, refusal
 from .config import DecoderConfig, Shard
 from .fused_experts import unfused
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
@@ -40,8 +40,15 @@ PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 """Beginnings of names in whole models, and in bare ones. The first two are of models that also take
 images."""
 
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
-"""Ignored tensors of models that also take images."""
+UNUSED = {
+    GEMMA3: re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\."),
+    QWEN3_5: re.compile(r"(model\.)?visual\.|mtp\."),
+}
+"""Ignored tensors, by architecture: of images, and of layers that predict further tokens."""
+
+IN_FLOAT32 = (".a_log", ".dt_bias")
+"""Ends of the parameters of linear attention that are in float32 in engines of any dtype: decays of
+states are computed from them."""
 
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
 """The trained demo model (docs/use/demo-model.md)."""
@@ -66,6 +73,11 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 IN_FP8 = "F8_E4M3"
 
 
+def dtype_of(target: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an unquantised parameter in an engine of `dtype`."""
+    return torch.float32 if target.endswith(IN_FLOAT32) else dtype
+
+
 def _linear(
     target: str, bias: bool, columns: SourcePart, parts: Mapping[str, SourcePart]
 ) -> Sources:
@@ -87,6 +99,10 @@ def _linear(
             Source(f"{name}.bias", (rows,)) for name, rows in held.items()
         )
     return sources
+
+
+WEIGHT = ("weight",)
+"""The parameters of an RMS norm."""
 
 
 def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
@@ -141,22 +157,18 @@ LAYERS = {
 }
 
 
-def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
+def _layer_sources(shard: Shard, layer: int, target: str, name: str, names: LayerNames) -> Sources:
     config = shard.config
-    hidden, head_dim = config.hidden_size, config.head_dim
-    q = _heads(head_dim, config.heads, shard.rank * shard.heads, shard.heads)
-    kv = _heads(head_dim, config.kv_heads, shard.first_kv_head, shard.kv_heads)
+    hidden = config.hidden_size
     mlp = SourcePart(config.mlp_size, shard.rank * shard.mlp_size, shard.mlp_size)
-    attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
     experts = range(config.experts or 1)
     up = {f"{name}.{part.format(i)}": mlp for i in experts for part in names.up}
     down = {f"{name}.{names.down.format(i)}": whole(hidden) for i in experts}
-    out = {f"{name}.{names.out}": whole(hidden)}
     kinds = _norm_kinds(config)
+    attention = _delta_sources if config.is_linear(layer) else _attention_sources
     sources = {
         **_norm(f"{target}.attention_norm", f"{name}.{names.attention_norm}", hidden, kinds),
-        **_linear(f"{target}.attention.qkv", config.qkv_bias, whole(hidden), attention),
-        **_linear(f"{target}.attention.out", config.attention_out_bias, q, out),
+        **attention(shard, f"{target}.attention", name, names),
         **_norm(f"{target}.mlp_norm", f"{name}.{names.mlp_norm}", hidden, kinds),
         **_linear(f"{target}.mlp.up", config.mlp_bias, whole(hidden), up),
         **_linear(f"{target}.mlp.down", config.mlp_bias, mlp, down),
@@ -174,15 +186,52 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
         sources |= _norm(
             f"{target}.mlp_result_norm", f"{name}.{names.mlp_result_norm}", hidden, kinds
         )
+    return sources
+
+
+def _attention_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
+    config = shard.config
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q = _heads(head_dim, config.heads, shard.rank * shard.heads, shard.heads)
+    kv = _heads(head_dim, config.kv_heads, shard.first_kv_head, shard.kv_heads)
+    # each head's gate behind its query
+    with_gates = SourcePart(*(2 * size for size in q)) if config.gated_attention else q
+    qkv = {
+        f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", with_gates), ("k", kv), ("v", kv))
+    }
+    out = {f"{name}.{names.out}": whole(hidden)}
+    sources = {
+        **_linear(f"{target}.qkv", config.qkv_bias, whole(hidden), qkv),
+        **_linear(f"{target}.out", config.attention_out_bias, q, out),
+    }
     if config.qk_norm:
         for x in "qk":
-            sources |= _norm(
-                f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",)
-            )
+            sources |= _norm(f"{target}.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, WEIGHT)
     if config.sinks:
         heads = SourcePart(config.heads, shard.rank * shard.heads, shard.heads)
-        sources[f"{target}.attention.sinks"] = (Source(f"{name}.self_attn.sinks", (heads,)),)
+        sources[f"{target}.sinks"] = (Source(f"{name}.self_attn.sinks", (heads,)),)
     return sources
+
+
+def _delta_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
+    linear = shard.config.linear
+    assert linear is not None  # the layer is linear
+    stem = f"{name}.linear_attn"
+    hidden = whole(shard.config.hidden_size)
+    channels, heads = whole(linear.channels), whole(linear.value_heads)
+    values = whole(linear.value_heads * linear.value_dim)
+    qkvz = {f"{stem}.in_proj_qkv": channels, f"{stem}.in_proj_z": values}
+    ba = {f"{stem}.in_proj_{x}": heads for x in "ba"}
+    conv = (channels, whole(1), whole(linear.conv_width))
+    return {
+        **_linear(f"{target}.qkvz", False, hidden, qkvz),
+        **_linear(f"{target}.ba", False, hidden, ba),
+        f"{target}.conv": (Source(f"{stem}.conv1d.weight", conv),),
+        f"{target}.a_log": (Source(f"{stem}.A_log", (heads,)),),
+        f"{target}.dt_bias": (Source(f"{stem}.dt_bias", (heads,)),),
+        **_norm(f"{target}.norm", f"{stem}.norm", linear.value_dim, WEIGHT),
+        **_linear(f"{target}.out", False, values, {f"{stem}.out_proj": hidden}),
+    }
 
 
 def _heads(head_dim: int, count: int, first: int, held: int) -> SourcePart:
@@ -192,7 +241,7 @@ def _heads(head_dim: int, count: int, first: int, held: int) -> SourcePart:
 
 def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
     if config.norm == "rms":
-        return ("weight",)
+        return WEIGHT
     return ("weight", "bias") if config.norm_affine else ()
 
 
@@ -214,7 +263,7 @@ def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
         sources |= _linear("project_out", False, whole(hidden), {f"{stem}project_out": embedding})
     names = LAYERS.get(config.architecture, LLAMA_LAYER)
     for i in range(config.layers):
-        sources |= _layer_sources(shard, f"layers.{i}", f"{stem}layers.{i}", names)
+        sources |= _layer_sources(shard, i, f"layers.{i}", f"{stem}layers.{i}", names)
     if config.final_norm:
         sources |= _norm(
             "norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config)
@@ -276,7 +325,8 @@ class CheckpointWeights(Mapping[str, Tensor]):
             ]
         else:
             projection = target.removesuffix(".weight")
-            dtype = torch.float8_e4m3fn if f"{projection}.scale" in self._wanted else self._dtype
+            own = dtype_of(target, self._dtype)
+            dtype = torch.float8_e4m3fn if f"{projection}.scale" in self._wanted else own
             parts = [source.cut(_slice(self._files, source.name), dtype) for source in sources]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -298,8 +348,8 @@ def read_weights(
     files = _tensor_files(directory)
     if config.architecture == GPT_OSS:
         files = unfused(files)
-    if config.architecture == GEMMA3:
-        files = {name: file for name, file in files.items() if not OF_IMAGES.match(name)}
+    if unused := UNUSED.get(config.architecture):
+        files = {name: file for name, file in files.items() if not unused.match(name)}
     prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}

@@ -19,6 +19,7 @@ import torch
 from ...builder.forward_batch import PACKED, ForwardBatch
 from ...plugins.attention.cpu import StepPlans
 from ...plugins.kv_forms.forms import Form, record_bytes
+from ...plugins.state.pool import StatePool, StateShape, last_states
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
@@ -52,6 +53,7 @@ class CpuDevice:
         self._disturb = disturb
         self._shuffle = shuffle
         self._pools: dict[Tier, torch.Tensor] = {}
+        self._states: StatePool | None = None
         self._form: Form | None = None
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
@@ -248,13 +250,19 @@ class CpuDevice:
 
     # The step.
 
+    def keep_states(self, slots: int, shape: StateShape) -> None:
+        pool = self._pools[Tier.GPU]
+        self._states = StatePool(last_states(pool.view(torch.uint8), slots, shape), shape)
+
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
     ) -> None:
         end_team()  # of the thread that loaded the engine
         self._engine = engine
         self._plans = StepPlans()
-        self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate, plans=self._plans)
+        self._handle = register_pool(
+            self._pools[Tier.GPU], self._pass_gate, plans=self._plans, states=self._states
+        )
         self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
         self._last_samples = torch.zeros(seats, dtype=torch.int32)
         self._sampler = make_sampler(engine.vocab_size)

@@ -26,6 +26,7 @@ from torch import Tensor
 from ...builder.checkpoints.config import Shard
 from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
+from ...plugins.state.pool import StateShape
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
@@ -231,6 +232,9 @@ class CudaDevice:
 
     # The step.
 
+    def keep_states(self, slots: int, shape: StateShape) -> None:
+        raise SettingError("--device", "linear attention runs on cpu only, not on cuda yet")
+
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
     ) -> None:
@@ -245,7 +249,7 @@ class CudaDevice:
         capacity = Capacity(shapes.most_tokens, shapes.most_segments, blocks * chunk_tokens)
         self._engine = engine
         decoder = engine.manifest.decoder
-        self._times.loaded(decoder.layers)
+        self._times.loaded(decoder.kv_layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
         self._work = make_work_list(
             capacity, heads, kv_heads, decoder.head_dim, engine.dtype, pool=self._pool

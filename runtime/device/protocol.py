@@ -25,6 +25,7 @@ import torch
 from ...builder.forward_batch import ForwardBatch
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import Form
+from ...plugins.state.pool import StateShape
 from ...scheduler.plan import Lane
 from ...scheduler.types import Tier
 from ..counters import NO_WAITS, Waits
@@ -125,6 +126,13 @@ class Device(Protocol):
 
         For the disk, whose threads may call this too. The caller ensures that no copy uses the
         record at the same time.
+        """
+
+    def keep_states(self, slots: int, shape: StateShape) -> None:
+        """The last chunks of the GPU's pool hold states of linear attention, `state_chunks` each;
+        called after the pool is made and before `load`.
+
+        SettingError if this device has no operations for them.
         """
 
     def load(

@@ -241,7 +241,15 @@ def make_executor(
         make = partial(RankedExecutor, ranks)
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
     return make(
-        device, engine, config, GROUP_LAYERS, grammars, settings.link == "in-first", form, disk
+        device,
+        engine,
+        config,
+        GROUP_LAYERS,
+        grammars,
+        settings.link == "in-first",
+        form,
+        disk,
+        engine.state_shape,
     )
 
 

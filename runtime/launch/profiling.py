@@ -67,6 +67,11 @@ def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
 def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
     """Returns pools as large as the batches can use, and contexts as long as the GPU's pool holds.
     SettingError if nothing fits."""
+    if engine.state_shape is not None:
+        raise SettingError(
+            "--engine",
+            f"linear attention ({engine.manifest.architecture}) cannot be profiled yet",
+        )
     size = args.chunk_tokens
     longest = args.max_model_len or engine.manifest.max_model_len
     if longest > engine.manifest.max_model_len:

@@ -15,8 +15,9 @@ from ...builder.checkpoints.config import Shard
 from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
-from ...scheduler.config import SchedulerConfig
-from ...scheduler.context_window import KEEP
+from ...plugins.state.pool import ALIGNMENT, StateShape, state_chunks
+from ...scheduler.config import SchedulerConfig, StateConfig
+from ...scheduler.context_window import KEEP, RECOMPUTE
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
@@ -48,6 +49,10 @@ ESTIMATES = {
 LOGGED_FOR_EACH_HELD = 32
 
 
+CHECKPOINT_SLOTS = 8
+"""State slots besides those of the seats: a row moves to another slot while its own is copied."""
+
+
 def scheduler_config(
     settings: ServeSettings, engine: Engine, device: Device, sharing: int = 1
 ) -> SchedulerConfig:
@@ -55,6 +60,11 @@ def scheduler_config(
     fault."""
     check_overflow(settings.overflow, engine.manifest)
     record = engine.chunk_bytes(settings.chunk_tokens)
+    states = None
+    if engine.state_shape is not None:
+        refuse_for_states(settings, engine.manifest)
+        states = state_config(settings, engine.state_shape, record, device)
+    for_states = 0 if states is None else states.slots * states.chunks * record
     if (
         settings.device == "cuda"
         and settings.gpu_kv_chunks is None
@@ -78,7 +88,10 @@ def scheduler_config(
         (Tier.HOST, host_chunks, host_record),
     ):
         check_pool_fits(
-            pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free
+            pool_setting(settings, tier),
+            chunks,
+            chunks * size,
+            device.memory(tier).free - for_states,
         )
     check_disk_has_host(settings, host_chunks, disk_chunks)
     growth = 0
@@ -94,6 +107,7 @@ def scheduler_config(
         owner_kv_chunks=None if quota is None else quota // record,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
         copies_may_fail=form is not None and form.is_exact is not None,
+        states=states,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )
     longest = engine.manifest.max_model_len
@@ -117,6 +131,48 @@ def scheduler_config(
     config = SchedulerConfig(max_model_len=longest, **values)
     refuse_idle_options(settings, config)
     return config
+
+
+def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
+    """SettingError names an option that is not built for a model with states."""
+    for name in (
+        "disk_kv_bytes",
+        "disk_kv_chunks",
+        "speculate",
+        "overflow",
+        "kv_cache_dtype",
+        "lower_tier_kv",
+    ):
+        if settings.changed(name) and getattr(settings, name) not in (0, "off", RECOMPUTE, "auto"):
+            raise SettingError(
+                flag(name),
+                f"is not supported yet for linear attention ({manifest.architecture}); leave it "
+                "out",
+            )
+
+
+def state_config(
+    settings: ServeSettings, shape: StateShape, record: int, device: Device
+) -> StateConfig:
+    """The slots of states, in whole chunks of `record` bytes, and their spacing: the power of two
+    at which they take about as many bytes as KV. SettingError if they do not fit."""
+    if record % ALIGNMENT:
+        raise SettingError(
+            "--chunk-tokens",
+            f"a chunk of {settings.chunk_tokens} tokens has {record} bytes; with linear attention "
+            f"it must have a multiple of {ALIGNMENT}",
+        )
+    chunks = state_chunks(shape, record)
+    slots = settings.max_num_seqs + CHECKPOINT_SLOTS
+    free = device.memory(Tier.GPU).free
+    if slots * chunks * record > free:
+        raise SettingError(
+            "--max-num-seqs",
+            f"the states of {settings.max_num_seqs} requests take "
+            f"{slots * chunks * record / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free",
+        )
+    spacing = 2 ** round(math.log2(chunks * settings.chunk_tokens))
+    return StateConfig(chunks, slots, spacing=max(64, spacing))
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:
@@ -260,7 +316,7 @@ def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
         parameters=engine.active_parameters,
-        layers=shard.config.layers,
+        layers=shard.config.kv_layers,
         attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
         max_context=config.max_model_len,

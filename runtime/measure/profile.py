@@ -162,7 +162,7 @@ def profile_engine(bench: StepBench, engine: Engine, say: Callable[[str], None])
     """Measures the bench's engine; calls `say` with the name of each measurement."""
     config = bench.config
     record = engine.chunk_bytes(config.chunk_tokens)
-    measured = _measure(bench, engine.manifest.layers, record, say)
+    measured = _measure(bench, engine.manifest.kv_layers, record, say)
     cost = cost_profile(measured, config, record)
     return Profile(
         hardware=hardware(engine),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...builder.forward_batch import NOT_WRITTEN, PackedBatch
+from ...builder.forward_batch import NO_STATE, NOT_WRITTEN, PackedBatch
 from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .prefixes import SharedPrefixes
@@ -104,10 +104,11 @@ class StepPacker:
         q_starts = q_ends - lengths
         begins = self._starts[seats]
         self._check(plan, seats, ends - begins, lengths, samples)
-        if self._states is not None:
-            self._states.check(plan, seats, begins, starts, ends)
         coordinates = (starts - begins - q_starts).repeat(lengths)
         coordinates += np.arange(plan.tokens, dtype=np.int32)
+        state_in = state_out = np.full(len(seats), NO_STATE, np.int32)
+        if self._states is not None:
+            state_in, state_out = self._states.follow(plan, seats, begins, starts, ends)
         segments = np.zeros((len(seats), 5), np.int32)
         for column, values in enumerate((q_starts, lengths, 0, ends - begins, seats)):
             segments[:, column] = values
@@ -136,6 +137,8 @@ class StepPacker:
             segments=segments,
             sharing=self._prefixes.order(seats[:generated], segments[:generated, 3]),
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
+            state_in=state_in,
+            state_out=state_out,
             sample_seats=sample_seats,
             sampling=self._sampling.pack(
                 counts, sample_seats, drawn, scored_seats, plan.scored, mask, forbidden

@@ -68,8 +68,6 @@ class ReusingPacker(StepPacker):
         last = rows.inputs
         seats = last.sample_seats
         first = np.array(plan.positions, np.int32)
-        if self._states is not None:
-            self._states.check(plan, seats, rows.begins, first, first + np.int32(1))
         coordinates = first - rows.begins
         chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
         slots = self._table[seats, chunks]
@@ -79,6 +77,12 @@ class ReusingPacker(StepPacker):
             )
         segments = last.segments.copy()
         segments[:, 3] = coordinates + np.int32(1)
+        state_in = last.state_in
+        state_out = last.state_out
+        if self._states is not None:
+            state_in, state_out = self._states.follow(
+                plan, seats, rows.begins, first, first + np.int32(1)
+            )
         return StepInputs(
             generated=last.generated,
             token_ids=last.token_ids,
@@ -87,6 +91,8 @@ class ReusingPacker(StepPacker):
             segments=segments,
             sharing=self._prefixes.order(seats, segments[:, 3]),
             sample_rows=last.sample_rows,
+            state_in=state_in,
+            state_out=state_out,
             sample_seats=seats,
             sampling=self._sampling.pack_again(
                 last.sampling, seats, first + np.int32(1), mask, forbidden

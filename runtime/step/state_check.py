@@ -11,22 +11,24 @@ NOBODY = -1
 
 
 class StateCheck:
-    """What the state slots hold after the last checked plan: by slot, the seat whose row wrote or
+    """What the state slots hold after the last plan: by slot, the seat whose row wrote or
     got the state from HOST, and the number of tokens that the state has seen."""
 
     def __init__(self, slots: int):
         self._seat = np.full(slots, NOBODY, np.int32)
         self._end = np.zeros(slots, np.int32)
 
-    def check(
+    def follow(
         self,
         plan: StepPlan,
         seats: np.ndarray,
         begins: np.ndarray,
         starts: np.ndarray,
         ends: np.ndarray,
-    ) -> None:
-        """Each segment computes the positions [start, end) of the row in its seat, which begins at
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the slots of the states in front of the segments and behind them ([S] int32).
+
+        Each segment computes the positions [start, end) of the row in its seat, which begins at
         `begins`; all arrays are [S]. InvariantError if the state that it reads has not seen exactly
         the tokens before `start`, or if a slot that it reads or writes is written by another
         segment."""
@@ -59,3 +61,4 @@ class StateCheck:
             raise InvariantError(f"two segments of step {plan.step} use one state slot")
         self._seat[slots] = seats[kept]
         self._end[slots] = ends[kept]
+        return read, written

@@ -76,7 +76,7 @@ def read_shape(config: Path, ranks: int) -> ModelShape:
     active = active_parameters(shard.config, ranks)
     decoder = shard.config
     heads = shard.heads, shard.kv_heads, decoder.head_dim
-    return ModelShape(parameters, decoder.layers, *heads, active, decoder.windows)
+    return ModelShape(parameters, decoder.kv_layers, *heads, active, decoder.windows)
 
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:

@@ -342,6 +342,18 @@ def test_prompt_logprobs_cached_and_not_are_those_of_the_model(model, length):
     )
 
 
+def test_prompt_logprobs_of_a_prompt_whose_last_piece_is_one_token(model):
+    """Nothing is scored in the last step of the prompt, which has a sample."""
+    engine, reference = model
+    tokens = prompt(3, 33)
+    with Player(engine, max_num_batched_tokens=32) as player:
+        ask = dict(prompt_logprobs=2, sampling=Sampling(logprobs=2))
+        (heard,) = player.play(player.request(tokens, 5, **ask))
+    logprobs = reference_logprobs(reference, [*tokens, *heard.tokens])[:-1]
+    check_entries(heard.prompt_logprobs, tokens[1:], logprobs[:32], 2)
+    check_entries(heard.logprobs, heard.tokens, logprobs[32:], 2)
+
+
 def test_prompt_logprobs_over_holes_and_suspensions(model):
     """Histories in a pool that holds two of them: parts are cached, on the host, dropped; pieces
     are computed again."""

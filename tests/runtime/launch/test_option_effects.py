@@ -297,7 +297,7 @@ def served(files, engine, monkeypatch):
         note("attach", path=path)
         return nullcontext(SimpleNamespace(send=lambda message: None))
 
-    def executor(device, engine, config, group_layers, grammars, in_first, form, disk):
+    def executor(device, engine, config, group_layers, grammars, in_first, form, disk, states):
         note("executor", in_first=in_first, form=form)
         note("disk", **({} if disk is None else disk._asdict()))
         return SimpleNamespace(stored_records=dict)

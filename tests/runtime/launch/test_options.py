@@ -333,6 +333,7 @@ LLAMA_8B = SimpleNamespace(
     kv_cache_dtype="auto",
     weight_bytes=2 * 8_030_261_248,
     widened_bytes=0,
+    state_shape=None,
     chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
     kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 8, chunk_tokens, 128),
     manifest=SimpleNamespace(
