@@ -117,8 +117,9 @@ class ChunkStore:
         self._private[chunk] = None
         return chunk
 
-    def add_piece(self, piece: Chunk, host_slot: int) -> None:
+    def add_piece(self, piece: Chunk, host_slot: int, pinned: bool) -> None:
         """A new piece of a state is copied to that slot."""
+        piece.pins = int(pinned)
         self._private[piece] = None
         self.copied_out(piece, host_slot)
         self.update_victim_set(piece)

@@ -33,8 +33,7 @@ class KeptStates:
         for piece, slot in zip(pieces, host_slots, strict=True):
             piece.state = state
             piece.tokens = 1  # nothing else of a piece is counted in tokens
-            piece.pins = int(state.pinned)
-            self._store.add_piece(piece, slot)
+            self._store.add_piece(piece, slot, state.pinned)
         if state.key is not None:
             self.by_key[state.key] = state
         self.kept += 1
