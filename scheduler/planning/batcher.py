@@ -77,9 +77,10 @@ class Batcher:
                 generate.append(row.seat)
                 positions.append(position)
                 samples.append(row.id)
-                if self._states is not None:
-                    self._states.generate(row, position, builder)
             row.position = position + 1
+        if self._states is not None:
+            for row_id, position in zip(samples, positions, strict=True):
+                self._states.generate(self._queues.by_id[row_id], position, builder)
         samples += checked
         builder.budget -= len(samples)
         if generating and self._config.target_ms_per_token is not None:
