@@ -96,7 +96,7 @@ class State:
     modest    it is kept only if no KV must be dropped from HOST for it
     replaces  an earlier state of the same reply, dropped when this one is copied out
     pinned    its conversation is pinned: it is evicted last
-    unwanted  it is dropped when the next plan begins, or later if a row is to load it
+    unwanted  it is dropped when the next plan begins, or later if a row is to swap it in
     """
 
     __slots__ = ("end", "key", "keys", "modest", "pieces", "pinned", "replaces", "slot", "unwanted")
