@@ -1,9 +1,8 @@
 """`causal_conv` and `gated_delta` on a CPU. `reference` is their slow twin and says what they
 compute.
 
-What all layers of a step share is computed once (`StepPlans`). Rows with one token are computed
-together, token by token. Longer segments are computed in pieces of PIECE tokens by products of
-matrices. So a state has the same bits wherever a prompt was cut at multiples of PIECE tokens.
+Segments are computed in pieces of PIECE tokens by products of matrices, so a state has the same
+bits wherever a prompt was cut at multiples of PIECE tokens. States are changed in their slots.
 
 A piece of n tokens turns the state S into S' with these sums, in which G is the sum of the decays
 from the piece's first token on and row i of each matrix is of token i:
@@ -16,8 +15,6 @@ from the piece's first token on and row i of each matrix is of token i:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,49 +24,6 @@ from ..attention.cpu import StepPlans
 from .reference import StateSpan, spans_of, unit
 
 PIECE = 64  # tokens
-GATHERED = 2**18
-"""Elements of states gathered at once, which fit in the processor's cache."""
-
-
-class SingleTokens(NamedTuple):
-    """n segments with one token each. Each part is [n].
-
-    tokens  of the step
-    before  the slots of their states; where `fresh`, they begin with zeros
-    behind  the slots that get their states, where `kept`
-    """
-
-    tokens: Tensor
-    before: Tensor
-    fresh: Tensor
-    behind: Tensor
-    kept: Tensor
-
-    @classmethod
-    def of(cls, spans: list[StateSpan]) -> Self:
-        start, _, before, behind = torch.tensor(spans, dtype=torch.long).view(-1, 4).unbind(1)
-        return cls(start, before.clamp(min=0), before < 0, behind, behind >= 0)
-
-    def groups(self, most: int) -> Iterator[Self]:
-        """The same rows, at most so many at a time."""
-        for first in range(0, len(self.tokens), most):
-            yield type(self)(*(part[first : first + most] for part in self))
-
-    def read(self, states: Tensor) -> Tensor:
-        """Copies of the states [n, ...] from [slots, ...]."""
-        own = states.index_select(0, self.before)
-        own[self.fresh] = 0.0
-        return own
-
-    def write(self, own: Tensor, states: Tensor) -> None:
-        states.index_copy_(0, self.behind[self.kept], own[self.kept])
-
-
-class StatePlan(NamedTuple):
-    """The segments with one token, and the others."""
-
-    rows: SingleTokens
-    longer: list[StateSpan]
 
 
 def causal_conv(
@@ -83,35 +37,21 @@ def causal_conv(
 ) -> Tensor:
     """Does what `reference.causal_conv` does."""
     taps = weight[:, 0].t().float()
-    plan = _plan(segments, state_in, state_out, plans)
+    width = len(taps)
     out = torch.zeros_like(x)
-    tokens = plan.rows.tokens
-    if len(tokens):
-        # [n, width, channels]
-        inputs = torch.cat((plan.rows.read(columns), x[tokens].unsqueeze(1)), dim=1)
-        out[tokens] = _convolved(inputs, taps).squeeze(1)
-        plan.rows.write(inputs[:, 1:], columns)
-    for start, end, before, behind in plan.longer:
-        window = columns[before] if before >= 0 else torch.zeros_like(columns[0])
-        for first in range(start, end, PIECE):
-            own = slice(first, min(first + PIECE, end))
-            inputs = torch.cat((window, x[own]))
-            out[own] = _convolved(inputs, taps)
-            window = inputs[len(inputs) - columns.shape[1] :]
-        if behind >= 0:
-            columns[behind] = window
+    for span in _spans(segments, state_in, state_out, plans):
+        window = _own_state(span, columns)
+        for first in range(span.start, span.end, PIECE):
+            piece = slice(first, min(first + PIECE, span.end))
+            inputs = torch.cat((window, x[piece]))
+            count = len(inputs) - width + 1
+            wide = inputs.float()
+            total = wide[:count] * taps[0]
+            for distance in range(1, width):
+                total.addcmul_(wide[distance : distance + count], taps[distance])
+            out[piece] = F.silu(total)
+            window.copy_(inputs[count:])
     return out
-
-
-def _convolved(inputs: Tensor, taps: Tensor) -> Tensor:
-    """inputs [..., width - 1 + n, channels], taps [width, channels] float32. Returns
-    [..., n, channels]."""
-    count = inputs.shape[-2] - len(taps) + 1
-    wide = inputs.float()
-    total = wide.narrow(-2, 0, count) * taps[0]
-    for distance in range(1, len(taps)):
-        total.addcmul_(wide.narrow(-2, distance, count), taps[distance])
-    return F.silu(total).to(inputs.dtype)
 
 
 def gated_delta(
@@ -127,70 +67,69 @@ def gated_delta(
     plans: StepPlans,
 ) -> Tensor:
     """Does what `reference.gated_delta` does, in float32."""
-    plan = _plan(segments, state_in, state_out, plans)
     share = v.shape[1] // k.shape[1]
     q = unit(q.float()).repeat_interleave(share, dim=1).mul_(q.shape[2] ** -0.5)
     k = unit(k.float()).repeat_interleave(share, dim=1)
+    # each [value_heads, T, ...]
+    q, k, wide = (x.transpose(0, 1) for x in (q, k, v.float()))
+    decay, beta = (x.float().t().unsqueeze(2) for x in (decay, beta))
     out = torch.zeros_like(v)
-    most = max(1, GATHERED // matrices[0].numel())
-    for rows in plan.rows.groups(most):
-        token = rows.tokens
-        states = rows.read(matrices)
-        out[token] = _next_token(q[token], k[token], v[token], decay[token], beta[token], states)
-        rows.write(states, matrices)
-    for start, end, before, behind in plan.longer:
-        state = matrices[before] if before >= 0 else torch.zeros_like(matrices[0])
-        for first in range(start, end, PIECE):
-            own = slice(first, min(first + PIECE, end))
-            results, state = _piece(q[own], k[own], v[own], decay[own], beta[own], state)
-            out[own] = results.to(out.dtype)
-        if behind >= 0:
-            matrices[behind] = state
+    results = out.transpose(0, 1)
+    for span in _spans(segments, state_in, state_out, plans):
+        state = _own_state(span, matrices)
+        compute = _token if span.end == span.start + 1 else _piece
+        for first in range(span.start, span.end, PIECE):
+            piece = slice(first, min(first + PIECE, span.end))
+            results[:, piece] = compute(
+                q[:, piece], k[:, piece], wide[:, piece], decay[:, piece], beta[:, piece], state
+            )
     return out
 
 
-def _plan(segments: Tensor, state_in: Tensor, state_out: Tensor, plans: StepPlans) -> StatePlan:
-    def make() -> StatePlan:
-        spans = list(spans_of(segments, state_in, state_out))
-        single = [span for span in spans if span.end == span.start + 1]
-        return StatePlan(
-            SingleTokens.of(single), [span for span in spans if span.end > span.start + 1]
-        )
-
-    return plans.get("states", make)
+def _spans(
+    segments: Tensor, state_in: Tensor, state_out: Tensor, plans: StepPlans
+) -> list[StateSpan]:
+    return plans.get("states", lambda: list(spans_of(segments, state_in, state_out)))
 
 
-def _next_token(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor
-) -> Tensor:
-    """Takes one token of each of n rows, whose states [n, ...] it changes; returns
-    [n, value_heads, value_dim]."""
-    states *= decay.float().exp()[..., None, None]
-    keys = k.unsqueeze(2)  # [n, value_heads, 1, key_dim]
-    change = (v.float().unsqueeze(2) - keys @ states) * beta.float()[..., None, None]
-    states.addcmul_(keys.transpose(2, 3), change)
-    return (q.unsqueeze(2) @ states).squeeze(2).to(v.dtype)
+def _own_state(span: StateSpan, states: Tensor) -> Tensor:
+    """The state in front of the span, in the slot of the state behind it, or in memory of its
+    own."""
+    if span.state_out < 0:
+        own = torch.empty_like(states[0])
+    else:
+        own = states[span.state_out]
+    if span.state_in < 0:
+        own.zero_()
+    elif span.state_in != span.state_out:
+        own.copy_(states[span.state_in])
+    return own
 
 
-def _piece(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the results of n tokens, [n, value_heads, value_dim] float32, and the state behind
-    them."""
-    q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))  # [value_heads, n, dim]
-    passed = decay.float().t().cumsum(dim=1)  # G, [value_heads, n]
-    since = passed.unsqueeze(2) - passed.unsqueeze(1)
+def _token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Does what `_piece` does, for one token."""
+    state *= decay.exp()
+    change = (v - k @ state) * beta
+    state.addcmul_(k.transpose(1, 2), change)
+    return q @ state
+
+
+def _piece(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Returns the results of n tokens, [value_heads, n, value_dim] float32, and changes the state
+    [value_heads, key_dim, value_dim] to the one behind them. q, k and v are [value_heads, n, dim],
+    decay and beta [value_heads, n, 1]."""
+    passed = decay.cumsum(dim=1)  # G
+    since = passed - passed.transpose(1, 2)
     later = torch.ones(since.shape[1:], dtype=torch.bool).triu(1)
     kept = since.masked_fill_(later, -math.inf).exp_()
-    from_start = passed.exp().unsqueeze(2)
-    rate = beta.float().t().unsqueeze(2)
+    from_start = passed.exp()
     recalled = from_start * (k @ state)
     # The diagonal, and what is above it, is not read.
-    mixed = rate * kept * (k @ k.transpose(1, 2))
+    mixed = beta * kept * (k @ k.transpose(1, 2))
     change = torch.linalg.solve_triangular(
-        mixed, rate * (v - recalled), upper=False, unitriangular=True
+        mixed, beta * (v - recalled), upper=False, unitriangular=True
     )
     out = from_start * (q @ state) + (kept * (q @ k.transpose(1, 2))) @ change
-    to_end = (passed[:, -1:] - passed).exp().unsqueeze(2)
-    state = from_start[:, -1:] * state + (to_end * k).transpose(1, 2) @ change
-    return out.transpose(0, 1), state
+    to_end = (passed[:, -1:] - passed).exp()
+    state.mul_(from_start[:, -1:]).baddbmm_((to_end * k).transpose(1, 2), change)
+    return out

@@ -75,6 +75,10 @@ def read_shape(config: Path, ranks: int) -> ModelShape:
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
     active = active_parameters(shard.config, ranks)
     decoder = shard.config
+    if decoder.linear:
+        raise SettingError(
+            "--config", f"linear attention ({decoder.architecture}) cannot be simulated yet"
+        )
     heads = shard.heads, shard.kv_heads, decoder.head_dim
     return ModelShape(parameters, decoder.kv_layers, *heads, active, decoder.windows)
 

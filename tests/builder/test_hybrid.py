@@ -4,6 +4,7 @@ carried through slots."""
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5
 from pensieve.builder.build import build_engine, build_random_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import FULL, LINEAR, DecoderConfig, Shard
-from pensieve.builder.checkpoints.hugging_face import parameter_shapes
+from pensieve.builder.checkpoints.hugging_face import parameter_shapes, read_json
 from pensieve.builder.manifest import Manifest
 from pensieve.builder.parity import SeatSpan
 from pensieve.builder.states import state_shape
@@ -284,55 +285,36 @@ def test_random_weights_have_states_that_matter(tmp_path):
 
 
 NAMED = {"architectures": ["Qwen3_5ForCausalLM"]}
-LAYERS_OF_9B = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
-    "full_attention_interval": 4,
-    "attn_output_gate": True,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "mamba_ssm_dtype": "float32",
-    "mtp_num_hidden_layers": 1,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "rope_theta": 10000000,
-        "partial_rotary_factor": 0.25,
-        "rope_type": "default",
-    },
-}
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+OF_9B = read_json(SHAPES / "qwen3.5-9b.json")
 OF_IMAGES = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
 
 
 def of_text(**changes) -> DecoderConfig:
-    return decoder_config(LAYERS_OF_9B | NAMED | changes)
+    return decoder_config(OF_9B | changes)
 
 
-def test_the_sizes_of_9b():
+@pytest.mark.parametrize(
+    ("name", "weights_gib", "matrix_mib", "column_kib", "state_mib"),
+    [("qwen3.5-9b", 16.7, 2, 48, 49.1), ("qwen3.5-27b", 50.1, 3, 60, 146.8)],
+)
+def test_sizes_of_published_models(name, weights_gib, matrix_mib, column_kib, state_mib):
+    decoder = decoder_config(read_json(SHAPES / f"{name}.json"))
+    parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(decoder).values())
+    assert round(parameters * 2 / 2**30, 1) == weights_gib
+    shape = state_shape(Shard(decoder), torch.bfloat16)
+    assert shape.matrix_bytes == matrix_mib * 2**20 and shape.column_bytes == column_kib * 2**10
+    assert round(shape.nbytes / 2**20, 1) == state_mib
+
+
+def test_the_layers_of_9b():
     decoder = of_text()
-    assert decoder == decoder_config({"text_config": LAYERS_OF_9B} | OF_IMAGES)
+    assert decoder == decoder_config({"text_config": OF_9B} | OF_IMAGES)
     assert decoder.kinds == (LINEAR, LINEAR, LINEAR, FULL) * 8
     assert (decoder.linear_layers, decoder.kv_layers) == (24, 8)
     assert [decoder.place(layer) for layer in (0, 3, 4, 7, 30, 31)] == [0, 0, 3, 1, 23, 7]
     assert decoder.rotary.dims == 64 and decoder.rotary.theta == 1e7
     assert decoder.gated_attention and decoder.norm_plus_one and not decoder.windows
-    parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(decoder).values())
-    assert round(parameters * 2 / 2**30, 1) == 16.7
-    shape = state_shape(Shard(decoder), torch.bfloat16)
-    assert shape.matrix_bytes == 2 * 2**20 and shape.column_bytes == 48 * 2**10
-    assert round(shape.nbytes / 2**20, 1) == 49.1
 
 
 def test_a_kv_pool_has_only_the_layers_with_attention(served):

@@ -23,7 +23,7 @@ from pensieve.scheduler.config import SchedulerConfig, StateConfig
 from pensieve.scheduler.context_window import RECOMPUTE, ContextWindow
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import Request
+from pensieve.scheduler.types import GREEDY, Request, Sampling
 
 from .sharing import SharingDevice
 
@@ -39,6 +39,7 @@ TIGHT = dict(generation_reserve=0.0, longest=110, longest_reply=60)
 class Open:
     request: Request
     reply: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     base: int = 0
 
 
@@ -61,7 +62,8 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 class Chatter:
     """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len`
     contexts overflow. `longest_reply`: its tokens, at most. `undecided`: gap between two tokens'
-    logits up to which either is right. `openings`: tokens with which a log may begin. `disk`:
+    logits up to which either is right. `within`: the log probabilities of replies may differ by so
+    much; None: they are not compared. `openings`: tokens with which a log may begin. `disk`:
     DiskSettings, of as many slots as the settings say.
     """
 
@@ -79,6 +81,7 @@ class Chatter:
         openings=(16, 21, 40),
         longest_reply=16,
         undecided=UNDECIDED,
+        within=None,
         make_executor=Executor,
         make_device=SharingDevice,
         **settings,
@@ -104,6 +107,7 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
         self.undecided = undecided
+        self.within = within
         self._engine = engine
         self._seed = seed
         self._disturbed = disturbed
@@ -173,7 +177,14 @@ class Chatter:
         self.requests += 1
         truncate = self.longest > self.config.max_model_len
         tokens = self.random.randint(1, self.longest_reply)
-        request = Request(self.requests, prompt, tokens, conversation=name, truncate=truncate)
+        request = Request(
+            self.requests,
+            prompt,
+            tokens,
+            sampling=GREEDY if self.within is None else Sampling(logprobs=0),
+            conversation=name,
+            truncate=truncate,
+        )
         self.open[request.id] = Open(request)
         self.scheduler.add(request, time.monotonic())
 
@@ -267,6 +278,7 @@ class Chatter:
         for row in applied.results():
             if row.tokens:
                 self.open[row.request].reply += row.tokens
+                self.open[row.request].logprobs += [entry.logprob for entry in row.logprobs]
         for event in applied.rows:
             if event.usage is not None:
                 for source in ("gpu", "host", "disk", "recomputed", "new"):
@@ -281,6 +293,8 @@ class Chatter:
         assert len(turn.reply) == turn.request.max_tokens
         if len(tokens) - 1 <= self.config.max_model_len:
             check_greedy(self.reference, tokens, len(turn.request.prompt), self.undecided)
+            if self.within is not None:
+                check_logprobs(self.reference, tokens, turn.logprobs, self.within)
         else:
             check_overflowing(
                 self.reference, tokens, len(turn.request.prompt), self.config.windows, turn.base
@@ -299,6 +313,15 @@ def check_greedy(reference, tokens, start, undecided=UNDECIDED):
     _check_choices(
         reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :], tokens[start:], undecided
     )
+
+
+@torch.inference_mode()
+def check_logprobs(reference, tokens, logprobs, within):
+    """The log probabilities of the last tokens are the reference's."""
+    count = len(logprobs)
+    logits = reference(torch.tensor([tokens[:-1]])).logits[0, -count:]
+    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens[-count:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=within, rtol=0)
 
 
 @torch.inference_mode()

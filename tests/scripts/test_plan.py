@@ -174,6 +174,11 @@ def test_only_the_experts_that_a_token_uses_are_computed():
     )
 
 
+def test_a_model_with_linear_attention_is_refused():
+    with pytest.raises(SettingError, match="cannot be simulated yet"):
+        read_shape(SHAPES / "qwen3.5-9b.json", ranks=1)
+
+
 def test_long_contexts_cost_no_more_attention_than_the_windows(tmp_path):
     config = json.loads((SHAPES / "llama-3-8b.json").read_text()) | {
         "architectures": ["MistralForCausalLM"]

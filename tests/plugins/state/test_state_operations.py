@@ -96,14 +96,6 @@ SPANS = {
 }
 
 
-def test_rows_in_groups_of_a_few_have_the_same_bits(monkeypatch):
-    spans = SPANS["rows that generate"]
-    tokens = Tokens(8)
-    together = Outcome(tokens, spans, new_pool())
-    monkeypatch.setattr(cpu, "GATHERED", 3 * new_pool().matrices[0][0].numel())
-    assert all(map(torch.equal, Outcome(tokens, spans, new_pool()).parts, together.parts))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SPANS)
 def test_results_and_states_equal_those_of_the_twin(name, dtype):
