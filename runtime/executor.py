@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..plugins.kv_forms.forms import Form, record_bytes
-from ..plugins.state.pool import StateShape, state_chunks
+from ..plugins.state.pool import StateShape
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult, TierReport
 from ..scheduler.types import (
@@ -100,19 +99,20 @@ class Executor:
         host_form   of the records in HOST, as in `Device.allocate_pool`
         disk, shared
                     None: no plan may have work for that tier
-        states      of a model with linear attention: each seat has one, behind the KV of the GPU's
-                    pool. No plan may begin a row with KV
+        states      of a model with linear attention; their slots are behind the KV of the GPU's
+                    pool, as many as `config.states` says
         """
-        chunk_bytes = prod(engine.kv_shape(1, config.chunk_tokens)) * engine.kv_dtype.itemsize
-        for_states = (
-            0 if states is None else config.max_num_seqs * state_chunks(states, chunk_bytes)
-        )
-        shape = engine.kv_shape(config.gpu_kv_chunks + for_states, config.chunk_tokens)
+        if (states is None) != (config.states is None):
+            raise InvariantError("the engine has states and the scheduler has none, or vice versa")
+        shape = engine.kv_shape(config.gpu_kv_chunks + config.state_chunks, config.chunk_tokens)
         blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
         self._inputs = ReusingPacker(
-            config.max_num_seqs, blocks, config.chunk_tokens, states is not None
+            config.max_num_seqs,
+            blocks,
+            config.chunk_tokens,
+            0 if config.states is None else config.states.slots,
         )
         record = record_bytes(host_shape, engine.kv_dtype, host_form)
         is_exact = None if host_form is None else host_form.is_exact
@@ -140,8 +140,8 @@ class Executor:
             )
             store.measure()
             self._stores[Tier.SHARED] = store
-        if states is not None:
-            device.keep_states(config.max_num_seqs, states)
+        if states is not None and config.states is not None:
+            device.keep_states(config.states.slots, states)
         device.load(
             engine,
             config.max_num_seqs,

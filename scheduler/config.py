@@ -133,6 +133,37 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StateConfig:
+    """The recurrent states of a model with linear attention (docs/design/states.md).
+
+    chunks      GPU chunks that a state takes: its pieces
+    slots       GPU slots for states: one for each seat, and at least one more
+    spacing     a prompt's states are kept every so many tokens
+    generated   and the newest one of a reply, every so many tokens
+    multiple    a state is kept at multiples of so many tokens, and prompts are cut there: a state
+                does not depend on such cuts
+    """
+
+    chunks: int
+    slots: int
+    spacing: int = 2048
+    generated: int = 512
+    multiple: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "slots", "spacing", "generated", "multiple"):
+            value = getattr(self, name)
+            need(value >= 1, f"states.{name}", f"must be at least 1, not {value}")
+        for name in ("spacing", "generated"):
+            value = getattr(self, name)
+            need(
+                value % self.multiple == 0,
+                f"states.{name}",
+                f"must be a multiple of {self.multiple}, not {value}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig(SchedulerSettings):
     """The settings and what follows from the engine and its memory. Sizes in chunks and tokens.
 
@@ -150,6 +181,7 @@ class SchedulerConfig(SchedulerSettings):
     copies_may_fail  a copy to HOST may fail (`Form.is_exact`): a chunk's only copy is used only
                      after a result has confirmed it
     seed             digest of all else that changes KV: weights, dtype, rotary parameters, ...
+    states           None: the model has no recurrent states
     """
 
     gpu_kv_chunks: int
@@ -162,6 +194,7 @@ class SchedulerConfig(SchedulerSettings):
     log_chunks: float = inf
     copies_may_fail: bool = False
     seed: bytes = b""
+    states: StateConfig | None = None
 
     def __post_init__(self) -> None:
         SchedulerSettings.__post_init__(self)
@@ -196,6 +229,40 @@ class SchedulerConfig(SchedulerSettings):
             f"a context of {self.max_model_len} tokens needs {needed} GPU chunks with the reserve; "
             f"`gpu_kv_chunks` is {self.gpu_kv_chunks}, enough for {largest} tokens",
         )
+        if self.states is not None:
+            self._check_states(self.states)
+
+    def _check_states(self, states: StateConfig) -> None:
+        need(
+            states.slots > self.max_num_seqs,
+            "states.slots",
+            f"must be more than `max_num_seqs` ({self.max_num_seqs}), not {states.slots}",
+        )
+        need(
+            states.multiple % self.chunk_tokens == 0,
+            "chunk_tokens",
+            f"must divide {states.multiple} for a model with states, not {self.chunk_tokens}",
+        )
+        need(
+            self.overflow == RECOMPUTE,
+            "overflow",
+            f"must be {RECOMPUTE} for a model with states, not {self.overflow}",
+        )
+        need(
+            self.speculate == "off",
+            "speculate",
+            f"must be off for a model with states, not {self.speculate}",
+        )
+        need(
+            self.disk_kv_chunks == 0,
+            "disk_kv_bytes",
+            "must be 0 for a model with states: they are not kept on disk yet",
+        )
+
+    @property
+    def state_chunks(self) -> int:
+        """The GPU slots of all state slots."""
+        return 0 if self.states is None else self.states.slots * self.states.chunks
 
     @property
     def most_host_kv_chunks(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from .kv.chunk import NO_SLOT, NOWHERE, Chunk, Claims, OrderedSet
 from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
+from .planning.live_states import LiveStates
 from .planning.queues import RequestQueues
 from .turns.turn import RunningTurn, Turn
 from .types import GPU, HOST, SHARED, InvariantError, QueuePlace, RequestId, Tier
@@ -42,6 +43,21 @@ def check_requests(
         raise InvariantError("a request is in two places, or in none")
 
 
+def check_states(store: ChunkStore, queues: RequestQueues, states: LiveStates) -> list[Chunk]:
+    """Checks that each state slot is free or held, and that states are whole. Returns the pieces
+    that rows are to swap in or the latest plan copies, one entry for each user."""
+    live = [row.state for row in queues.joined() if row.state is not None]
+    states.slots.check([state.slot for state in live if state.slot != NO_SLOT])
+    for chunk in store.resident_chunks():
+        if chunk.state is not None and chunk not in chunk.state.pieces:
+            raise InvariantError(f"{chunk} is a piece of a state that is not whole")
+    for key, state in states.kept.by_key.items():
+        if state.key != key or len(state.pieces) != states.kept.config.chunks:
+            raise InvariantError(f"the state after {state.end} tokens is kept in part")
+    used = [*states.swapping_in, *(state for row in live for state in row.swap_ins)]
+    return [piece for state in used for piece in state.pieces]
+
+
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
     """Checks that each slot is free or owned once, and that users and claims are those of rows and
     conversations."""
@@ -61,6 +77,8 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     filed = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
+        if chunk.state is not None:
+            claimed = Claims(0, int(chunk.state.pinned))
         if (
             chunk.users != users.get(chunk, 0)
             or (chunk.claims, chunk.pins, chunk.over_quota) != claimed
@@ -71,7 +89,7 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             )
         if chunk.key is not None and store.find(chunk.key) is not chunk:
             raise InvariantError(f"{chunk} is not the owner of its key")
-        if chunk.users and chunk.slots[GPU] == NO_SLOT:
+        if chunk.users and chunk.slots[GPU] == NO_SLOT and chunk.state is None:
             raise InvariantError(f"{chunk} is in use but not on the GPU")
         if chunk.key is None and (chunk.moving is not None or chunk.slots[HOST + 1 :] != NO_LOWER):
             raise InvariantError(f"{chunk} is private and has to do with a lower tier")

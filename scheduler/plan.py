@@ -94,6 +94,15 @@ class Span(NamedTuple):
     scores: bool = False
 
 
+class StateSwapIn(NamedTuple):
+    """A copy of this plan brings the state after `end` tokens of the request in `seat` to state
+    slot `slot`."""
+
+    seat: int
+    slot: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
     """Whole chunks to copy on one lane: `sources[i]` to `targets[i]` (GPU and HOST slots, as the
@@ -214,6 +223,14 @@ class StepPlan:
     lower       work of the tiers below HOST, at most one entry for each
     ended       requests with a grammar that will take no seat again: the states of their grammars
                 can be freed
+    state_in, state_out
+                for each seat of `generate`, then for each span: the state slot that holds the
+                state after the tokens before it (-1: none, it begins a context), and the slot
+                for the state after it; they may be equal. Both are empty if the model has no
+                states. State slot s is the GPU slots of its pieces, behind those of the KV:
+                gpu_kv_chunks + s * pieces and the next ones
+    state_swap_ins
+                the states that `copies` bring to the GPU
 
     The batch's tokens are those of `generate`, then those of `spans`. A plan without both launches
     nothing.
@@ -233,6 +250,9 @@ class StepPlan:
     lower: tuple[TierWork, ...] = ()
     origins: tuple[RowStart, ...] = ()
     ended: tuple[RequestId, ...] = ()
+    state_in: Sequence[int] = ()
+    state_out: Sequence[int] = ()
+    state_swap_ins: tuple[StateSwapIn, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -24,19 +24,21 @@ from .config import SchedulerConfig
 from .context_window import check_length
 from .cost import CostProfile, swap_out_chunks
 from .draft_timing import DraftTiming
-from .invariants import check_requests, check_store
+from .invariants import check_requests, check_states, check_store
 from .kv.chunk import Chunk
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
 from .kv.moves import report_moves, slot_counts
 from .kv.retention import eviction_policy
+from .kv.states import KeptStates
 from .kv.stats import SchedulerStats
 from .plan import Lane, StepPlan, StepResult
 from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
 from .planning.eviction import Evictor
+from .planning.live_states import LiveStates
 from .planning.lookup import CacheLookup
 from .planning.lower_work import LowerTierWork
 from .planning.plan_builder import PlanBuilder
@@ -46,6 +48,7 @@ from .planning.preparation import Preparation
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
 from .planning.sharing import Sharing
+from .planning.state_lookup import StateLookup
 from .planning.write_behind import WriteBehind
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
@@ -80,6 +83,8 @@ class Scheduler:
         self._store = store(
             config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
         )
+        kept = None if config.states is None else KeptStates(config.states, self._store)
+        self._states = None if kept is None else LiveStates(config, self._store, kept)
         self.work = WorkBudget()
         # of rows that have left: slots that others may wait for
         self._releases = Backlog(self.work)
@@ -88,12 +93,24 @@ class Scheduler:
         self._deletion_work = Backlog(self.work, self._claim_work)
         self._deletions = Deletions(self._store, self._deletion_work)
         self.conversations = Conversations(
-            config, self._store, self._chunk_keys, self._deletions, self._claim_work, self.work
+            config,
+            self._store,
+            self._chunk_keys,
+            self._deletions,
+            self._claim_work,
+            self.work,
+            kept,
         )
         self._lookup = CacheLookup(
-            self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows
+            self._store,
+            cost,
+            config.chunk_tokens,
+            config.reuse,
+            self._chunk_keys,
+            windows,
+            None if kept is None else StateLookup(config, cost, kept),
         )
-        self._queues = RequestQueues(config, self._store)
+        self._queues = RequestQueues(config, self._store, self._states)
         self._write_behind = WriteBehind(config, cost, self._store)
         self._sharing: Sharing | None = None
         if self._store.shared is not None:
@@ -206,6 +223,8 @@ class Scheduler:
                 self._store.drop(turn.tail)
         else:
             self._releases.begin(self._queues.release_in_pieces(self._take_row(turn), now))
+            if self._states is not None:
+                self._states.forget(turn)
 
     def expire(self, now: float) -> list[RequestId]:
         """Ends requests that have waited longer than `queue_timeout` for their first seat, as long
@@ -326,6 +345,8 @@ class Scheduler:
         if self._sharing is not None:
             self._sharing.take_answers(now)
         self._queues.release_suspended(self._applied, now)
+        if self._states is not None:
+            self._states.begin_plan(builder)
         if self.config.batching == "unified":
             batcher.plan_generation(builder)
         batcher.plan_fair_spans(builder)
@@ -465,6 +486,8 @@ class Scheduler:
         users = Counter(
             chunk for chunks in (*held, *self._queues.releasing.values()) for chunk in chunks
         )
+        if self._states is not None:
+            users.update(check_states(self._store, self._queues, self._states))
         check_store(self._store, users, self.conversations.claims())
 
     # -- internal
@@ -569,6 +592,8 @@ class Scheduler:
     def _end(self, row: RunningTurn, reply: int, now: float) -> None:
         """Commits the turn, cut to `reply` tokens, and releases its chunks."""
         turn = row.turn
+        if row.state is not None:
+            self._committer.publish_last(row, reply)
         tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
         self._write_later(row.chunks, now)
@@ -584,6 +609,8 @@ class Scheduler:
     def _close(self, turn: Turn) -> None:
         """Forgets a turn that has ended or left."""
         del self._turns[turn.request.id]
+        if self._states is not None:
+            self._states.forget(turn)
         if turn.request.sampling.grammar is not None:
             self._ended_grammars.append(turn.request.id)
 

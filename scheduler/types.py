@@ -292,6 +292,9 @@ class Request:
                     process: if they are computed, they count as recomputed, not as new
     expect_next_s   seconds from the reply's end until the client expects to send its next turn, or
                     None
+    marks           prompt positions, ascending, at which later prompts may part from this one, such
+                    as the end of the last user message; () means the prompt's end. A state is kept
+                    at or a little before each of them
     """
 
     id: RequestId
@@ -310,6 +313,7 @@ class Request:
     expect_next_s: float | None = None
     owner: str = ""
     stored_tokens: int = 0
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

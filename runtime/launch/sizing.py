@@ -16,7 +16,7 @@ from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
 from ...plugins.state.pool import ALIGNMENT, StateShape, state_chunks
-from ...scheduler.config import SchedulerConfig
+from ...scheduler.config import SchedulerConfig, StateConfig
 from ...scheduler.context_window import KEEP, RECOMPUTE
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.declaration import flag
@@ -51,10 +51,8 @@ ESTIMATES = {
 LOGGED_FOR_EACH_HELD = 32
 
 
-NO_REUSE = (
-    "%s: states of linear attention are not kept between requests yet, so every turn computes its "
-    "whole history anew"
-)
+CHECKPOINT_SLOTS = 8
+"""State slots besides those of the seats: a row moves to another slot while its own is copied."""
 
 
 def scheduler_config(
@@ -64,11 +62,11 @@ def scheduler_config(
     fault."""
     check_overflow(settings.overflow, engine.manifest)
     record = engine.chunk_bytes(settings.chunk_tokens)
-    states = 0
+    states = None
     if engine.state_shape is not None:
-        refuse_kept_states(settings, engine.manifest)
-        states = bytes_of_states(settings, engine.state_shape, record, device)
-        log.warning(NO_REUSE, engine.manifest.architecture)
+        refuse_for_states(settings, engine.manifest)
+        states = state_config(settings, engine.state_shape, record, device)
+    for_states = 0 if states is None else states.slots * states.chunks * record
     if (
         settings.device == "cuda"
         and settings.gpu_kv_chunks is None
@@ -84,8 +82,7 @@ def scheduler_config(
         )
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
     host_record = record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.kv_dtype, form)
-    default_host = 0 if states else DEFAULT_HOST_KV
-    host_chunks = kv_chunks(settings, Tier.HOST, default_host, host_record)
+    host_chunks = kv_chunks(settings, Tier.HOST, DEFAULT_HOST_KV, host_record)
     disk_chunks = kv_chunks(settings, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
     # Before anything is made that grows with their number.
     for tier, chunks, size in (
@@ -93,7 +90,10 @@ def scheduler_config(
         (Tier.HOST, host_chunks, host_record),
     ):
         check_pool_fits(
-            pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free - states
+            pool_setting(settings, tier),
+            chunks,
+            chunks * size,
+            device.memory(tier).free - for_states,
         )
     check_disk_has_host(settings, host_chunks, disk_chunks)
     growth = 0
@@ -111,7 +111,7 @@ def scheduler_config(
         owner_kv_chunks=None if quota is None else quota // record,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
         copies_may_fail=form is not None and form.is_exact is not None,
-        reuse=settings.reuse and not states,
+        states=states,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )
     longest = engine.manifest.max_model_len
@@ -137,16 +137,15 @@ def scheduler_config(
     return config
 
 
-def refuse_kept_states(settings: ServeSettings, manifest: Manifest) -> None:
-    """SettingError names an option that needs states of linear attention that outlive a request."""
+def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
+    """SettingError names an option that is not built for a model with states."""
     for name in (
-        "host_kv_bytes",
-        "host_kv_chunks",
         "disk_kv_bytes",
         "disk_kv_chunks",
         "speculate",
         "overflow",
         "kv_cache_dtype",
+        "lower_tier_kv",
     ):
         if settings.changed(name) and getattr(settings, name) not in (0, "off", RECOMPUTE, "auto"):
             raise SettingError(
@@ -156,24 +155,28 @@ def refuse_kept_states(settings: ServeSettings, manifest: Manifest) -> None:
             )
 
 
-def bytes_of_states(settings: ServeSettings, shape: StateShape, record: int, device: Device) -> int:
-    """The bytes of the seats' states, in whole chunks of `record` bytes. SettingError if they do
-    not fit."""
+def state_config(
+    settings: ServeSettings, shape: StateShape, record: int, device: Device
+) -> StateConfig:
+    """The slots of states, in whole chunks of `record` bytes, and their spacing: the power of two
+    at which they take about as many bytes as KV. SettingError if they do not fit."""
     if record % ALIGNMENT:
         raise SettingError(
             "--chunk-tokens",
             f"a chunk of {settings.chunk_tokens} tokens has {record} bytes; with linear attention "
             f"it must have a multiple of {ALIGNMENT}",
         )
-    size = settings.max_num_seqs * state_chunks(shape, record) * record
+    chunks = state_chunks(shape, record)
+    slots = settings.max_num_seqs + CHECKPOINT_SLOTS
     free = device.memory(Tier.GPU).free
-    if size > free:
+    if slots * chunks * record > free:
         raise SettingError(
             "--max-num-seqs",
-            f"the states of {settings.max_num_seqs} requests take {size / GIB:.2f} GiB, and "
-            f"{free / GIB:.2f} GiB are free",
+            f"the states of {settings.max_num_seqs} requests take "
+            f"{slots * chunks * record / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free",
         )
-    return size
+    spacing = 2 ** round(math.log2(chunks * settings.chunk_tokens))
+    return StateConfig(chunks, slots, spacing=max(64, spacing))
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:

@@ -23,7 +23,7 @@ from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .prefixes import SharedPrefixes
 from .sampling_inputs import NOTHING_FORBIDDEN, Mask, SamplingInputs, SeatSampling, scored
-from .seat_states import SeatStates
+from .state_check import StateCheck
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
 
@@ -56,15 +56,15 @@ class StepInputs(PackedBatch[np.ndarray]):
 class StepPacker:
     """The seats after the last packed plan. Each plan is packed once, in order."""
 
-    def __init__(self, seats: int, blocks: int, chunk_tokens: int, has_states: bool = False):
+    def __init__(self, seats: int, blocks: int, chunk_tokens: int, state_slots: int = 0):
         """seats, blocks: shape of the block table; blocks is the most chunks that a request can
-        have. has_states: a seat has the slot of its number for the state of its row."""
+        have. state_slots: 0 if the model has no recurrent states."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
         self._chunks = [0] * seats  # by seat, that its row was given
         # By seat: the first position of its row, and the position that the model counts as 0.
         self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
-        self._states = SeatStates(seats) if has_states else None
+        self._states = StateCheck(state_slots) if state_slots else None
         self._prefixes = SharedPrefixes(self._table, chunk_tokens)
         self._sampling = SeatSampling(seats)
 
@@ -86,8 +86,6 @@ class StepPacker:
             self._chunks[seat] = 0
             self._prefixes.cleared(seat)
             self._starts[seat], self._zeros[seat] = start, zero
-            if self._states is not None:
-                self._states.begun(seat, start)
         counts = self._sampling.join(plan.joins)
         cells, cell_slots = self._update_blocks(plan.blocks)
 
@@ -110,7 +108,7 @@ class StepPacker:
         coordinates += np.arange(plan.tokens, dtype=np.int32)
         state_in = state_out = np.full(len(seats), NO_STATE, np.int32)
         if self._states is not None:
-            state_in, state_out = self._states.follow(plan.step, seats, starts, ends)
+            state_in, state_out = self._states.follow(plan, seats, begins, starts, ends)
         segments = np.zeros((len(seats), 5), np.int32)
         for column, values in enumerate((q_starts, lengths, 0, ends - begins, seats)):
             segments[:, column] = values

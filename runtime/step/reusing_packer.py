@@ -81,7 +81,7 @@ class ReusingPacker(StepPacker):
         state_out = last.state_out
         if self._states is not None:
             state_in, state_out = self._states.follow(
-                plan.step, segments[:, 4], first, first + np.int32(1)
+                plan, seats, rows.begins, first, first + np.int32(1)
             )
         return StepInputs(
             generated=last.generated,

@@ -85,6 +85,41 @@ class VictimGroup:
         return list(islice(self.chunks, most))
 
 
+class State:
+    """The recurrent states of all layers after the first `end` tokens of a context. It is never
+    written again.
+
+    key       of the chunk that ends there; None: the state is private, or not named yet
+    keys      the turn's keys, if the state gets its key when the tokens before it are applied
+    slot      the state slot that it holds until it is copied out; NO_SLOT: none
+    pieces    its copy on HOST, all or none; they live and die together
+    modest    it is kept only if no KV must be dropped from HOST for it
+    replaces  an earlier state of the same reply, dropped when this one is copied out
+    pinned    its conversation is pinned: it is evicted last
+    unwanted  it is dropped when the next plan begins, or later if a row is to swap it in
+    """
+
+    __slots__ = ("end", "key", "keys", "modest", "pieces", "pinned", "replaces", "slot", "unwanted")
+
+    def __init__(
+        self,
+        end: int,
+        slot: int,
+        key: ChunkKey | None = None,
+        keys: list[ChunkKey] | None = None,
+        modest: bool = False,
+    ):
+        self.end = end
+        self.key = key
+        self.keys = keys
+        self.slot = slot
+        self.modest = modest
+        self.pieces: list[Chunk] = []
+        self.replaces: State | None = None
+        self.pinned = False
+        self.unwanted = False
+
+
 class Claims(NamedTuple):
     """Counts of the conversations that claim one chunk: all, the pinned ones, and those over their
     owners' quotas."""
@@ -119,6 +154,7 @@ class Chunk:
     created, dropped_at
                     times at which it was made and last dropped
     noted_tier      the fastest tier in which `NotedChunkStore.take_changes` last saw it, or NO_SLOT
+    state           it is a piece of this state, not KV; private, and only ever on HOST
     """
 
     __slots__ = (
@@ -138,6 +174,7 @@ class Chunk:
         "refused_by_host",
         "slots",
         "staged",
+        "state",
         "tokens",
         "users",
         "victim_group",
@@ -165,6 +202,7 @@ class Chunk:
         self.moving: Move | None = None
         self.victim_set: ChunkSet | None = None
         self.victim_group: VictimGroup | None = None
+        self.state: State | None = None
 
     @property
     def resident(self) -> bool:

@@ -24,7 +24,7 @@ from ..types import (
     QueuePlace,
     StoredRecord,
 )
-from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, Move, OrderedSet
+from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, Move, OrderedSet, State
 from .context import KeyedContext
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
@@ -52,11 +52,13 @@ class ChunkStore:
     bad_copies      failed copies on HOST, since the start
     dropped         chunks dropped since the start
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
+    lose_state      called with a state of which a piece has been dropped
+    delete_state    called with a key whose chunk is deleted
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
         self.policy = policy
-        self.gpu = SlotPool(config.gpu_kv_chunks)
+        self.gpu = SlotPool(config.gpu_kv_chunks, beyond=config.state_chunks)
         self.host = SlotPool(config.host_kv_chunks)
         self.lower = lower_tiers(config)
         self.shared = self.lower.shared
@@ -77,6 +79,8 @@ class ChunkStore:
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
+        self.lose_state: Callable[[State], None] = _no_state
+        self.delete_state: Callable[[ChunkKey], None] = _no_state
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
@@ -124,6 +128,13 @@ class ChunkStore:
         chunk.users = 1
         self._private[chunk] = None
         return chunk
+
+    def add_piece(self, piece: Chunk, host_slot: int, pinned: bool) -> None:
+        """A new piece of a state is copied to that slot."""
+        piece.pins = int(pinned)
+        self._private[piece] = None
+        self.copied_out(piece, host_slot)
+        self.update_victim_set(piece)
 
     def publish(self, chunk: Chunk, key: ChunkKey) -> Chunk:
         """Gives the private, now full chunk its key. Returns the chunk that its row holds from now
@@ -435,6 +446,7 @@ class ChunkStore:
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
+        self.delete_state(key)
         for lower in self.lower:
             lower.erase(key, chunk)
         if chunk is None:
@@ -467,6 +479,8 @@ class ChunkStore:
     def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
+            if chunk.state is not None:
+                self.lose_state(chunk.state)
             return
         if self._by_key.pop(chunk.key, None) is None:
             return
@@ -583,3 +597,7 @@ class ChunkStore:
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
+
+
+def _no_state(_: State | ChunkKey) -> None:
+    """The model has no states."""

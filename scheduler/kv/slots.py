@@ -16,11 +16,14 @@ from ..types import InvariantError
 
 
 class SlotPool:
-    """`last[lane][slot]` is the last ticket on `lane` that reads or writes the slot, 0 for none."""
+    """`last[lane][slot]` is the last ticket on `lane` that reads or writes the slot, 0 for none.
 
-    def __init__(self, count: int):
+    `beyond`: so many slots behind those of the pool are not in it, but have tickets.
+    """
+
+    def __init__(self, count: int, beyond: int = 0):
         self.count = count
-        self.last = tuple(array("q", bytes(8 * count)) for _ in Lane)
+        self.last = tuple(array("q", bytes(8 * (count + beyond))) for _ in Lane)
         self._free = deque(range(count))
 
     @property

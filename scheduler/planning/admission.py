@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from itertools import chain
 
 from ..config import SchedulerConfig
 from ..context_window import ContextWindow
@@ -12,6 +13,7 @@ from ..kv.chunk_store import ChunkStore
 from ..kv.stats import SwapInOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
+from ..turns.row_state import RowState
 from ..turns.turn import RunningTurn, Turn
 from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
@@ -157,7 +159,8 @@ class Admission:
         """The first request of the queue must wait. Its conversation is active, so its hits are
         evicted last."""
         if not turn.wanted:
-            self._queues.await_chunks(turn, needs.chunks, builder.now)
+            pieces = (state.pieces for state in needs.state_swap_ins)
+            self._queues.await_chunks(turn, [*needs.chunks, *chain(*pieces)], builder.now)
         builder.wanted = turn.wanted = self._wanted(needs)
         self._too_large = turn, self._epochs
 
@@ -182,6 +185,8 @@ class Admission:
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # another row has computed the whole chunk
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
+        for state in needs.state_swap_ins:
+            store.pin(state.pieces)
         self._queues.leave_queue(turn)
         builder.evictor.take_gpu_slots(needs.new_slots)
         store.reserve_swap_ins(needs.swap_ins)
@@ -196,9 +201,13 @@ class Admission:
         turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}
         store.name(turn, 0, len(turn.request.prompt) // size)
+        live = None
+        if self._config.states is not None:
+            next_kept = len(turn.tokens) + self._config.states.generated
+            live = RowState(needs.context_start, needs.state_swap_ins, needs.cuts, next_kept)
         window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
         row = RunningTurn(
-            turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end
+            turn, self._epochs, needs.first, chunks, needs.spans, needs.swap_ins, window_end, live
         )
         if tail is not None:
             tail.tokens = needs.tail_tokens
@@ -250,7 +259,8 @@ class Admission:
             [chunk.slots[HOST] for chunk in swap_ins], [chunk.slots[GPU] for chunk in swap_ins]
         )
         self._store.swap_ins_issued(swap_ins)
-        if gated and builder.budget > 0:
+        states = self._queues.states
+        if gated and builder.budget > 0 and (states is None or states.has_seat):
             self._seat(row, builder)
         return max(0, link - len(swap_ins))
 
@@ -265,6 +275,8 @@ class Admission:
             if chunk.key is None:
                 builder.copies.step_writes(chunk.slots[GPU])
         builder.joins.append(_join(row))
+        if self._queues.states is not None:
+            self._queues.states.seat(row)
         self._batcher.send_chunks(row, builder, 0)
         self._batcher.take_spans(row, builder, builder.budget)
 

@@ -37,6 +37,7 @@ class Batcher:
         self._queues = queues
         self._windows = windows
         self.drafting = Drafting(config, timing, store, queues)
+        self._states = queues.states
 
     # -- generation
 
@@ -77,6 +78,9 @@ class Batcher:
                 positions.append(position)
                 samples.append(row.id)
             row.position = position + 1
+        if self._states is not None:
+            for row_id, position in zip(samples, positions, strict=True):
+                self._states.generate(self._queues.by_id[row_id], position, builder)
         samples += checked
         builder.budget -= len(samples)
         if generating and self._config.target_ms_per_token is not None:
@@ -157,6 +161,8 @@ class Batcher:
         assert windows is not None
         if windows.mode == RECOMPUTE:
             self._queues.unseat(row)
+            if self._states is not None:
+                self._states.forget(turn)  # it belongs to the context that ends here
             self._queues.queue_again(row, None, builder.now)
             row.leaving = True
             return False
@@ -242,6 +248,9 @@ class Batcher:
             and (room := builder.room_for(row.spans[0], builder.budget - least)) > 0
         ):
             start, end = row.spans[0].start, row.spans[0].end
+            states = self._states
+            if states is not None and not states.may_begin(row, start, builder):
+                return
             if start >= row.first_without_slot and not self._extend(
                 row, builder, min(end, start + room)
             ):
@@ -249,6 +258,8 @@ class Batcher:
             row.launched = builder.step
             span = row.spans.popleft()._replace(seat=row.seat)
             cut = min(start + room, row.first_without_slot)
+            if states is not None:
+                cut = states.cut(row, start, cut, end)
             if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=0)
@@ -260,3 +271,5 @@ class Batcher:
                 builder.scored += row.turn.tokens[span.start + 1 : span.end + (not span.samples)]
             if span.samples:
                 builder.samples.append(row.id)
+            if states is not None:
+                builder.span_states.append(states.compute(row, span.start, span.end, builder))

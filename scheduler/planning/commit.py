@@ -67,7 +67,8 @@ class Committer:
     def tail(self, row: RunningTurn, reply: int) -> Chunk | None:
         """Returns the partly filled last chunk of a log of the prompt and `reply` tokens, or None
         if the row has not computed it."""
-        full, rest = divmod(len(row.turn.request.prompt) + reply - 1, self._size)
+        count = len(row.turn.request.prompt) + reply
+        full, rest = divmod(self._computed(row, count), self._size)
         place = full - row.first
         if (
             row.turn.request.conversation is None
@@ -82,6 +83,21 @@ class Committer:
         # All of it is computed or launched, unless the row still computes its history.
         tail.tokens = min(tail.tokens, rest) if row.spans else rest
         return tail if tail.tokens else None
+
+    def _computed(self, row: RunningTurn, count: int) -> int:
+        """How many of the row's first `count` tokens have KV. The last one has it if a launched
+        step computes it. That counts with states only: the row's state has seen the token too."""
+        launched = row.state is not None and not row.spans and row.position >= count
+        return count if launched else count - 1
+
+    def publish_last(self, row: RunningTurn, reply: int) -> None:
+        """With states: gives a key to a chunk that the last of the reply's first `reply` tokens
+        fills."""
+        count = len(row.turn.request.prompt) + reply
+        place = count // self._size - 1 - row.first
+        fills = count % self._size == 0 and self._computed(row, count) == count
+        if fills and 0 <= place < len(row.chunks):
+            self.publish_full(row, place + row.first)
 
     def commit(
         self, turn: Turn, row: RunningTurn | None, reply: int, tail: Chunk | None, now: float
@@ -104,7 +120,11 @@ class Committer:
             chunks.append(chunk)
             if first * size > turn.context_start:
                 self._store.mark_past_window(chunk)
-        log = Log(turn.tokens[:count], turn.context_start, keys, first, chunks, tail)
+        state = None
+        if turn.state is not None and turn.state.end <= count:
+            state = turn.state
+            turn.state = None  # it is the conversation's now
+        log = Log(turn.tokens[:count], turn.context_start, keys, first, chunks, tail, state)
         self._conversations.commit(turn.request, log, now)
         hint = turn.request.expect_next_s
         self._prefetcher.expect(

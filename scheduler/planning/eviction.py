@@ -93,7 +93,7 @@ class Evictor:
         staged chunks already have one. Returns how many were copied."""
         store = self._store
         uncopied = [chunk for chunk in chunks if chunk.slots[HOST] == NO_SLOT]
-        slots = self._host_slots(len(uncopied), value)
+        slots = self.host_slots(len(uncopied), value)
         copied = uncopied[: len(slots)]
         copies.add([chunk.slots[GPU] for chunk in copied], slots)
         for chunk, slot in zip(copied, slots, strict=True):
@@ -106,7 +106,7 @@ class Evictor:
         """Copies the chunk to HOST on its way to a lower tier. `drops`: a chunk of lower value that
         is only on HOST may be dropped for it."""
         store = self._store
-        slots = self._host_slots(1, store.policy.value(chunk, self._now), drops)
+        slots = self.host_slots(1, store.policy.value(chunk, self._now), drops)
         if slots:
             # its rows note the slot's last step when they release it; the step that wrote the slot
             # has been applied
@@ -135,7 +135,7 @@ class Evictor:
         self._store.promote(chunk, host.take())
         return True
 
-    def _host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
+    def host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
         """Returns HOST slots for `count` chunks of that value; fewer if HOST holds too little of
         lower value.
 

@@ -15,14 +15,16 @@ from typing import NamedTuple
 
 from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
-from ..kv.chunk import NO_SLOT, NOWHERE, Chunk
+from ..kv.chunk import NO_SLOT, NOWHERE, Chunk, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.lower_tiers import LowerTiers
 from ..plan import Span
-from ..turns.conversations import Conversation, common_prefix
+from ..turns.conversations import Conversation
+from ..turns.row_state import Cut
 from ..turns.turn import Turn
 from ..types import GPU, HOST, LABELS, SHARED, TIERS, ChunkKey, Tier, Usage
+from .state_lookup import StateLookup, overlap
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -42,6 +44,9 @@ class RequestNeeds:
                   slots are not obtainable
     new_slots     GPU slots for the chunks that are swapped in or computed
     usage         sources of the prompt's tokens that its last position sees
+    state_swap_ins
+                  states on HOST from which `spans` begin, ascending
+    cuts          where a state is kept, within `spans`, ascending
     """
 
     context_start: int
@@ -56,6 +61,8 @@ class RequestNeeds:
     idle_only: int
     new_slots: int
     usage: Usage
+    state_swap_ins: list[State]
+    cuts: list[Cut]
 
     @property
     def computed(self) -> int:
@@ -87,7 +94,8 @@ class NeedsReads(NamedTuple):
 
 
 class CacheLookup:
-    """Finds the chunks of a request. `windows`: None, or the rules of context overflow."""
+    """Finds the chunks of a request. `windows`: None, or the rules of context overflow.
+    `states`: None if the model has no recurrent states."""
 
     def __init__(
         self,
@@ -97,7 +105,9 @@ class CacheLookup:
         reuse: bool,
         chunk_keys: ChunkKeys,
         windows: ContextWindow | None,
+        states: StateLookup | None = None,
     ):
+        self.states = states
         self._store = store
         self._cost = cost
         self._chunk_tokens = chunk_tokens
@@ -291,6 +301,8 @@ class CacheLookup:
         had_kv: list[bool] = []
         to_read: list[Chunk] = []
         unknown = 0
+        # With states, later tokens are computed again if KV before them is missing.
+        at_any_cost = overflows or self.states is not None
         find = self._store.find
         swap_in = self._cost.swap_in()
         reads = _to_read if overflows else self.readable
@@ -310,7 +322,7 @@ class CacheLookup:
             hit = (
                 chunk is not None
                 and chunk.slots[HOST] >= 0
-                and (overflows or self._cost.recompute(chunk.end) >= swap_in)
+                and (at_any_cost or self._cost.recompute(chunk.end) >= swap_in)
             )
             hits.append(chunk if hit else None)
             had_kv.append(not hit and self._store.was_computed(key))
@@ -371,7 +383,7 @@ class CacheLookup:
         begun = turn.context_start
         if tail is None and conversation is not None and conversation.tail is not None:
             tail = conversation.tail
-            common = _common(conversation, turn)
+            common = conversation.common(turn.tokens)
             begun = conversation.context_start
         if (
             tail is None
@@ -429,7 +441,20 @@ class CacheLookup:
             # last, so it is gated: a plan that swaps a tail in early might evict it
             swap_ins.remove(tail)
             swap_ins.append(tail)
-        self._end_with_a_sample(turn, spans, hits, tail, count, sources)
+        state_swap_ins: list[State] = []
+        cuts: list[Cut] = []
+        if self.states is None:
+            self._end_with_a_sample(turn, spans, hits, tail, count, sources)
+        else:
+            spans, state_swap_ins, cuts = self.states.needs(
+                turn, view.conversation, view.context_start, view.keys, spans
+            )
+            for index, chunk in enumerate(hits, view.first):
+                if chunk is not None:
+                    valid = view.tail_tokens if chunk is tail else size
+                    again = overlap(spans, index * size, index * size + valid)
+                    sources[_source(turn, chunk)] -= again
+                    sources["recomputed"] += again
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}
@@ -448,6 +473,8 @@ class CacheLookup:
             idle_only=idle_only,
             new_slots=chunks.count(None) + len(swap_ins),
             usage=usage,
+            state_swap_ins=state_swap_ins,
+            cuts=cuts,
         )
 
     def _end_with_a_sample(
@@ -478,14 +505,8 @@ class CacheLookup:
             return 0
         if conversation is None:
             return turn.request.stored_tokens
-        had_kv = min(_common(conversation, turn), len(conversation.tokens) - 1)
+        had_kv = min(conversation.common(turn.tokens), len(conversation.tokens) - 1)
         return max(turn.request.stored_tokens, had_kv)
-
-
-def _common(conversation: Conversation, turn: Turn) -> int:
-    """How many leading tokens the conversation's log and the turn have in common."""
-    log = conversation.tokens
-    return common_prefix(log, turn.tokens[: len(log)])
 
 
 def _in_lower_only(chunk: Chunk) -> bool:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from math import ceil
 
-from ..plan import BlockUpdate, Join, RowStart, Span, StepPlan, TierWork
+from ..plan import BlockUpdate, Join, RowStart, Span, StateSwapIn, StepPlan, TierWork
 from ..turns.turn import RunningTurn
 from ..types import RequestId, RowId
 from .eviction import Evictor
@@ -48,6 +48,10 @@ class PlanBuilder:
         self.wanted = 0  # GPU slots that the first waiting request needed and did not get
         self.lower: tuple[TierWork, ...] = ()
         self.ended: tuple[RequestId, ...] = ()
+        # the state slots that are read and written, for each of `generate` and of `spans`
+        self.generate_states: list[tuple[int, int]] = []
+        self.span_states: list[tuple[int, int]] = []
+        self.state_swap_ins: list[StateSwapIn] = []
 
     @property
     def tokens(self) -> int:
@@ -75,6 +79,8 @@ class PlanBuilder:
         return 1.0 if self.weigh is None else self.weigh(span.start + (share + 1) // 2)
 
     def freeze(self) -> StepPlan:
+        states = self.generate_states + self.span_states
+        state_in, state_out = zip(*states, strict=True) if states else ((), ())
         return StepPlan(
             step=self.step,
             copies=self.copies.batches(),
@@ -90,4 +96,7 @@ class PlanBuilder:
             scored=self.scored,
             lower=self.lower,
             ended=self.ended,
+            state_in=state_in,
+            state_out=state_out,
+            state_swap_ins=tuple(self.state_swap_ins),
         )

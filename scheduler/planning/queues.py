@@ -13,12 +13,17 @@ from ..kv.chunk_store import ChunkStore
 from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
 from ..work import LARGEST_PIECE, Pieces
+from .live_states import LiveStates
 
 
 class RequestQueues:
-    """`waiting`, `swapping_in` and `rows` (the rows in seats) are sorted by their `order`."""
+    """`waiting`, `swapping_in` and `rows` (the rows in seats) are sorted by their `order`.
+    `states`: None if the model has no recurrent states."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore):
+    def __init__(
+        self, config: SchedulerConfig, store: ChunkStore, states: LiveStates | None = None
+    ):
+        self.states = states
         self._config = config
         self._store = store
         self.waiting: list[Turn] = []
@@ -99,6 +104,8 @@ class RequestQueues:
         del self.by_id[row.id]
         self.free_seats.append(row.seat)
         row.seat = -1
+        if self.states is not None:
+            self.states.leave(row)
 
     def release_row(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
         """Releases the row's chunks. Keyed ones and `tail` stay as cache, other private ones are
@@ -114,12 +121,16 @@ class RequestQueues:
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []
+        if self.states is not None:
+            self.states.release(row, now)
 
     def release_in_pieces(self, row: RunningTurn, now: float) -> Pieces:
         """Releases the chunks of a row that keeps no tail (see `release_row`). The row has none
         from now on, so the results of its launched steps publish no key."""
         self.releasing[row] = row.chunks
         row.chunks = []
+        if self.states is not None:
+            self.states.release(row, now)
         return self._release_pieces(row, self.releasing[row], now)
 
     def _release_pieces(self, row: RunningTurn, chunks: list[Chunk], now: float) -> Pieces:

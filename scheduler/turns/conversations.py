@@ -11,11 +11,21 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from ..config import SchedulerConfig
-from ..kv.chunk import NO_SLOT, Chunk, Claims
+from ..kv.chunk import NO_SLOT, Chunk, Claims, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
-from ..types import LABELS, ChunkKey, ConversationKV, ErrorKind, Request, RequestError, Residency
+from ..kv.states import KeptStates
+from ..types import (
+    LABELS,
+    ChunkKey,
+    ConversationKV,
+    ErrorKind,
+    Request,
+    RequestError,
+    Residency,
+    Tokens,
+)
 from ..work import LOOKED_AT, MESSAGE, Backlog, Pieces, WorkBudget, all_at_once
 from .quotas import Quotas
 from .timers import Timers
@@ -36,6 +46,7 @@ class Log(NamedTuple):
     first: int
     chunks: list[Chunk]
     tail: Chunk | None
+    state: State | None = None
 
 
 class Conversation:
@@ -48,6 +59,7 @@ class Conversation:
     first     index of the first chunk that the next turn's first position sees
     chunks    the chunks from there on, claimed; empty without reuse
     tail      the private chunk behind them, or None; it may have been dropped meanwhile
+    state     the private state at the end of its last turn, or None
     active    time of its last activity, seconds
     ttl       seconds from the last activity to its expiry
     pinned    its chunks are evicted last, until `pinned_until`
@@ -72,6 +84,7 @@ class Conversation:
         "pinned",
         "pinned_until",
         "salt",
+        "state",
         "tail",
         "tokens",
         "ttl",
@@ -87,6 +100,7 @@ class Conversation:
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
+        self.state: State | None = None
         self.active = now
         self.ttl = ttl
         self.pinned = False
@@ -94,6 +108,10 @@ class Conversation:
         self.over_quota = False
         self.before = self.counted = Claims(0)
         self.walked = self.unsettled = 0
+
+    def common(self, tokens: Tokens) -> int:
+        """How many leading tokens are those of the log."""
+        return common_prefix(self.tokens, tokens[: len(self.tokens)])
 
     @property
     def claims(self) -> Claims:
@@ -116,8 +134,10 @@ class Conversations:
         deletions: Deletions,
         claim_work: Backlog,
         budget: WorkBudget,
+        states: KeptStates | None = None,
     ):
         self._store = store
+        self._states = states
         self._chunk_keys = chunk_keys
         self._deletions = deletions
         self._claim_work = claim_work
@@ -215,6 +235,8 @@ class Conversations:
             log[:4]
         )
         conversation.tail = log.tail
+        conversation.state = log.state
+        self._pin_state(conversation)
         self._schedule(conversation_id, conversation)
         if self._quotas is not None:
             for other, over_quota in self._quotas.put(
@@ -407,6 +429,12 @@ class Conversations:
         if conversation.pinned != pinned:
             conversation.pinned = pinned
             self._change_claims(conversation)
+            self._pin_state(conversation)
+
+    def _pin_state(self, conversation: Conversation) -> None:
+        if conversation.state is not None:
+            assert self._states is not None
+            self._states.pin(conversation.state, conversation.pinned)
 
     def _mark(self, conversation: Conversation, over_quota: bool) -> None:
         if conversation.over_quota != over_quota:
@@ -491,6 +519,10 @@ class Conversations:
         if conversation.tail is not None and conversation.tail.resident:
             self._store.drop(conversation.tail)
         conversation.tail = None
+        if conversation.state is not None:
+            assert self._states is not None
+            self._states.forget(conversation.state)
+            conversation.state = None
 
 
 def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:

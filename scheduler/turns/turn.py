@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..kv.chunk import Chunk
+from ..kv.chunk import Chunk, State
 from ..plan import Span
 from ..types import ChunkKey, QueuePlace, Request, RowId, Tier, Usage
 from .drafts import Drafts
 from .prompt_keys import PromptKeys
+from .row_state import RowState
 from .turn_tokens import TurnTokens
 
 
@@ -29,6 +30,7 @@ class Turn:
     queued        seconds that it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps
                   dropped meanwhile
+    state         private, at the end of its last stay in a seat; None: none
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
     waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or
@@ -62,6 +64,7 @@ class Turn:
         "reply_work",
         "request",
         "scored",
+        "state",
         "tail",
         "tokens",
         "usage",
@@ -83,6 +86,7 @@ class Turn:
         self.first_keys: dict[int, ChunkKey] = {}
         self.scored = 0
         self.tail: Chunk | None = None
+        self.state: State | None = None
         self.waiting_for: ChunkKey | None = None
         self.wanted = 0
         self.awaited: dict[Chunk, None] = {}
@@ -134,6 +138,7 @@ class RunningTurn:
     pending       keys that this row is the first to compute
     constrained   the last token decides which ones may follow (grammar, bad words), so each token
                   must be applied before the next one is planned
+    state         its recurrent state; None if the model has none
     """
 
     __slots__ = (
@@ -154,6 +159,7 @@ class RunningTurn:
         "reply",
         "seat",
         "spans",
+        "state",
         "stop_ids",
         "swap_ins",
         "tokens",
@@ -170,6 +176,7 @@ class RunningTurn:
         spans: deque[Span],
         swap_ins: deque[Chunk],
         window_end: int,
+        state: RowState | None = None,
     ):
         self.turn = turn
         self.id = RowId(turn.request.id, epoch)
@@ -193,6 +200,7 @@ class RunningTurn:
         self.pending: dict[ChunkKey, None] = {}
         self.constrained = turn.request.sampling.constrained
         self.drafts = turn.drafts
+        self.state = state
 
     @property
     def order(self) -> QueuePlace:

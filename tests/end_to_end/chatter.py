@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pensieve.plugins.state.pool import state_chunks
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.loop import EngineLoop
-from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.config import SchedulerConfig, StateConfig
 from pensieve.scheduler.context_window import RECOMPUTE, ContextWindow
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
@@ -30,6 +31,7 @@ UNDECIDED = 1e-3
 
 # Replies outgrow the slots reserved for them, in a pool of 29 chunks: a dozen suspensions and more
 # in fifty turns.
+STATES = dict(spacing=32, generated=16, multiple=8)  # so dense that short logs have some
 TIGHT = dict(generation_reserve=0.0, longest=110, longest_reply=60)
 
 
@@ -96,6 +98,11 @@ class Chatter:
             chunk_tokens=8,
             max_queue=64,
         )
+        if engine.state_shape is not None:
+            record = engine.chunk_bytes(defaults["chunk_tokens"])
+            chunks = state_chunks(engine.state_shape, record)
+            seats = (defaults | settings)["max_num_seqs"]
+            defaults["states"] = StateConfig(chunks, seats + 2, **STATES)
         self.config = SchedulerConfig(**(defaults | settings))
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference

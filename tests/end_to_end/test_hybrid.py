@@ -1,5 +1,5 @@
-"""A model with linear attention, served without reuse: replies and log probabilities are those of
-plain transformers."""
+"""A model with linear attention: replies and log probabilities are those of plain
+transformers."""
 
 from __future__ import annotations
 
@@ -27,72 +27,104 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
-def test_replies_of_random_conversations(model, disturbed):
-    """With forks, aborts, overflows, and steps that are delayed at random."""
+@pytest.mark.parametrize("host", [0, 60, 300])
+def test_replies_of_random_conversations(model, disturbed, host):
+    """With forks, aborts, overflows, and steps that are delayed at random. Without HOST no state is
+    kept, and nothing is reused."""
     directory, reference = model
     chatter = Chatter(
         open_engine(directory),
         reference,
         4,
         disturbed=disturbed,
-        reuse=False,
         within=1e-4,
         gpu_kv_chunks=60,
+        host_kv_chunks=host,
     )
     counts = chatter.run(50)
-    assert counts["gpu"] == counts["host"] == counts["recomputed"] == 0
+    assert (counts["gpu"] + counts["host"] > 0) == (host > 0)
 
 
 def test_replies_of_suspended_requests(model):
-    """A request that resumes begins with the zero state again."""
     directory, reference = model
     chatter = Chatter(
-        open_engine(directory), reference, 9, reuse=False, within=1e-4, gpu_kv_chunks=29, **TIGHT
+        open_engine(directory),
+        reference,
+        9,
+        within=1e-4,
+        gpu_kv_chunks=29,
+        host_kv_chunks=200,
+        **TIGHT,
     )
     chatter.run(50, events=["suspended"])
 
 
-def test_log_probabilities_of_turns_choices_and_prompts(model):
-    """Prompts in pieces of up to 64 tokens, each turn computed anew."""
+@pytest.mark.parametrize("reuse", [False, True])
+def test_log_probabilities_of_turns_choices_and_prompts(model, reuse):
+    """Prompts in pieces of up to 64 tokens. The second turn begins at a state."""
     directory, reference = model
     torch.manual_seed(5)
-    params = SamplingParams(n=2, max_tokens=20, logprobs=1, prompt_logprobs=0, ignore_eos=True)
-    with LLM(str(directory), max_num_batched_tokens=64) as llm:
+    params = SamplingParams(n=2, max_tokens=20, logprobs=1, ignore_eos=True)
+    settings = {"host_kv_chunks": 4000, "gpu_kv_chunks": 200} if reuse else {"reuse": False}
+    with LLM(str(directory), max_num_batched_tokens=64, **settings) as llm:
         prompts = [torch.randint(3, 160, (length,)).tolist() for length in (1, 63, 64, 65, 129)]
-        for _ in range(2):
-            for output in llm.generate(prompts, params):
-                assert output.usage.new == len(output.prompt_token_ids)
+        for turn in range(2):
+            outputs = llm.generate(prompts, params)
+            for output in outputs:
+                begins = len(output.prompt_token_ids) >= 64 + 20  # a state before the reply
+                assert (output.usage.cached > 0) == (reuse and turn == 1 and begins)
                 for choice in output.outputs:
                     check(reference, output, choice)
-            prompts = [
-                output.prompt_token_ids + output.outputs[1].token_ids
-                for output in llm.generate(prompts, params)
-            ]
+            prompts = [output.prompt_token_ids + output.outputs[1].token_ids for output in outputs]
+        params = SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=0, ignore_eos=True)
+        for output in llm.generate(prompts, params):
+            check(reference, output, output.outputs[0])
+
+
+def test_a_conversation_whose_kv_left_the_gpu_gives_the_same_bits(model):
+    """Its states are on HOST in any case."""
+    directory, _ = model
+    torch.manual_seed(6)
+    prompt, *others = (torch.randint(3, 160, (150,)).tolist() for _ in range(8))
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, ignore_eos=True)
+    results = []
+    for chunks in (400, 12):
+        sizes = {"gpu_kv_chunks": chunks, "host_kv_chunks": 6000, "chunk_tokens": 32}
+        with LLM(str(directory), max_num_batched_tokens=64, max_num_seqs=1, **sizes) as llm:
+            (first,) = llm.generate([prompt], params)
+            llm.generate(others, params)
+            (second,) = llm.generate([prompt + first.outputs[0].token_ids + [7]], params)
+        results.append(second.outputs[0])
+        assert (second.usage.gpu > 0, second.usage.host > 0) == (chunks == 400, chunks == 12)
+    stayed, moved = results
+    assert stayed.token_ids == moved.token_ids
+    assert stayed.logprobs == moved.logprobs
 
 
 def check(reference, output, choice) -> None:
     """Compares the log probabilities of the prompt's tokens and of the choice's."""
     tokens = output.prompt_token_ids + choice.token_ids
     expected = reference(torch.tensor([tokens])).logits[0].log_softmax(dim=-1)
-    reported = (output.prompt_logprobs + choice.logprobs)[1:]
-    ours = [one[token].logprob for one, token in zip(reported, tokens[1:], strict=True)]
-    theirs = expected[range(len(tokens) - 1), tokens[1:]]
+    reported = [*(output.prompt_logprobs or [])[1:], *choice.logprobs]
+    begin = len(tokens) - len(reported)
+    ours = [one[token].logprob for one, token in zip(reported, tokens[begin:], strict=True)]
+    theirs = expected[range(begin - 1, len(tokens) - 1), tokens[begin:]]
     torch.testing.assert_close(torch.tensor(ours), theirs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"host_kv_chunks": 10},
+        {"lower_tier_kv": "packed", "host_kv_chunks": 100},
         {"speculate": "lookup"},
         {"overflow": "keep"},
         {"kv_cache_dtype": "fp8"},
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_needs_kept_states_is_refused_by_name(model, options):
+def test_what_is_not_built_for_states_is_refused_by_name(model, options):
     directory, _ = model
-    (name,) = options
+    name = next(iter(options))
     with pytest.raises(SettingError, match="not supported yet for linear attention") as refused:
         LLM(str(directory), **options)
     assert refused.value.setting == flag(name)

@@ -5,6 +5,9 @@ for every piece of work the work that is known to be complete before it begins (
 the three lanes). So it detects a slot that is read before it is written, or rewritten while it is
 read, and a row that would see another's KV.
 
+A state slot holds the tokens that its state has seen, in each of its pieces. So the model detects a
+row that reads a state of other tokens, of another salt, or of pieces that do not belong together.
+
 Disk work is on no lane: it begins when its plan is launched and ends when the test says so
 (`finish`). Earlier uses of its HOST slot must be complete according to the results so far
 (`known`), and no other work may use its slots meanwhile.
@@ -16,7 +19,16 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from pensieve.scheduler.context_window import RECOMPUTE
-from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets, TierReport, TierWork
+from pensieve.scheduler.plan import (
+    NO_TICKETS,
+    Lane,
+    Spill,
+    StepPlan,
+    StepResult,
+    Tickets,
+    TierReport,
+    TierWork,
+)
 from pensieve.scheduler.types import RowResult, Tier
 
 
@@ -36,6 +48,7 @@ class DeviceModel:
     salts       request id -> salt; KV computed under one salt differs from KV of the same tokens
                 under another
     erases      returns whether a record can be erased; None: each can
+    states      None, or the `StateConfig` of a model with states
     """
 
     def __init__(
@@ -48,7 +61,12 @@ class DeviceModel:
         copy_fails=None,
         salts=None,
         erases=None,
+        states=None,
     ):
+        self.states = states
+        self.kv_slots = gpu_slots
+        if states is not None:
+            gpu_slots += states.slots * states.chunks
         self.chunk_tokens = chunk_tokens
         self.windows = windows
         self.vocabulary = vocabulary
@@ -155,7 +173,9 @@ class DeviceModel:
         erase_failed = self._use_disk(plan)
         gate = max((batch.ticket for batch in plan.copies if batch.gated), default=0)
         after = plan.after._replace(swap_in=max(plan.after.swap_in, gate))
-        self._begin(Lane.COMPUTE, plan.step, after)
+        # a plan without tokens launches nothing that could wait
+        self._begin(Lane.COMPUTE, plan.step, after if plan.tokens else NO_TICKETS)
+        self._advance_states(plan)
         tokens, scores = self._compute(plan)
         rows = {
             row: RowResult(row.request, prompt_logprobs=entries)
@@ -249,6 +269,64 @@ class DeviceModel:
             self.users["host", work.host].clear()
             self.last_writer["host", work.host] = (Lane.OUT, 0)
         return work
+
+    def _advance_states(self, plan):
+        """Reads the state of each segment, which must be that of the tokens before it, and writes
+        the one behind it. No segment reads or writes a slot that another one writes."""
+        if self.states is None:
+            assert not plan.state_in and not plan.state_out and not plan.state_swap_ins
+            return
+        segments = [
+            (seat, position, [self.last_token[seat]])
+            for seat, position in zip(plan.generate, plan.positions, strict=True)
+        ]
+        offset = 0
+        for span in plan.spans:
+            step_tokens = plan.token_ids[offset : offset + span.end - span.start]
+            segments.append((span.seat, span.start, list(step_tokens)))
+            offset += len(step_tokens)
+        seats = [seat for seat, _, _ in segments]
+        assert len(set(seats)) == len(seats), "a row has two segments in one step"
+        written = [slot for slot in plan.state_out if slot >= 0]
+        assert len(set(written)) == len(written), "two segments write one state"
+        segments = [
+            (*segment, read, write)
+            for segment, read, write in zip(segments, plan.state_in, plan.state_out, strict=True)
+        ]
+        seen = {}
+        for index, (seat, start, _, read, _) in enumerate(segments):
+            origin, _ = self.origins[seat]
+            seen[index] = ()
+            if read < 0:
+                assert start == origin, f"{self.rows[seat]} begins at {start} with a zero state"
+                continue
+            others = [write for *_, write in segments[:index] + segments[index + 1 :]]
+            assert read not in others, "a segment reads a state that another one writes"
+            pieces = []
+            for place in self._pieces(read):
+                self._reads(Lane.COMPUTE, plan.step, ("gpu", place))
+                pieces.append(self.pools["gpu"][place])
+            prefix = pieces[0]["seen"]
+            assert all(piece["seen"] == prefix for piece in pieces), "pieces of different states"
+            assert [piece["piece"] for piece in pieces] == [*range(self.states.chunks)]
+            salt, tokens = prefix
+            assert salt == self._salt(seat)
+            before = [token for token, _ in self._row(seat, start - origin)]
+            assert list(tokens) == before, f"{self.rows[seat]} reads another state at {start}"
+            seen[index] = tokens
+        for index, (seat, _, step_tokens, _, write) in enumerate(segments):
+            if write < 0:
+                continue
+            for number, place in enumerate(self._pieces(write)):
+                self._writes(Lane.COMPUTE, plan.step, ("gpu", place))
+                self.pools["gpu"][place] = {
+                    "piece": number,
+                    "seen": (self._salt(seat), (*seen[index], *step_tokens)),
+                }
+
+    def _pieces(self, slot):
+        first = self.kv_slots + slot * self.states.chunks
+        return range(first, first + self.states.chunks)
 
     def _compute(self, plan):
         """Writes every token first, then reads and samples: as one layer does. Returns the samples,

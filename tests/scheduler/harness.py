@@ -121,7 +121,13 @@ class Harness:
         copy_fails = (lambda: self._copy_fails.random() < 0.2) if config.copies_may_fail else None
         sizes = (config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens)
         return DeviceModel(
-            *sizes, self.windows, self._vocabulary, copy_fails, self.salts, self.erases
+            *sizes,
+            self.windows,
+            self._vocabulary,
+            copy_fails,
+            self.salts,
+            self.erases,
+            config.states,
         )
 
     def erases(self):
@@ -655,4 +661,9 @@ class Harness:
         if self.takes_erased:
             self._check_erased()
             assert not self.erasing, "a deletion is never confirmed"
-        assert not self.scheduler._store._private, "chunks that no request can ever use again"
+        useless = [
+            chunk
+            for chunk in self.scheduler._store._private
+            if chunk.state is None or chunk.state.key is None
+        ]
+        assert not useless, "chunks that no request can ever use again"

@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from pensieve.builder.forward_batch import NO_STATE, NOT_WRITTEN
+from pensieve.builder.forward_batch import NOT_WRITTEN
 from pensieve.runtime.step.inputs import LAST_SAMPLE, StepPacker
 from pensieve.runtime.step.sampling_inputs import MOST_LIMITED
 from pensieve.scheduler.types import InvariantError, Sampling
@@ -245,51 +245,3 @@ def test_a_joining_row_begins_at_position_0(packer):
         plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 2)], token_ids=[1, 2])
     )
     assert inputs.positions.tolist() == [0, 1] and inputs.segments.tolist() == [[0, 2, 0, 2, 1]]
-
-
-@pytest.fixture
-def with_states():
-    """Seats 0 and 1 have rows of 8 and 6 tokens, whose states are in the slots of their numbers."""
-    packer = StepPacker(seats=2, blocks=5, chunk_tokens=CHUNK, has_states=True)
-    packer.pack(
-        plan(
-            1,
-            joins=[join(0), join(1)],
-            blocks=[(0, 0, (9, 8, 1)), (1, 0, (5, 6))],
-            spans=[span(0, 0, 8, samples=0), span(1, 0, 6)],
-            token_ids=range(14),
-        )
-    )
-    return packer
-
-
-def test_a_segment_begins_with_the_state_of_its_row(with_states):
-    inputs = with_states.pack(plan(2, generate={1: 6}, spans=[span(0, 8, 10)], token_ids=[1, 2]))
-    assert inputs.state_in.tolist() == inputs.state_out.tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("start", [0, 5, 7], ids=["zero state", "last token twice", "left out"])
-def test_a_segment_that_does_not_begin_where_its_state_ends_is_refused(with_states, start):
-    with pytest.raises(InvariantError, match=r"step 2 .*their states are those behind \[6\]"):
-        with_states.pack(plan(2, spans=[span(1, start, 8)], token_ids=[1] * (8 - start)))
-
-
-def test_a_row_with_two_segments_has_no_state_between_them(with_states):
-    spans = [span(0, 8, 9, samples=0), span(0, 8, 10)]
-    with pytest.raises(InvariantError, match="their states"):
-        with_states.pack(plan(2, spans=spans, token_ids=[1, 1, 2]))
-
-
-def test_a_row_that_joins_or_begins_later_begins_with_the_zero_state(with_states):
-    inputs = with_states.pack(
-        plan(
-            2,
-            joins=[join(0), join(1)],
-            origins=[(1, 4, 4)],
-            blocks=[(0, 0, (3,)), (1, 0, (4,))],
-            spans=[span(0, 0, 2), span(1, 4, 6)],
-            token_ids=[1, 1, 2, 2],
-        )
-    )
-    assert inputs.state_in.tolist() == [NO_STATE, NO_STATE]
-    assert inputs.state_out.tolist() == [0, 1]

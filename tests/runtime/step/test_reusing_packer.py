@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.builder.forward_batch import NO_STATE, NOT_WRITTEN
+from pensieve.builder.forward_batch import NOT_WRITTEN
 from pensieve.runtime.step import prefixes
 from pensieve.runtime.step.bad_words import BadWords
 from pensieve.runtime.step.buffers import STAGED_INPUTS, Shapes, StepBuffers, sampling_arrays
@@ -23,7 +23,7 @@ from pensieve.scheduler.types import InvariantError, Sampling
 
 from ...scheduler.device_model import DeviceModel
 from ...scheduler.driver import Driver
-from ..fake_engine import join, plan, row, span
+from ..fake_engine import join, plan, row
 
 SEATS, BLOCKS, CHUNK = 7, 12, 4
 VOCAB = 97
@@ -49,13 +49,11 @@ def equal(one, other) -> None:
 class Twins:
     """Packs and uploads each plan twice: with what the last step left, and anew."""
 
-    def __init__(
-        self, seats: int, blocks: int, tokens: int, seen: Counter[str], has_states: bool = False
-    ):
+    def __init__(self, seats: int, blocks: int, tokens: int, seen: Counter[str]):
         self.seen = seen
         self._shapes = Shapes(tokens, seats, CHUNK)
-        self._reusing = ReusingPacker(seats, blocks, CHUNK, has_states)
-        self._anew = StepPacker(seats, blocks, CHUNK, has_states)
+        self._reusing = ReusingPacker(seats, blocks, CHUNK)
+        self._anew = StepPacker(seats, blocks, CHUNK)
         self._buffers = StepBuffers(self._shapes, "cpu")
         self._words = BadWords()
         self._last: StepInputs | None = None
@@ -419,33 +417,3 @@ def test_any_number_of_changes_of_the_block_table_has_room():
         joins_and_gets = plan(step, joins=[join(0)], blocks=[(0, 0, tuple(range(count)))])
         buffers.upload(packer.pack(joins_and_gets))
         assert buffers.block_cells.tolist() == buffers.block_slots.tolist() == [*range(count)]
-
-
-# States
-
-
-def test_rows_that_generate_with_states():
-    """A row begins with the zero state, and then reads and writes the slot of its seat."""
-    twins = Twins(SEATS, BLOCKS, 64, Counter(), has_states=True)
-    blocks = [(0, 0, (1, 2, 3)), (1, 0, (4, 5, 6))]
-    spans = [span(1, 0, 5), span(0, 0, 1)]
-    first = twins.pack(
-        plan(1, joins=[join(0), join(1)], blocks=blocks, spans=spans, token_ids=range(6))
-    )
-    assert first.state_in.tolist() == [NO_STATE, NO_STATE]
-    assert first.state_out.tolist() == [1, 0]
-    for step in range(2, 5):
-        inputs = twins.pack(plan(step, generate={0: step - 1, 1: step + 3}))
-        assert inputs.state_in.tolist() == inputs.state_out.tolist() == [0, 1]
-    assert twins.seen["again"] == 2
-
-
-def test_a_token_of_a_state_is_computed_once():
-    twins = Twins(SEATS, BLOCKS, 64, Counter(), has_states=True)
-    twins.pack(
-        plan(1, joins=[join(0)], blocks=[(0, 0, (1, 2))], spans=[span(0, 0, 3)], token_ids=[1] * 3)
-    )
-    twins.pack(plan(2, generate={0: 3}))
-    twins.pack(plan(3, generate={0: 4}))
-    with pytest.raises(InvariantError, match=r"positions \[4\] on.*behind \[5\] tokens"):
-        twins.pack(plan(4, generate={0: 4}))

@@ -1,0 +1,90 @@
+"""The recurrent states that are kept on HOST, each as several chunks: its pieces
+(docs/design/states.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import StateConfig
+from ..types import ChunkKey
+from .chunk import Chunk, State
+from .chunk_store import ChunkStore
+
+
+class KeptStates:
+    """by_key   the states at multiples of `StateConfig.multiple`, by the key of the chunk that ends
+              there
+    kept, swapped_in, lost
+              counts since the start: states copied out, copied in, and lost on HOST
+    """
+
+    def __init__(self, config: StateConfig, store: ChunkStore):
+        self.config = config
+        self._store = store
+        store.lose_state = self._lose
+        store.delete_state = self._delete
+        self.by_key: dict[ChunkKey, State] = {}
+        self._unwanted: list[State] = []
+        self.kept = self.swapped_in = self.lost = 0
+
+    def keep(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
+        """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
+        state.pieces = pieces
+        for piece, slot in zip(pieces, host_slots, strict=True):
+            piece.state = state
+            piece.tokens = 1  # nothing else of a piece is counted in tokens
+            self._store.add_piece(piece, slot, state.pinned)
+        if state.key is not None:
+            self.by_key[state.key] = state
+        self.kept += 1
+
+    def can_swap_in(self, state: State) -> bool:
+        """True if the state is on HOST, and known to be complete where copies may fail."""
+        return bool(state.pieces) and not any(map(self._store.unconfirmed, state.pieces))
+
+    def pin(self, state: State, pinned: bool) -> None:
+        """The state's conversation is pinned, or is not any more."""
+        if state.pinned != pinned:
+            state.pinned = pinned
+            for piece in state.pieces:
+                self._store.change_pins(piece, 1 if pinned else -1)
+
+    def forget(self, state: State) -> None:
+        """Nothing looks for the state any more."""
+        if not state.unwanted:
+            state.unwanted = True
+            self._lose_key(state)
+            self._unwanted.append(state)
+
+    def drop_unwanted(self) -> None:
+        """Drops states that nothing looks for and no row is to swap in. Called when a plan begins,
+        so no copy of this plan uses their slots."""
+        waiting = []
+        for state in self._unwanted:
+            if any(piece.users for piece in state.pieces):
+                waiting.append(state)
+            else:
+                self._drop(state)
+        self._unwanted = waiting
+
+    def _delete(self, key: ChunkKey) -> None:
+        """The chunk of this key is deleted."""
+        if key in self.by_key:
+            self.forget(self.by_key[key])
+
+    def _lose(self, state: State) -> None:
+        """A piece has been dropped, and all others with it."""
+        if state.pieces:
+            self.lost += 1
+            self._drop(state)
+
+    def _drop(self, state: State) -> None:
+        pieces, state.pieces = state.pieces, []
+        self._lose_key(state)
+        for piece in pieces:
+            if piece.resident:
+                self._store.drop(piece)
+
+    def _lose_key(self, state: State) -> None:
+        if state.key is not None and self.by_key.get(state.key) is state:
+            del self.by_key[state.key]
