@@ -3,11 +3,15 @@ transformers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.runtime.engine import open_engine
+from pensieve.runtime.launch.settings import ServeSettings
+from pensieve.runtime.launch.sizing import refuse_for_states
 from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
@@ -128,6 +132,20 @@ def test_what_is_not_built_for_states_is_refused_by_name(model, options):
     with pytest.raises(SettingError, match="not supported yet for linear attention") as refused:
         LLM(str(directory), **options)
     assert refused.value.setting == flag(name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_shared_config": '{"engine": "directory", "path": "kv", "max_bytes": 1000000}'},
+        {"kv_events_config": '{"enable_kv_cache_events": true}'},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_servers_and_routers_share_is_refused_for_states(options):
+    settings = ServeSettings("demo", **options)
+    with pytest.raises(SettingError, match="not supported yet for linear attention"):
+        refuse_for_states(settings, SimpleNamespace(architecture="Qwen3_5ForCausalLM"))
 
 
 def test_states_that_do_not_fit_are_refused(model):
