@@ -132,7 +132,7 @@ class Ready:
     `model` is the name in replies; requests may use `aliases` as well. `overflow`: contexts may
     outgrow `max_model_len` if their requests allow it. The GPU's pool holds `gpu_kv_chunks` chunks
     of `chunk_tokens` tokens.
-    `device`: where the engine runs, one of DEVICES.
+    `device`: where the engine runs, one of DEVICES. `states`: the model has recurrent states.
     """
 
     model: str
@@ -146,6 +146,7 @@ class Ready:
     overflow: bool = True
     sampling: SamplingDefaults = SAMPLING_DEFAULTS
     device: str = "cpu"
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

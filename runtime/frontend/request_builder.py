@@ -380,6 +380,7 @@ class RequestBuilder:
                 prompt_logprobs=generate.prompt_logprobs if choice == 0 else None,
                 choice=choice,
                 truncate=truncate,
+                marks=self._marks(generate, prompt),
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
             for choice in range(generate.n)
@@ -406,6 +407,25 @@ class RequestBuilder:
             special_stops=special_stops,
             held=held,
         )
+
+    def _marks(self, generate: Generate, prompt: array[int]) -> tuple[int, ...]:
+        """The end of a chat's last message: a template that drops old thoughts at a new message of
+        the user parts from this prompt behind it. () without states."""
+        if not (self._ready.states and generate.chat and generate.add_generation_prompt):
+            return ()
+        beginning = self._beginning_of_reply(generate)
+        end = len(prompt) - len(beginning)
+        return (end,) if 0 < end < len(prompt) and prompt[end:] == beginning else ()
+
+    def _beginning_of_reply(self, generate: Generate) -> array[int]:
+        """The tokens with which a prompt of this chat ends: the beginning of its next message."""
+        tokenizer = self._need_tokenizer(generate.prompt_field)
+        render = tokenizer.render_chat if generate.template is None else generate.template.render
+        question = [{"role": "user", "content": "?"}]
+        whole, without = (
+            render(question, add, variables=generate.template_variables) for add in (True, False)
+        )
+        return tokenizer.encode_rendered(whole.removeprefix(without))
 
     def _special_stops(self, stops: Sequence[str]) -> dict[int, str]:
         """The stop strings that are special tokens, by their ids: such a token has no text."""

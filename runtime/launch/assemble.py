@@ -144,6 +144,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         gpu_kv_chunks=config.gpu_kv_chunks,
         sampling=sampling,
         device=settings.device,
+        states=config.states is not None,
     )
     if config.disk_kv_chunks:
         log.info(

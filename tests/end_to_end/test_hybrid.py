@@ -3,16 +3,23 @@ transformers."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.launch.sizing import refuse_for_states
 from pensieve.runtime.llm import LLM, SamplingParams
+from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
 from tests.models import save_random, tiny_config
@@ -28,6 +35,23 @@ def model(tmp_path_factory):
     reference = save_random(tiny_config("qwen3-5"), directory / "checkpoint", gain=1.0)
     build_engine(directory / "checkpoint", directory / "engine")
     return directory / "engine", reference
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """The directory of an engine with a tokenizer. Its states are so large that a prompt's are
+    kept every 512 tokens."""
+    directory = tmp_path_factory.mktemp("chat")
+    config = tiny_config("qwen3-5")
+    config.linear_num_value_heads = 8
+    config.linear_value_head_dim = 128
+    config.vocab_size = json.loads((DEMO_CHECKPOINT / "config.json").read_text())["vocab_size"]
+    config.max_position_embeddings = 1024
+    save_random(config, directory / "checkpoint", gain=1.0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_CHECKPOINT / name, directory / "checkpoint")
+    build_engine(directory / "checkpoint", directory / "engine")
+    return directory / "engine"
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
@@ -103,6 +127,58 @@ def test_a_conversation_whose_kv_left_the_gpu_gives_the_same_bits(model):
     stayed, moved = results
     assert stayed.token_ids == moved.token_ids
     assert stayed.logprobs == moved.logprobs
+
+
+DROPS_THOUGHTS = """
+{%- set ns = namespace(last=0) %}
+{%- for message in messages if message.role == 'user' %}{% set ns.last = loop.index %}{% endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' and loop.index0 > ns.last %}
+{{- '<think>\n\n</think>\n\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+
+
+def qwens_own_template() -> str | None:
+    for wheel in sorted(Path(sys.prefix, "chat-templates").glob("trl-*.whl")):
+        return zipfile.ZipFile(wheel).read("trl/chat_templates/qwen3_5_think.jinja").decode()
+    return None
+
+
+@pytest.mark.parametrize("template", [DROPS_THOUGHTS, qwens_own_template()], ids=["ours", "Qwen"])
+@pytest.mark.parametrize("conversation", [None, "tea"])
+def test_a_template_that_drops_thoughts_finds_all_up_to_the_users_message(
+    chat_model, template, conversation
+):
+    """The multiple of 64 before the prompt's end lies in the beginning of the reply, from which the
+    next prompt parts."""
+    if template is None:
+        pytest.skip("make chat-templates downloads Qwen's template")
+    render = Tokenizer.load(chat_model).other_template(template).render
+    encode = Tokenizer.load(chat_model).encode_rendered
+    for words in range(200, 400):
+        question = {"role": "user", "content": "tea " * words}
+        answer = {"role": "assistant", "content": "Yes."}
+        again = [question, answer, {"role": "user", "content": "Why?"}]
+        prompt, later = encode(render([question])), encode(render(again))
+        common = next(
+            at for at, pair in enumerate(zip(prompt, later, strict=False)) if len({*pair}) > 1
+        )
+        asked = len(encode(render([question], False)))
+        if asked // 64 == common // 64 < len(prompt) // 64:
+            break
+    else:
+        raise AssertionError("no question has the right length")
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    options = dict(chat_template=template, conversation=conversation)
+    sizes = dict(host_kv_chunks=6000, chunk_tokens=32)
+    with LLM(str(chat_model), max_num_seqs=1, **sizes) as llm:
+        llm.chat([question], params, **options)
+        (second,) = llm.chat(again, params, **options)
+    assert second.usage.gpu + second.usage.host == asked // 64 * 64
 
 
 def check(reference, output, choice) -> None:
