@@ -167,8 +167,8 @@ def test_a_template_that_drops_thoughts_finds_all_up_to_the_users_message(
         common = next(
             at for at, pair in enumerate(zip(prompt, later, strict=False)) if len({*pair}) > 1
         )
-        asked = len(encode(render([question], False)))
-        if asked // 64 == common // 64 < len(prompt) // 64:
+        question_end = len(encode(render([question], False)))
+        if question_end // 64 == common // 64 < len(prompt) // 64:
             break
     else:
         raise AssertionError("no question has the right length")
@@ -178,7 +178,7 @@ def test_a_template_that_drops_thoughts_finds_all_up_to_the_users_message(
     with LLM(str(chat_model), max_num_seqs=1, **sizes) as llm:
         llm.chat([question], params, **options)
         (second,) = llm.chat(again, params, **options)
-    assert second.usage.gpu + second.usage.host == asked // 64 * 64
+    assert second.usage.gpu + second.usage.host == question_end // 64 * 64
 
 
 def check(reference, output, choice) -> None:
