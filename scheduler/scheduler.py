@@ -476,6 +476,7 @@ class Scheduler:
             failed_writes=sum(lower.failed_writes for lower in store.lower.local),
             failed_reads=sum(lower.failed_reads for lower in store.lower.local),
             bad_copies=store.bad_copies,
+            states={} if self._states is None else self._states.kept.counts(),
         )
 
     def check(self) -> None:

@@ -96,6 +96,8 @@ def scheduler_config(
             device.memory(tier).free - for_states,
         )
     check_disk_has_host(settings, host_chunks, disk_chunks)
+    if states is not None:
+        warn_of_few_states(settings, host_chunks, states)
     growth = 0
     if settings.host_grows:
         size = host_pool_bytes(device.memory(Tier.HOST), gpu_chunks * record, sharing)
@@ -179,6 +181,18 @@ def state_config(
         )
     spacing = 2 ** round(math.log2(chunks * settings.chunk_tokens))
     return StateConfig(chunks, slots, spacing=max(64, spacing))
+
+
+def warn_of_few_states(settings: ServeSettings, host_chunks: int, states: StateConfig) -> None:
+    """A turn begins at a state in HOST, and leaves one or two there."""
+    held = host_chunks // states.chunks
+    if settings.reuse and held < 2 * settings.max_num_seqs:
+        log.warning(
+            "host memory holds %d states, fewer than two for each of --max-num-seqs %d: many turns "
+            "will compute their history again; raise --host-kv-bytes",
+            held,
+            settings.max_num_seqs,
+        )
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:

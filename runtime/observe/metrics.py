@@ -252,6 +252,13 @@ class Metrics(Collector):
             "Tokens computed again within a minute after their chunk was dropped",
             value=stats.regret_tokens,
         )
+        if stats.states:
+            yield _counters(
+                "pensieve:states",
+                "Recurrent states copied to HOST, copied back, and lost there",
+                "event",
+                stats.states,
+            )
         yield CounterMetricFamily(
             "pensieve:kv_failed_copies",
             "Failed copies on HOST: chunks that --lower-tier-kv packed could not store exactly",

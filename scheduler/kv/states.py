@@ -27,6 +27,9 @@ class KeptStates:
         self._unwanted: list[State] = []
         self.kept = self.swapped_in = self.lost = 0
 
+    def counts(self) -> dict[str, int]:
+        return {"kept": self.kept, "swapped_in": self.swapped_in, "lost": self.lost}
+
     def keep(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
         """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
         state.pieces = pieces

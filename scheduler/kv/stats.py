@@ -126,6 +126,8 @@ class SchedulerStats:
     bad_copies      failed copies on HOST
     drafts, drafted, accepted
                     checks of drafts by one row, tokens drafted, and drafts that came true
+    states          recurrent states copied to HOST, copied back and lost there, as in `KeptStates`;
+                    {} for a model without states
     """
 
     running: int = 0
@@ -149,3 +151,4 @@ class SchedulerStats:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    states: dict[str, int] = field(default_factory=dict)

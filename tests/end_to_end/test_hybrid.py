@@ -224,6 +224,14 @@ def test_what_servers_and_routers_share_is_refused_for_states(options):
         refuse_for_states(settings, SimpleNamespace(architecture="Qwen3_5ForCausalLM"))
 
 
+@pytest.mark.parametrize(("chunks", "warns"), [(4, True), (4000, False)])
+def test_a_host_memory_for_few_states_is_warned_of(model, chunks, warns, caplog):
+    directory, _ = model
+    with LLM(str(directory), host_kv_chunks=chunks, max_num_seqs=8):
+        pass
+    assert ("fewer than two for each of --max-num-seqs 8" in caplog.text) == warns
+
+
 def test_states_that_do_not_fit_are_refused(model):
     directory, _ = model
     with pytest.raises(SettingError, match="the states of 1000000000 requests take") as refused:

@@ -170,3 +170,12 @@ def test_what_the_loop_says_is_passed_on() -> None:
         "pensieve:request_queue_time_seconds_count": 1,
     }
     assert {name: values.get(name) for name in expected} == expected
+
+
+def test_states_are_counted_for_models_that_have_some() -> None:
+    metrics = Metrics()
+    assert not any(name.startswith("pensieve:states") for name in samples(metrics))
+    metrics.stats = SchedulerStats(states={"kept": 5, "swapped_in": 3, "lost": 1})
+    values = samples(metrics)
+    assert values['pensieve:states_total{event="swapped_in"}'] == 3
+    assert values['pensieve:states_total{event="lost"}'] == 1
