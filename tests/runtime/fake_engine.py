@@ -51,6 +51,7 @@ def reply(prompt: Sequence[int], length: int, layers: int) -> list[int]:
 class FakeEngine:
     dtype = torch.float32
     vocab_size = VOCAB
+    state_shape = None
 
     def __init__(self, layers: int = 3, largest: int = 61, kv_dtype: torch.dtype = torch.float32):
         """largest: digests are below; with 16, KV in eight bits is exact."""

@@ -66,6 +66,7 @@ class TinyEngine:
     """Equal weights for equal kinds on every device; large enough for well spread logits."""
 
     dtype = torch.float32
+    state_shape = None
 
     def __init__(self, kind: str, device: str = "cpu", kv_dtype: torch.dtype = torch.float32):
         self.kv_dtype = kv_dtype
