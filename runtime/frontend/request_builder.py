@@ -359,6 +359,7 @@ class RequestBuilder:
         marked = turn.conversation if turn is not None else None
         if marked is None and session is not None and len(prompts) == 1:
             marked = session_name(caller.owner, session)
+        all_marks = [self._marks(generate, prompt) for prompt in prompts]
         seeds = [_random_seed() if generate.seed is None else sampling.seed for _ in prompts]
         requests = [
             Request(
@@ -380,9 +381,9 @@ class RequestBuilder:
                 prompt_logprobs=generate.prompt_logprobs if choice == 0 else None,
                 choice=choice,
                 truncate=truncate,
-                marks=self._marks(generate, prompt),
+                marks=marks,
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt, seed, marks in zip(prompts, seeds, all_marks, strict=True)
             for choice in range(generate.n)
         ]
         keep = None
@@ -413,7 +414,10 @@ class RequestBuilder:
         the user parts from this prompt behind it. () without states."""
         if not (self._ready.states and generate.chat and generate.add_generation_prompt):
             return ()
-        beginning = self._beginning_of_reply(generate)
+        try:
+            beginning = self._beginning_of_reply(generate)
+        except RequestError:
+            return ()  # the template takes no dialogue of one question
         end = len(prompt) - len(beginning)
         return (end,) if 0 < end < len(prompt) and prompt[end:] == beginning else ()
 

@@ -22,7 +22,6 @@ class KeptStates:
         self.config = config
         self._store = store
         store.lose_state = self._lose
-        store.delete_state = self._delete
         self.by_key: dict[ChunkKey, State] = {}
         self._unwanted: list[State] = []
         self.kept = self.swapped_in = self.lost = 0
@@ -70,7 +69,7 @@ class KeptStates:
                 self._drop(state)
         self._unwanted = waiting
 
-    def _delete(self, key: ChunkKey) -> None:
+    def delete(self, key: ChunkKey) -> None:
         """The chunk of this key is deleted."""
         if key in self.by_key:
             self.forget(self.by_key[key])

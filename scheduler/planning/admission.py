@@ -197,6 +197,8 @@ class Admission:
         ]
         self._epochs += 1
         # its own from now on
+        if self._queues.states is not None and turn.context_start != needs.context_start:
+            self._queues.states.forget(turn)  # it belongs to the context that is left
         turn.context_start = needs.context_start
         turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}

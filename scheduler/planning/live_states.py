@@ -11,7 +11,7 @@ from ..kv.states import KeptStates
 from ..plan import StateSwapIn
 from ..turns.row_state import RowState
 from ..turns.turn import RunningTurn, Turn
-from ..types import HOST, InvariantError
+from ..types import HOST, ChunkKey, InvariantError
 from .plan_builder import PlanBuilder
 
 ZERO_STATE = -1
@@ -33,6 +33,7 @@ class LiveStates:
         self._store = store
         self.kept = kept
         self.slots = StateSlots(kept.config, config.gpu_kv_chunks, store.gpu)
+        store.delete_state = self._delete
         # states that the latest plan copies in: they keep their HOST slots until the next plan
         self.swapping_in: list[State] = []
 
@@ -66,6 +67,13 @@ class LiveStates:
         if index < len(state.keys):
             state.key = state.keys[index]
         return state.key is not None
+
+    def _delete(self, key: ChunkKey) -> None:
+        """The chunk of this key is deleted, and its state with it, also if it is not copied yet."""
+        self.kept.delete(key)
+        for state in self.slots.fresh:
+            if self._named(state) and state.key == key:
+                state.unwanted = True
 
     def _copy_out(self, state: State, builder: PlanBuilder) -> None:
         """Copies the state to HOST, if HOST has room for all of it."""

@@ -144,7 +144,8 @@ class StateLookup:
         spacing = self._config.spacing
         marks = turn.request.marks or (prompt,)
         needed = bool(turn.request.marks) or turn.request.conversation is None
-        parts = holes[0][0] if holes else prompt
+        # of a whole prompt that is there, its last token is computed: from a state before it
+        parts = holes[0][0] if holes else prompt - 1
         wanted = dict.fromkeys(
             (parts - parts % multiple, *range(spacing, prompt + 1, spacing)), True
         )

@@ -27,7 +27,6 @@ class FastForwardScheduler(Scheduler):
         no chunk and begins or ends no reply.
         """
         busy = bool(self._queues.waiting or self._queues.swapping_in or self._has_begun_work)
-        busy = busy or self.config.states is not None
         busy = busy or self.conversations.mortal or self.lower.busy
         busy = busy or self.config.states is not None  # a step may move one
         if (

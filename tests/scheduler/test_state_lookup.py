@@ -134,6 +134,13 @@ def test_a_full_hit_computes_the_last_token_from_an_earlier_state(served, length
     served.spans(prompt)
     begin = 16 if length <= 24 else 24
     assert served.spans(prompt) == [(begin, length)]
+    assert served.spans(prompt) == [(begin, length)]
+
+
+def test_a_prompt_that_ends_at_a_state_leaves_one_before_its_end(served):
+    """The state at its end is of no use for the prompt itself."""
+    prompt = PROMPT[:16]
+    assert [served.spans(prompt) for _ in range(3)] == [[(0, 16)], [(0, 16)], [(8, 16)]]
 
 
 def test_nothing_of_a_known_prompt_is_written_again(served):

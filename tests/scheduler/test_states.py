@@ -15,6 +15,7 @@ from pensieve.scheduler.planning.plan_copies import StepCopies
 from pensieve.scheduler.planning.state_lookup import StateLookup
 
 from .driver import STATES, Driver
+from .harness import Harness
 
 SEEDS = 60
 FAST = 20
@@ -189,3 +190,28 @@ def test_an_error_is_found(mutate, monkeypatch):
     with pytest.raises((AssertionError, KeyError, IndexError)):
         for seed in range(FAST):
             StateDriver(seed, **drawn(seed)).play(OPERATIONS, Counter())
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["queued again", "ended there"])
+def test_a_context_that_moved_on_takes_no_state_of_the_old_one(monkeypatch, ends):
+    """The request is suspended at its window's end and waits for a seat in its next context."""
+    states = StateConfig(chunks=2, slots=4, spacing=16, generated=8, multiple=8)
+    sizes = dict(gpu_kv_chunks=60, host_kv_chunks=60, max_model_len=64, max_num_seqs=2)
+    served = Harness(states=states, **sizes)
+    prompt = [*range(1, 41)]
+    served.turn(prompt, 40, truncate=True)
+    request = served.submit(prompt, 40, "c", truncate=True)
+    queues = served.scheduler._queues
+    while not (queues.rows and queues.rows[0].position == queues.rows[0].window_end):
+        served.tick()
+    queues.suspend(queues.rows[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(LiveStates, "has_seat", property(lambda self: False))
+        served.tick()
+    if ends:
+        served.finish(request, len(served.reply(request)))
+        served.turn([*served.logs["c"], 5, 6, 7], 4, "c", truncate=True)
+    else:
+        row = queues.swapping_in.pop(0)
+        queues.requeue(row, served.now)
+        served.run(request)
