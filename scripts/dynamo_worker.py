@@ -30,6 +30,10 @@ SAMPLING = (
 STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids")
 BY_DYNAMO = {"stop", "stop_token_ids_hidden", "stop_token_ids_visible"}
 """Stopping conditions that Dynamo's frontend applies to the text itself."""
+NOT_TEXT = ("multi_modal_data", "prompt_embeds")
+CONNECT_S = 10.0
+LONGEST_EVENT = 2**24  # bytes: the first one repeats the prompt's ids
+MOST_OF_TEXT = 500  # characters of an answer that is no error of the server's
 GRAMMARS = ("json", "regex", "choice", "grammar")
 
 
@@ -135,11 +139,13 @@ class PensieveServer:
     """A running `pensieve serve`."""
 
     def __init__(self, url: str, key: str | None):
+        self._context_tokens = 0  # until `model` is called
         self._session = aiohttp.ClientSession(
             url,
             headers={"Authorization": f"Bearer {key}"} if key else None,
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            read_bufsize=LONGEST_EVENT,
             raise_for_status=True,
         )
 
@@ -153,7 +159,8 @@ class PensieveServer:
         """The name that it is served by, and the longest context in tokens."""
         async with self._session.get("/v1/models") as answer:
             model = (await answer.json())["data"][0]
-            return model["id"], model["max_model_len"]
+            self._context_tokens = model["max_model_len"]
+            return model["id"], self._context_tokens
 
     async def chunk_tokens(self) -> int:
         """Tokens of a chunk of KV: Dynamo's block size."""
@@ -171,19 +178,24 @@ class PensieveServer:
         from dynamo.llm import HttpError
 
         try:
-            body = completion(request)
+            body = completion(request, self._context_tokens)
         except ValueError as error:
             raise HttpError(400, str(error)) from None
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
+        post = asyncio.ensure_future(
+            self._session.post("/v1/completions", json=body, raise_for_status=False)
+        )
         try:
-            async with self._session.post(
-                "/v1/completions", json=body, raise_for_status=False
-            ) as answer:
+            await asyncio.wait((post, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not post.done():
+                return
+            async with post.result() as answer:
                 if answer.status != 200:
                     raise HttpError(answer.status, await refusal(answer))
                 async for chunk in reply_chunks(until(stopped, answer.content)):
                     yield chunk
         finally:
+            post.cancel()
             stopped.cancel()
 
 
@@ -225,8 +237,9 @@ async def reply_chunks(events: AsyncIterable[dict[str, Any]]) -> AsyncIterator[d
             yield last
 
 
-def completion(request: dict[str, Any]) -> dict[str, Any]:
-    """The body of /v1/completions for a request that Dynamo has tokenised.
+def completion(request: dict[str, Any], context_tokens: int) -> dict[str, Any]:
+    """The body of /v1/completions for a request that Dynamo has tokenised. Without a limit of its
+    own, a reply may fill the context.
 
     ValueError: it asks for something that the body cannot say.
     """
@@ -238,6 +251,7 @@ def completion(request: dict[str, Any]) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        "max_tokens": context_tokens,
     }
     body |= {name: sampling.pop(name) for name in SAMPLING if name in sampling}
     body |= {name: stopping.pop(name) for name in STOPPING if name in stopping}
@@ -252,7 +266,12 @@ def completion(request: dict[str, Any]) -> dict[str, Any]:
     session = (request.get("agent_context") or {}).get("session_id")
     if session is not None:
         body["session_id"] = session
+    extra = (request.get("extra_args") or {}).get("nvext") or {}
+    salt = (request.get("routing") or {}).get("cache_salt") or extra.get("cache_salt")
+    if salt is not None:
+        body["cache_salt"] = salt
     unknown = [*sampling, *(stopping.keys() - BY_DYNAMO), *grammar, *output]
+    unknown += [name for name in NOT_TEXT if request.get(name)]
     if unknown:
         raise ValueError(f"pensieve dynamo-worker cannot pass on {', '.join(sorted(unknown))}")
     return body
@@ -268,6 +287,9 @@ def given(options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 async def refusal(answer: aiohttp.ClientResponse) -> str:
-    """The server's words."""
-    body = await answer.json()
-    return str(body["error"]["message"])
+    """The server's words, or a proxy's."""
+    text = await answer.text()
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:MOST_OF_TEXT]

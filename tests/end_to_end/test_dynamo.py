@@ -152,14 +152,15 @@ def test_each_turn_goes_to_the_server_that_has_the_conversation(cluster):
 
             until(router_knows, directory)
     served = [counted(url, "vllm:request_success_total") for url in servers]
-    assert sum(served) >= 3 * len(TOPICS)
+    assert sum(served) >= 3 * len(TOPICS) and all(served)
 
 
 def test_what_the_worker_cannot_pass_on_is_refused(cluster):
     frontend, _, _ = cluster
     message = [{"role": "user", "content": "Tell me about tea."}]
     assert ask(frontend, message, logprobs=True).status_code == 400
-    assert ask(frontend, message).status_code == 200
+    whole = ask(frontend, message, max_tokens=None)
+    assert whole.json()["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_client_that_leaves_aborts_its_request(cluster):

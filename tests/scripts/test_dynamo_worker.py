@@ -25,7 +25,7 @@ def request(sampling=None, stops=None, **further):
 
 
 def test_a_request_becomes_a_completion():
-    body = completion(request({"seed": 0, "n": 1}, agent_context={"session_id": "s"}))
+    body = completed(request({"seed": 0, "n": 1}, agent_context={"session_id": "s"}))
     assert body == {
         "model": "demo",
         "prompt": [1, 5, 9],
@@ -40,7 +40,7 @@ def test_a_request_becomes_a_completion():
 
 
 def test_a_grammar_is_passed_on():
-    body = completion(request({"guided_decoding": {"choice": ["yes", "no"], "backend": None}}))
+    body = completed(request({"guided_decoding": {"choice": ["yes", "no"], "backend": None}}))
     assert body["structured_outputs"] == {"choice": ["yes", "no"]}
 
 
@@ -51,12 +51,29 @@ def test_a_grammar_is_passed_on():
         (dict(sampling={"use_beam_search": True}), "use_beam_search"),
         (dict(stops={"max_thinking_tokens": 5}), "max_thinking_tokens"),
         (dict(output_options={"logprobs": 0}), "logprobs"),
+        (dict(multi_modal_data={"image_url": ["x"]}), "multi_modal_data"),
         (dict(sampling={"guided_decoding": {"structural_tag": {}}}), "structural_tag"),
     ],
 )
 def test_what_cannot_be_passed_on_is_refused(changed, name):
     with pytest.raises(ValueError, match=f"cannot pass on {name}"):
-        completion(request(**changed))
+        completed(request(**changed))
+
+
+def completed(body):
+    return completion(body, 4096)
+
+
+def test_a_reply_without_a_limit_may_fill_the_context():
+    assert completed(request(stops={"max_tokens": None}))["max_tokens"] == 4096
+
+
+@pytest.mark.parametrize(
+    "further",
+    [{"routing": {"cache_salt": "a"}}, {"extra_args": {"nvext": {"cache_salt": "a"}}}],
+)
+def test_the_salt_is_passed_on(further):
+    assert completed(request(**further))["cache_salt"] == "a"
 
 
 def event(tokens, reason=None):

@@ -62,8 +62,12 @@ export class Chat {
   async follow(id) {
     const note = this.views.at(-1)?.note("A reply to another message is coming.");
     const { messages } = this;
-    const conversation = await this.settled(id, () => this.messages === messages);
-    note?.remove();
+    let conversation;
+    try {
+      conversation = await this.settled(id, () => this.messages === messages);
+    } finally {
+      note?.remove();
+    }
     if (conversation && !this.abort) this.show(conversation);
   }
 
