@@ -61,8 +61,9 @@ class NotedChunkStore(ChunkStore):
             if chunk.noted_tier == tier:
                 continue
             chunk.noted_tier = tier
-            # a forgotten chunk, whose key another one has by now, says nothing
-            if tier != NO_SLOT or self.find(key) in (chunk, None):
+            # a forgotten chunk says nothing if another one of its key is in a tier by now
+            now = self.find(key) or chunk
+            if tier != NO_SLOT or now is chunk or fastest_tier(now) == NO_SLOT:
                 tiers.append((key, tier))
         names = self._names
         self._noted.clear()

@@ -62,6 +62,15 @@ def test_a_forgotten_chunk_says_nothing_of_the_next_one_with_its_key(store):
     assert changes(store) == [(first.key, NO_SLOT)]
 
 
+def test_a_key_that_comes_back_in_the_shared_tier_alone_is_told_as_gone():
+    store = a_store(make=NotedStores(), shared_min_tokens=SIZE)
+    first = idle(store)
+    changes(store)
+    store.drop(first)
+    again = store.learn(first.key, SIZE, 1.0)
+    assert again is not first and changes(store) == [(first.key, NO_SLOT)]
+
+
 def test_what_is_resident(store):
     chunks = [idle(store), idle(store, on_gpu=False), in_use(store)]
     store.drop(idle(store))
