@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec.msgpack
@@ -25,6 +25,8 @@ from .config import SETTING, KVEventsConfig
 log = logging.getLogger("pensieve")
 
 BATCH_MS = 50  # the longest time that changes wait for their batch
+ANSWERS = 1000  # batches that are repeated in one go, and that wait for a router that reads slowly
+ANSWER_MS = 5  # between two goes
 LINGER_MS = 500  # at the end, for the last batch to leave
 NUMBER_BYTES = 8
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
@@ -67,6 +69,8 @@ class KVEventPublisher:
         self._queue: deque[ResidencyChanges | _StartOver | object] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._number = 0  # of the next batch
+        # by client of the ROUTER socket: what is left of the answer to its latest request
+        self._answers: dict[bytes, Iterator[tuple[int, bytes]]] = {}
         self._stored_events = self._removed_events = self._cleared_events = self._resets = 0
         self._closing = threading.Event()
         self._context = zmq.Context(io_threads=1)
@@ -75,8 +79,8 @@ class KVEventPublisher:
         try:
             self._publish = self._bind(zmq.PUB, config.endpoint, config.hwm)
             if config.replay_endpoint is not None:
-                # a router may ask for any number of batches at once
-                self._replay = self._bind(zmq.ROUTER, config.replay_endpoint, 0)
+                self._replay = self._bind(zmq.ROUTER, config.replay_endpoint, ANSWERS)
+                self._replay.router_mandatory = True  # `_answer` hears of a full or a closed pipe
                 self._poller.register(self._replay, zmq.POLLIN)
         except SettingError:
             self._context.destroy(linger=0)
@@ -88,7 +92,7 @@ class KVEventPublisher:
         self._thread.start()
 
     def _bind(self, kind: int, endpoint: str, most_waiting: int) -> zmq.Socket[bytes]:
-        """`most_waiting`: messages to one peer; 0: any number."""
+        """`most_waiting`: messages to one peer."""
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.set_hwm(most_waiting)  # of no effect after the bind
         socket.linger = LINGER_MS
@@ -139,8 +143,11 @@ class KVEventPublisher:
         while not self._closing.is_set():
             if self._replay is None:
                 self._closing.wait(BATCH_MS / 1e3)
-            elif self._poller.poll(BATCH_MS):
-                self._repeat(self._replay)
+            else:
+                if self._poller.poll(ANSWER_MS if self._answers else BATCH_MS):
+                    self._begin_answer(self._replay)
+                for client, batches in list(self._answers.items()):
+                    self._answer(self._replay, client, batches)
             self._take()
         self._take()
 
@@ -180,28 +187,51 @@ class KVEventPublisher:
         encoded: bytes = msgspec.msgpack.encode([self._clock(), events, RANK])
         return encoded
 
-    def _repeat(self, replay: zmq.Socket[bytes]) -> None:
-        """Answers one request for all batches from a number on."""
+    def _begin_answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Reads one request for all batches from a number on. It replaces the client's last one."""
         client, *_, start = replay.recv_multipart()
         if len(start) != NUMBER_BYTES:
             log.warning("a request for KV events has no number")
             return
-        batches = self._batches(int.from_bytes(start, "big", signed=True))
-        for number, payload in batches:
-            replay.send_multipart([client, b"", self._topic, _bytes(number), payload])
-        replay.send_multipart([client, b"", self._topic, END, b""])
+        self._answers[client] = self._batches(int.from_bytes(start, "big", signed=True))
 
-    def _batches(self, start: int) -> list[tuple[int, bytes]]:
-        """The batches from that number on. If the first one is not kept any more, it becomes one
-        that stores all anew, and the others become empty: routers expect every number."""
-        start = max(0, start)
-        oldest = self._kept[0][0] if self._kept else self._number
-        if start >= oldest:
-            return [batch for batch in self._kept if batch[0] >= start]
+    def _answer(
+        self, replay: zmq.Socket[bytes], client: bytes, batches: Iterator[tuple[int, bytes]]
+    ) -> None:
+        """Sends as many of the batches as the client takes, `ANSWERS` at most."""
+        for _ in range(ANSWERS):
+            try:
+                replay.send(client, zmq.NOBLOCK | zmq.SNDMORE)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                del self._answers[client]  # it has gone
+                return
+            number, payload = next(batches, (None, b""))
+            mark = END if number is None else _bytes(number)
+            replay.send_multipart([b"", self._topic, mark, payload])
+            if number is None:
+                del self._answers[client]
+                return
+
+    def _batches(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """The batches from that number on. If one is not kept any more, it becomes one that stores
+        all anew, and the later ones become empty: routers expect every number."""
+        number = max(0, start)
+        end = self._number
+        while number < end and self._kept and number >= self._kept[0][0]:
+            yield self._kept[number - self._kept[0][0]]
+            number += 1
+        if number >= end:
+            return
         # What waits is not applied yet, so this is what the latest batch left.
+        end = self._number
+        yield number, self._payload([CLEARED, *self._blocks.everything()])
         empty = self._payload([])
-        anew = self._payload([CLEARED, *self._blocks.everything()])
-        return [(start, anew), *((number, empty) for number in range(start + 1, self._number))]
+        for later in range(number + 1, end):
+            yield later, empty
 
 
 def _bytes(number: int) -> bytes:

@@ -196,6 +196,50 @@ def test_no_answer_is_lost_of_a_replay_of_many_batches(opened, subscribed):
     assert [number for _, number, _ in subscriber.replay(0)] == list(range(20_000))
 
 
+def test_a_router_that_does_not_read_holds_up_nothing(opened, subscribed):
+    """It asks twice for more than its socket takes."""
+    publisher = opened()
+    subscriber = subscribed(publisher)
+    subscriber.batches.subscribe(b"")
+    subscriber.wait_for(1)
+    publisher._number = 10_000_000
+    publisher._kept.clear()
+    stuck = subscribed(publisher)
+    for _ in range(2):
+        stuck._replay.send_multipart([b"", bytes(8)])
+    until = time.monotonic() + 30
+    while not publisher._answers and time.monotonic() < until:
+        time.sleep(0.001)
+    tier = 0
+    while not subscriber.batches.poll(20):  # until the subscription has arrived
+        tier = 1 - tier
+        put(publisher, stored(run_of(range(8)), tier))
+    assert len(publisher._answers) == 1
+    publisher._closing.set()
+    publisher._thread.join()
+    assert publisher._answers, "the answer has not ended"
+
+
+def test_what_is_forgotten_during_an_answer_is_not_in_its_rest(opened, subscribed):
+    publisher = opened()
+    subscriber = subscribed(publisher)
+    secret, other = run_of([77_777] * 8), run_of(range(8))
+    for batches, run in enumerate((other, secret), 2):
+        put(publisher, stored(run))
+        subscriber.wait_for(batches)
+    answer = publisher._batches(0)
+    router = LlmDDouble()
+    router.take(*next(answer))
+    put(publisher, ResidencyChanges([(key, GONE) for key in secret.keys]), deleted=True)
+    subscriber.wait_for(4)
+    rest = list(answer)
+    assert [number for number, _ in rest] == [1, 2, 3]
+    for number, payload in rest:
+        assert msgspec.msgpack.encode(77_777) not in payload
+        router.take(number, payload)
+    assert router.score(list(range(8)), SIZE) == (2, 2, 2)
+
+
 def test_a_full_queue_starts_over(opened, subscribed, monkeypatch):
     publisher = opened(max_queue_size=2)
     subscriber = subscribed(publisher)
