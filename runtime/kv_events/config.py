@@ -20,6 +20,7 @@ WANTED = {
     type(None): "a text or null",
 }
 """By type of a field's default: its values in words."""
+LEAST_QUEUE = 100  # to start over costs as much as a walk over all chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class KVEventsConfig:
     replay_endpoint  address to bind the ROUTER socket to, which repeats batches; None: no replay
     buffer_steps     batches that are kept to be repeated
     hwm              batches that wait in memory for each slow subscriber; later ones are lost to it
-    max_queue_size   steps whose changes may wait for the publisher's thread
+    max_queue_size   steps whose changes may wait for the publisher's thread, at least 100
     topic            first frame of each message
     """
 
@@ -81,5 +82,7 @@ def _check(name: str, value: Any, kind: type) -> None:
         right = right and value >= 1
     if not right:
         raise SettingError(SETTING, f"{name} must be {wanted}, not {value!r}")
+    if name == "max_queue_size" and value < LEAST_QUEUE:
+        raise SettingError(SETTING, f"{name} must be at least {LEAST_QUEUE}, not {value}")
     if name == "publisher" and value not in (None, *PUBLISHERS):
         raise SettingError(SETTING, f"publisher must be one of {', '.join(PUBLISHERS)}")

@@ -73,6 +73,7 @@ class KVEventPublisher:
         self._answers: dict[bytes, Iterator[tuple[int, bytes]]] = {}
         self._stored_events = self._removed_events = self._cleared_events = self._resets = 0
         self._closing = threading.Event()
+        self._broken = False  # its thread has ended with an error: the server goes on without it
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._replay: zmq.Socket[bytes] | None = None
@@ -112,6 +113,8 @@ class KVEventPublisher:
         their tokens, is repeated any more.
         """
         changes = self._store.take_changes()
+        if self._broken:
+            return
         if len(self._queue) >= self._most_queued:
             self._queue.clear()
             self._queue.append(_StartOver(self._store.resident()))
@@ -138,6 +141,14 @@ class KVEventPublisher:
     # -- the publisher's thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception("KV events have ended with an error; restart the server to have them")
+            self._broken = True
+            self._queue.clear()
+
+    def _serve(self) -> None:
         self._send([CLEARED])
         self._cleared_events += 1
         while not self._closing.is_set():

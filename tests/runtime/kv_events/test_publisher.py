@@ -274,6 +274,20 @@ def test_a_full_queue_starts_over(opened, subscribed, monkeypatch):
     assert router.score(list(range(200, 208)), SIZE) == (1, 1, 1)
 
 
+def test_a_publisher_that_breaks_says_so_and_costs_nothing_more(opened, monkeypatch, caplog):
+    publisher = opened(max_queue_size=2)
+    monkeypatch.setattr(publisher._blocks, "apply", {}.__getitem__)
+    monkeypatch.setattr(publisher._store, "resident", None)  # not to be called
+    with caplog.at_level(logging.ERROR):
+        put(publisher, stored(run_of(range(8))))
+        publisher._thread.join(30)
+    assert "KV events have ended" in caplog.text
+    for _ in range(5):
+        put(publisher, stored(run_of(range(8))), deleted=True)
+    assert publisher._store.next is None, "the store does not collect changes"
+    assert publisher.counters().queue_batches == 0
+
+
 def test_the_tokens_of_a_deleted_conversation_are_not_repeated(opened, subscribed):
     publisher = opened()
     subscriber = subscribed(publisher)
@@ -338,6 +352,7 @@ def test_an_address_in_use_is_a_wrong_setting(opened):
         ('{"enable": true}', "there is no field 'enable'"),
         ('{"endpiont": "tcp://*:1"}', "did you mean endpoint?"),
         ('{"hwm": 0}', "hwm must be a number of at least 1, not 0"),
+        ('{"max_queue_size": 99}', "max_queue_size must be at least 100"),
         ('{"hwm": true}', "hwm must be a number"),
         ('{"topic": 1}', "topic must be a text"),
         ('{"replay_endpoint": 1}', "replay_endpoint must be a text or null"),
