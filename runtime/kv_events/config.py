@@ -30,7 +30,7 @@ class KVEventsConfig:
     publisher        "zmq", or "null": publish nothing; None: "zmq" if events are enabled
     endpoint         address to bind the PUB socket to; port 0 is any free one
     replay_endpoint  address to bind the ROUTER socket to, which repeats batches; None: no replay
-    buffer_steps     batches that are kept to be repeated
+    buffer_steps     batches that are kept to be repeated, 256 MiB at most
     hwm              batches that wait in memory for each slow subscriber; later ones are lost to it
     max_queue_size   steps whose changes may wait for the publisher's thread, at least 100
     topic            first frame of each message
@@ -41,7 +41,7 @@ class KVEventsConfig:
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
-    hwm: int = 100_000
+    hwm: int = 10_000
     max_queue_size: int = 100_000
     topic: str = ""
 

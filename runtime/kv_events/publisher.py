@@ -25,6 +25,7 @@ from .config import SETTING, KVEventsConfig
 log = logging.getLogger("pensieve")
 
 BATCH_MS = 50  # the longest time that changes wait for their batch
+KEPT_BYTES = 256 << 20  # of batches that are kept to be repeated
 ANSWERS = 1000  # batches that are repeated in one go, and that wait for a router that reads slowly
 ANSWER_MS = 5  # between two goes
 LINGER_MS = 500  # at the end, for the last batch to leave
@@ -67,7 +68,9 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._most_queued = config.max_queue_size
         self._queue: deque[ResidencyChanges | _StartOver | object] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._most_kept = config.buffer_steps
         self._number = 0  # of the next batch
         # by client of the ROUTER socket: what is left of the answer to its latest request
         self._answers: dict[bytes, Iterator[tuple[int, bytes]]] = {}
@@ -175,13 +178,13 @@ class KVEventPublisher:
                 self._blocks.events()
                 self._resets += 1
                 self._cleared_events += 1
-                self._kept.clear()  # a deletion may be among what is lost
+                self._forget_kept()  # a deletion may be among what is lost
                 self._send([CLEARED, *self._blocks.everything()])
             else:
                 forgets = True
         events = self._blocks.events()
         if forgets:
-            self._kept.clear()
+            self._forget_kept()
         if events:
             self._send(events)
 
@@ -191,8 +194,15 @@ class KVEventPublisher:
             self._removed_events += event["type"] == "BlockRemoved"
         payload = self._payload(events)
         self._kept.append((self._number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._most_kept or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
         self._publish.send_multipart([self._topic, _bytes(self._number), payload])
         self._number += 1
+
+    def _forget_kept(self) -> None:
+        self._kept.clear()
+        self._kept_bytes = 0
 
     def _payload(self, events: list[Event]) -> bytes:
         encoded: bytes = msgspec.msgpack.encode([self._clock(), events, RANK])

@@ -187,6 +187,22 @@ def test_batches_that_are_not_kept_are_replaced_by_all_that_is_stored(opened, su
     assert [router.score(run.tokens.tolist(), SIZE) for run in runs] == expected
 
 
+def test_no_more_bytes_are_kept_than_fit(opened, subscribed, monkeypatch):
+    monkeypatch.setattr(publisher_module, "KEPT_BYTES", 3 * len(STORED))
+    publisher = opened()
+    subscriber = subscribed(publisher)
+    for batches in range(2, 9):
+        put(publisher, stored(run_of(range(100 * batches, 100 * batches + 8), b"given:s")))
+        subscriber.wait_for(batches)
+        assert publisher._kept_bytes == sum(len(payload) for _, payload in publisher._kept)
+    assert [number for number, _ in publisher._kept] == [6, 7]
+    put(publisher, None, deleted=True)
+    put(publisher, stored(run_of(range(8))))
+    subscriber.wait_for(9)
+    assert [number for number, _ in publisher._kept] == [8]
+    assert publisher._kept_bytes == len(publisher._kept[0][1])
+
+
 def test_no_answer_is_lost_of_a_replay_of_many_batches(opened, subscribed):
     publisher = opened()
     subscriber = subscribed(publisher)
