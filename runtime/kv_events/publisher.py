@@ -112,8 +112,8 @@ class KVEventPublisher:
         """Hands over what has changed in the store. If too much waits already, it is given up:
         routers are told to forget all, and then what is resident, as far as its tokens are known.
 
-        `deleted`: the chunks of a deleted conversation are gone. No earlier batch, which may have
-        their tokens, is repeated any more.
+        `deleted`: the chunks of a conversation that a client has deleted are gone. After it, as
+        after a lifetime that ends, no earlier batch, which may have their tokens, is repeated.
         """
         changes = self._store.take_changes()
         if self._broken:
@@ -172,6 +172,7 @@ class KVEventPublisher:
             waiting = self._queue.popleft()
             if isinstance(waiting, ResidencyChanges):
                 self._blocks.apply(waiting)
+                forgets = forgets or waiting.deleted
                 time.sleep(0)  # the loop's thread may go on
             elif isinstance(waiting, _StartOver):
                 self._blocks.replace(waiting.resident)

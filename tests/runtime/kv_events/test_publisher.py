@@ -304,14 +304,16 @@ def test_a_publisher_that_breaks_says_so_and_costs_nothing_more(opened, monkeypa
     assert publisher.counters().queue_batches == 0
 
 
-def test_the_tokens_of_a_deleted_conversation_are_not_repeated(opened, subscribed):
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_tokens_of_a_deleted_conversation_are_not_repeated(opened, subscribed, answered):
     publisher = opened()
     subscriber = subscribed(publisher)
     secret, other = run_of([77_777] * 8), run_of(range(8))
     put(publisher, stored(secret))
     put(publisher, stored(other))
     subscriber.wait_for(2)
-    put(publisher, ResidencyChanges([(key, GONE) for key in secret.keys]), deleted=True)
+    gone = ResidencyChanges([(key, GONE) for key in secret.keys], deleted=not answered)
+    put(publisher, gone, deleted=answered)
     needle = msgspec.msgpack.encode(77_777)
     until = time.monotonic() + 30
     while any(needle in payload for _, _, payload in subscriber.replay(0)):
