@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from array import array
 
@@ -263,7 +264,9 @@ def test_a_full_queue_starts_over(opened, subscribed, monkeypatch):
     first, second, third = (run_of(range(at, at + 8)) for at in (0, 100, 200))
     put(publisher, stored(first))
     subscriber.wait_for(2)
-    monkeypatch.setattr(publisher, "_take", lambda: None)  # the thread is busy
+    busy = threading.Event()
+    monkeypatch.setattr(publisher, "_take", busy.set)  # the thread is busy
+    assert busy.wait(30), "it has left the old one"
     put(publisher, stored(second))
     put(publisher, stored(third))
     assert publisher.counters().queue_batches == 2
