@@ -35,6 +35,10 @@ LONGEST_SLEEP_S = 1.0
 TIMED_OUT = "the server is busy: the request has waited too long in the queue"
 
 
+def no_report(deleted: bool) -> None:
+    """There are no KV events."""
+
+
 class EngineSession:
     """Scheduler, executor and loop. One thread uses it; it also makes what happens between two
     steps into results.
@@ -51,7 +55,7 @@ class EngineSession:
         *,
         in_pieces: bool = False,
         wake: Callable[[], None] | None = None,
-        report_kv: Callable[..., None] = lambda deleted: None,
+        report_kv: Callable[[bool], None] = no_report,
     ):
         """counters, timing  as in `EngineLoop`
         in_pieces   long prompts are prepared in pieces, so that the rows that run do not wait

@@ -26,7 +26,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import Applied, ErrorKind, FinishReason, Request, RequestError, RowResult
 from ..scheduler.work import MESSAGE
-from .engine_session import EngineSession
+from .engine_session import EngineSession, no_report
 from .executor import Executor
 from .gc_control import GarbageCollector
 from .messages import (
@@ -106,7 +106,7 @@ class Service:
             timing,
             in_pieces=True,
             wake=lambda: self._inbox.put(GrammarCompiled()),
-            report_kv=_no_report if kv_events is None else kv_events.report,
+            report_kv=no_report if kv_events is None else kv_events.report,
         )
         self._garbage = GarbageCollector()
 
@@ -318,10 +318,6 @@ class Service:
             loop = self._counters.read(self._executor.transfer_seconds())
             kv_events = None if self._kv_events is None else self._kv_events.counters()
         self._outbox.put(StepMessage(applied, stats, copied, disk, shared, loop, kv_events))
-
-
-def _no_report(deleted: bool) -> None:
-    """There are no KV events."""
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

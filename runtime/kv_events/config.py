@@ -20,6 +20,7 @@ WANTED = {
     type(None): "a text or null",
 }
 """By type of a field's default: its values in words."""
+LEAST_QUEUE = 100  # to start over costs as much as a walk over all chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,9 @@ class KVEventsConfig:
     publisher        "zmq", or "null": publish nothing; None: "zmq" if events are enabled
     endpoint         address to bind the PUB socket to; port 0 is any free one
     replay_endpoint  address to bind the ROUTER socket to, which repeats batches; None: no replay
-    buffer_steps     batches that are kept to be repeated
+    buffer_steps     batches that are kept to be repeated, 256 MiB at most
     hwm              batches that wait in memory for each slow subscriber; later ones are lost to it
-    max_queue_size   steps whose changes may wait for the publisher's thread
+    max_queue_size   steps whose changes may wait for the publisher's thread, at least 100
     topic            first frame of each message
     """
 
@@ -40,7 +41,7 @@ class KVEventsConfig:
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
-    hwm: int = 100_000
+    hwm: int = 10_000
     max_queue_size: int = 100_000
     topic: str = ""
 
@@ -81,5 +82,7 @@ def _check(name: str, value: Any, kind: type) -> None:
         right = right and value >= 1
     if not right:
         raise SettingError(SETTING, f"{name} must be {wanted}, not {value!r}")
+    if name == "max_queue_size" and value < LEAST_QUEUE:
+        raise SettingError(SETTING, f"{name} must be at least {LEAST_QUEUE}, not {value}")
     if name == "publisher" and value not in (None, *PUBLISHERS):
         raise SettingError(SETTING, f"publisher must be one of {', '.join(PUBLISHERS)}")

@@ -167,6 +167,10 @@ class ChunkStore:
         """The context's chunks number `first` up to `end` are in use. `NotedChunkStore` notes
         it."""
 
+    def note_deletion(self) -> None:
+        """The chunks of a conversation whose time is over are dropped. `NotedChunkStore` notes
+        it."""
+
     def pin(self, chunks: Iterable[Chunk]) -> None:
         """One more row holds the chunks, so they do not move."""
         for chunk in chunks:

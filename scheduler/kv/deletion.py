@@ -40,7 +40,11 @@ class Deletions:
 
     def begin_unanswered(self, work: Pieces) -> None:
         """Begins a deletion for which no client waits: the conversation's time is over."""
-        self._backlog.begin(work)
+        self._backlog.begin(self._unanswered(work))
+
+    def _unanswered(self, work: Pieces) -> Pieces:
+        yield from work
+        self._store.note_deletion()
 
     def _deletion(self, work: Pieces) -> Pieces:
         before = [lower.deleted for lower in self._store.lower]

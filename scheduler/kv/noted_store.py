@@ -34,10 +34,12 @@ class ResidencyChanges(NamedTuple):
     """tiers    by chunk: the fastest tier in which it is now, or NO_SLOT if it is in none
     names       all chunks that got their keys, and the prompts of requests that joined: the chunks
                 in lower tiers that an earlier process left have no other names
+    deleted     the time of a conversation is over, and its chunks are among those that are gone
     """
 
     tiers: Sequence[tuple[ChunkKey, int]]
     names: Sequence[ContextRun] = ()
+    deleted: bool = False
 
 
 class NotedChunkStore(ChunkStore):
@@ -47,10 +49,11 @@ class NotedChunkStore(ChunkStore):
         super().__init__(config, policy)
         self._names: list[ContextRun] = []
         self._noted: dict[Chunk, None] = {}
+        self._deleted = False
 
     def take_changes(self) -> ResidencyChanges | None:
         """Returns what has changed since the last call, or None."""
-        if not (self._noted or self._names):
+        if not (self._noted or self._names or self._deleted):
             return None
         tiers = []
         for chunk in self._noted:
@@ -61,13 +64,15 @@ class NotedChunkStore(ChunkStore):
             if chunk.noted_tier == tier:
                 continue
             chunk.noted_tier = tier
-            # a forgotten chunk, whose key another one has by now, says nothing
-            if tier != NO_SLOT or self.find(key) in (chunk, None):
+            # a forgotten chunk says nothing if another one of its key is in a tier by now
+            now = self.find(key) or chunk
+            if tier != NO_SLOT or now is chunk or fastest_tier(now) == NO_SLOT:
                 tiers.append((key, tier))
-        names = self._names
+        changes = ResidencyChanges(tiers, self._names, self._deleted)
         self._noted.clear()
         self._names = []
-        return ResidencyChanges(tiers, names) if tiers or names else None
+        self._deleted = False
+        return changes if any(changes) else None
 
     def resident(self) -> ResidencyChanges:
         """Returns all keyed chunks as if they had changed. Cost: all chunks."""
@@ -79,6 +84,9 @@ class NotedChunkStore(ChunkStore):
     def name(self, context: KeyedContext, first: int, end: int) -> None:
         run = ContextRun(first, end, context.keys, context.tokens, context.request.salt)
         self._names.append(run)
+
+    def note_deletion(self) -> None:
+        self._deleted = True
 
     # -- changes of slots. All others end in `update_victim_set`.
 

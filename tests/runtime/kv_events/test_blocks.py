@@ -5,15 +5,19 @@ from __future__ import annotations
 from array import array
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from pensieve.runtime.cache_salt import kv_salt
 from pensieve.runtime.kv_events.blocks import Blocks
+from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.kv.chunk_keys import NO_KEY, ChunkKeys
-from pensieve.scheduler.kv.noted_store import ContextRun, ResidencyChanges
+from pensieve.scheduler.kv.noted_store import ContextRun, NotedStores, ResidencyChanges
+from pensieve.scheduler.planning.commit import Committer
 
+from ...scheduler.stores import a_store
 from .player import Player
 from .routers import LlmDDouble
 
@@ -154,6 +158,30 @@ def test_everything_makes_a_new_router_equal(told):
     late = LlmDDouble()
     late.take(0, msgspec.msgpack.encode([0.0, told.blocks.everything(), 0]))
     assert late.stored == told.router.stored and late.ended == told.router.ended
+
+
+def test_a_chunk_behind_twins_whose_owners_are_gone_is_named_with_them(told):
+    """Twins: chunks without a key, of tokens that another row has computed first."""
+    run = run_of(range(12))
+    store = a_store(make=NotedStores())
+    owners = [store.publish(store.new(SIZE, 0.0), key) for key in run.keys[:2]]
+    request = SimpleNamespace(salt=b"")
+    turn = SimpleNamespace(keys=run.keys, tokens=run.tokens, context_start=0, request=request)
+    row = SimpleNamespace(
+        turn=turn, first=0, pending={}, chunks=[store.new(SIZE, 0.0) for _ in range(3)]
+    )
+    committer = Committer(SchedulerConfig(8, 8, 12, chunk_tokens=SIZE), KEYS, store, None, None)
+    for index in range(2):
+        committer.publish_full(row, index)
+    store.unpin(owners, 0, 1.0)
+    for owner in owners:
+        store.drop(owner)
+    told.blocks.apply(store.take_changes())
+    committer.publish_full(row, 2)
+    told.blocks.apply(store.take_changes())
+    told.apply(*((key, 0) for key in run.keys[:2]), names=[run._replace(end=2)])
+    told.send()
+    assert told.score(run) == (3, 3, 3)
 
 
 RUNS = [

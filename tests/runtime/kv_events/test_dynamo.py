@@ -49,8 +49,9 @@ class MarkedStore:
         self.markers += 1
         marker = marker_of(self.markers)
         there = list(zip(marker.keys, LOCAL_TIERS, strict=True))
-        tiers, names = self._store.take_changes() or ResidencyChanges(())
-        return ResidencyChanges([*tiers, *gone, *there], [*names, marker])
+        changes = self._store.take_changes() or ResidencyChanges(())
+        tiers, names = [*changes.tiers, *gone, *there], [*changes.names, marker]
+        return changes._replace(tiers=tiers, names=names)
 
 
 class Life:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from array import array
 
@@ -187,6 +188,22 @@ def test_batches_that_are_not_kept_are_replaced_by_all_that_is_stored(opened, su
     assert [router.score(run.tokens.tolist(), SIZE) for run in runs] == expected
 
 
+def test_no_more_bytes_are_kept_than_fit(opened, subscribed, monkeypatch):
+    monkeypatch.setattr(publisher_module, "KEPT_BYTES", 3 * len(STORED))
+    publisher = opened()
+    subscriber = subscribed(publisher)
+    for batches in range(2, 9):
+        put(publisher, stored(run_of(range(100 * batches, 100 * batches + 8), b"given:s")))
+        subscriber.wait_for(batches)
+        assert publisher._kept_bytes == sum(len(payload) for _, payload in publisher._kept)
+    assert [number for number, _ in publisher._kept] == [6, 7]
+    put(publisher, None, deleted=True)
+    put(publisher, stored(run_of(range(8))))
+    subscriber.wait_for(9)
+    assert [number for number, _ in publisher._kept] == [8]
+    assert publisher._kept_bytes == len(publisher._kept[0][1])
+
+
 def test_no_answer_is_lost_of_a_replay_of_many_batches(opened, subscribed):
     publisher = opened()
     subscriber = subscribed(publisher)
@@ -196,6 +213,50 @@ def test_no_answer_is_lost_of_a_replay_of_many_batches(opened, subscribed):
     assert [number for _, number, _ in subscriber.replay(0)] == list(range(20_000))
 
 
+def test_a_router_that_does_not_read_holds_up_nothing(opened, subscribed):
+    """It asks twice for more than its socket takes."""
+    publisher = opened()
+    subscriber = subscribed(publisher)
+    subscriber.batches.subscribe(b"")
+    subscriber.wait_for(1)
+    publisher._number = 10_000_000
+    publisher._kept.clear()
+    stuck = subscribed(publisher)
+    for _ in range(2):
+        stuck._replay.send_multipart([b"", bytes(8)])
+    until = time.monotonic() + 30
+    while not publisher._answers and time.monotonic() < until:
+        time.sleep(0.001)
+    tier = 0
+    while not subscriber.batches.poll(20):  # until the subscription has arrived
+        tier = 1 - tier
+        put(publisher, stored(run_of(range(8)), tier))
+    assert len(publisher._answers) == 1
+    publisher._closing.set()
+    publisher._thread.join()
+    assert publisher._answers, "the answer has not ended"
+
+
+def test_what_is_forgotten_during_an_answer_is_not_in_its_rest(opened, subscribed):
+    publisher = opened()
+    subscriber = subscribed(publisher)
+    secret, other = run_of([77_777] * 8), run_of(range(8))
+    for batches, run in enumerate((other, secret), 2):
+        put(publisher, stored(run))
+        subscriber.wait_for(batches)
+    answer = publisher._batches(0)
+    router = LlmDDouble()
+    router.take(*next(answer))
+    put(publisher, ResidencyChanges([(key, GONE) for key in secret.keys]), deleted=True)
+    subscriber.wait_for(4)
+    rest = list(answer)
+    assert [number for number, _ in rest] == [1, 2, 3]
+    for number, payload in rest:
+        assert msgspec.msgpack.encode(77_777) not in payload
+        router.take(number, payload)
+    assert router.score(list(range(8)), SIZE) == (2, 2, 2)
+
+
 def test_a_full_queue_starts_over(opened, subscribed, monkeypatch):
     publisher = opened(max_queue_size=2)
     subscriber = subscribed(publisher)
@@ -203,7 +264,9 @@ def test_a_full_queue_starts_over(opened, subscribed, monkeypatch):
     first, second, third = (run_of(range(at, at + 8)) for at in (0, 100, 200))
     put(publisher, stored(first))
     subscriber.wait_for(2)
-    monkeypatch.setattr(publisher, "_take", lambda: None)  # the thread is busy
+    busy = threading.Event()
+    monkeypatch.setattr(publisher, "_take", busy.set)  # the thread is busy
+    assert busy.wait(30), "it has left the old one"
     put(publisher, stored(second))
     put(publisher, stored(third))
     assert publisher.counters().queue_batches == 2
@@ -230,14 +293,30 @@ def test_a_full_queue_starts_over(opened, subscribed, monkeypatch):
     assert router.score(list(range(200, 208)), SIZE) == (1, 1, 1)
 
 
-def test_the_tokens_of_a_deleted_conversation_are_not_repeated(opened, subscribed):
+def test_a_publisher_that_breaks_says_so_and_costs_nothing_more(opened, monkeypatch, caplog):
+    publisher = opened(max_queue_size=2)
+    monkeypatch.setattr(publisher._blocks, "apply", {}.__getitem__)
+    monkeypatch.setattr(publisher._store, "resident", None)  # not to be called
+    with caplog.at_level(logging.ERROR):
+        put(publisher, stored(run_of(range(8))))
+        publisher._thread.join(30)
+    assert "KV events have ended" in caplog.text
+    for _ in range(5):
+        put(publisher, stored(run_of(range(8))), deleted=True)
+    assert publisher._store.next is None, "the store does not collect changes"
+    assert publisher.counters().queue_batches == 0
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_tokens_of_a_deleted_conversation_are_not_repeated(opened, subscribed, answered):
     publisher = opened()
     subscriber = subscribed(publisher)
     secret, other = run_of([77_777] * 8), run_of(range(8))
     put(publisher, stored(secret))
     put(publisher, stored(other))
     subscriber.wait_for(2)
-    put(publisher, ResidencyChanges([(key, GONE) for key in secret.keys]), deleted=True)
+    gone = ResidencyChanges([(key, GONE) for key in secret.keys], deleted=not answered)
+    put(publisher, gone, deleted=answered)
     needle = msgspec.msgpack.encode(77_777)
     until = time.monotonic() + 30
     while any(needle in payload for _, _, payload in subscriber.replay(0)):
@@ -294,6 +373,7 @@ def test_an_address_in_use_is_a_wrong_setting(opened):
         ('{"enable": true}', "there is no field 'enable'"),
         ('{"endpiont": "tcp://*:1"}', "did you mean endpoint?"),
         ('{"hwm": 0}', "hwm must be a number of at least 1, not 0"),
+        ('{"max_queue_size": 99}', "max_queue_size must be at least 100"),
         ('{"hwm": true}', "hwm must be a number"),
         ('{"topic": 1}', "topic must be a text"),
         ('{"replay_endpoint": 1}', "replay_endpoint must be a text or null"),

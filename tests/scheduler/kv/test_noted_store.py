@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.kv.deletion import Deletions
 from pensieve.scheduler.kv.noted_store import NotedStores
 from pensieve.scheduler.types import DISK, GPU, HOST
+from pensieve.scheduler.work import Backlog, WorkBudget
 
 from ..stores import SIZE, a_store, fresh_key, idle, in_use
 
@@ -60,6 +62,25 @@ def test_a_forgotten_chunk_says_nothing_of_the_next_one_with_its_key(store):
     store.unpin([again], 0, 1.0)
     store.drop(again)
     assert changes(store) == [(first.key, NO_SLOT)]
+
+
+def test_a_key_that_comes_back_in_the_shared_tier_alone_is_told_as_gone():
+    store = a_store(make=NotedStores(), shared_min_tokens=SIZE)
+    first = idle(store)
+    changes(store)
+    store.drop(first)
+    again = store.learn(first.key, SIZE, 1.0)
+    assert again is not first and changes(store) == [(first.key, NO_SLOT)]
+
+
+def test_the_end_of_a_lifetime_is_noted_when_its_chunks_are_dropped(store):
+    backlog = Backlog(WorkBudget(SIZE))
+    pieces = iter([SIZE, 1])
+    Deletions(store, backlog).begin_unanswered(pieces)
+    assert store.take_changes() is None and backlog
+    backlog._budget.renew()
+    backlog.go_on()
+    assert store.take_changes().deleted and store.take_changes() is None
 
 
 def test_what_is_resident(store):
