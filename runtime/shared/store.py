@@ -39,6 +39,7 @@ OFF_S = 5.0  # seconds from going off to a probe
 LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
+FIRST_KEYS = 5e3  # keys/s of a thread, before any question
 WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
 LANES = {"read": 4, "write": 2, "find": 2, "remove": 1}  # threads
 COMPLAINT_S = 60.0
@@ -74,22 +75,26 @@ class _Transfer:
 
 
 class _Speed:
-    """Bytes a second in one direction: all bytes by all seconds of busy periods, older ones with
-    less and less weight. So a large transfer counts more than a small one, which is mostly
-    latency."""
+    """Bytes a second in one direction, or keys a second of one thread: all bytes by all seconds of
+    busy periods, older ones with less and less weight. So a large transfer counts more than a small
+    one, which is mostly latency."""
 
-    def __init__(self, payload: int):
+    def __init__(self, count: float, speed: float):
         self._since = 0.0
         self._moved = 0
-        self.assume(payload, FIRST_SPEED)
+        self.assume(count, speed)
 
-    def assume(self, payload: float, speed: float) -> None:
-        self._bytes = float(payload)
-        self._seconds = payload / speed
+    def assume(self, count: float, speed: float) -> None:
+        self._count = float(count)
+        self._seconds = count / speed
 
     @property
     def value(self) -> float:
-        return self._bytes / self._seconds
+        return self._count / self._seconds
+
+    def add(self, count: int, seconds: float) -> None:
+        self._count += count - WEIGHT * self._count
+        self._seconds += max(1e-6, seconds) - WEIGHT * self._seconds
 
     def begins(self, now: float) -> None:
         """A busy period begins."""
@@ -101,17 +106,21 @@ class _Speed:
 
     def ends(self, now: float) -> None:
         if self._moved:
-            self._bytes += self._moved - WEIGHT * self._bytes
-            self._seconds += max(1e-6, now - self._since) - WEIGHT * self._seconds
+            self.add(self._moved, now - self._since)
 
 
 @dataclass(eq=False)
 class _Question:
-    """A call about keys. `answered`: its answer has been given, perhaps that there is none."""
+    """A call about keys.
+
+    deadline    moves when a thread begins the call, so a long queue makes nothing late
+    answered    its answer has been given, perhaps that there is none
+    """
 
     batch: KeyBatch
     finds: bool
     deadline: float
+    began: float | None = None
     answered: bool = False
 
 
@@ -154,7 +163,10 @@ class SharedStore:
         self._questions: dict[_Question, None] = {}
         self._report = TierReport(self.tier)
         self._pages: list[np.ndarray] = []
-        self._speeds = {kind: _Speed(self._payload) for kind in (Spill, Promotion)}
+        self._speeds = {kind: _Speed(self._payload, FIRST_SPEED) for kind in (Spill, Promotion)}
+        self._key_speeds = {finds: _Speed(1, FIRST_KEYS) for finds in (True, False)}
+        # by lane, the latest deadline of a question that a thread has begun
+        self._patience = {True: 0.0, False: 0.0}
         self._failures = 0
         self._off = False
         self._probing = 0  # number of the probe whose answer counts
@@ -334,15 +346,19 @@ class SharedStore:
                 self._speeds[kind].assume(payload, speed)
 
     def _find(self, question: _Question) -> None:
+        if not self._start_question(question):
+            return
         keys = question.batch.keys
         there = self._engine.exists(self._of_all_ranks(keys))
         with self._changed:
             stored = () if there is None else _all_of(there, len(keys))
             self._note(there is not None)
             self._count(hits=sum(stored), misses=len(stored) - sum(stored))
-            self._answered(question, stored)
+            self._answered(question, stored, there is not None)
 
     def _remove(self, question: _Question) -> None:
+        if not self._start_question(question):
+            return
         keys = question.batch.keys
         outcomes = self._engine.remove(self._of_all_ranks(keys))
         with self._changed:
@@ -350,7 +366,20 @@ class SharedStore:
             removed = _all_of(done, len(keys))
             self._note(all(done))
             self._count(removed=sum(removed))
-            self._answered(question, removed)
+            self._answered(question, removed, all(done))
+
+    def _start_question(self, question: _Question) -> bool:
+        """Returns False if it has been given up."""
+        with self._changed:
+            if question not in self._questions:
+                return False
+            now = self._calls.clock()
+            question.began = now
+            predicted = len(question.batch.keys) / self._key_speeds[question.finds].value
+            question.deadline = now + 2 * predicted + DEADLINE_S
+            latest = max(self._patience[question.finds], question.deadline)
+            self._patience[question.finds] = latest
+            return True
 
     def _start(self, transfer: _Transfer) -> bool:
         """Gives the transfer its memory. Returns False if it has been given up."""
@@ -398,8 +427,11 @@ class SharedStore:
         self._report = report._replace(failed=report.failed + failed, **slots)
         self._changed.notify_all()
 
-    def _answered(self, question: _Question, keys: tuple[bool, ...]) -> None:
+    def _answered(self, question: _Question, keys: tuple[bool, ...], succeeded: bool) -> None:
         del self._questions[question]
+        if succeeded and question.began is not None:  # a late one too: the next may have more time
+            seconds = self._calls.clock() - question.began
+            self._key_speeds[question.finds].add(len(question.batch.keys), seconds)
         if not question.answered:
             self._answer(question, keys)
         self._changed.notify_all()
@@ -426,9 +458,17 @@ class SharedStore:
                 slots = tuple(work.slot for work in transfer.work)
                 self._report = self._report._replace(late=self._report.late + slots)
             self._missed()
-        for question in [q for q in self._questions if not q.answered and q.deadline <= now]:
+        for question in [q for q in self._questions if not q.answered and self._due(q) <= now]:
+            if question.answered:
+                continue  # given up meanwhile
             self._answer(question, ())
             self._missed()
+
+    def _due(self, question: _Question) -> float:
+        """Until a thread begins it, the deadline follows those that it waits for."""
+        if question.began is not None:
+            return question.deadline
+        return max(question.deadline, self._patience[question.finds] + DEADLINE_S)
 
     def _missed(self) -> None:
         self._count(late=1)
@@ -446,6 +486,10 @@ class SharedStore:
         for transfer in [t for t in self._transfers if not t.started]:
             del self._transfers[transfer]
             self._end_work(transfer.work, done=set())
+        for question in [q for q in self._questions if q.began is None]:
+            del self._questions[question]
+            if not question.answered:
+                self._answer(question, ())
         if not self._off:
             self._off = True
             self._complain(f"{why}; no shared KV for at least {OFF_S:g} s")

@@ -17,6 +17,7 @@ class FaultyEngine:
     fails       every call fails
     full        no record is stored
     gate        calls wait until it is set
+    spends      called by each call with the number of its keys
     """
 
     def __init__(self) -> None:
@@ -24,10 +25,12 @@ class FaultyEngine:
         self.fails = self.full = False
         self.gate = threading.Event()
         self.gate.set()
+        self.spends: Callable[[int], None] = lambda keys: None
         self.calls: list[str] = []
 
-    def _enter(self, call: str) -> None:
+    def _enter(self, call: str, keys: Sequence[str]) -> None:
         self.calls.append(call)
+        self.spends(len(keys))
         if not self.gate.is_set():
             settled = getattr(threading.current_thread(), "settled", None)
             if settled is not None:
@@ -38,11 +41,11 @@ class FaultyEngine:
         assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous
 
     def exists(self, keys: Sequence[str]) -> list[bool] | None:
-        self._enter("exists")
+        self._enter("exists", keys)
         return None if self.fails else [key in self.records for key in keys]
 
     def put(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
-        self._enter("put")
+        self._enter("put", keys)
         if self.fails or self.full:
             return [StoreOutcome.FAILED if self.fails else StoreOutcome.FULL] * len(keys)
         for key, parts in zip(keys, records, strict=True):
@@ -50,7 +53,7 @@ class FaultyEngine:
         return [StoreOutcome.DONE] * len(keys)
 
     def get(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
-        self._enter("get")
+        self._enter("get", keys)
         outcomes = []
         for key, parts in zip(keys, records, strict=True):
             record = self.records.get(key)
@@ -61,7 +64,7 @@ class FaultyEngine:
         return [StoreOutcome.FAILED] * len(keys) if self.fails else outcomes
 
     def remove(self, keys: Sequence[str]) -> list[StoreOutcome]:
-        self._enter("remove")
+        self._enter("remove", keys)
         if self.fails:
             return [StoreOutcome.FAILED] * len(keys)
         for key in keys:

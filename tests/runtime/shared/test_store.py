@@ -177,6 +177,64 @@ def test_a_full_store_is_no_error(bench: Bench) -> None:
     assert not bench.off and bench.store.counters.refused == 2 * ERRORS
 
 
+def test_questions_that_wait_for_others_are_not_late(bench: Bench) -> None:
+    reports = []
+
+    def spend(keys: int) -> None:
+        bench.calls.now += 0.02
+        reports.append(bench.store.take())
+
+    bench.engine.spends = spend
+    for number in range(100):
+        bench.store.begin(finds(number))
+        bench.store.begin(removals(number))
+    bench.calls.settle()
+    reports.append(bench.store.take())
+    assert sum((report.looked_up for report in reports), ()) == ((7, (False,)),) * 100
+    assert sum((report.removed for report in reports), ()) == ((8, (True,)),) * 100
+    assert not bench.off
+
+
+@pytest.mark.parametrize("ask", [finds, removals])
+def test_seconds_per_key_are_learned(bench: Bench, ask: Callable[..., TierWork]) -> None:
+    def spend(keys: int) -> None:
+        bench.calls.now += 0.005 * keys
+        reports.append(bench.store.take())
+
+    reports = []
+    bench.engine.spends = spend
+    bench.begin(ask(*range(1000)))
+    assert bench.off and reports[-1].looked_up + reports[-1].removed == ((reports_of(ask), ()),)
+    bench.after(OFF_S)
+    assert not bench.off
+    report = bench.begin(ask(*range(1000)))
+    ((_, answer),) = report.looked_up + report.removed
+    assert len(answer) == 1000 and not bench.off
+
+
+def reports_of(ask: Callable[..., TierWork]) -> int:
+    work = ask(1)
+    return (*work.finds, *work.removals)[0].number
+
+
+def test_questions_that_no_thread_has_begun_end_when_it_goes_off(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    bench.begin(finds(1))
+    bench.store.begin(removals(2))
+    bench.calls.now += PAST
+    report = bench.store.take()
+    assert (report.looked_up, report.removed) == (((7, ()),), ((8, ()),))
+    bench.calls.settle()
+    assert "remove" not in bench.engine.calls and not bench.store.busy
+
+
+def test_a_question_is_late_if_no_thread_of_its_lane_is_free(bench: Bench) -> None:
+    bench.store.begin(removals(1))
+    bench.calls.now += PAST
+    assert bench.store.take().removed == ((8, ()),)
+    assert bench.off
+
+
 def test_the_speed_follows_the_calls(bench: Bench) -> None:
     first = bench.begin(writes(1)).read_seconds
     for _ in range(100):
