@@ -173,6 +173,8 @@ class SharedStore:
         self._counters = SharedCounters()
         self._silent_until = 0.0
         self._error: BaseException | None = None
+        self._inside = 0  # threads that may be in a call of the engine
+        self._closed = False
 
     # -- called by the loop
 
@@ -232,10 +234,12 @@ class SharedStore:
             return self._counters._replace(off=int(self._off), lent=self._lent)
 
     def close(self) -> None:
-        """Waits a moment for calls in progress, then leaves them behind. Idempotent."""
+        """Waits a moment for calls in progress, then leaves them behind, with the engine.
+        Idempotent."""
         self._calls.close()
         with self._changed:
-            idle = self._changed.wait_for(lambda: not self._running, CLOSE_S)
+            self._closed = True
+            idle = self._changed.wait_for(lambda: not self._inside, CLOSE_S)
         if idle:
             self._engine.close()
         else:
@@ -275,12 +279,19 @@ class SharedStore:
     # -- run by the threads
 
     def _guarded(self, run: Callable[[Call], None], work: Call) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._inside += 1
+        error = None
         try:
             run(work)
-        except BaseException as error:  # carried to the loop's thread, which raises it
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+        except BaseException as raised:  # carried to the loop's thread, which raises it
+            error = raised
+        with self._changed:
+            self._error = self._error or error
+            self._inside -= 1
+            self._changed.notify_all()
 
     def _write(self, transfer: _Transfer) -> None:
         if not self._start(transfer):
@@ -501,7 +512,7 @@ class SharedStore:
         with self._changed:
             self._probing += 1
             number = self._probing
-        self._calls.submit("find", lambda: self._ask(number))
+        self._calls.submit("find", lambda: self._guarded(self._ask, number))
         self._calls.later(OFF_S, lambda: self._probe_again(number))
 
     def _ask(self, number: int) -> None:
@@ -539,11 +550,6 @@ class SharedStore:
     @property
     def _asks(self) -> bool:
         return any(not question.answered for question in self._questions)
-
-    @property
-    def _running(self) -> bool:
-        """True if a call uses memory of this process."""
-        return any(transfer.started for transfer in self._transfers)
 
     @property
     def _has_news(self) -> bool:

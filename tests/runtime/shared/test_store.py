@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pensieve.runtime.shared import store
 from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import SharedEngine
@@ -290,3 +291,40 @@ def test_all_work_is_reported_once(bench: Bench) -> None:
     assert sorted(ended) == begun
     assert len(set(late)) == len(late) > 0
     assert bench.store.counters.lent == 0
+
+
+def trial(bench: Bench) -> None:
+    bench.store.measure()
+    bench.calls.settle()
+
+
+def probe(bench: Bench) -> None:
+    bench.begin(finds(1))
+    bench.after(PAST)
+    bench.let_go()
+    bench.engine.gate.clear()
+    bench.after(OFF_S)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bench: bench.begin(reads(1)),
+        lambda bench: bench.begin(writes(1)),
+        lambda bench: bench.begin(finds(1)),
+        lambda bench: bench.begin(removals(1)),
+        trial,
+        probe,
+    ],
+)
+def test_the_engine_is_not_closed_under_a_call(
+    bench: Bench, call: Callable[[Bench], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "CLOSE_S", 0.01)
+    bench.engine.gate.clear()
+    call(bench)
+    bench.store.close()
+    assert "close" not in bench.engine.calls
+    bench.let_go()
+    bench.store.close()
+    assert bench.engine.calls[-1] == "close"
