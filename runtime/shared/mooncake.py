@@ -152,6 +152,9 @@ class MooncakeEngine:
         gone = [0 if code == UNKNOWN_KEY else code for code in codes]
         return self._outcomes("removing", gone, [0] * len(keys))
 
+    def drop_cached(self, keys: Sequence[str]) -> None:
+        """Nothing: no record is cached."""
+
     def close(self) -> None:
         """Takes up to a second. A call during or after it would end the process, so it waits for
         those in progress, and others get no client. The process's end waits for them once more."""

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 0.5  # of a call, beside twice its predicted time
 ERRORS = 3  # failures one after the other that switch the tier off
 OFF_S = 5.0  # seconds from going off to a probe
+TRIAL_AGAIN_S = 300.0  # from a missed deadline, which lowers the believed speed, to a new trial
 LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
@@ -87,6 +88,9 @@ class _Speed:
     def assume(self, count: float, speed: float) -> None:
         self._count = float(count)
         self._seconds = count / speed
+
+    def halve(self) -> None:
+        self._seconds *= 2
 
     @property
     def value(self) -> float:
@@ -167,6 +171,7 @@ class SharedStore:
         self._key_speeds = {finds: _Speed(1, FIRST_KEYS) for finds in (True, False)}
         # by lane, the latest deadline of a question that a thread has begun
         self._patience = {True: 0.0, False: 0.0}
+        self._trial_due = False
         self._failures = 0
         self._off = False
         self._probing = 0  # number of the probe whose answer counts
@@ -345,6 +350,8 @@ class SharedStore:
         return header is not None and header.key == key and payload_intact(page.data, payload)
 
     def _try(self, payload: int) -> None:
+        with self._changed:
+            self._trial_due = False
         trial = try_store(self._engine, PAGE + payload)
         with self._changed:
             if trial.failed:
@@ -465,6 +472,13 @@ class SharedStore:
             if transfer not in self._transfers:
                 continue  # given up meanwhile
             transfer.late = True
+            if not self._off:
+                # Late calls say little: one may have hung. So a slow store is learned in halves,
+                # and a trial finds out whether it is fast again.
+                self._speeds[type(transfer.work[0])].halve()
+                if not self._trial_due:
+                    self._trial_due = True
+                    self._calls.later(TRIAL_AGAIN_S, self.measure)
             if transfer.started:
                 slots = tuple(work.slot for work in transfer.work)
                 self._report = self._report._replace(late=self._report.late + slots)

@@ -71,6 +71,9 @@ class FaultyEngine:
             self.records.pop(key, None)
         return [StoreOutcome.DONE] * len(keys)
 
+    def drop_cached(self, keys: Sequence[str]) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         self.calls.append("close")
 

@@ -14,6 +14,7 @@ from pensieve.runtime.shared import directory
 from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import StoreOutcome
+from pensieve.runtime.shared.trial import ROUNDS, try_store
 from pensieve.scheduler.types import SettingError
 
 from .engine_tests import PAGE, PAYLOAD, EngineTests, key, record
@@ -95,6 +96,22 @@ def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
         assert there == [True] + [False] * 9 + [True] * 6
     finally:
         first.close()
+
+
+def test_a_trial_reads_from_the_file_system_and_not_from_memory(
+    engine: DirectoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = list[int]()
+    advise = os.posix_fadvise
+
+    def noted(descriptor: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            dropped.append(os.fstat(descriptor).st_size)
+        advise(descriptor, offset, length, advice)
+
+    monkeypatch.setattr(directory.os, "posix_fadvise", noted)
+    assert not try_store(engine, SIZE).failed
+    assert dropped == [SIZE] * (16 * ROUNDS)
 
 
 def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pensieve.runtime.shared import store
 from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import SharedEngine
-from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, SharedStore
+from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, TRIAL_AGAIN_S, SharedStore
+from pensieve.runtime.shared.trial import ROUNDS
 from pensieve.scheduler.plan import TierReport, TierWork
 
 from .doubles import FaultyEngine, VirtualCalls
@@ -245,6 +246,45 @@ def test_the_speed_follows_the_calls(bench: Bench) -> None:
         report = bench.store.take()
     assert first < 0.001
     assert report.read_seconds == pytest.approx(0.25, rel=0.01)
+
+
+@pytest.mark.parametrize("work", [reads, writes])
+def test_a_store_slower_than_believed_is_learned(
+    bench: Bench, work: Callable[..., TierWork]
+) -> None:
+    """It goes off some times, not for ever."""
+
+    def spend(keys: int) -> None:
+        bench.calls.now += 3.0 * keys
+        bench.store.take()
+
+    bench.engine.spends = spend
+    offs = 0
+    for _ in range(30):
+        bench.begin(work(1))
+        offs += bench.off
+        bench.engine.spends, held = (lambda keys: None), bench.engine.spends
+        bench.after(OFF_S)  # the probe is quick
+        bench.engine.spends = held
+    assert 5 < offs < 20
+    before = bench.store.counters.late
+    bench.begin(work(1))
+    assert bench.store.counters.late == before
+
+
+def test_a_speed_that_a_hang_has_lowered_is_measured_again(bench: Bench) -> None:
+    before = bench.begin(writes(1)).read_seconds
+    bench.engine.gate.clear()
+    bench.store.begin(reads(1))
+    bench.store.begin(reads(2))
+    bench.calls.settle()
+    assert bench.after(PAST).read_seconds == pytest.approx(2 * before), "once for both"
+    bench.let_go()
+    bench.after(OFF_S)
+    assert not bench.off
+    assert "remove" not in bench.engine.calls
+    bench.after(TRIAL_AGAIN_S)
+    assert bench.engine.calls.count("remove") == ROUNDS
 
 
 def test_all_work_is_reported_once(bench: Bench) -> None:
