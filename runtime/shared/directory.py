@@ -40,6 +40,7 @@ SCAN_SHARE = 1 / 32
 KEPT_SHARE = 15 / 16
 """Share of `max_bytes` that eviction leaves."""
 COMPLAINT_S = 60.0
+CLOSE_S = 1.0  # seconds that the end waits for a scan
 
 
 class _File(NamedTuple):
@@ -135,10 +136,11 @@ class DirectoryEngine:
                     os.close(descriptor)
 
     def close(self) -> None:
+        """A scan that hangs is left behind: it holds nothing that others need."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        self._evictor.join()
+        self._evictor.join(CLOSE_S)
 
     # -- one record
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,30 @@ def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -
         assert put == [StoreOutcome.DONE] * 40
     finally:
         engine.close()
+
+
+def test_a_scan_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanning = threading.Event()
+    gate = threading.Event()
+
+    def hang(folder: Path) -> list[os.DirEntry[str]]:
+        scanning.set()
+        assert gate.wait(60)
+        return []
+
+    monkeypatch.setattr(directory, "CLOSE_S", 0.01)
+    monkeypatch.setattr(directory.os, "scandir", hang)
+    engine = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
+    assert scanning.wait(60)
+    ending = threading.Thread(target=engine.close, daemon=True)
+    ending.start()
+    ending.join(10)
+    hung = ending.is_alive()
+    gate.set()
+    ending.join(60)
+    assert not hung
 
 
 def test_a_full_file_system_is_not_an_error(
