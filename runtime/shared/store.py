@@ -238,9 +238,9 @@ class SharedStore:
         with self._changed:
             return self._counters._replace(off=int(self._off), lent=self._lent)
 
-    def close(self) -> None:
-        """Waits a moment for calls in progress, then leaves them behind, with the engine.
-        Idempotent."""
+    def close(self) -> bool:
+        """Waits a moment for calls in progress, then leaves them behind, with the engine. Returns
+        False if it has left some: they may use HOST slots. Idempotent."""
         self._calls.close()
         with self._changed:
             self._closed = True
@@ -249,6 +249,7 @@ class SharedStore:
             self._engine.close()
         else:
             log.warning("the shared store hangs: calls are left behind")
+        return idle
 
     # -- beginning work, with the condition held
 

@@ -363,8 +363,8 @@ def test_the_engine_is_not_closed_under_a_call(
     monkeypatch.setattr(store, "CLOSE_S", 0.01)
     bench.engine.gate.clear()
     call(bench)
-    bench.store.close()
+    assert not bench.store.close()
     assert "close" not in bench.engine.calls
     bench.let_go()
-    bench.store.close()
+    assert bench.store.close()
     assert bench.engine.calls[-1] == "close"
