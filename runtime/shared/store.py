@@ -159,7 +159,8 @@ class SharedStore:
         ]
         self._batch = max(1, BATCH_BYTES // (PAGE + self._payload))
         self._most_lent = max(self._batch, int(LENT_SHARE * settings.host_slots))
-        self._registered: set[int] = set()
+        self._registering = threading.Lock()
+        self._registered: set[int] = set()  # addresses; used only while that lock is held
 
         # Used only while the condition is held.
         self._changed = threading.Condition()
@@ -407,20 +408,16 @@ class SharedStore:
                 return False
             transfer.started = True
             hosts = [work.host for work in transfer.work]
-            pages = [self._pages.pop() if self._pages else self._new_page() for _ in hosts]
+            pages = [self._pages.pop() if self._pages else _new_page() for _ in hosts]
             transfer.records = [
                 (page, self._host_record(host)) for page, host in zip(pages, hosts, strict=True)
             ]
-            for host, (_, payload) in zip(hosts, transfer.records, strict=True):
-                if host not in self._registered:
-                    self._registered.add(host)
-                    self._engine.register(payload)
-            return True
-
-    def _new_page(self) -> np.ndarray:
-        page = np.frombuffer(aligned_buffer(PAGE), np.uint8)
-        self._engine.register(page)
-        return page
+        with self._registering:  # not the condition: it may take long
+            for part in (part for parts in transfer.records for part in parts):
+                if part.ctypes.data not in self._registered:
+                    self._engine.register(part)
+                    self._registered.add(part.ctypes.data)
+        return True
 
     # -- ends, with the condition held
 
@@ -590,6 +587,10 @@ class SharedStore:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _new_page() -> np.ndarray:
+    return np.frombuffer(aligned_buffer(PAGE), np.uint8)
 
 
 def _batches(work: Sequence[Work], size: int) -> Iterable[list[Work]]:

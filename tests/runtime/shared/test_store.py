@@ -3,6 +3,7 @@ breaker."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -368,3 +369,22 @@ def test_the_engine_is_not_closed_under_a_call(
     bench.let_go()
     assert bench.store.close()
     assert bench.engine.calls[-1] == "close"
+
+
+def test_registration_that_hangs_does_not_hold_up_the_loop(bench: Bench) -> None:
+    bench.engine.registration_hangs = True
+    bench.engine.gate.clear()
+    bench.store.begin(writes(1))
+    for settle in (bench.calls.settle, bench.store.take):
+        thread = threading.Thread(target=settle, daemon=True)
+        thread.start()
+        thread.join(10)
+        held = thread.is_alive()
+        if held:
+            bench.engine.gate.set()
+        assert not held
+    bench.calls.now += PAST
+    assert bench.store.take().late == (101,)
+    assert bench.let_go().spilled == (101,)
+    bench.begin(writes(1))
+    assert len(bench.engine.buffers) == len(set(bench.engine.buffers)) == 2
