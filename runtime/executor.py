@@ -291,9 +291,9 @@ class Executor:
 
     def close(self) -> None:
         """Closes the device and frees the pools, after work in flight is finished. Idempotent."""
-        for store in self._stores.values():  # first, because their threads use the HOST pool
-            store.close()
-        self._device.close()
+        # first, because their threads use the HOST pool
+        idle = [store.close() for store in self._stores.values()]
+        self._device.close(host_in_use=not all(idle))
 
 
 def _with_logprobs(

@@ -338,7 +338,7 @@ class CpuDevice:
     def watch(self, report: Callable[[Work], None]) -> None:
         self._report = report
 
-    def close(self) -> None:
+    def close(self, host_in_use: bool = False) -> None:
         if self._closed:
             return
         self._closed = True

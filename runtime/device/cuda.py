@@ -368,7 +368,7 @@ class CudaDevice:
     def watch(self, report: Callable[[Work], None]) -> None:
         self._times.watch(report, torch.cuda.Event.synchronize)
 
-    def close(self) -> None:
+    def close(self, host_in_use: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
@@ -378,9 +378,10 @@ class CudaDevice:
         if self._handle is not None:
             release_pool(self._handle)
         self._graphs.clear()
-        # Memory that a copy may still use is freed by the end of the process, which is near.
+        # Memory that a copy, or a call to a shared store, may still use is freed by the end of the
+        # process, which is near.
         if self._host is not None:
-            self._host.free(idle)
+            self._host.free(idle and not host_in_use)
         self._coded.clear()
         self._pool = self._host = None
 

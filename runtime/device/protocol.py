@@ -199,6 +199,7 @@ class Device(Protocol):
         is complete.
         """
 
-    def close(self) -> None:
+    def close(self, host_in_use: bool = False) -> None:
         """Waits for work in flight, then frees memory and ends threads. Idempotent; does not raise
-        errors of failed work."""
+        errors of failed work. host_in_use: others still use `record`'s memory, so that is left to
+        the end of the process."""

@@ -197,11 +197,13 @@ class DiskStore:
     def counters(self) -> DiskCounters:
         return self._counters
 
-    def close(self) -> None:
-        """Finishes work that has begun and drops the rest. Idempotent."""
+    def close(self) -> bool:
+        """Finishes work that has begun and drops the rest. Returns True: no thread uses HOST slots.
+        Idempotent."""
         for threads in (self._readers, self._writers, self._eraser):
             threads.shutdown(cancel_futures=True)
         self._segments.close()
+        return True
 
     # -- run by the threads
 

@@ -40,6 +40,7 @@ SCAN_SHARE = 1 / 32
 KEPT_SHARE = 15 / 16
 """Share of `max_bytes` that eviction leaves."""
 COMPLAINT_S = 60.0
+CLOSE_S = 1.0  # seconds that the end waits for a scan
 
 
 class _File(NamedTuple):
@@ -123,11 +124,23 @@ class DirectoryEngine:
             _flush(folder)
         return outcomes
 
+    def drop_cached(self, keys: Sequence[str]) -> None:
+        """The system drops only pages that it has written."""
+        for key in keys:
+            with suppress(OSError):
+                descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fdatasync(descriptor)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)
+
     def close(self) -> None:
+        """A scan that hangs is left behind: it holds nothing that others need."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        self._evictor.join()
+        self._evictor.join(CLOSE_S)
 
     # -- one record
 

@@ -59,5 +59,9 @@ class SharedEngine(Protocol):
         """Removes the records. DONE, also for a missing one: no later `get` finds it, except a
         record that another client puts again."""
 
+    def drop_cached(self, keys: Sequence[str]) -> None:
+        """The next `get` of these records comes from the store and not from memory of this machine
+        that caches it, as far as that can be told. For measurements."""
+
     def close(self) -> None:
         """Frees what the client holds; the records stay. No call is in progress. Idempotent."""

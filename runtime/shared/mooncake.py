@@ -81,7 +81,7 @@ class MooncakeEngine:
         self._closed = False
         self._ended = threading.Condition()  # a call has ended
         self._calls = 0  # in progress
-        atexit.register(self._end)
+        atexit.register(self.close)
         threading.Thread(target=self._reach, name="mooncake-connect", daemon=True).start()
 
     def register(self, buffer: np.ndarray) -> None:
@@ -152,13 +152,20 @@ class MooncakeEngine:
         gone = [0 if code == UNKNOWN_KEY else code for code in codes]
         return self._outcomes("removing", gone, [0] * len(keys))
 
+    def drop_cached(self, keys: Sequence[str]) -> None:
+        """Nothing: no record is cached."""
+
     def close(self) -> None:
-        """Takes up to a second. A call after it would end the process, so there is no client."""
-        atexit.unregister(self._end)
+        """Takes up to a second. A call during or after it would end the process, so it waits for
+        those in progress, and others get no client. The process's end waits for them once more."""
+        with self._ended:
+            self._closed = True
+            if not self._ended.wait_for(lambda: not self._calls, END_S):
+                return
+        atexit.unregister(self.close)
         with self._connecting:
             client = self._client
             self._client = None
-            self._closed = True
             if client is not None:
                 client.close()
 
@@ -183,20 +190,14 @@ class MooncakeEngine:
                     other.add(unsure[key])
         return other
 
-    def _end(self) -> None:
-        """Python ends. A call that returned later would abort the process."""
-        with self._ended:
-            idle = self._ended.wait_for(lambda: not self._calls, END_S)
-        if idle:
-            self.close()
-
     @contextmanager
     def _connected(self) -> Iterator[MooncakeDistributedStore | None]:
         """For a call. None if the store cannot be reached."""
         with self._ended:
             self._calls += 1
+            closed = self._closed
         try:
-            yield self._reach()
+            yield None if closed else self._reach()
         finally:
             with self._ended:
                 self._calls -= 1

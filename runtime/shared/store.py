@@ -36,9 +36,11 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 0.5  # of a call, beside twice its predicted time
 ERRORS = 3  # failures one after the other that switch the tier off
 OFF_S = 5.0  # seconds from going off to a probe
+TRIAL_AGAIN_S = 300.0  # from a missed deadline, which lowers the believed speed, to a new trial
 LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
+FIRST_KEYS = 5e3  # keys/s of a thread, before any question
 WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
 LANES = {"read": 4, "write": 2, "find": 2, "remove": 1}  # threads
 COMPLAINT_S = 60.0
@@ -74,22 +76,29 @@ class _Transfer:
 
 
 class _Speed:
-    """Bytes a second in one direction: all bytes by all seconds of busy periods, older ones with
-    less and less weight. So a large transfer counts more than a small one, which is mostly
-    latency."""
+    """Bytes a second in one direction, or keys a second of one thread: all bytes by all seconds of
+    busy periods, older ones with less and less weight. So a large transfer counts more than a small
+    one, which is mostly latency."""
 
-    def __init__(self, payload: int):
+    def __init__(self, count: float, speed: float):
         self._since = 0.0
         self._moved = 0
-        self.assume(payload, FIRST_SPEED)
+        self.assume(count, speed)
 
-    def assume(self, payload: float, speed: float) -> None:
-        self._bytes = float(payload)
-        self._seconds = payload / speed
+    def assume(self, count: float, speed: float) -> None:
+        self._count = float(count)
+        self._seconds = count / speed
+
+    def halve(self) -> None:
+        self._seconds *= 2
 
     @property
     def value(self) -> float:
-        return self._bytes / self._seconds
+        return self._count / self._seconds
+
+    def add(self, count: int, seconds: float) -> None:
+        self._count += count - WEIGHT * self._count
+        self._seconds += max(1e-6, seconds) - WEIGHT * self._seconds
 
     def begins(self, now: float) -> None:
         """A busy period begins."""
@@ -101,17 +110,21 @@ class _Speed:
 
     def ends(self, now: float) -> None:
         if self._moved:
-            self._bytes += self._moved - WEIGHT * self._bytes
-            self._seconds += max(1e-6, now - self._since) - WEIGHT * self._seconds
+            self.add(self._moved, now - self._since)
 
 
 @dataclass(eq=False)
 class _Question:
-    """A call about keys. `answered`: its answer has been given, perhaps that there is none."""
+    """A call about keys.
+
+    deadline    moves when a thread begins the call, so a long queue makes nothing late
+    answered    its answer has been given, perhaps that there is none
+    """
 
     batch: KeyBatch
     finds: bool
     deadline: float
+    began: float | None = None
     answered: bool = False
 
 
@@ -146,7 +159,8 @@ class SharedStore:
         ]
         self._batch = max(1, BATCH_BYTES // (PAGE + self._payload))
         self._most_lent = max(self._batch, int(LENT_SHARE * settings.host_slots))
-        self._registered: set[int] = set()
+        self._registering = threading.Lock()
+        self._registered: set[int] = set()  # addresses; used only while that lock is held
 
         # Used only while the condition is held.
         self._changed = threading.Condition()
@@ -154,13 +168,19 @@ class SharedStore:
         self._questions: dict[_Question, None] = {}
         self._report = TierReport(self.tier)
         self._pages: list[np.ndarray] = []
-        self._speeds = {kind: _Speed(self._payload) for kind in (Spill, Promotion)}
+        self._speeds = {kind: _Speed(self._payload, FIRST_SPEED) for kind in (Spill, Promotion)}
+        self._key_speeds = {finds: _Speed(1, FIRST_KEYS) for finds in (True, False)}
+        # by lane, the latest deadline of a question that a thread has begun
+        self._patience = {True: 0.0, False: 0.0}
+        self._trial_due = False
         self._failures = 0
         self._off = False
         self._probing = 0  # number of the probe whose answer counts
         self._counters = SharedCounters()
         self._silent_until = 0.0
         self._error: BaseException | None = None
+        self._inside = 0  # threads that may be in a call of the engine
+        self._closed = False
 
     # -- called by the loop
 
@@ -219,15 +239,18 @@ class SharedStore:
         with self._changed:
             return self._counters._replace(off=int(self._off), lent=self._lent)
 
-    def close(self) -> None:
-        """Waits a moment for calls in progress, then leaves them behind. Idempotent."""
+    def close(self) -> bool:
+        """Waits a moment for calls in progress, then leaves them behind, with the engine. Returns
+        False if it has left some: they may use HOST slots. Idempotent."""
         self._calls.close()
         with self._changed:
-            idle = self._changed.wait_for(lambda: not self._running, CLOSE_S)
+            self._closed = True
+            idle = self._changed.wait_for(lambda: not self._inside, CLOSE_S)
         if idle:
             self._engine.close()
         else:
             log.warning("the shared store hangs: calls are left behind")
+        return idle
 
     # -- beginning work, with the condition held
 
@@ -263,12 +286,19 @@ class SharedStore:
     # -- run by the threads
 
     def _guarded(self, run: Callable[[Call], None], work: Call) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._inside += 1
+        error = None
         try:
             run(work)
-        except BaseException as error:  # carried to the loop's thread, which raises it
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+        except BaseException as raised:  # carried to the loop's thread, which raises it
+            error = raised
+        with self._changed:
+            self._error = self._error or error
+            self._inside -= 1
+            self._changed.notify_all()
 
     def _write(self, transfer: _Transfer) -> None:
         if not self._start(transfer):
@@ -322,6 +352,8 @@ class SharedStore:
         return header is not None and header.key == key and payload_intact(page.data, payload)
 
     def _try(self, payload: int) -> None:
+        with self._changed:
+            self._trial_due = False
         trial = try_store(self._engine, PAGE + payload)
         with self._changed:
             if trial.failed:
@@ -334,15 +366,19 @@ class SharedStore:
                 self._speeds[kind].assume(payload, speed)
 
     def _find(self, question: _Question) -> None:
+        if not self._start_question(question):
+            return
         keys = question.batch.keys
         there = self._engine.exists(self._of_all_ranks(keys))
         with self._changed:
             stored = () if there is None else _all_of(there, len(keys))
             self._note(there is not None)
             self._count(hits=sum(stored), misses=len(stored) - sum(stored))
-            self._answered(question, stored)
+            self._answered(question, stored, there is not None)
 
     def _remove(self, question: _Question) -> None:
+        if not self._start_question(question):
+            return
         keys = question.batch.keys
         outcomes = self._engine.remove(self._of_all_ranks(keys))
         with self._changed:
@@ -350,7 +386,20 @@ class SharedStore:
             removed = _all_of(done, len(keys))
             self._note(all(done))
             self._count(removed=sum(removed))
-            self._answered(question, removed)
+            self._answered(question, removed, all(done))
+
+    def _start_question(self, question: _Question) -> bool:
+        """Returns False if it has been given up."""
+        with self._changed:
+            if question not in self._questions:
+                return False
+            now = self._calls.clock()
+            question.began = now
+            predicted = len(question.batch.keys) / self._key_speeds[question.finds].value
+            question.deadline = now + 2 * predicted + DEADLINE_S
+            latest = max(self._patience[question.finds], question.deadline)
+            self._patience[question.finds] = latest
+            return True
 
     def _start(self, transfer: _Transfer) -> bool:
         """Gives the transfer its memory. Returns False if it has been given up."""
@@ -359,20 +408,16 @@ class SharedStore:
                 return False
             transfer.started = True
             hosts = [work.host for work in transfer.work]
-            pages = [self._pages.pop() if self._pages else self._new_page() for _ in hosts]
+            pages = [self._pages.pop() if self._pages else _new_page() for _ in hosts]
             transfer.records = [
                 (page, self._host_record(host)) for page, host in zip(pages, hosts, strict=True)
             ]
-            for host, (_, payload) in zip(hosts, transfer.records, strict=True):
-                if host not in self._registered:
-                    self._registered.add(host)
-                    self._engine.register(payload)
-            return True
-
-    def _new_page(self) -> np.ndarray:
-        page = np.frombuffer(aligned_buffer(PAGE), np.uint8)
-        self._engine.register(page)
-        return page
+        with self._registering:  # not the condition: it may take long
+            for part in (part for parts in transfer.records for part in parts):
+                if part.ctypes.data not in self._registered:
+                    self._engine.register(part)
+                    self._registered.add(part.ctypes.data)
+        return True
 
     # -- ends, with the condition held
 
@@ -398,8 +443,11 @@ class SharedStore:
         self._report = report._replace(failed=report.failed + failed, **slots)
         self._changed.notify_all()
 
-    def _answered(self, question: _Question, keys: tuple[bool, ...]) -> None:
+    def _answered(self, question: _Question, keys: tuple[bool, ...], succeeded: bool) -> None:
         del self._questions[question]
+        if succeeded and question.began is not None:  # a late one too: the next may have more time
+            seconds = self._calls.clock() - question.began
+            self._key_speeds[question.finds].add(len(question.batch.keys), seconds)
         if not question.answered:
             self._answer(question, keys)
         self._changed.notify_all()
@@ -422,13 +470,28 @@ class SharedStore:
             if transfer not in self._transfers:
                 continue  # given up meanwhile
             transfer.late = True
+            if not self._off:
+                # Late calls say little: one may have hung. So a slow store is learned in halves,
+                # and a trial finds out whether it is fast again.
+                self._speeds[type(transfer.work[0])].halve()
+                if not self._trial_due:
+                    self._trial_due = True
+                    self._calls.later(TRIAL_AGAIN_S, self.measure)
             if transfer.started:
                 slots = tuple(work.slot for work in transfer.work)
                 self._report = self._report._replace(late=self._report.late + slots)
             self._missed()
-        for question in [q for q in self._questions if not q.answered and q.deadline <= now]:
+        for question in [q for q in self._questions if not q.answered and self._due(q) <= now]:
+            if question.answered:
+                continue  # given up meanwhile
             self._answer(question, ())
             self._missed()
+
+    def _due(self, question: _Question) -> float:
+        """Until a thread begins it, the deadline follows those that it waits for."""
+        if question.began is not None:
+            return question.deadline
+        return max(question.deadline, self._patience[question.finds] + DEADLINE_S)
 
     def _missed(self) -> None:
         self._count(late=1)
@@ -446,6 +509,10 @@ class SharedStore:
         for transfer in [t for t in self._transfers if not t.started]:
             del self._transfers[transfer]
             self._end_work(transfer.work, done=set())
+        for question in [q for q in self._questions if q.began is None]:
+            del self._questions[question]
+            if not question.answered:
+                self._answer(question, ())
         if not self._off:
             self._off = True
             self._complain(f"{why}; no shared KV for at least {OFF_S:g} s")
@@ -457,7 +524,7 @@ class SharedStore:
         with self._changed:
             self._probing += 1
             number = self._probing
-        self._calls.submit("find", lambda: self._ask(number))
+        self._calls.submit("find", lambda: self._guarded(self._ask, number))
         self._calls.later(OFF_S, lambda: self._probe_again(number))
 
     def _ask(self, number: int) -> None:
@@ -497,11 +564,6 @@ class SharedStore:
         return any(not question.answered for question in self._questions)
 
     @property
-    def _running(self) -> bool:
-        """True if a call uses memory of this process."""
-        return any(transfer.started for transfer in self._transfers)
-
-    @property
     def _has_news(self) -> bool:
         report = self._report
         return any((*report[1:-1],))
@@ -525,6 +587,10 @@ class SharedStore:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _new_page() -> np.ndarray:
+    return np.frombuffer(aligned_buffer(PAGE), np.uint8)
 
 
 def _batches(work: Sequence[Work], size: int) -> Iterable[list[Work]]:

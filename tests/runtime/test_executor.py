@@ -7,17 +7,21 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pensieve.runtime import executor as executor_module
 from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.disk.segments import SystemCalls
 from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.executor import LOWER_WAIT_SECONDS, MAX_IN_FLIGHT, Executor
+from pensieve.runtime.shared import store
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan, Tickets, TierWork
 from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling, Tier
 
 from .device.test_cpu import hold
 from .fake_engine import VOCAB, FakeEngine, copy, join, next_token, plan, reply, span
+from .shared.doubles import FaultyEngine
+from .shared.store_tests import settings
 
 LAYERS, CHUNK = 5, 4
 PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]  # two full chunks
@@ -29,7 +33,7 @@ def executors():
     """Makes executors over a CPU device and closes them."""
     opened = []
 
-    def make(engine=None, host_kv_chunks=32, in_first=False, disk=None, **disturbance) -> Executor:
+    def make(engine=None, host_kv_chunks=32, in_first=False, disk=None, shared=None, **disturbance):
         config = SchedulerConfig(
             gpu_kv_chunks=16,
             host_kv_chunks=host_kv_chunks,
@@ -45,6 +49,7 @@ def executors():
             group_layers=2,
             in_first=in_first,
             disk=disk,
+            shared=shared,
         )
         opened.append(executor)
         return executor
@@ -293,6 +298,29 @@ def test_launching_or_waiting_too_often_is_refused(executors):
         executor.launch(plan(n))
     with pytest.raises(InvariantError, match="steps in flight"):
         executor.launch(plan(MAX_IN_FLIGHT + 1))
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_host_memory_is_kept_while_a_call_to_the_shared_store_hangs(executors, monkeypatch, hangs):
+    engine = FaultyEngine()
+    in_use = []
+    close = CpuDevice.close
+
+    def closed(device, host_in_use=False):
+        in_use.append(host_in_use)
+        close(device, host_in_use)
+
+    monkeypatch.setattr(executor_module, "open_engine", lambda config: engine)
+    monkeypatch.setattr(store, "CLOSE_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(CpuDevice, "close", closed)
+    if hangs:
+        engine.gate.clear()
+    executor = executors(shared=settings())
+    while not engine.calls:
+        time.sleep(0.001)
+    executor.close()
+    assert in_use == [hangs]
+    engine.gate.set()
 
 
 @dataclass

@@ -16,18 +16,23 @@ class FaultyEngine:
     records     the store's content; tests change it
     fails       every call fails
     full        no record is stored
-    gate        calls wait until it is set
+    gate        calls wait until it is set; `register` if `registration_hangs`
+    spends      called by each call with the number of its keys
+    buffers     registered memory: its addresses
     """
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
-        self.fails = self.full = False
+        self.fails = self.full = self.registration_hangs = False
         self.gate = threading.Event()
         self.gate.set()
+        self.spends: Callable[[int], None] = lambda keys: None
         self.calls: list[str] = []
+        self.buffers: list[range] = []
 
-    def _enter(self, call: str) -> None:
+    def _enter(self, call: str, keys: Sequence[str]) -> None:
         self.calls.append(call)
+        self.spends(len(keys))
         if not self.gate.is_set():
             settled = getattr(threading.current_thread(), "settled", None)
             if settled is not None:
@@ -36,13 +41,21 @@ class FaultyEngine:
 
     def register(self, buffer: np.ndarray) -> None:
         assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous
+        if self.registration_hangs:
+            self._enter("register", [])
+        self.buffers.append(range(buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes))
+
+    def _check(self, records: Sequence[Parts]) -> None:
+        for part in (part for parts in records for part in parts):
+            assert any(part.ctypes.data in buffer for buffer in self.buffers)
 
     def exists(self, keys: Sequence[str]) -> list[bool] | None:
-        self._enter("exists")
+        self._enter("exists", keys)
         return None if self.fails else [key in self.records for key in keys]
 
     def put(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
-        self._enter("put")
+        self._check(records)
+        self._enter("put", keys)
         if self.fails or self.full:
             return [StoreOutcome.FAILED if self.fails else StoreOutcome.FULL] * len(keys)
         for key, parts in zip(keys, records, strict=True):
@@ -50,7 +63,8 @@ class FaultyEngine:
         return [StoreOutcome.DONE] * len(keys)
 
     def get(self, keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
-        self._enter("get")
+        self._check(records)
+        self._enter("get", keys)
         outcomes = []
         for key, parts in zip(keys, records, strict=True):
             record = self.records.get(key)
@@ -61,12 +75,15 @@ class FaultyEngine:
         return [StoreOutcome.FAILED] * len(keys) if self.fails else outcomes
 
     def remove(self, keys: Sequence[str]) -> list[StoreOutcome]:
-        self._enter("remove")
+        self._enter("remove", keys)
         if self.fails:
             return [StoreOutcome.FAILED] * len(keys)
         for key in keys:
             self.records.pop(key, None)
         return [StoreOutcome.DONE] * len(keys)
+
+    def drop_cached(self, keys: Sequence[str]) -> None:
+        """Nothing."""
 
     def close(self) -> None:
         self.calls.append("close")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pensieve.runtime.shared import directory
 from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import StoreOutcome
+from pensieve.runtime.shared.trial import ROUNDS, try_store
 from pensieve.scheduler.types import SettingError
 
 from .engine_tests import PAGE, PAYLOAD, EngineTests, key, record
@@ -97,6 +99,22 @@ def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
         first.close()
 
 
+def test_a_trial_reads_from_the_file_system_and_not_from_memory(
+    engine: DirectoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = list[int]()
+    advise = os.posix_fadvise
+
+    def noted(descriptor: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            dropped.append(os.fstat(descriptor).st_size)
+        advise(descriptor, offset, length, advice)
+
+    monkeypatch.setattr(directory.os, "posix_fadvise", noted)
+    assert not try_store(engine, SIZE).failed
+    assert dropped == [SIZE] * (16 * ROUNDS)
+
+
 def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -> None:
     engine = DirectoryEngine(DirectoryOptions(tmp_path, 4 * SIZE))
     try:
@@ -110,6 +128,30 @@ def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -
         assert put == [StoreOutcome.DONE] * 40
     finally:
         engine.close()
+
+
+def test_a_scan_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanning = threading.Event()
+    gate = threading.Event()
+
+    def hang(folder: Path) -> list[os.DirEntry[str]]:
+        scanning.set()
+        assert gate.wait(60)
+        return []
+
+    monkeypatch.setattr(directory, "CLOSE_S", 0.01)
+    monkeypatch.setattr(directory.os, "scandir", hang)
+    engine = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
+    assert scanning.wait(60)
+    ending = threading.Thread(target=engine.close, daemon=True)
+    ending.start()
+    ending.join(10)
+    hung = ending.is_alive()
+    gate.set()
+    ending.join(60)
+    assert not hung
 
 
 def test_a_full_file_system_is_not_an_error(

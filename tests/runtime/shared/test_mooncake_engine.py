@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,6 +248,46 @@ def test_a_full_store_is_not_an_error(engine: MooncakeEngine) -> None:
     parts = [np.ones(PAGE, np.uint8), np.ones(48 << 20, np.uint8)]
     outcomes = engine.put([key(number) for number in range(12)], [parts] * 12)
     assert set(outcomes) == {DONE, StoreOutcome.FULL}
+
+
+class HangingClient:
+    """Mooncake's client, whose calls hang until the gate is open."""
+
+    inside = threading.Event()
+    gate = threading.Event()
+    closed = 0
+
+    def setup(self, settings: dict[str, str]) -> int:
+        return 0
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        self.inside.set()
+        assert self.gate.wait(PATIENCE)
+        return [0] * len(keys)
+
+    def close(self) -> None:
+        HangingClient.closed += 1
+
+
+def test_a_client_is_not_closed_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake ends the process then."""
+    module = SimpleNamespace(
+        MooncakeDistributedStore=HangingClient, ReplicateConfig=SimpleNamespace
+    )
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    monkeypatch.setattr(mooncake, "answers", lambda master: True)
+    monkeypatch.setattr(mooncake, "END_S", 0.01)
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1:50051"))
+    call = threading.Thread(target=engine.exists, args=([key(1)],), daemon=True)
+    call.start()
+    assert HangingClient.inside.wait(PATIENCE)
+    engine.close()
+    assert engine.exists([key(1)]) is None
+    assert not HangingClient.closed
+    HangingClient.gate.set()
+    call.join(PATIENCE)
+    engine.close()
+    assert HangingClient.closed == 1
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@ breaker."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pensieve.runtime.shared import store
 from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import SharedEngine
-from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, SharedStore
+from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, TRIAL_AGAIN_S, SharedStore
+from pensieve.runtime.shared.trial import ROUNDS
 from pensieve.scheduler.plan import TierReport, TierWork
 
 from .doubles import FaultyEngine, VirtualCalls
@@ -177,6 +180,64 @@ def test_a_full_store_is_no_error(bench: Bench) -> None:
     assert not bench.off and bench.store.counters.refused == 2 * ERRORS
 
 
+def test_questions_that_wait_for_others_are_not_late(bench: Bench) -> None:
+    reports = []
+
+    def spend(keys: int) -> None:
+        bench.calls.now += 0.02
+        reports.append(bench.store.take())
+
+    bench.engine.spends = spend
+    for number in range(100):
+        bench.store.begin(finds(number))
+        bench.store.begin(removals(number))
+    bench.calls.settle()
+    reports.append(bench.store.take())
+    assert sum((report.looked_up for report in reports), ()) == ((7, (False,)),) * 100
+    assert sum((report.removed for report in reports), ()) == ((8, (True,)),) * 100
+    assert not bench.off
+
+
+@pytest.mark.parametrize("ask", [finds, removals])
+def test_seconds_per_key_are_learned(bench: Bench, ask: Callable[..., TierWork]) -> None:
+    def spend(keys: int) -> None:
+        bench.calls.now += 0.005 * keys
+        reports.append(bench.store.take())
+
+    reports = []
+    bench.engine.spends = spend
+    bench.begin(ask(*range(1000)))
+    assert bench.off and reports[-1].looked_up + reports[-1].removed == ((reports_of(ask), ()),)
+    bench.after(OFF_S)
+    assert not bench.off
+    report = bench.begin(ask(*range(1000)))
+    ((_, answer),) = report.looked_up + report.removed
+    assert len(answer) == 1000 and not bench.off
+
+
+def reports_of(ask: Callable[..., TierWork]) -> int:
+    work = ask(1)
+    return (*work.finds, *work.removals)[0].number
+
+
+def test_questions_that_no_thread_has_begun_end_when_it_goes_off(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    bench.begin(finds(1))
+    bench.store.begin(removals(2))
+    bench.calls.now += PAST
+    report = bench.store.take()
+    assert (report.looked_up, report.removed) == (((7, ()),), ((8, ()),))
+    bench.calls.settle()
+    assert "remove" not in bench.engine.calls and not bench.store.busy
+
+
+def test_a_question_is_late_if_no_thread_of_its_lane_is_free(bench: Bench) -> None:
+    bench.store.begin(removals(1))
+    bench.calls.now += PAST
+    assert bench.store.take().removed == ((8, ()),)
+    assert bench.off
+
+
 def test_the_speed_follows_the_calls(bench: Bench) -> None:
     first = bench.begin(writes(1)).read_seconds
     for _ in range(100):
@@ -186,6 +247,45 @@ def test_the_speed_follows_the_calls(bench: Bench) -> None:
         report = bench.store.take()
     assert first < 0.001
     assert report.read_seconds == pytest.approx(0.25, rel=0.01)
+
+
+@pytest.mark.parametrize("work", [reads, writes])
+def test_a_store_slower_than_believed_is_learned(
+    bench: Bench, work: Callable[..., TierWork]
+) -> None:
+    """It goes off some times, not for ever."""
+
+    def spend(keys: int) -> None:
+        bench.calls.now += 3.0 * keys
+        bench.store.take()
+
+    bench.engine.spends = spend
+    offs = 0
+    for _ in range(30):
+        bench.begin(work(1))
+        offs += bench.off
+        bench.engine.spends, held = (lambda keys: None), bench.engine.spends
+        bench.after(OFF_S)  # the probe is quick
+        bench.engine.spends = held
+    assert 5 < offs < 20
+    before = bench.store.counters.late
+    bench.begin(work(1))
+    assert bench.store.counters.late == before
+
+
+def test_a_speed_that_a_hang_has_lowered_is_measured_again(bench: Bench) -> None:
+    before = bench.begin(writes(1)).read_seconds
+    bench.engine.gate.clear()
+    bench.store.begin(reads(1))
+    bench.store.begin(reads(2))
+    bench.calls.settle()
+    assert bench.after(PAST).read_seconds == pytest.approx(2 * before), "once for both"
+    bench.let_go()
+    bench.after(OFF_S)
+    assert not bench.off
+    assert "remove" not in bench.engine.calls
+    bench.after(TRIAL_AGAIN_S)
+    assert bench.engine.calls.count("remove") == ROUNDS
 
 
 def test_all_work_is_reported_once(bench: Bench) -> None:
@@ -232,3 +332,59 @@ def test_all_work_is_reported_once(bench: Bench) -> None:
     assert sorted(ended) == begun
     assert len(set(late)) == len(late) > 0
     assert bench.store.counters.lent == 0
+
+
+def trial(bench: Bench) -> None:
+    bench.store.measure()
+    bench.calls.settle()
+
+
+def probe(bench: Bench) -> None:
+    bench.begin(finds(1))
+    bench.after(PAST)
+    bench.let_go()
+    bench.engine.gate.clear()
+    bench.after(OFF_S)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bench: bench.begin(reads(1)),
+        lambda bench: bench.begin(writes(1)),
+        lambda bench: bench.begin(finds(1)),
+        lambda bench: bench.begin(removals(1)),
+        trial,
+        probe,
+    ],
+)
+def test_the_engine_is_not_closed_under_a_call(
+    bench: Bench, call: Callable[[Bench], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "CLOSE_S", 0.01)
+    bench.engine.gate.clear()
+    call(bench)
+    assert not bench.store.close()
+    assert "close" not in bench.engine.calls
+    bench.let_go()
+    assert bench.store.close()
+    assert bench.engine.calls[-1] == "close"
+
+
+def test_registration_that_hangs_does_not_hold_up_the_loop(bench: Bench) -> None:
+    bench.engine.registration_hangs = True
+    bench.engine.gate.clear()
+    bench.store.begin(writes(1))
+    for settle in (bench.calls.settle, bench.store.take):
+        thread = threading.Thread(target=settle, daemon=True)
+        thread.start()
+        thread.join(10)
+        held = thread.is_alive()
+        if held:
+            bench.engine.gate.set()
+        assert not held
+    bench.calls.now += PAST
+    assert bench.store.take().late == (101,)
+    assert bench.let_go().spilled == (101,)
+    bench.begin(writes(1))
+    assert len(bench.engine.buffers) == len(set(bench.engine.buffers)) == 2
