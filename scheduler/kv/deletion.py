@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..types import ChunkKey
 from ..work import Backlog, Pieces
+from .chunk_keys import NO_KEY
 from .chunk_store import ChunkStore
 
 
@@ -50,9 +51,10 @@ class Deletions:
 
     def drop(self, keys: Iterable[ChunkKey], units: int = 1) -> Pieces:
         """Drops the chunks of these keys that no conversation claims and no row uses. `units`: of
-        one; 2 if the key is made first."""
+        one; 2 if the key is made first. Those that are NO_KEY belong to others and stay."""
         for key in keys:
-            self._store.delete(key)
+            if key != NO_KEY:
+                self._store.delete(key)
             yield units
 
     def take_ended(self) -> list[bool]:
