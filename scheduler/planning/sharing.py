@@ -84,6 +84,8 @@ class Sharing(TierWriter):
 
     def stop(self, logs: Iterable[Sequence[Chunk]], now: float) -> None:
         """The server stops: will write what is on HOST of these logs, in their order."""
+        if not self._writes:
+            return
         for chunks in logs:
             if chunks and chunks[-1].end >= self._least:
                 self._write([chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT], now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 
 import pytest
@@ -60,8 +61,12 @@ def test_a_full_host_gives_its_oldest_slots_to_chunks_on_their_way():
 @pytest.mark.parametrize("settings", [{"shared_min_tokens": 20}, {"save": "off"}])
 def test_short_contexts_are_neither_written_nor_looked_for(settings):
     harness = SharedHarness(**settings)
-    harness.turn(PROMPT, 1)
+    harness.turn(PROMPT, 1, "a")
+    for chunk in harness.scheduler.conversations.get("a").chunks:
+        harness.place(chunk, "host")
     harness.tick()
+    harness.scheduler.stop(harness.now)
+    assert not harness.scheduler.lower.unfinished
     assert not harness.device.shared and not harness.device.questions
     harness.drain()
 
@@ -139,6 +144,19 @@ def test_a_deletion_waits_for_its_own_write_and_removes_twice():
     harness.tick(AGAIN_S)
     assert not harness.device.shared
     assert harness.scheduler.wake_at > harness.now + 2 * AGAIN_S
+    harness.drain()
+
+
+def test_a_deletion_leaves_the_keys_of_an_opening_that_another_conversation_has():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1)
+    harness.run_until(lambda: len(harness.device.shared) == 4 and not harness.scheduler.lower.busy)
+    lower = harness.scheduler.lower
+    all_keys = list(lower.keys(array("i", PROMPT), b""))
+    lower.erase(lower.keys(array("i", PROMPT), b"", 8))
+    harness.run_until(lambda: not lower.busy)
+    assert lower.take_erased() == [True]
+    assert list(harness.device.shared) == all_keys[:2]
     harness.drain()
 
 
