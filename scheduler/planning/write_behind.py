@@ -28,8 +28,8 @@ class TierWriter:
     """Writes chunks of ended turns to one lower tier, in the order in which they are queued:
     GPU -> HOST beside the step, then HOST -> the tier.
 
-    A chunk is refused (it stays where it is) if that tier or HOST holds nothing of lower value. A
-    chunk whose copy failed is not written.
+    A chunk is refused (it stays where it is) if that tier or HOST holds nothing of lower value, or
+    while its write to another tier is late. A chunk whose copy failed is not written.
     """
 
     _drops = False
@@ -102,7 +102,11 @@ class TierWriter:
                 return
             chunk = self._copied[0]
             if chunk.moving is not None and chunk.moving.tier is not self._lower.tier:
-                self._copied.rotate(-1)  # the other tier's turn
+                if chunk.moving.late:
+                    self._copied.popleft()
+                    self._leave(chunk)
+                else:
+                    self._copied.rotate(-1)  # the other tier's turn
                 continue
             wanted = self._unwritten(chunk) and chunk.slots[HOST] != NO_SLOT
             if wanted and store.host.last[Lane.OUT][chunk.slots[HOST]] > store.completed.swap_out:
