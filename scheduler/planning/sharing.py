@@ -60,11 +60,6 @@ class Sharing(TierWriter):
         self._waiting: dict[Turn, float] = {}
 
     @property
-    def busy(self) -> bool:
-        """True if the next plan has work to do, even without a request."""
-        return bool(self._queue or self._copied or self._staged)
-
-    @property
     def writing(self) -> bool:
         """True if chunks are on their way to the store."""
         return bool(self._pending or self._tier.writing)

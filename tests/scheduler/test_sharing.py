@@ -177,6 +177,34 @@ def test_a_deletion_does_not_wait_for_a_late_write():
     harness.drain()
 
 
+def test_a_write_that_hangs_keeps_no_reply_back():
+    harness = SharedHarness(save="sync", disk_kv_chunks=20)
+    harness.scheduler._write_behind._most_writes = 1  # the store is faster
+    harness.ends = False
+    request = harness.submit(PROMPT, 1)
+    for _ in range(30):
+        harness.tick()
+        harness.late = moves(harness, Spill)
+    assert harness.late and request not in harness.open
+    harness.ends = True
+    harness.drain()
+
+
+def test_nothing_is_planned_while_only_late_writes_are_left():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1)
+    harness.ends = False
+    harness.run_until(lambda: len(moves(harness, Spill)) == 4)
+    harness.late = moves(harness, Spill)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.scheduler._store.host.free == 26
+    harness.ends = True
+    harness.turn(range(50, 54), 1)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.scheduler._store.host.free == 30, "copies for the store alone"
+    harness.drain()
+
+
 def test_a_stop_writes_what_is_on_the_host_and_not_in_the_store():
     harness = SharedHarness()
     tier = harness.scheduler._store.shared
