@@ -9,6 +9,7 @@ import pytest
 
 from pensieve.scheduler.kv.shared_tier import AGAIN_S
 from pensieve.scheduler.plan import Promotion, Spill
+from pensieve.scheduler.types import Erasure
 
 from .shared_model import SharedDriver, SharedHarness
 
@@ -136,7 +137,7 @@ def test_a_deletion_waits_for_its_own_write_and_removes_twice():
     assert harness.scheduler.lower.take_erased() == []
     harness.ends = True
     harness.run_until(lambda: not harness.scheduler.lower.busy)
-    assert harness.scheduler.lower.take_erased() == [True]
+    assert harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
     assert harness.counts["shared spilled"] == 4 and not harness.device.shared
     key = next(iter(harness.device.written))
     harness.device.shared[key] = {}  # by a server that did not know yet
@@ -155,7 +156,7 @@ def test_a_deletion_leaves_the_keys_of_an_opening_that_another_conversation_has(
     all_keys = list(lower.keys(array("i", PROMPT), b""))
     lower.erase(lower.keys(array("i", PROMPT), b"", 8))
     harness.run_until(lambda: not lower.busy)
-    assert lower.take_erased() == [True]
+    assert lower.take_erased() == [Erasure.WHOLLY]
     assert list(harness.device.shared) == all_keys[:2]
     harness.drain()
 
@@ -167,7 +168,7 @@ def test_a_deletion_does_not_wait_for_a_late_write():
     harness.run_until(lambda: len(moves(harness, Spill)) == 4)
     harness.delete("a")
     harness.late = moves(harness, Spill)
-    harness.run_until(lambda: harness.scheduler.lower.take_erased() == [False])
+    harness.run_until(lambda: harness.scheduler.lower.take_erased() == [Erasure.LATER])
     harness.ends = True
     harness.turn(range(50, 60), 1)
     harness.run_until(lambda: not harness.scheduler.lower.busy)
