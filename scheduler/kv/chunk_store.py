@@ -246,7 +246,7 @@ class ChunkStore:
             del chunk.queue_places[bisect_left(chunk.queue_places, place)]
             self.update_victim_set(chunk)
             if chunk.slots[SHARED] != NO_SLOT:
-                self._count_if_dropped(chunk)
+                self._forget_if_nowhere(chunk)
 
     def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
         """Makes chunks of the records that an earlier process left in the tier. Called before
@@ -278,7 +278,7 @@ class ChunkStore:
             chunk.key = key
             chunk.tokens = self._chunk_tokens
             self._by_key[key] = chunk
-            self._forgotten.pop(key, None)
+            chunk.dropped_at = self._forgotten.pop(key, NEVER)
         if chunk.slots[SHARED] == NO_SLOT:
             chunk.slots[SHARED] = self.shared.new_slot()
         return chunk
@@ -400,7 +400,10 @@ class ChunkStore:
         """The chunk gives up its record in the tier, which is not being read."""
         self._release_record(chunk, lower)
         self.update_victim_set(chunk)
-        self._count_if_dropped(chunk)
+        if lower is self.shared:
+            self._forget_if_nowhere(chunk)
+        else:
+            self._count_if_dropped(chunk)
 
     def _release_record(self, chunk: Chunk, lower: LowerTier) -> None:
         assert chunk.key is not None
@@ -476,13 +479,18 @@ class ChunkStore:
             if not chunk.claims:
                 self._forget(chunk)
 
+    def _forget_if_nowhere(self, chunk: Chunk) -> None:
+        """Does not count it: only the shared tier had the chunk."""
+        if self._is_nowhere(chunk) and not (chunk.users or chunk.claims):
+            self._forget(chunk)
+
     def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
             if chunk.state is not None:
                 self.lose_state(chunk.state)
             return
-        if self._by_key.pop(chunk.key, None) is None:
+        if self._by_key.pop(chunk.key, None) is None or chunk.dropped_at == NEVER:
             return
         self._forgotten[chunk.key] = chunk.dropped_at
         self._in_order.append((chunk.key, chunk.dropped_at))

@@ -106,6 +106,7 @@ class SharedTier:
 
     def release(self, slot: int, key: ChunkKey) -> None:
         """The record stays in the store, for other servers."""
+        self._unwanted.discard(slot)  # nobody asks whether a chunk that was dropped is wanted
 
     def wanted(self, slot: int, chunk: Chunk) -> bool:
         unwanted = slot in self._unwanted

@@ -75,7 +75,7 @@ class TierWriter:
 
     def _leave(self, chunk: Chunk) -> None:
         """The chunk is being written now, or is refused."""
-        del self._pending[chunk]
+        self._pending.pop(chunk, None)  # after two finds it is queued twice
         if chunk.staged and self.other is not None:  # perhaps staged by the other writer
             self._staged.append(chunk)
 
