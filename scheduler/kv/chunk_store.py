@@ -246,7 +246,7 @@ class ChunkStore:
             del chunk.queue_places[bisect_left(chunk.queue_places, place)]
             self.update_victim_set(chunk)
             if chunk.slots[SHARED] != NO_SLOT:
-                self._forget_if_nowhere(chunk)
+                self._count_if_dropped(chunk, False)
 
     def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
         """Makes chunks of the records that an earlier process left in the tier. Called before
@@ -400,10 +400,7 @@ class ChunkStore:
         """The chunk gives up its record in the tier, which is not being read."""
         self._release_record(chunk, lower)
         self.update_victim_set(chunk)
-        if lower is self.shared:
-            self._forget_if_nowhere(chunk)
-        else:
-            self._count_if_dropped(chunk)
+        self._count_if_dropped(chunk, lower is not self.shared)
 
     def _release_record(self, chunk: Chunk, lower: LowerTier) -> None:
         assert chunk.key is not None
@@ -472,17 +469,14 @@ class ChunkStore:
                 slots[SHARED] = NO_SLOT
         return slots == NOWHERE
 
-    def _count_if_dropped(self, chunk: Chunk) -> None:
+    def _count_if_dropped(self, chunk: Chunk, here: bool = True) -> None:
+        """`here`: False if only the shared tier had the chunk, which does not count."""
         if self._is_nowhere(chunk) and not chunk.users:
-            self.dropped += bool(chunk.tokens)
-            chunk.dropped_at = self.now
+            if here:
+                self.dropped += bool(chunk.tokens)
+                chunk.dropped_at = self.now
             if not chunk.claims:
                 self._forget(chunk)
-
-    def _forget_if_nowhere(self, chunk: Chunk) -> None:
-        """Does not count it: only the shared tier had the chunk."""
-        if self._is_nowhere(chunk) and not (chunk.users or chunk.claims):
-            self._forget(chunk)
 
     def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
