@@ -19,6 +19,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import (
     Applied,
+    Erasure,
     ErrorKind,
     InvariantError,
     Request,
@@ -72,7 +73,7 @@ class EngineSession:
         self._compiling: dict[RequestId, tuple[Request, Future[Any]]] = {}  # not in the queue yet
         self._compiled: SimpleQueue[RequestId] = SimpleQueue()
         self._results: list[RowResult] = []  # since the last step
-        self._erasing: deque[Callable[[bool], None]] = deque()
+        self._erasing: deque[Callable[[Erasure], None]] = deque()
 
     # -- requests
 
@@ -121,7 +122,7 @@ class EngineSession:
             case Keep(conversation, ttl, pinned):
                 conversations.keep(conversation, ttl, now + pinned, now)
 
-    def forget(self, message: Forget, answer: Callable[[bool], None]) -> None:
+    def forget(self, message: Forget, answer: Callable[[Erasure], None]) -> None:
         """Begins to erase the conversation's own KV. A conversation that was not active since the
         start may also have records on disk. `answer` is called at the end, by this call or by a
         step, as `Erased` describes."""
@@ -208,6 +209,6 @@ class EngineSession:
             self.executor.keep_grammar(request.id, compiled)
 
     def _answer_erased(self) -> None:
-        for wholly in self.scheduler.lower.take_erased():
+        for erasure in self.scheduler.lower.take_erased():
             self._report_kv(True)
-            self._erasing.popleft()(wholly)
+            self._erasing.popleft()(erasure)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.progress import is_terminal
-from ..scheduler.types import ErrorKind, RequestError, RequestId, SettingError
+from ..scheduler.types import Erasure, ErrorKind, RequestError, RequestId, SettingError
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
 from .engine_session import EngineSession
@@ -447,13 +447,13 @@ class LLM:
         here."""
         self._session.change(message)
 
-    def _forget(self, message: Forget) -> asyncio.Future[bool]:
-        """Begins to erase the KV of an expired conversation. The future's result: True if all of it
-        is erased."""
-        erased: asyncio.Future[bool] = self._events.create_future()
+    def _forget(self, message: Forget) -> asyncio.Future[Erasure]:
+        """Begins to erase the KV of an expired conversation. The future's result: whether all of
+        it is erased."""
+        erased: asyncio.Future[Erasure] = self._events.create_future()
 
-        def answer(wholly: bool) -> None:
-            self._events.call_soon_threadsafe(erased.set_result, wholly)
+        def answer(erasure: Erasure) -> None:
+            self._events.call_soon_threadsafe(erased.set_result, erasure)
 
         self._session.forget(message, answer)
         return erased

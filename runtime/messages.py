@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..scheduler.kv.stats import SchedulerStats
-from ..scheduler.types import Applied, Request, RequestId, Residency
+from ..scheduler.types import Applied, Erasure, Request, RequestId, Residency
 from .counters import DiskCounters, KVCounters, KVEventCounters, LoopStats, SharedCounters
 
 
@@ -75,9 +75,9 @@ class Keep(NamedTuple):
 
 class Erased(NamedTuple):
     """Answer to each `Forget`, in order: the conversation's own KV cannot be read any more, on any
-    rank, even after a power failure. `wholly` is False if the disk refused to erase a part."""
+    rank, even after a power failure; or a tier refused to erase a part."""
 
-    wholly: bool
+    erasure: Erasure
 
 
 class Look(NamedTuple):

@@ -246,7 +246,7 @@ class Service:
                 self._session.finish(request, tokens)
                 self._changed = True
             case Forget():
-                self._session.forget(message, lambda wholly: self._outbox.put(Erased(wholly)))
+                self._session.forget(message, lambda erasure: self._outbox.put(Erased(erasure)))
             case Fork() | Keep():
                 self._session.change(message)
             case Look(start):

@@ -124,6 +124,14 @@ GPU, HOST, DISK, SHARED = map(int, TIERS)
 enum."""
 
 
+class Erasure(IntEnum):
+    """How the erasure of a deleted conversation's own records has ended."""
+
+    REFUSED = 0  # this server's disk may keep a part until the next start
+    WHOLLY = 1
+    LATER = 2  # the store that servers share has refused a part, and is asked again without a call
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...scheduler.turns.conversations import common_prefix
-from ...scheduler.types import ErrorKind, RequestError
+from ...scheduler.types import Erasure, ErrorKind, RequestError
 from ..messages import Forget
 from .transcript import Message, common_messages
 
@@ -75,7 +75,7 @@ class Sessions:
     `forget` sends the message to the loop; its result is as `EngineClient.forget`'s.
     """
 
-    def __init__(self, forget: Callable[[Forget], asyncio.Future[bool]]):
+    def __init__(self, forget: Callable[[Forget], asyncio.Future[Erasure]]):
         self._forget = forget
         # by the owner, then by the client's name: those idle longest come first
         self._dialogues: dict[str, OrderedDict[str, dict[str, None]]] = {}
@@ -112,7 +112,7 @@ class Sessions:
         """Drops the KV of all dialogues of the session, on every tier, unless another session or
         conversation claims it. Requests in flight go on; their KV is dropped at their end.
 
-        RequestError: NOT_FOUND, and INTERNAL if the disk refused to erase some of the KV.
+        RequestError: NOT_FOUND, and INTERNAL if a tier refused to erase some of the KV.
         """
         owner, name = key
         dialogues = self._dialogues.get(owner, OrderedDict()).pop(name, None)
@@ -121,7 +121,7 @@ class Sessions:
         self._counts[owner] -= len(dialogues)
         self._ended |= dialogues.keys() & self._open.keys()
         erased = await asyncio.gather(*[self._forget(_whole(kv_name)) for kv_name in dialogues])
-        if not all(erased):
+        if any(erasure is not Erasure.WHOLLY for erasure in erased):
             what = f"the session {name!r} is ended, but some of its KV may still be on the server's"
             where = "disk or in the store that servers share: it could not be erased"
             raise RequestError(ErrorKind.INTERNAL, f"{what} {where}")

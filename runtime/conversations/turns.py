@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ...scheduler.turns.conversations import common_prefix
-from ...scheduler.types import ErrorKind, RequestError
+from ...scheduler.types import Erasure, ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
 from .schema import Gone, Kind, Name, Opening, StoredConversation
@@ -51,7 +51,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Work = Callable[[], Awaitable[None]]
-Erase = Callable[[Forget], asyncio.Future[bool]]
+Erase = Callable[[Forget], asyncio.Future[Erasure]]
 # after the first time that the database did not answer; then the reply ends with 503
 COMMIT_PATIENCE_S = 10.0
 COMMIT_RETRY_S = 0.5
@@ -487,7 +487,7 @@ class TurnManager(Turns):
         self._faults: dict[str, str] = {}  # of background work, by its name
         # tombstones of a shared store: told to the loop, and erased there
         self._handed = self._erased = 0
-        self._erasing: list[asyncio.Future[bool]] = []
+        self._erasing: list[asyncio.Future[Erasure]] = []
         self._unerased = 0  # tokens that the loop has been told to erase
         self._tasks: list[asyncio.Task[None]] = []
         if store.shared:
@@ -580,10 +580,12 @@ class TurnManager(Turns):
 
     async def _keep_in_step(self) -> None:
         """Renews this server's leases and learns of deletions on the other servers."""
-        # KV that could not be erased is erased after the next start: its tombstone stays until
+        # KV that the disk could not erase is erased after the next start: its tombstone stays until
         # then.
         self._erasing = [
-            one for one in self._erasing if not one.done() or one.cancelled() or not one.result()
+            one
+            for one in self._erasing
+            if not one.done() or one.cancelled() or one.result() is Erasure.REFUSED
         ]
         if not self._erasing and not self._deleted:
             self._erased = self._handed
@@ -862,13 +864,14 @@ class TurnManager(Turns):
         response belong to its whole line: they end with the line's last response, or with their
         TTL; until then their KV stays.
 
-        RequestError: NOT_FOUND, and INTERNAL if it is deleted, but the disk refused to erase some
+        RequestError: NOT_FOUND, and INTERNAL if it is deleted, but a tier refused to erase some
         of its KV.
         """
         self.prompts.forget((name.owner, name.id))
         while await self.run(self._store.delete_branches, name, self.now()):
             pass
-        if not await self._forget(await self.run(self._store.delete, name, self.now())):
+        erasure = await self._forget(await self.run(self._store.delete, name, self.now()))
+        if erasure is not Erasure.WHOLLY:
             what = (
                 f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the "
                 "server's disk or in the store that servers share"
@@ -886,13 +889,13 @@ class TurnManager(Turns):
             elif gone.thread is not None:
                 self._erase_kv(gone)
 
-    def _forget(self, gone: Gone) -> Awaitable[bool]:
+    def _forget(self, gone: Gone) -> Awaitable[Erasure]:
         """Whether its KV is erased, when that is known. KV that open turns use stays until their
         ends."""
         self._deleted |= {turn: gone for turn, names in self._open.items() if gone.name in names}
         return self._erase_kv(gone)
 
-    def _erase_kv(self, gone: Gone) -> Awaitable[bool]:
+    def _erase_kv(self, gone: Gone) -> Awaitable[Erasure]:
         kv_id = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(
             self._erase(Forget(kv_id, gone.tokens, gone.shared, gone.salt))

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from ...scheduler.types import ErrorKind, Request, RequestError, RequestId, Residency, RowResult
+from ...scheduler.types import (
+    Erasure,
+    ErrorKind,
+    Request,
+    RequestError,
+    RequestId,
+    Residency,
+    RowResult,
+)
 from ..messages import (
     Abort,
     Draining,
@@ -245,7 +253,7 @@ class EngineClient(EngineStreams):
         # rounds of `refresh_all` that have begun
         self._looking = asyncio.Lock()
         self._rounds = 0
-        self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order of their answers
+        self._forgetting: deque[asyncio.Future[Erasure]] = deque()  # in the order of their answers
         self._outbox: SimpleQueue[FromHTTP | list[Submit] | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
             threading.Thread(target=work, args=(connection,), name=name, daemon=True).start()
@@ -297,12 +305,12 @@ class EngineClient(EngineStreams):
     def tell(self, message: Fork | Keep) -> None:
         self._outbox.put(message)
 
-    def forget(self, message: Forget) -> asyncio.Future[bool]:
-        """Erases the conversation's own KV. The future's result: True if it cannot be read any
-        more; False if the disk refused to erase a part, or the engine ended before its answer."""
-        erased: asyncio.Future[bool] = self._event_loop.create_future()
+    def forget(self, message: Forget) -> asyncio.Future[Erasure]:
+        """Erases the conversation's own KV. The future's result: whether it cannot be read any
+        more; REFUSED too if the engine ended before its answer."""
+        erased: asyncio.Future[Erasure] = self._event_loop.create_future()
         if self._fault is not None:
-            erased.set_result(False)
+            erased.set_result(Erasure.REFUSED)
         else:
             self._forgetting.append(erased)
             self._outbox.put(message)
@@ -343,7 +351,7 @@ class EngineClient(EngineStreams):
             self._told.set()
             return
         if isinstance(message, Erased):
-            self._forgotten(message.wholly)
+            self._forgotten(message.erasure)
             return
         now = time.perf_counter()
         for result in message.applied.results():
@@ -394,13 +402,13 @@ class EngineClient(EngineStreams):
             request.stream.fail(self._fault)
         self._open.clear()
         while self._forgetting:
-            self._forgotten(False)
+            self._forgotten(Erasure.REFUSED)
         self._told.set()
 
-    def _forgotten(self, wholly: bool) -> None:
+    def _forgotten(self, erasure: Erasure) -> None:
         erased = self._forgetting.popleft()
         if not erased.done():  # cancelled, with the call that waited for it
-            erased.set_result(wholly)
+            erased.set_result(erasure)
 
     def _end(self) -> None:
         self._fail(RequestError(ErrorKind.UNAVAILABLE, "the engine has shut down"))

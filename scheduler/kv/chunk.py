@@ -38,9 +38,9 @@ class ChunkSet(Protocol):
 class Move:
     """A spill to a tier below HOST or a promotion from it, in progress. `host` and `slot`: the
     slots in HOST and in that tier. `chunk` is None after the chunk was dropped: then the move owns
-    both slots."""
+    both slots. `late`: its deadline is over, so nobody waits for it."""
 
-    __slots__ = ("chunk", "host", "key", "slot", "spills", "tier")
+    __slots__ = ("chunk", "host", "key", "late", "slot", "spills", "tier")
 
     def __init__(self, tier: Tier, chunk: Chunk, key: ChunkKey, host: int, slot: int, spills: bool):
         self.tier = tier
@@ -49,6 +49,7 @@ class Move:
         self.host = host
         self.slot = slot
         self.spills = spills
+        self.late = False
 
 
 class VictimGroup:

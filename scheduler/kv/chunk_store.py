@@ -250,7 +250,7 @@ class ChunkStore:
             del chunk.queue_places[bisect_left(chunk.queue_places, place)]
             self.update_victim_set(chunk)
             if chunk.slots[SHARED] != NO_SLOT:
-                self._count_if_dropped(chunk)
+                self._count_if_dropped(chunk, False)
 
     def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
         """Makes chunks of the records that an earlier process left in the tier. Called before
@@ -282,7 +282,7 @@ class ChunkStore:
             chunk.key = key
             chunk.tokens = self._chunk_tokens
             self._by_key[key] = chunk
-            self._forgotten.pop(key, None)
+            chunk.dropped_at = self._forgotten.pop(key, NEVER)
         if chunk.slots[SHARED] == NO_SLOT:
             chunk.slots[SHARED] = self.shared.new_slot()
         return chunk
@@ -404,7 +404,7 @@ class ChunkStore:
         """The chunk gives up its record in the tier, which is not being read."""
         self._release_record(chunk, lower)
         self.update_victim_set(chunk)
-        self._count_if_dropped(chunk)
+        self._count_if_dropped(chunk, lower is not self.shared)
 
     def _release_record(self, chunk: Chunk, lower: LowerTier) -> None:
         assert chunk.key is not None
@@ -473,10 +473,12 @@ class ChunkStore:
                 slots[SHARED] = NO_SLOT
         return slots == NOWHERE
 
-    def _count_if_dropped(self, chunk: Chunk) -> None:
+    def _count_if_dropped(self, chunk: Chunk, here: bool = True) -> None:
+        """`here`: False if only the shared tier had the chunk, which does not count."""
         if self._is_nowhere(chunk) and not chunk.users:
-            self.dropped += bool(chunk.tokens)
-            chunk.dropped_at = self.now
+            if here:
+                self.dropped += bool(chunk.tokens)
+                chunk.dropped_at = self.now
             if not chunk.claims:
                 self._forget(chunk)
 
@@ -486,7 +488,7 @@ class ChunkStore:
             if chunk.state is not None:
                 self.lose_state(chunk.state)
             return
-        if self._by_key.pop(chunk.key, None) is None:
+        if self._by_key.pop(chunk.key, None) is None or chunk.dropped_at == NEVER:
             return
         self._forgotten[chunk.key] = chunk.dropped_at
         self._in_order.append((chunk.key, chunk.dropped_at))

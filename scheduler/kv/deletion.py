@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..types import ChunkKey
+from ..types import SHARED, ChunkKey, Erasure
 from ..work import Backlog, Pieces
+from .chunk_keys import NO_KEY
 from .chunk_store import ChunkStore
 
 
@@ -54,19 +55,26 @@ class Deletions:
 
     def drop(self, keys: Iterable[ChunkKey], units: int = 1) -> Pieces:
         """Drops the chunks of these keys that no conversation claims and no row uses. `units`: of
-        one; 2 if the key is made first."""
+        one; 2 if the key is made first. Those that are NO_KEY belong to others and stay."""
         for key in keys:
-            self._store.delete(key)
+            if key != NO_KEY:
+                self._store.delete(key)
             yield units
 
-    def take_ended(self) -> list[bool]:
-        """Returns, for each deletion that has ended since the last call, whether all of its records
-        are erased. False: a tier refused to erase one, so a record may remain."""
+    def take_ended(self) -> list[Erasure]:
+        """Returns, for each deletion that has ended since the last call, how it did."""
         ended = []
         while self._erasing and self._has_ended(self._erasing[0]):
             numbers = zip(self._store.lower, *self._erasing.popleft(), strict=True)
-            refused = [lower.refused(before, after) for lower, before, after in numbers]
-            ended.append(not any(refused))
+            # each tier is asked: it then forgets what it has told
+            tiers = [lower.tier for lower, *which in numbers if lower.refused(*which)]
+            ended.append(
+                Erasure.WHOLLY
+                if not tiers
+                else Erasure.LATER
+                if tiers == [SHARED]
+                else Erasure.REFUSED
+            )
         return ended
 
     def _has_ended(self, deletion: Deletion) -> bool:

@@ -51,7 +51,6 @@ class SharedTier:
         self.answers: dict[int, tuple[bool, ...]] = {}
         self._slots = count()
         self._moves: dict[int, Move] = {}
-        self._late: set[int] = set()  # slots of moves past their deadline
         self._writes: defaultdict[ChunkKey, set[int]] = defaultdict(set)  # slots by key
         self._spills: list[Spill] = []
         self._promotions: list[Promotion] = []
@@ -80,7 +79,7 @@ class SharedTier:
         return self._count(spills=False)
 
     def _count(self, spills: bool) -> int:
-        return sum(m.spills == spills for slot, m in self._moves.items() if slot not in self._late)
+        return sum(move.spills == spills and not move.late for move in self._moves.values())
 
     def new_slot(self) -> int:
         """The slot of a chunk that the store is known to have."""
@@ -107,6 +106,7 @@ class SharedTier:
 
     def release(self, slot: int, key: ChunkKey) -> None:
         """The record stays in the store, for other servers."""
+        self._unwanted.discard(slot)  # nobody asks whether a chunk that was dropped is wanted
 
     def wanted(self, slot: int, chunk: Chunk) -> bool:
         unwanted = slot in self._unwanted
@@ -117,9 +117,9 @@ class SharedTier:
         """Yields the reads that are past their deadline from now on. The caller abandons them."""
         for slot in _report(result).late:
             move = self._moves.get(slot)
-            if move is None or slot in self._late:
+            if move is None or move.late:
                 continue
-            self._late.add(slot)
+            move.late = True
             if move.spills:  # the client of a deletion does not wait for it
                 self._refuse(self._behind_writes.get(move.key, []))
             else:
@@ -138,7 +138,6 @@ class SharedTier:
             move = self._moves.pop(slot, None)
             if move is None:
                 raise InvariantError(f"record {slot} is reported, but no such work is under way")
-            self._late.discard(slot)
             if move.spills:
                 self.spilled += succeeded
                 self.failed_writes += not succeeded
@@ -180,7 +179,7 @@ class SharedTier:
         writes = self._writes.get(key, set())
         waiting = self._behind_writes[key] if writes else self._to_remove.setdefault(key, [])
         waiting.append(self.deleted)
-        if writes & self._late:
+        if any(self._moves[slot].late for slot in writes):
             self._refuse([self.deleted])
 
     @property
@@ -223,7 +222,7 @@ class SharedTier:
 
     @property
     def outstanding(self) -> bool:
-        moving = len(self._moves) > len(self._late)
+        moving = not all(move.late for move in self._moves.values())
         return bool(moving or self._finding or self._to_remove or self._removing)
 
     def hand_over(self, step: int) -> TierWork | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
-from ..types import ChunkKey, StoredRecord, Tier
+from ..types import ChunkKey, Erasure, StoredRecord, Tier
 from .plan_builder import PlanBuilder
 from .prefetch import Prefetcher
 from .sharing import Sharing
@@ -56,10 +56,9 @@ class LowerTierWork:
         several plans."""
         self._deletions.begin(self._deletions.drop(keys, units=2))
 
-    def take_erased(self) -> list[bool]:
+    def take_erased(self) -> list[Erasure]:
         """Returns, for each `Conversations.delete` and `erase` that has ended since the last call,
-        in their order, whether all of the conversation's own records are erased on all ranks.
-        False: a tier refused to erase one."""
+        in their order, whether the conversation's own records are erased on all ranks."""
         return self._deletions.take_ended()
 
     @property

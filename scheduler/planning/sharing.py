@@ -60,11 +60,6 @@ class Sharing(TierWriter):
         self._waiting: dict[Turn, float] = {}
 
     @property
-    def busy(self) -> bool:
-        """True if the next plan has work to do, even without a request."""
-        return bool(self._queue or self._copied or self._staged)
-
-    @property
     def writing(self) -> bool:
         """True if chunks are on their way to the store."""
         return bool(self._pending or self._tier.writing)
@@ -84,6 +79,8 @@ class Sharing(TierWriter):
 
     def stop(self, logs: Iterable[Sequence[Chunk]], now: float) -> None:
         """The server stops: will write what is on HOST of these logs, in their order."""
+        if not self._writes:
+            return
         for chunks in logs:
             if chunks and chunks[-1].end >= self._least:
                 self._write([chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT], now)

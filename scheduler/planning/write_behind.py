@@ -28,8 +28,8 @@ class TierWriter:
     """Writes chunks of ended turns to one lower tier, in the order in which they are queued:
     GPU -> HOST beside the step, then HOST -> the tier.
 
-    A chunk is refused (it stays where it is) if that tier or HOST holds nothing of lower value. A
-    chunk whose copy failed is not written.
+    A chunk is refused (it stays where it is) if that tier or HOST holds nothing of lower value, or
+    while its write to another tier is late. A chunk whose copy failed is not written.
     """
 
     _drops = False
@@ -52,6 +52,12 @@ class TierWriter:
         """The writer of another tier. A copy that is staged for both stays until both are done."""
 
     @property
+    def busy(self) -> bool:
+        """True if the next plan has work to do, even without a request."""
+        staged = not all(map(_is_late, self._staged))
+        return bool(self._queue or self._copied) or staged
+
+    @property
     def _lower(self) -> LowerTier:
         """The tier that is written. Only asked for if there is one."""
         return self._tiers[0]
@@ -69,7 +75,7 @@ class TierWriter:
 
     def _leave(self, chunk: Chunk) -> None:
         """The chunk is being written now, or is refused."""
-        del self._pending[chunk]
+        self._pending.pop(chunk, None)  # after two finds it is queued twice
         if chunk.staged and self.other is not None:  # perhaps staged by the other writer
             self._staged.append(chunk)
 
@@ -102,7 +108,11 @@ class TierWriter:
                 return
             chunk = self._copied[0]
             if chunk.moving is not None and chunk.moving.tier is not self._lower.tier:
-                self._copied.rotate(-1)  # the other tier's turn
+                if _is_late(chunk):
+                    self._copied.popleft()
+                    self._leave(chunk)
+                else:
+                    self._copied.rotate(-1)  # the other tier's turn
                 continue
             wanted = self._unwritten(chunk) and chunk.slots[HOST] != NO_SLOT
             if wanted and store.host.last[Lane.OUT][chunk.slots[HOST]] > store.completed.swap_out:
@@ -115,10 +125,20 @@ class TierWriter:
     def _end_staging(self) -> None:
         """Releases HOST copies that were made only to be written, unless their chunks have left
         the GPU meanwhile or are about to."""
-        while self._staged and not self.wants(self._staged[0]):
-            chunk = self._staged.popleft()
+        for _ in range(len(self._staged)):
+            chunk = self._staged[0]
+            if _is_late(chunk):
+                self._staged.rotate(-1)
+                continue
+            if self.wants(chunk):
+                return
+            self._staged.popleft()
             if chunk.staged and not (self.other is not None and self.other.wants(chunk)):
                 self._store.release_host(chunk)
+
+
+def _is_late(chunk: Chunk) -> bool:
+    return chunk.moving is not None and chunk.moving.late
 
 
 class WriteBehind(TierWriter):
@@ -144,7 +164,7 @@ class WriteBehind(TierWriter):
     @property
     def busy(self) -> bool:
         """True if the next plan has work to do, even without a request."""
-        return self._short or bool(self._queue or self._copied or self._staged or self._endings)
+        return self._short or bool(self._endings) or super().busy
 
     @property
     def withholds(self) -> bool:

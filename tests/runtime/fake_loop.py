@@ -37,6 +37,7 @@ from pensieve.runtime.messages import (
 from pensieve.scheduler.types import (
     Applied,
     ConversationKV,
+    Erasure,
     ErrorKind,
     FinishReason,
     Request,
@@ -147,7 +148,7 @@ class FakeLoop:
     dies_with       Fatal is sent once this many requests run and each has got a token
     log             the HTTP side's messages, in order
     confirmed       token counts by request, from `Finish`
-    erases_wholly   the answer to deletions; None: no answer
+    erasure         the answer to deletions; None: no answer
     pauses_behind   after this many tokens of a reply, pauses once like `pause`
     """
 
@@ -161,7 +162,7 @@ class FakeLoop:
         self.client_end, self._pipe = multiprocessing.Pipe()
         self.log: list[Submit | Abort | Finish | Drain] = []
         self.confirmed: dict[RequestId, int] = {}
-        self.erases_wholly: bool | None = True
+        self.erasure: Erasure | None = Erasure.WHOLLY
         self.pauses_behind: int | None = None
         self._answers = answers
         self._step_seconds = step_seconds
@@ -273,8 +274,8 @@ class FakeLoop:
                         32, [ConversationKV("c", {"gpu": 1, "host": 2, "disk": 4, "dropped": 3})], 0
                     )
                 )
-            case Forget() if self.erases_wholly is not None:
-                self._pipe.send(Erased(self.erases_wholly))
+            case Forget() if self.erasure is not None:
+                self._pipe.send(Erased(self.erasure))
             case Finish(request, _):
                 if self._running.pop(request, None) is not None:
                     outputs.append(RowResult(request, (), FinishReason.STOP))

@@ -16,6 +16,7 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
+    Erasure,
     ErrorKind,
     FinishReason,
     InvariantError,
@@ -147,11 +148,13 @@ def test_changes_and_deletions_of_conversations():
     conversations = session.scheduler.conversations
     assert "b" in conversations and "c" not in conversations
     tokens = conversations.tokens("a")
-    session.forget(Forget("a", tokens, 0, b""), lambda wholly: answers.append(("a", wholly)))
-    session.forget(Forget(None, tokens, 0, b"other"), lambda wholly: answers.append((None, wholly)))
+    session.forget(Forget("a", tokens, 0, b""), lambda erasure: answers.append(("a", erasure)))
+    session.forget(
+        Forget(None, tokens, 0, b"other"), lambda erasure: answers.append((None, erasure))
+    )
     while len(answers) < 2:
         session.step()
-    assert answers == [("a", True), (None, True)] and "a" not in conversations
+    assert answers == [("a", Erasure.WHOLLY), (None, Erasure.WHOLLY)] and "a" not in conversations
 
 
 def test_the_end_of_a_session_keeps_what_another_one_uses():

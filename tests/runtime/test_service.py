@@ -30,6 +30,7 @@ from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, SHARE_S, Serv
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import (
     Applied,
+    Erasure,
     ErrorKind,
     FinishReason,
     Request,
@@ -72,7 +73,7 @@ class Scheduler(SimpleNamespace):
     def erase(self, keys: list[bytes]) -> None:
         self.calls.append(("erase", keys))
 
-    def take_erased(self) -> list[bool]:
+    def take_erased(self) -> list[Erasure]:
         erased = self.erased
         self.erased = []
         return erased
@@ -191,11 +192,14 @@ def test_a_deletion_erases_active_and_inactive_conversations(
         ("erase", whole[2:]),
     ]
     assert service._outbox.empty()
-    scheduler.erased = [True, False]
+    scheduler.erased = [Erasure.WHOLLY, Erasure.REFUSED]
     scheduler.apply = lambda result, now, took: Applied()
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._step()
-    assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
+    assert [service._outbox.get(timeout=0) for _ in range(2)] == [
+        Erased(Erasure.WHOLLY),
+        Erased(Erasure.REFUSED),
+    ]
 
 
 def test_a_deletion_that_ends_without_a_step_is_told(
@@ -205,7 +209,7 @@ def test_a_deletion_that_ends_without_a_step_is_told(
     result follows."""
 
     def next_plan(now: float) -> None:
-        scheduler.erased = [True]
+        scheduler.erased = [Erasure.WHOLLY]
         scheduler.next_plan = lambda now: None
 
     scheduler.next_plan = next_plan
@@ -220,7 +224,7 @@ def test_a_deletion_that_ends_without_a_step_is_told(
     with contextlib.suppress(EOFError):
         while True:
             messages.append(there.recv())
-    assert Erased(True) in messages
+    assert Erased(Erasure.WHOLLY) in messages
 
 
 @pytest.mark.parametrize(("slots", "checked"), [(MOST_CHECKED - 24, True), (MOST_CHECKED, False)])

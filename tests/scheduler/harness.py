@@ -20,6 +20,7 @@ from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import (
     GPU,
     HOST,
+    Erasure,
     ErrorKind,
     Request,
     RequestError,
@@ -292,7 +293,7 @@ class Harness:
         """Of a deletion that has ended, no record is left, unless another conversation or request
         uses it. Only where all deletions are the harness's: other tests take the ends
         themselves."""
-        for wholly in self.scheduler.lower.take_erased():
+        for erasure in self.scheduler.lower.take_erased():
             store = self.scheduler._store
             keys = self.erasing.popleft()
             gone = {
@@ -302,6 +303,7 @@ class Harness:
                 and not any(key in former_keys(lower) for lower in store.lower)
             }
             left = [key for key, _, _ in self.device.disk.values() if key in gone]
+            wholly = erasure is Erasure.WHOLLY
             assert not (wholly and left), f"records of deleted chunks: {left}"
             self.counts["erased wholly" if wholly else "erased in part"] += 1
 

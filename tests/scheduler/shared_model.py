@@ -75,6 +75,7 @@ class SharedDevice(DeviceModel):
         return "promoted" if content is not None else "failed"
 
     def answer(self, finds, batch):
+        assert all(len(key) == 32 for key in batch.keys)
         if finds:
             return KeyAnswer(batch.number, tuple(key in self.shared for key in batch.keys))
         for key in batch.keys:

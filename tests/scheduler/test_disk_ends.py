@@ -10,7 +10,7 @@ from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.kv.disk_tier import ERASE_AGAIN_S, DiskTier
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import GPU, HOST, Tier
+from pensieve.scheduler.types import GPU, HOST, Erasure, Tier
 from pensieve.scheduler.work import WORK_A_STEP
 
 from .device_model import disk_report, disk_work
@@ -201,7 +201,7 @@ def test_a_deletion_has_ended_when_its_records_are_erased():
     harness.launch()
     assert slots and slots == set(harness.device.erased) and scheduler.lower.take_erased() == []
     harness.apply()
-    assert scheduler.lower.take_erased() == [True, True]
+    assert scheduler.lower.take_erased() == [Erasure.WHOLLY, Erasure.WHOLLY]
     rest(harness)
     assert not scheduler.lower.unfinished
 
@@ -221,11 +221,11 @@ def test_a_slot_that_cannot_be_erased_is_used_no_more():
         ),
         harness.now,
     )
-    assert scheduler.lower.take_erased() == [False]
+    assert scheduler.lower.take_erased() == [Erasure.REFUSED]
     scheduler.check()
     assert scheduler.stats().slots["disk"] == {"free": 7, "copy": 0, "idle": 0, "moving": 1}
     scheduler.lower.erase([])
-    assert scheduler.lower.take_erased() == [True], "what was lost before is not its own"
+    assert scheduler.lower.take_erased() == [Erasure.WHOLLY], "what was lost before is not its own"
 
 
 def test_a_slot_that_could_not_be_erased_is_erased_again_later():
@@ -240,7 +240,7 @@ def test_a_slot_that_could_not_be_erased_is_erased_again_later():
     harness.device.erases = lambda: False
     harness.delete("a")
     rest(harness)
-    assert scheduler.lower.take_erased() == [False]
+    assert scheduler.lower.take_erased() == [Erasure.REFUSED]
     assert scheduler.stats().slots["disk"]["free"] == 8 - records and harness.device.disk
     harness.device.erases = lambda: True
     harness.now += ERASE_AGAIN_S
@@ -267,7 +267,7 @@ def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_com
     harness.delete("a")
     harness.in_time = True
     rest(harness)
-    assert not records(harness, keys) and harness.scheduler.lower.take_erased() == [True]
+    assert not records(harness, keys) and harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
 
 
 def evicted(harness):
@@ -303,11 +303,11 @@ def test_a_deletion_knows_of_a_record_that_was_evicted_and_cannot_be_erased(when
     scheduler.apply(result, harness.now)
     if when == "lost":
         harness.delete("a")
-    assert scheduler.lower.take_erased() == [False]
+    assert scheduler.lower.take_erased() == [Erasure.REFUSED]
     scheduler.check()
     scheduler.lower.erase([left])
     scheduler.lower.erase(key for key in keys if key != left)
-    assert scheduler.lower.take_erased() == [False, True]
+    assert scheduler.lower.take_erased() == [Erasure.REFUSED, Erasure.WHOLLY]
 
 
 def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
@@ -329,7 +329,7 @@ def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
     assert harness.scheduler.lower.take_erased() == []
     harness.in_time = True
     rest(harness)
-    assert not records(harness, keys) and harness.scheduler.lower.take_erased() == [True]
+    assert not records(harness, keys) and harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
 
 
 @pytest.mark.parametrize("spills", [True, False])
@@ -357,7 +357,7 @@ def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving
     assert slots and harness.scheduler.lower.take_erased() == []
     harness.in_time = True
     rest(harness)
-    assert not records(harness, keys) and harness.scheduler.lower.take_erased() == [True]
+    assert not records(harness, keys) and harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
 
 
 def test_of_a_reply_cut_where_a_chunk_ends_that_chunk_is_erased_too():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 
 import pytest
 
 from pensieve.scheduler.kv.shared_tier import AGAIN_S
 from pensieve.scheduler.plan import Promotion, Spill
+from pensieve.scheduler.types import Erasure
 
 from .shared_model import SharedDriver, SharedHarness
 
@@ -60,8 +62,12 @@ def test_a_full_host_gives_its_oldest_slots_to_chunks_on_their_way():
 @pytest.mark.parametrize("settings", [{"shared_min_tokens": 20}, {"save": "off"}])
 def test_short_contexts_are_neither_written_nor_looked_for(settings):
     harness = SharedHarness(**settings)
-    harness.turn(PROMPT, 1)
+    harness.turn(PROMPT, 1, "a")
+    for chunk in harness.scheduler.conversations.get("a").chunks:
+        harness.place(chunk, "host")
     harness.tick()
+    harness.scheduler.stop(harness.now)
+    assert not harness.scheduler.lower.unfinished
     assert not harness.device.shared and not harness.device.questions
     harness.drain()
 
@@ -108,6 +114,26 @@ def test_a_late_read_is_computed_and_keeps_its_slots():
     harness.drain()
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_records_that_never_came_here_are_not_counted_as_dropped(read):
+    harness = written()
+    store = harness.scheduler._store
+    store._forgotten.clear()  # another server has written them
+    before = store.dropped, store.regret_tokens
+    harness.ends = False
+    request = harness.submit(PROMPT, 1)
+    harness.run_until(lambda: len(moves(harness, Promotion)) == 4)
+    if read:
+        harness.device.shared.clear()
+    else:
+        harness.late = moves(harness, Promotion)
+    harness.ends = read
+    harness.run(request)
+    assert (store.dropped, store.regret_tokens) == before
+    harness.ends = True
+    harness.drain()
+
+
 def test_a_missing_record_is_computed():
     harness = written()
     harness.ends = False
@@ -131,7 +157,7 @@ def test_a_deletion_waits_for_its_own_write_and_removes_twice():
     assert harness.scheduler.lower.take_erased() == []
     harness.ends = True
     harness.run_until(lambda: not harness.scheduler.lower.busy)
-    assert harness.scheduler.lower.take_erased() == [True]
+    assert harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
     assert harness.counts["shared spilled"] == 4 and not harness.device.shared
     key = next(iter(harness.device.written))
     harness.device.shared[key] = {}  # by a server that did not know yet
@@ -142,20 +168,79 @@ def test_a_deletion_waits_for_its_own_write_and_removes_twice():
     harness.drain()
 
 
+def test_a_deletion_leaves_the_keys_of_an_opening_that_another_conversation_has():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1)
+    harness.run_until(lambda: len(harness.device.shared) == 4 and not harness.scheduler.lower.busy)
+    lower = harness.scheduler.lower
+    all_keys = list(lower.keys(array("i", PROMPT), b""))
+    lower.erase(lower.keys(array("i", PROMPT), b"", 8))
+    harness.run_until(lambda: not lower.busy)
+    assert lower.take_erased() == [Erasure.WHOLLY]
+    assert list(harness.device.shared) == all_keys[:2]
+    harness.drain()
+
+
 def test_a_deletion_does_not_wait_for_a_late_write():
     harness = SharedHarness()
     harness.turn(PROMPT, 1, "a")
     harness.ends = False
     harness.run_until(lambda: len(moves(harness, Spill)) == 4)
+    deleted = set(harness.scheduler.conversations.get("a").keys)
     harness.delete("a")
     harness.late = moves(harness, Spill)
-    harness.run_until(lambda: harness.scheduler.lower.take_erased() == [False])
+    harness.run_until(lambda: harness.scheduler.lower.take_erased() == [Erasure.LATER])
     harness.ends = True
     harness.turn(range(50, 60), 1)
     harness.run_until(lambda: not harness.scheduler.lower.busy)
-    assert not harness.device.shared.keys() & harness.device.written.keys() or all(
-        harness.device.written[key] > 8 for key in harness.device.shared
-    )
+    assert deleted <= harness.device.written.keys(), "the late writes have ended"
+    assert not deleted & harness.device.shared.keys()
+    assert not harness.scheduler._store.shared._unwanted
+    harness.drain()
+
+
+def test_a_write_that_hangs_keeps_no_reply_back():
+    harness = SharedHarness(save="sync", disk_kv_chunks=20)
+    harness.scheduler._write_behind._most_writes = 1  # the store is faster
+    harness.ends = False
+    request = harness.submit(PROMPT, 1)
+    for _ in range(30):
+        harness.tick()
+        harness.late = moves(harness, Spill)
+    assert harness.late and request not in harness.open
+    harness.ends = True
+    harness.drain()
+
+
+def test_a_chunk_is_written_once_after_two_finds():
+    harness = SharedHarness()
+    sharing = harness.scheduler._sharing
+    tier = harness.scheduler._store.shared
+    harness.answers = False
+    harness.turn(PROMPT, 1, "a")
+    chunks = harness.scheduler.conversations.get("a").chunks
+    tier.paused_until = harness.now + 1.0  # a write has failed: all are declined
+    harness.turn(range(40, 50), 1)
+    harness.now += 2.0
+    sharing.turn_ended(chunks, harness.now)
+    harness.answers = True
+    harness.run_until(lambda: not harness.scheduler.lower.unfinished)
+    assert set(harness.device.written) >= {chunk.key for chunk in chunks}
+    harness.drain()
+
+
+def test_nothing_is_planned_while_only_late_writes_are_left():
+    harness = SharedHarness()
+    harness.turn(PROMPT, 1)
+    harness.ends = False
+    harness.run_until(lambda: len(moves(harness, Spill)) == 4)
+    harness.late = moves(harness, Spill)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.scheduler._store.host.free == 26
+    harness.ends = True
+    harness.turn(range(50, 54), 1)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert harness.scheduler._store.host.free == 30, "copies for the store alone"
     harness.drain()
 
 

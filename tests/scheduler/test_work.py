@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from pensieve.scheduler.kv import chunk_keys
-from pensieve.scheduler.types import Request, RequestError
+from pensieve.scheduler.types import Erasure, Request, RequestError
 from pensieve.scheduler.work import LARGEST_PIECE, Backlog, WorkBudget
 
 from .harness import Harness
@@ -231,12 +231,12 @@ def test_a_deletion_behind_a_fork_drops_what_the_fork_does_not_claim():
     harness.delete("b")
     plan(harness)
     assert any(chunk.resident for chunk in chunks) and harness.scheduler.lower.take_erased() == [
-        True
+        Erasure.WHOLLY
     ]
     rest(harness)
     assert not any(
         chunk.resident for chunk in chunks
-    ) and harness.scheduler.lower.take_erased() == [True]
+    ) and harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
 
 
 def test_a_name_may_be_used_again_while_its_deletion_goes_on():
@@ -245,7 +245,7 @@ def test_a_name_may_be_used_again_while_its_deletion_goes_on():
     harness.delete("a")
     harness.turn(range(50, 60), 2, "a")
     rest(harness)
-    assert claims(harness) == [1, 1] and harness.scheduler.lower.take_erased() == [True]
+    assert claims(harness) == [1, 1] and harness.scheduler.lower.take_erased() == [Erasure.WHOLLY]
     harness.check_logs()
 
 

@@ -23,7 +23,7 @@ from pensieve.runtime.conversations.schema import Gone, Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
-from pensieve.scheduler.types import ErrorKind, RequestError
+from pensieve.scheduler.types import Erasure, ErrorKind, RequestError
 
 from .test_store import A, B, Make, make, refused, rows, stored, transcript
 
@@ -464,16 +464,16 @@ class Loop:
 
     def __init__(self) -> None:
         self.told: list[Forget] = []
-        self.answers: list[asyncio.Future[bool]] = []
+        self.answers: list[asyncio.Future[Erasure]] = []
 
-    def erase(self, message: Forget) -> asyncio.Future[bool]:
+    def erase(self, message: Forget) -> asyncio.Future[Erasure]:
         self.told.append(message)
         self.answers.append(asyncio.get_running_loop().create_future())
         return self.answers[-1]
 
     def answer(self) -> None:
         for answer in self.answers:
-            answer.set_result(True)
+            answer.set_result(Erasure.WHOLLY)
         self.answers.clear()
 
 

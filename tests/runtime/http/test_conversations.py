@@ -18,7 +18,7 @@ from pensieve.runtime.http.settings import key_digest
 from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.turns.conversations import common_prefix
-from pensieve.scheduler.types import ErrorKind, RequestError
+from pensieve.scheduler.types import Erasure, ErrorKind, RequestError
 
 from ..fake_loop import eventually
 from ..odd_tokenizer import byte_by_byte, spaced_tokenizer
@@ -357,19 +357,22 @@ def test_a_deletion_is_answered_when_its_data_cannot_be_read_any_more(serve: Any
         async with serve() as server:
             for name in ("a", "b", "c"):
                 await server.chat("hello", conversation=name)
-            server.loop.erases_wholly = None  # it keeps them waiting
+            server.loop.erasure = None  # it keeps them waiting
             waiting = asyncio.create_task(server.ask("DELETE", f"{CONVERSATIONS}/a"))
             await asyncio.to_thread(server.loop.messages, Forget, 1)
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
             assert not waiting.done()
-            server.loop.say(Erased(True))
+            server.loop.say(Erased(Erasure.WHOLLY))
             assert (await waiting)["deleted"]
-            server.loop.erases_wholly = False
+            server.loop.erasure = Erasure.REFUSED
             error = (await server.ask("DELETE", f"{CONVERSATIONS}/b", 500))["error"]
             assert "is deleted, but some of its KV" in error["message"]
-            server.loop.erases_wholly = None
+            await server.chat("hello", conversation="b")
+            server.loop.erasure = Erasure.LATER
+            await server.ask("DELETE", f"{CONVERSATIONS}/b", 500)
+            server.loop.erasure = None
             waiting = asyncio.create_task(server.ask("DELETE", f"{CONVERSATIONS}/c", 500))
-            await asyncio.to_thread(server.loop.messages, Forget, 3)
+            await asyncio.to_thread(server.loop.messages, Forget, 4)
             server.loop.say(Fatal("the books disagree"))
             await waiting
 

@@ -13,7 +13,7 @@ from pensieve.runtime.conversations import databases
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.messages import Erased, Forget, Submit
-from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.types import Erasure, RequestError
 
 from ..conversations.test_store import transcript
 from ..served import CHAT, run, serve
@@ -140,9 +140,11 @@ def test_what_one_server_deletes_is_forgotten_by_all_before_the_name_is_served_a
     run(work())
 
 
+@pytest.mark.parametrize("erasure", [Erasure.WHOLLY, Erasure.LATER])
 def test_a_tombstone_is_kept_until_every_server_has_erased(
-    serve: Any, postgres: str, monkeypatch: pytest.MonkeyPatch
+    erasure: Erasure, serve: Any, postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the store of all servers has refused is erased by the server that has asked."""
     monkeypatch.setattr(databases.Postgres, "lease", 0.3)
 
     async def tombstones(server: Any) -> int:
@@ -151,7 +153,7 @@ def test_a_tombstone_is_kept_until_every_server_has_erased(
     async def work() -> None:
         async with serve(postgres) as one, serve(postgres) as two:
             await one.chat("hello", conversation="a")
-            two.loop.erases_wholly = None  # it keeps them waiting
+            two.loop.erasure = None  # it keeps them waiting
             await one.ask("DELETE", f"{CONVERSATIONS}/a")
             await told(two, 1)  # without a request
             (alive,) = await one.histories.run(
@@ -162,7 +164,7 @@ def test_a_tombstone_is_kept_until_every_server_has_erased(
             ) <= [alive]:
                 await asyncio.sleep(0.01)  # both have looked again
             assert await tombstones(one) == 1
-            two.loop.say(Erased(True))
+            two.loop.say(Erased(erasure))
             while await tombstones(one):
                 await asyncio.sleep(0.01)
 

@@ -19,7 +19,7 @@ from pensieve.scheduler.invariants import check_store
 from pensieve.scheduler.kv.chunk import NO_SLOT, Claims
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import GPU, HOST, ChunkKey, StoredRecord, Tier
+from pensieve.scheduler.types import GPU, HOST, ChunkKey, Erasure, StoredRecord, Tier
 
 from ..device_model import disk_report, disk_work
 from ..harness import profile
@@ -327,7 +327,8 @@ class DiskDriver:
         self.counts["restarts"] += 1
 
     def check(self):
-        for wholly in self.scheduler.lower.take_erased():
+        for erasure in self.scheduler.lower.take_erased():
+            wholly = erasure is Erasure.WHOLLY
             records = self.deletions.popleft()
             left = [slot for slot in self.slots if records.intersection(slot.holds)]
             assert all(slot.refuses for slot in left), (
@@ -408,7 +409,10 @@ def test_a_deleted_record_is_erased_though_a_claimed_chunk_is_written_over_it():
         and driver.scheduler.lower.take_erased() == []
     )
     assert tick(driver).erased == (slot,)
-    assert driver.scheduler.lower.take_erased() == [True] and second.slots[Tier.DISK] == NO_SLOT
+    assert (
+        driver.scheduler.lower.take_erased() == [Erasure.WHOLLY]
+        and second.slots[Tier.DISK] == NO_SLOT
+    )
 
 
 def test_a_refused_erasure_is_no_fault_of_other_deletions():
@@ -417,4 +421,4 @@ def test_a_refused_erasure_is_no_fault_of_other_deletions():
     for key in KEYS[:3]:
         driver.scheduler.lower.erase([key])
     assert sorted(tick(driver, erase_failed=(slots[1],)).erased) == sorted(slots)
-    assert driver.scheduler.lower.take_erased() == [True, False, True]
+    assert driver.scheduler.lower.take_erased() == [Erasure.WHOLLY, Erasure.REFUSED, Erasure.WHOLLY]
