@@ -520,7 +520,7 @@ def test_a_real_server_tells_its_sources(bench, tmp_path):
                 break
     assert line["errors"] == {} and line["completed_per_s"] > 0 and line["model"] == "demo"
     assert (
-        set(line["sources"]) == {"gpu", "host", "disk", "recomputed", "new"}
+        set(line["sources"]) == {"gpu", "host", "disk", "shared", "recomputed", "new"}
         and sum(line["sources"].values()) > 0
     )
     assert line["ttft_ms_p50"] > 0 and line["cached_tokens"] is not None

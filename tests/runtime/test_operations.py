@@ -33,7 +33,7 @@ from pensieve.runtime.text.tokenizer import Tokenizer
 from .fake_loop import FakeLoop, eventually, ready, say
 
 PROMPT = [70, 71, 72]  # the FakeLoop echoes it and ends
-SOURCES = {"gpu": 2, "host": 0, "disk": 0, "recomputed": 0, "new": 1}  # of its tokens
+SOURCES = {"gpu": 2, "host": 0, "disk": 0, "shared": 0, "recomputed": 0, "new": 1}  # of its tokens
 
 
 @contextlib.asynccontextmanager
@@ -419,7 +419,7 @@ def test_health_and_the_page_say_which_replica_it_is_and_where_its_histories_are
         "replica": "one-1",
         "histories": histories,
         "kv_disk_full": False,
-        "tier_names": {"gpu": "device", "host": "host", "disk": "disk"},
+        "tier_names": {"gpu": "device", "host": "host", "disk": "disk", "shared": "shared"},
     }
     assert state | health == state
 

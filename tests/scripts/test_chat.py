@@ -109,7 +109,7 @@ def test_commands(server):
     (third,) = (name for name in server.conversations if name.startswith("chat-"))
     assert server.conversations == {third: ["three"], "fourth": ["four"]}
     assert (
-        "4 replies, 15 tokens; prompts: device 512 · host 256 · disk 0 · recomputed 20 · new 68"
+        "4 replies, 15 tokens; prompts: device 512 · host 256 · disk 0 · shared 0 · recomputed 20 · new 68"
         in out
     )
     assert "first token: median" in out

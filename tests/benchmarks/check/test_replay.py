@@ -35,7 +35,7 @@ def test_both_serve_the_same_prompts(capsys):
 
 
 def test_shares_are_of_all_prompt_tokens():
-    assert shares(Usage(gpu=5, host=1, disk=2, recomputed=1, new=1)) == (50, 10, 20, 10, 10)
+    assert shares(Usage(gpu=5, host=1, disk=2, recomputed=1, new=1)) == (50, 10, 20, 0, 10, 10)
 
 
 def test_a_slower_machine_takes_longer_for_steps_and_not_for_copies():

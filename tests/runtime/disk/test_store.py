@@ -73,7 +73,8 @@ class Tier:
         while self.store.busy:
             self.store.wait(1.0)
             reports.append(self.store.take())
-        fields = zip(*(report[1:] for report in reports), strict=True)
+        slots = (report[1:-1] for report in reports)  # without the tier and the seconds of a read
+        fields = zip(*slots, strict=True)
         return TierReport(
             DiskStore.tier,
             *(tuple(sorted(slot for part in parts for slot in part)) for parts in fields),

@@ -157,7 +157,10 @@ def test_a_request_is_a_span_under_its_callers(collector: Collector, stream: boo
         "gen_ai.response.finish_reasons": ["stop"],
         "gen_ai.usage.prompt_tokens": 3,
         "gen_ai.usage.completion_tokens": 4,
-        **{f"pensieve.prompt_tokens.{source}": 0 for source in ("host", "disk", "recomputed")},
+        **{
+            f"pensieve.prompt_tokens.{source}": 0
+            for source in ("host", "disk", "shared", "recomputed")
+        },
         "pensieve.prompt_tokens.gpu": 2,
         "pensieve.prompt_tokens.new": 1,
     }

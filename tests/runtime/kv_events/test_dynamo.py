@@ -50,8 +50,9 @@ class MarkedStore:
         marker = marker_of(self.markers)
         there = list(zip(marker.keys, LOCAL_TIERS, strict=True))
         changes = self._store.take_changes() or ResidencyChanges(())
-        tiers, names = [*changes.tiers, *gone, *there], [*changes.names, marker]
-        return changes._replace(tiers=tiers, names=names)
+        return changes._replace(
+            tiers=[*changes.tiers, *gone, *there], names=[*changes.names, marker]
+        )
 
 
 class Life:

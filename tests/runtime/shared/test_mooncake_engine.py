@@ -198,6 +198,7 @@ def test_a_read_that_failed_writes_nothing_later(
 ) -> None:
     engine.put([key(1)], [record(engine, 1)])
     store.owner_process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, store.owner_process.pid, os.WSTOPPED | os.WNOWAIT)
     read = record(engine, 0)
     begun = time.monotonic()
     assert engine.get([key(1)], [read]) == [FAILED]
