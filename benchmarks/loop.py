@@ -136,7 +136,7 @@ class Timed(_Device):
             self._open = None
         return super().mark(lane, gate)
 
-    def close(self) -> None:
+    def close(self, host_in_use: bool = False) -> None:
         """Has no effect: other executors follow."""
 
     def end(self) -> None:

@@ -109,8 +109,8 @@ def test_commands(server):
     (third,) = (name for name in server.conversations if name.startswith("chat-"))
     assert server.conversations == {third: ["three"], "fourth": ["four"]}
     assert (
-        "4 replies, 15 tokens; prompts: device 512 · host 256 · disk 0 · shared 0 · recomputed 20 · new 68"
-        in out
+        "4 replies, 15 tokens; prompts: device 512 · host 256 · disk 0 · shared 0 · recomputed 20 "
+        "· new 68" in out
     )
     assert "first token: median" in out
     assert 'num_requests_running 1.0\nkv_slots{tier="gpu"} 7.0\n' in out and "other" not in out
