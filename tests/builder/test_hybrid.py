@@ -22,6 +22,7 @@ from pensieve.builder.states import state_shape
 from pensieve.plugins.state.pool import StatePool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.scheduler.types import SettingError
+from tests.compiled import needs_compiler
 from tests.models import QWEN3_5_SHAPE, ScatteredRunner, save_random
 
 ZERO = NOT_KEPT = -1
@@ -350,7 +351,7 @@ def test_layers_without_linear_attention_have_no_states():
 @pytest.mark.parametrize(
     ("options", "setting"),
     [
-        ({"backend": "inductor"}, "--backend"),
+        pytest.param({"backend": "inductor"}, "--backend", marks=needs_compiler),
         ({"weights": "fp8"}, "--weights"),
         ({"weights": "int4"}, "--weights"),
         ({"tensor_parallel": 2}, "--tensor-parallel"),
