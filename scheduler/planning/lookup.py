@@ -24,7 +24,7 @@ from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
 from ..types import GPU, HOST, LABELS, SHARED, TIERS, ChunkKey, Tier, Usage
-from .state_lookup import StateLookup, overlap
+from .state_lookup import StateLookup, overlaps
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -449,12 +449,16 @@ class CacheLookup:
             spans, state_swap_ins, cuts = self.states.needs(
                 turn, view.conversation, view.context_start, view.keys, spans
             )
-            for index, chunk in enumerate(hits, view.first):
-                if chunk is not None:
-                    valid = view.tail_tokens if chunk is tail else size
-                    again = overlap(spans, index * size, index * size + valid)
-                    sources[_source(turn, chunk)] -= again
-                    sources["recomputed"] += again
+            present = [
+                (at, chunk) for at, chunk in enumerate(hits, view.first) if chunk is not None
+            ]
+            ranges = (
+                (at * size, at * size + (view.tail_tokens if chunk is tail else size))
+                for at, chunk in present
+            )
+            for (_, chunk), again in zip(present, overlaps([*spans], ranges), strict=True):
+                sources[_source(turn, chunk)] -= again
+                sources["recomputed"] += again
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
@@ -86,7 +86,7 @@ class StateLookup:
             spans += _spans(holes, start, end)
         spans[-1] = spans[-1]._replace(samples=1)
         swap_ins = [states[start] for start, _ in chosen if start > base]
-        return StateNeeds(spans, swap_ins, self._cuts(turn, keys, holes, spans))
+        return StateNeeds(spans, swap_ins, self._cuts(turn, keys, holes, [*spans]))
 
     def likely(self, turn: Turn, conversation: Conversation | None) -> State | None:
         """The state from which the turn's last span will most likely begin."""
@@ -132,7 +132,7 @@ class StateLookup:
         turn: Turn,
         keys: list[ChunkKey],
         holes: Sequence[tuple[int, int]],
-        spans: Iterable[Span],
+        spans: Sequence[Span],
     ) -> list[Cut]:
         """States are kept before the prompt's marks, at the spacing, and where the prompt parts
         from KV that is there. Only those at marks may displace KV, and the one before the end of a
@@ -151,11 +151,13 @@ class StateLookup:
         )
         wanted |= {mark - mark % multiple: not needed for mark in marks}
         size = self._size
+        starts = [span.start for span in spans]
         return [
             Cut(end, modest)
             for end, modest in sorted(wanted.items())
             if end // size <= len(keys)
-            and any(span.start < end <= span.end for span in spans)
+            and (at := bisect_left(starts, end)) > 0
+            and end <= spans[at - 1].end
             and keys[end // size - 1] not in self._kept.by_key
         ]
 
@@ -186,6 +188,15 @@ def _spans(holes: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[S
         yield Span(-1, start, end, end, 0)
 
 
-def overlap(spans: Iterable[Span], start: int, end: int) -> int:
-    """How many of the positions [start, end) are in the spans."""
-    return sum(max(0, min(span.end, end) - max(span.start, start)) for span in spans)
+def overlaps(spans: Sequence[Span], ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Yields how many positions of each range [start, end) are in the spans. Both are ascending."""
+    first = 0
+    for start, end in ranges:
+        while first < len(spans) and spans[first].end <= start:
+            first += 1
+        covered = 0
+        at = first
+        while at < len(spans) and spans[at].start < end:
+            covered += min(spans[at].end, end) - max(spans[at].start, start)
+            at += 1
+        yield covered

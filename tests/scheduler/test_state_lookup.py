@@ -3,9 +3,14 @@ every state that is read; these tests check that no more is computed than necess
 
 from __future__ import annotations
 
+from itertools import pairwise
+from random import Random
+
 import pytest
 
 from pensieve.scheduler.config import StateConfig
+from pensieve.scheduler.plan import Span
+from pensieve.scheduler.planning.state_lookup import overlaps
 from pensieve.scheduler.types import GPU
 
 from .harness import Harness
@@ -352,3 +357,19 @@ def test_the_state_of_a_waiting_request_is_evicted_after_others(name):
     assert {piece.state.end for piece in pieces} == {33 if name else 24}
     served.run()
     served.drain()
+
+
+def test_overlaps_are_those_of_every_pair():
+    """Against the definition, on random ascending spans and ranges."""
+    random = Random(5)
+    for _ in range(300):
+        spans, ranges = (
+            [
+                (start, end)
+                for start, end in pairwise(sorted(random.sample(range(200), random.randint(2, 20))))
+                if random.random() < 0.6
+            ]
+            for _ in range(2)
+        )
+        expected = [sum(len({*range(*one)} & {*range(*span)}) for span in spans) for one in ranges]
+        assert [*overlaps([Span(0, *span, 0, 0) for span in spans], ranges)] == expected
