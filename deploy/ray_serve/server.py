@@ -79,7 +79,8 @@ class ServerProcess:
 
 def with_own_ports(options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Gives each address of KV events with port 0 a free port. Returns the options, and the
-    addresses by their names in `--kv-events-config`."""
+    addresses by their names in `--kv-events-config`. Options that publish nothing, or that the
+    server will refuse, stay as they are."""
     words = list(options)
     addresses = {}
     for index, word in enumerate(words):
@@ -87,9 +88,16 @@ def with_own_ports(options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if name != KV_EVENTS:
             continue
         place = index if equals else index + 1
-        config = {"endpoint": "tcp://127.0.0.1:0"} | json.loads(value if equals else words[place])
+        try:
+            config = json.loads(value if equals else words[place])
+        except (ValueError, IndexError):
+            continue
+        publishes = isinstance(config, dict) and config.get("enable_kv_cache_events") is True
+        if not publishes or config.get("publisher") == "null":
+            continue
+        config = {"endpoint": "tcp://127.0.0.1:0"} | config
         for field in ("endpoint", "replay_endpoint"):
-            if (address := config.get(field)) is not None:
+            if isinstance(address := config.get(field), str):
                 if address.endswith(":0"):
                     address = f"{address.removesuffix('0')}{free_port()}"
                 config[field] = addresses[field] = address

@@ -203,9 +203,24 @@ def test_each_replica_has_ports_of_its_own_for_kv_events(joined):
 
 
 def test_given_ports_of_kv_events_stay():
-    words = ["demo", "--kv-events-config", '{"endpoint": "tcp://*:5557"}']
+    config = '{"endpoint": "tcp://*:5557", "enable_kv_cache_events": true}'
+    words = ["demo", "--kv-events-config", config]
     assert with_own_ports(words) == (words, {"endpoint": "tcp://*:5557"})
-    assert with_own_ports(["demo"]) == (["demo"], {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo"],
+        ["demo", "--kv-events-config", '{"enable_kv_cache_events": false}'],
+        ["demo", "--kv-events-config", '{"endpoint": "tcp://*:0"}'],
+        ["demo", '--kv-events-config={"enable_kv_cache_events": true, "publisher": "null"}'],
+        ["demo", "--kv-events-config", "{"],
+        ["demo", "--kv-events-config"],
+    ],
+)
+def test_a_replica_without_kv_events_names_no_address(words):
+    assert with_own_ports(words) == (words, {})
 
 
 def test_a_request_without_a_server_is_a_503():
