@@ -32,6 +32,8 @@ BY_DYNAMO = {"stop", "stop_token_ids_hidden", "stop_token_ids_visible"}
 """Stopping conditions that Dynamo's frontend applies to the text itself."""
 NOT_TEXT = ("multi_modal_data", "prompt_embeds")
 CONNECT_S = 10.0
+LOOK_S = 2.0
+FAILURES = 3
 LONGEST_EVENT = 2**24  # bytes: the first one repeats the prompt's ids
 MOST_OF_TEXT = 500  # characters of an answer that is no error of the server's
 GRAMMARS = ("json", "regex", "choice", "grammar")
@@ -47,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = "Dynamo is not installed: pip install 'pensieve[dynamo]'"
         print(f"pensieve dynamo-worker: {reason}", file=sys.stderr)
         return 2
-    asyncio.run(serve(args))
-    return 0
+    return asyncio.run(serve(args))
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -83,8 +84,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         )
 
 
-async def serve(args: argparse.Namespace) -> None:
-    """Serves Dynamo's requests until the process is stopped."""
+async def serve(args: argparse.Namespace) -> int:
+    """Serves Dynamo's requests until the process is stopped, or the server is gone: then Dynamo
+    must not send it requests. Returns the exit status."""
     from dynamo.llm import (
         KvEventPublisher,
         ModelInput,
@@ -130,9 +132,16 @@ async def serve(args: argparse.Namespace) -> None:
             runtime_config=config,
         )
         print(f"{model} is registered as {args.endpoint}", file=sys.stderr, flush=True)
-        await serving
+        gone = asyncio.ensure_future(server.gone())
+        await asyncio.wait((serving, gone), return_when=asyncio.FIRST_COMPLETED)
         if args.kv_events is not None:
             publisher.shutdown()
+        if not gone.done():
+            gone.cancel()
+            return 0
+        print(f"pensieve dynamo-worker: {args.url} does not answer", file=sys.stderr, flush=True)
+        runtime.shutdown()
+        return 1
 
 
 class PensieveServer:
@@ -161,6 +170,18 @@ class PensieveServer:
             model = (await answer.json())["data"][0]
             self._context_tokens = model["max_model_len"]
             return model["id"], self._context_tokens
+
+    async def gone(self) -> None:
+        """Returns when the server has not answered several times."""
+        failures = 0
+        limit = aiohttp.ClientTimeout(total=CONNECT_S)
+        while failures < FAILURES:
+            await asyncio.sleep(LOOK_S)
+            try:
+                async with self._session.get("/health", timeout=limit, raise_for_status=False):
+                    failures = 0
+            except (aiohttp.ClientError, TimeoutError):
+                failures += 1
 
     async def chunk_tokens(self) -> int:
         """Tokens of a chunk of KV: Dynamo's block size."""

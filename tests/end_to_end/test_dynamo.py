@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -76,21 +77,24 @@ def counted(url, metric):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The frontend's address, those of its servers, and the folder of the logs."""
+    """The frontend's address, those of its servers, the folder of the logs, and the first server
+    with its worker."""
     directory = tmp_path_factory.mktemp("dynamo")
     (directory / "discovery").mkdir()
     (port,) = free_ports(1)
     frontend = f"http://127.0.0.1:{port}"
     with ExitStack() as running:
         servers = []
+        processes = []
         for name in ("first", "second"):
             server = Server(directory / name, "--kv-events-config", EVENTS)
             servers.append(running.enter_context(server).url)
             (events,) = re.findall(r"KV events at (\S+),", " ".join(server.log))
             words = ("--url", server.url, "--checkpoint", str(CHECKPOINT), "--kv-events", events)
-            running.enter_context(
+            worker = running.enter_context(
                 dynamo(directory, "pensieve.scripts.pensieve", "dynamo-worker", *words)
             )
+            processes.append((server, worker))
         words = ("--router-mode", "kv", "--http-port", str(port))
         running.enter_context(dynamo(directory, "dynamo.frontend", *words))
 
@@ -101,7 +105,7 @@ def cluster(tmp_path_factory):
             return ask(frontend, [{"role": "user", "content": "Hi"}]).status_code == 200
 
         until(lambda: reachable(both_serve), directory)
-        yield frontend, servers, directory
+        yield frontend, servers, directory, processes[0]
 
 
 def reachable(holds):
@@ -117,7 +121,7 @@ def ask(frontend, messages, **options):
 
 
 def test_each_turn_goes_to_the_server_that_has_the_conversation(cluster):
-    frontend, servers, directory = cluster
+    frontend, servers, directory, _ = cluster
     opening = "I like long stories about it. " * 20
     chats = {topic: [f"Tell me about {topic}. {opening}"] for topic in TOPICS}
     prompts = dict.fromkeys(TOPICS, 0)
@@ -156,7 +160,7 @@ def test_each_turn_goes_to_the_server_that_has_the_conversation(cluster):
 
 
 def test_what_the_worker_cannot_pass_on_is_refused(cluster):
-    frontend, _, _ = cluster
+    frontend, *_ = cluster
     message = [{"role": "user", "content": "Tell me about tea."}]
     assert ask(frontend, message, logprobs=True).status_code == 400
     whole = ask(frontend, message, max_tokens=None)
@@ -164,7 +168,7 @@ def test_what_the_worker_cannot_pass_on_is_refused(cluster):
 
 
 def test_a_client_that_leaves_aborts_its_request(cluster):
-    frontend, servers, directory = cluster
+    frontend, servers, directory, _ = cluster
     body = {
         "model": "demo",
         "messages": [{"role": "user", "content": "Tell me about tea."}],
@@ -176,3 +180,14 @@ def test_a_client_that_leaves_aborts_its_request(cluster):
         assert next(answer.iter_lines()).startswith("data: ")
     aborted = 'vllm:request_success_total{engine="0",finished_reason="abort"'
     until(lambda: sum(counted(url, aborted) for url in servers) == 1, directory)
+
+
+def test_the_worker_of_a_killed_server_ends(cluster):
+    """So Dynamo sends the other one all requests."""
+    frontend, _, directory, (server, worker) = cluster
+    server.stop(signal.SIGKILL)
+    until(lambda: worker.poll() is not None, directory)
+    assert worker.returncode == 1
+    message = [{"role": "user", "content": "Tell me about tea."}]
+    until(lambda: ask(frontend, message).status_code == 200, directory)
+    assert all(ask(frontend, message).status_code == 200 for _ in range(4))
