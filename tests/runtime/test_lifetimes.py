@@ -168,7 +168,12 @@ def test_the_pools_stay_until_the_disk_s_threads_have_ended(executors, monkeypat
 
     executor = executors(SystemCalls(read=slow))
     close = CpuDevice.close
-    monkeypatch.setattr(CpuDevice, "close", lambda device: (order.append("closed"), close(device)))
+
+    def noted(device, **options):
+        order.append("closed")
+        close(device, **options)
+
+    monkeypatch.setattr(CpuDevice, "close", noted)
     executor.launch(
         replace(
             plan(spill(executor, 5) + 1),

@@ -17,7 +17,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import dialogue_keys
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
-from pensieve.scheduler.types import ErrorKind, InvariantError, RequestError
+from pensieve.scheduler.types import Erasure, ErrorKind, InvariantError, RequestError
 
 from .test_store import dialogue, transcript
 
@@ -26,9 +26,9 @@ SALT = b"owner:key"
 
 
 class Told(list[Forget]):
-    async def erase(self, message: Forget) -> bool:
+    async def erase(self, message: Forget) -> Erasure:
         self.append(message)
-        return True
+        return Erasure.WHOLLY
 
 
 def run(work: Coroutine[None, None, None]) -> None:
