@@ -138,6 +138,7 @@ async def serve(args: argparse.Namespace) -> int:
             publisher.shutdown()
         if not gone.done():
             gone.cancel()
+            serving.result()  # raises its error
             return 0
         print(f"pensieve dynamo-worker: {args.url} does not answer", file=sys.stderr, flush=True)
         runtime.shutdown()
@@ -172,13 +173,13 @@ class PensieveServer:
             return model["id"], self._context_tokens
 
     async def gone(self) -> None:
-        """Returns when the server has not answered several times."""
+        """Returns when the server, or its engine, has failed several times in a row."""
         failures = 0
         limit = aiohttp.ClientTimeout(total=CONNECT_S)
         while failures < FAILURES:
             await asyncio.sleep(LOOK_S)
             try:
-                async with self._session.get("/health", timeout=limit, raise_for_status=False):
+                async with self._session.get("/live", timeout=limit):
                     failures = 0
             except (aiohttp.ClientError, TimeoutError):
                 failures += 1

@@ -97,8 +97,8 @@ class Pensieve:
             await self._relay.close()
 
     def labels(self) -> str:
-        """JSON. Those that begin with `__meta` are for programs that look for replicas; Prometheus
-        drops them."""
+        """This replica's labels for `/replicas`, as JSON. Prometheus drops labels that begin with
+        `__meta`; they are for programs that look for replicas."""
         labels = {"__param_replica": self._name, "instance": self._name}
         node = ray.util.get_node_ip_address()
         for name, address in self._server.kv_events.items():

@@ -15,6 +15,7 @@ from tests.scripted_model import OTHERWISE, scripted_server, tool_call
 
 from .browser import CHROMIUM, DESKTOP, PHONE, launch, opened
 from .server import HTTP
+from .test_server import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -378,8 +379,8 @@ def test_the_end_of_another_clients_turn_leaves_a_newer_reply_as_it_is(server, b
             say(page, "Hello!")
             answered(page, 1)
             expect(page.locator(".strip")).to_have_count(1)
-        while HTTP.get(f"{server.url}/v1/conversations/overtaken").json()["in_flight"]:
-            pass
+        path = f"{server.url}/v1/conversations/overtaken"
+        wait_for(lambda: not HTTP.get(path).json()["in_flight"])
         page.wait_for_timeout(1000)  # a page that still follows would have looked again
         expect(page.locator(".strip")).to_have_count(1)
         expect(page.locator(".note")).to_have_count(0)
