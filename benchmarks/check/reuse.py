@@ -2,9 +2,10 @@
 
 Random prompts run cold, and again when their KV is on the GPU, on HOST, partly recomputed, fully
 dropped and recomputed, and with their reply suspended in the middle. Meanwhile other rows generate,
-and other histories are copied in and out. The log probabilities of the first token and the top 20
-are compared with the same weights in float32. No way may differ by more than twice the cold one's
-largest difference, or by 1e-4 from cold if engine and KV are float32.
+and other histories are copied in and out. Then a loop without KV fetches them from a store in which
+another one has written them. The log probabilities of the first token and the top 20 are compared
+with the same weights in float32. No way may differ by more than twice the cold one's largest
+difference, or by 1e-4 from cold if engine and KV are float32.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,8 @@ from pensieve.runtime.engine import Engine, open_engine
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.launch import assemble
 from pensieve.runtime.launch.sizing import host_form
+from pensieve.runtime.shared.config import DirectoryOptions, SharedConfig
+from pensieve.runtime.shared.store import SharedSettings
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.types import (
@@ -47,7 +52,7 @@ from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_statu
 
 from ..loop import Loop, LoopAnswer, Pools, make_device, random_ids, table
 
-SOURCES = ("gpu", "host", "recomputed", "new")
+SOURCES = ("gpu", "host", "shared", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
 
 
@@ -122,10 +127,12 @@ def judge(ways: dict[str, Way], float32: bool) -> tuple[float, list[str]]:
     return tolerance, failed
 
 
-WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
+WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended", "fetched")
 SCORED = Sampling(logprobs=MOST_LOGPROBS)
 ROWS = 8  # rows that generate beside the prompt
 SHORT_REPLY = 4
+FETCHES = 5  # tries
+STORE_BYTES = 2**40
 LOAD_S = 2e-5  # assumed cost of loading a chunk; recomputing costs as much at a chosen context
 
 
@@ -274,6 +281,7 @@ def check_reuse(way: str, answer: LoopAnswer, prompt: array[int], size: int) -> 
         "partly": usage.host > 0 and usage.recomputed > 0 and usage.host + usage.recomputed == full,
         "recomputed": usage.recomputed == full,
         "suspended": usage.new == len(prompt),
+        "fetched": usage.shared == full,
     }
     if not right[way]:
         raise InvariantError(
@@ -319,6 +327,21 @@ def ask_suspended(
         others.all_rows()
         tell("suspended", number, asker.ask_and_be_suspended(prompt, sizes.long_reply))
     asker.end()
+
+
+def ask_fetched(make_asker: Callable[[], Asker], prompts: Sequence[array[int]], tell: Told) -> None:
+    """From the store, by a loop of its own for each prompt. A store that answers too late is asked
+    again: a busy machine may delay it."""
+    with closing(make_asker()) as writer:
+        for prompt in prompts:
+            writer.ask(prompt, 1)
+    for number, prompt in enumerate(prompts):
+        for _ in range(FETCHES):
+            with closing(make_asker()) as reader:
+                answer = reader.ask(prompt, SHORT_REPLY)
+            if answer.usage is not None and answer.usage.shared:
+                break
+        tell("fetched", number, answer)
 
 
 class Exact:
@@ -382,8 +405,10 @@ def measure(
     seed: int,
     size: int,
     form: Form | None = None,
+    store: Path | None = None,
 ) -> dict[str, Way]:
-    """Runs every way, with HOST in that form. InvariantError if a way did not occur."""
+    """Runs every way, with HOST in that form, and a store in a folder of `store` (default: where
+    temporary files are). InvariantError if a way did not occur."""
     dice = np.random.default_rng(seed)
     # Lengths differ, and none is a multiple of the chunk size.
     lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
@@ -417,6 +442,12 @@ def measure(
         )
         tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
         ask_suspended(Asker(device, engine, tight, size, seed + 3, make), sizes, prompts, tell)
+        sharing = replace(config, shared_min_tokens=size)
+        with TemporaryDirectory(dir=store) as folder:
+            options = DirectoryOptions(Path(folder), STORE_BYTES)
+            settings = SharedSettings(SharedConfig(options), "", sizes.host)
+            share = partial(make, shared=settings)
+            ask_fetched(lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell)
     finally:
         device.end()
     return ways
@@ -455,6 +486,12 @@ def parser() -> argparse.ArgumentParser:
         choices=["same", "packed"],
         help="as `pensieve serve` (default same)",
     )
+    option(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help="for KV that is fetched (default: where temporary files are)",
+    )
     return parser
 
 
@@ -472,7 +509,14 @@ def run(args: argparse.Namespace) -> int:
     engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     form = host_form(args.lower_tier_kv, args.chunk_tokens, engine)
     ways = measure(
-        args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, form
+        args.engine,
+        engine,
+        args.tokens,
+        args.repetitions,
+        args.seed,
+        args.chunk_tokens,
+        form,
+        args.store,
     )
     tolerance, failed = judge(ways, engine.kv_dtype == torch.float32)
     told = {name: way.summary() for name, way in ways.items()}
