@@ -29,7 +29,7 @@ from ..disk.segments import aligned_buffer
 from .calls import Calls, CallThreads
 from .config import SharedConfig
 from .engine import Parts, SharedEngine, StoreOutcome
-from .trial import try_store
+from .trial import READERS, try_store
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
 FIRST_KEYS = 5e3  # keys/s of a thread, before any question
 WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
-LANES = {"read": 4, "write": 2, "find": 2, "remove": 1}  # threads
+LANES = {"read": READERS, "write": 2, "find": 2, "remove": 1}  # threads
 COMPLAINT_S = 60.0
 CLOSE_S = 2.0  # seconds that the end waits for calls in progress
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ..disk.segments import aligned_buffer
-from .engine import SharedEngine, StoreOutcome
+from .engine import Parts, SharedEngine, StoreOutcome
 
-TRIED_BYTES = 16 * 2**20
+READERS = 4  # calls at once, as many as `SharedStore` makes
+TRIED_BYTES = 16 * 2**20  # of a call
 ROUNDS = 2  # the better one counts: the first may open connections
+
+Call = Callable[[Sequence[str], Sequence[Parts]], list[StoreOutcome]]
+Together = Callable[[Call, Sequence[str], np.ndarray], list[StoreOutcome]]
 
 
 class StoreTrial(NamedTuple):
@@ -25,11 +32,30 @@ class StoreTrial(NamedTuple):
 
 def try_store(engine: SharedEngine, record_bytes: int) -> StoreTrial:
     """Blocks as long as the store does."""
-    count = min(16, max(2, TRIED_BYTES // record_bytes))
+    count = READERS * min(4, max(1, TRIED_BYTES // record_bytes))
     memory = np.frombuffer(aligned_buffer(2 * count * record_bytes), np.uint8)
     engine.register(memory)
     source, target = memory.reshape(2, count, record_bytes)
     source[:] = np.random.default_rng().integers(0, 256, (1, record_bytes), np.uint8)
+    with ThreadPoolExecutor(READERS) as pool:
+        return _rounds(engine, source, target, partial(_together, pool))
+
+
+def _together(
+    pool: ThreadPoolExecutor, call: Call, keys: Sequence[str], records: np.ndarray
+) -> list[StoreOutcome]:
+    """The outcomes of `call`, made by all threads, each with its part of the records."""
+    parts = [
+        (keys[number::READERS], [[record] for record in records[number::READERS]])
+        for number in range(READERS)
+    ]
+    return [outcome for some in pool.map(lambda part: call(*part), parts) for outcome in some]
+
+
+def _rounds(
+    engine: SharedEngine, source: np.ndarray, target: np.ndarray, together: Together
+) -> StoreTrial:
+    count = len(source)
     writes = []
     reads = []
     for _ in range(ROUNDS):
@@ -37,11 +63,11 @@ def try_store(engine: SharedEngine, record_bytes: int) -> StoreTrial:
         keys = [f"pensieve/trial/{uuid.uuid4().hex}" for _ in range(count)]
         try:
             began = time.perf_counter()
-            put = engine.put(keys, [[record] for record in source])
+            put = together(engine.put, keys, source)
             written = time.perf_counter()
             engine.drop_cached(keys)
             dropped = time.perf_counter()
-            got = engine.get(keys, [[record] for record in target])
+            got = together(engine.get, keys, target)
             ended = time.perf_counter()
         finally:
             removed = engine.remove(keys)

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ import pytest
 from pensieve.runtime.shared import directory
 from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
-from pensieve.runtime.shared.engine import StoreOutcome
-from pensieve.runtime.shared.trial import ROUNDS, try_store
+from pensieve.runtime.shared.engine import Parts, StoreOutcome
+from pensieve.runtime.shared.trial import READERS, ROUNDS, try_store
 from pensieve.scheduler.types import SettingError
 
 from .engine_tests import PAGE, PAYLOAD, EngineTests, key, record
@@ -112,7 +112,21 @@ def test_a_trial_reads_from_the_file_system_and_not_from_memory(
 
     monkeypatch.setattr(directory.os, "posix_fadvise", noted)
     assert not try_store(engine, SIZE).failed
-    assert dropped == [SIZE] * (16 * ROUNDS)
+    assert dropped == [SIZE] * (READERS * 4 * ROUNDS)
+
+
+def test_a_trial_reads_with_as_many_threads_as_the_server(
+    engine: DirectoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(READERS, timeout=60)
+    get = engine.get
+
+    def met(keys: Sequence[str], records: Sequence[Parts]) -> list[StoreOutcome]:
+        together.wait()
+        return get(keys, records)
+
+    monkeypatch.setattr(engine, "get", met)
+    assert not try_store(engine, SIZE).failed
 
 
 def test_a_full_directory_refuses_until_eviction_has_made_room(tmp_path: Path) -> None:
