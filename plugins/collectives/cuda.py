@@ -97,13 +97,14 @@ class CudaRanks:
                 f"rank {self.rank} gathers {gathered.tolist()} and is told {told.tolist()}"
             )
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         x = x.contiguous()
+        total = torch.empty_like(x) if out is None else out
         if self.shared is not None and self.shared.dtype == x.dtype and self._takes_one_shot(x):
             place = self.shared[: x.numel()].view(x.shape)
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", self.name)
-        total = x.clone()
-        dist.all_reduce(total)
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(place, x, "sum", self.name, total)
+        else:
+            dist.all_reduce(total.copy_(x))
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
