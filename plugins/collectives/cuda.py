@@ -100,8 +100,9 @@ class CudaRanks:
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         x = x.contiguous()
         total = torch.empty_like(x) if out is None else out
-        if self.shared is not None and self.shared.dtype == x.dtype and self._takes_one_shot(x):
-            place = self.shared[: x.numel()].view(x.shape)
+        shared = self.shared
+        if shared is not None and shared.dtype == x.dtype and self._takes_one_shot(x, total):
+            place = shared[: x.numel()].view(x.shape)
             torch.ops.symm_mem.one_shot_all_reduce_copy_out(place, x, "sum", self.name, total)
         else:
             dist.all_reduce(total.copy_(x))
@@ -123,8 +124,9 @@ class CudaRanks:
         self.shared = None
         dist.destroy_process_group()
 
-    def _takes_one_shot(self, x: Tensor) -> bool:
-        return 0 < x.nbytes <= self.one_shot_bytes and (x.data_ptr() | x.nbytes) % _ALIGNMENT == 0
+    def _takes_one_shot(self, x: Tensor, total: Tensor) -> bool:
+        whole = (x.data_ptr() | total.data_ptr() | x.nbytes) % _ALIGNMENT == 0
+        return whole and 0 < x.nbytes <= self.one_shot_bytes
 
 
 def _shared_memory(
