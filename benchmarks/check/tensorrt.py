@@ -3,10 +3,11 @@
 python -m benchmarks.check.tensorrt [--directory DIR]
 
 Needs two GPUs, TensorRT and a checkout. Small Llama and OPT engines in float32, and eight layers of
-Llama-2-13B's in float16, are built, then checked by `check.ranks` (replies and log probabilities, in the
-serving mode) and `check.reuse` (with KV from every tier). Tests serve small engines with `pensieve
-serve` and behind Triton Inference Server. At the end steps of Llama-2-13B's shape are timed
-for each backend: to build it takes a GPU with 100 GB. What one part says is printed; the last lines say which parts failed.
+Llama-2-13B's in float16, are built, then checked by `check.ranks` (replies and log probabilities,
+in the serving mode) and `check.reuse` (with KV from every tier). Tests serve small engines with
+`pensieve serve` and behind Triton Inference Server. At the end steps of Llama-2-13B's shape are
+timed for each backend: to build it takes a GPU with 100 GB. What a part says is printed. The last
+lines say which parts failed.
 """
 
 from __future__ import annotations
