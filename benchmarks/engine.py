@@ -4,12 +4,14 @@ models on a GPU.
     python -m benchmarks.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
     python -m benchmarks.engine gpu [--shapes opt-13b ...] [--backends reference inductor tensorrt]
         [--dtype float16] [--generation 1x256 64x256 ...] [--weights same fp8 int4]
+        [--tensor-parallel 2]
 
 compare: the time outside attention, which both engines share. Prints medians of batches with one
 new token for each request, or with one prompt; then runs all steps of a chat load, each once.
 
 gpu: for each shape, with random weights, an engine of each backend is built, opened and run: a
-prompt, then generation, both captured. Printed for each:
+prompt, then generation, both captured. With several ranks each runs its share on a GPU of its own,
+and what is printed is rank 0's. Printed for each:
 
     build, load        seconds; of a compiled engine also its compiler's
     loading            peak GPU memory while it was opened, besides the weights' own bytes (random
@@ -26,6 +28,8 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import statistics
@@ -33,8 +37,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +51,26 @@ from pensieve.builder.choices import WEIGHTS
 from pensieve.builder.forward_batch import ForwardBatch
 from pensieve.builder.parity import SeatSpan, batch_of
 from pensieve.plugins.attention import cpu as cpu_attention
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    register_group,
+    release_group,
+)
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
+from pensieve.runtime.launch.ranks import take_share
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile, analytic_profile
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.command import add_kv_cache_dtype, exit_status
+from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status
 from pensieve.scripts.simulation.traces import CHATS, synthetic
+
+from .ranks import run_as_ranks
+
+if TYPE_CHECKING:
+    from pensieve.runtime.ranks.mpi import Ranks
 
 CHUNK = 32
 
@@ -297,23 +313,37 @@ def bench_on_gpu(
     batches: Sequence[tuple[int, int]],
     directory: Path,
     kv_cache_dtype: str = "auto",
+    ranks: Ranks | None = None,
 ) -> GpuRow:
-    """batches: (rows, context) of each generation. Raises SettingError as building does."""
+    """batches: (rows, context) of each generation. ranks: all of them call it, with one directory;
+    None: there is one. Raises SettingError as building does."""
     start = time.perf_counter()
     path = directory / f"{backend}-{weights}"
-    built = build_random_engine(
-        config, path, backend=backend, dtype=dtype, device="cuda", weights=weights
+    build = partial(
+        build_random_engine,
+        config,
+        path,
+        backend=backend,
+        dtype=dtype,
+        device="cuda",
+        weights=weights,
+        tensor_parallel=1 if ranks is None else ranks.size,
     )
+    if ranks is None:
+        build()
+    else:
+        ranks.together(build if ranks.rank == 0 else lambda: None)
     build_seconds = time.perf_counter() - start
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    engine = open_engine(path, "cuda", kv_cache_dtype=kv_cache_dtype)
+    rank = 0 if ranks is None else ranks.rank
+    engine = open_engine(path, "cuda", rank, kv_cache_dtype)
     torch.cuda.synchronize()
     load_seconds = time.perf_counter() - start
     loading = torch.cuda.max_memory_allocated() - before
-    compiled = built.manifest.compiled
+    compiled = engine.manifest.compiled
     pool, running, steps, prompt = run(engine, batches, before)
     return GpuRow(
         shape=config.stem,
@@ -436,8 +466,20 @@ def line(row: GpuRow) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    """See `compare`."""
+def bench_on_ranks(args: argparse.Namespace, ranks: Ranks) -> int:
+    """One rank's part of `bench_gpu`; rank 0 prints."""
+    ranks.together(lambda: take_share("cuda", ranks))
+    group = ranks.open_group("cuda", getattr(torch, args.dtype))
+    register_group(TENSOR_PARALLEL, group)
+    out = sys.stdout if ranks.rank == 0 else io.StringIO()
+    with contextlib.redirect_stdout(out):
+        print(json.dumps(bench_gpu(args, ranks)), flush=True)
+    release_group(TENSOR_PARALLEL)
+    return 0
+
+
+def bench_gpu(args: argparse.Namespace, ranks: Ranks | None = None) -> dict[str, Any]:
+    """See `compare`. ranks: as of `bench_on_gpu`."""
     batches = [batch(text) for text in args.generation]
     generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
     print(
@@ -450,11 +492,19 @@ def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
     for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
         with tempfile.TemporaryDirectory() as directory:
             config = SHAPES / f"{shape}.json"
-            how = (args.dtype, weights, batches, Path(directory), args.kv_cache_dtype)
-            rows.append(bench_on_gpu(config, backend, *how))
+            # rank 0's, if there are several
+            place = Path(directory if ranks is None else ranks.gather(directory)[0])
+            how = (args.dtype, weights, batches, place, args.kv_cache_dtype)
+            rows.append(bench_on_gpu(config, backend, *how, ranks))
+            if ranks is not None:
+                ranks.gather(None)
         torch.cuda.empty_cache()
         print(line(rows[-1]), flush=True)
-    about = {"gpu": torch.cuda.get_device_name(), "kv_cache_dtype": args.kv_cache_dtype}
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "ranks": args.tensor_parallel,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }
     return {**about, "rows": [row._asdict() for row in rows]}
 
 
@@ -496,13 +546,23 @@ def parser() -> argparse.ArgumentParser:
         help="(default %(default)s)",
     )
     option("--weights", nargs="+", default=["same"], choices=WEIGHTS)
+    option("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs (default 1)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    work = compare if args.way == "compare" else bench_gpu
-    return exit_status("benchmarks.engine", lambda: print(json.dumps(work(args))))
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+
+    def run_way() -> int | None:
+        if args.way == "gpu" and args.tensor_parallel != 1:
+            check_least(args, tensor_parallel=1)
+            work = partial(bench_on_ranks, args)
+            return run_as_ranks("benchmarks.engine", args.tensor_parallel, words, work)
+        print(json.dumps(bench_gpu(args) if args.way == "gpu" else compare(args)))
+        return None
+
+    return exit_status("benchmarks.engine", run_way)
 
 
 if __name__ == "__main__":

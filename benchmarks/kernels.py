@@ -258,7 +258,8 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     work()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads, such as NCCL's, go on meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay
 

@@ -407,11 +407,6 @@ def check_settings(
         tensorrt_version()
         if device != "cuda":
             raise SettingError("--device", f"tensorrt runs on cuda, not on {device}")
-        if tensor_parallel != 1:
-            raise SettingError(
-                "--tensor-parallel",
-                f"tensorrt's engines of {tensor_parallel} ranks do not exist yet",
-            )
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingError(
             "--device", "cuda needs an NVIDIA GPU in this machine, and PyTorch finds none"

@@ -122,7 +122,7 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
         if manifest.backend == "tensorrt":
             from ..builder.tensorrt.package import load_decoder  # Triton comes with CUDA only
 
-            return load_decoder(path, manifest.decoder, weights)
+            return load_decoder(path, manifest.decoder, weights, manifest.tensor_parallel)
         return Package(path, manifest.decoder, laid_out(weights))
     except RuntimeError as error:
         # the content was checked, so this is the machine's failure, for example a full disk

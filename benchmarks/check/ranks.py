@@ -194,17 +194,20 @@ def judge(
     tolerance = FLOAT32_TOLERANCE if manifest.dtype == "float32" else 2 * float(np.max(theirs))
     worst = float(np.max(ours))  # NaN counts as the largest
     passed = worst <= tolerance
+    equal = sum(answer.tokens == right.tokens for answer, right in zip(answers, exact, strict=True))
     print(
         f"{'PASS' if passed else 'FAIL'} {directory}: {manifest.tensor_parallel} ranks, "
         f"{len(ours)} log probabilities "
         f"off by at most {worst:.2e} (mean {np.mean(ours):.1e}), one device by {max(theirs):.2e} "
-        f"(mean {np.mean(theirs):.1e}); {tolerance:.2e} is allowed"
+        f"(mean {np.mean(theirs):.1e}); {tolerance:.2e} is allowed; "
+        f"{equal} of {len(exact)} replies are float32's"
     )
     distances = {"ranks_max": worst, "ranks_mean": float(np.mean(ours))}
     distances |= {
         "one_max": max(theirs),
         "one_mean": float(np.mean(theirs)),
         "tolerance": tolerance,
+        "equal_replies": equal,
     }
     about = {"engine": directory.name, "ranks": manifest.tensor_parallel, "dtype": manifest.dtype}
     print(

@@ -5,7 +5,8 @@ dropped and recomputed, and with their reply suspended in the middle. Meanwhile 
 and other histories are copied in and out. Then a loop without KV fetches them from a store in which
 another one has written them. The log probabilities of the first token and the top 20 are compared
 with the same weights in float32. No way may differ by more than twice the cold one's largest
-difference, or by 1e-4 from cold if engine and KV are float32.
+difference, or by 1e-4 from cold if engine and KV are float32. All ranks of an engine take part, but
+for the store; rank 0's device must hold the whole model in float32.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import json
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,11 +33,13 @@ from pensieve.builder.model import Decoder
 from pensieve.builder.parity import whole_weights
 from pensieve.builder.random_weights import random_weights
 from pensieve.builder.weights import load_weights
+from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, register_group
 from pensieve.plugins.kv_forms.forms import Form
 from pensieve.runtime.device.protocol import Device, ForwardPass
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.launch import assemble
+from pensieve.runtime.launch.ranks import take_share
 from pensieve.runtime.launch.sizing import host_form
 from pensieve.runtime.shared.config import DirectoryOptions, SharedConfig
 from pensieve.runtime.shared.store import SharedSettings
@@ -51,6 +55,10 @@ from pensieve.scheduler.types import (
 from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status
 
 from ..loop import Loop, LoopAnswer, Pools, make_device, random_ids, table
+from ..ranks import run_as_ranks
+
+if TYPE_CHECKING:
+    from pensieve.runtime.ranks.mpi import Ranks
 
 SOURCES = ("gpu", "host", "shared", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
@@ -127,7 +135,8 @@ def judge(ways: dict[str, Way], float32: bool) -> tuple[float, list[str]]:
     return tolerance, failed
 
 
-WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended", "fetched")
+WAYS_OF_RANKS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
+WAYS = (*WAYS_OF_RANKS, "fetched")
 SCORED = Sampling(logprobs=MOST_LOGPROBS)
 ROWS = 8  # rows that generate beside the prompt
 SHORT_REPLY = 4
@@ -406,9 +415,11 @@ def measure(
     size: int,
     form: Form | None = None,
     store: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Way]:
     """Runs every way, with HOST in that form, and a store in a folder of `store` (default: where
-    temporary files are). InvariantError if a way did not occur."""
+    temporary files are). All ranks call it, if there are several; the others than rank 0 get empty
+    ways. InvariantError if a way did not occur."""
     dice = np.random.default_rng(seed)
     # Lengths differ, and none is a multiple of the chunk size.
     lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
@@ -420,10 +431,17 @@ def measure(
             f"needs contexts of {sizes.longest} tokens, the model's are "
             f"{engine.manifest.max_model_len}",
         )
-    exact = in_float32(directory, engine.manifest, sizes, prompts)
+    ask_exact = partial(in_float32, directory, engine.manifest, sizes, prompts)
+    if ranks is None:
+        exact = ask_exact()
+    else:
+        exact = ranks.together(ask_exact if ranks.rank == 0 else list)
+        # only now: the model in float32 is on rank 0 alone
+        group = ranks.open_group(engine.manifest.device, engine.dtype)
+        register_group(TENSOR_PARALLEL, group)
     if engine.manifest.device == "cuda":
         torch.cuda.empty_cache()
-    ways = {way: Way() for way in WAYS}
+    ways = {way: Way() for way in (WAYS if ranks is None else WAYS_OF_RANKS)}
     cold: dict[int, LoopAnswer] = {}
 
     def tell(way: str, number: int, answer: LoopAnswer) -> None:
@@ -433,24 +451,62 @@ def measure(
         ways[way].add(answer, exact[number], cold[number])
 
     config = replace(sizes.config(), copies_may_fail=form is not None and form.is_exact is not None)
-    make = partial(Executor, host_form=form)
+    tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
+    runs = (
+        (ask_again, config, size),
+        (ask_partly, config, sizes.tokens // 2),
+        (ask_suspended, tight, size),
+    )
+    make = partial(make_executor, ranks, form)
     device = make_device(engine.manifest.device)  # graphs are captured once for all three
     try:
-        ask_again(Asker(device, engine, config, size, seed + 1, make), sizes, prompts, tell)
-        ask_partly(
-            Asker(device, engine, config, sizes.tokens // 2, seed + 2, make), sizes, prompts, tell
-        )
-        tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
-        ask_suspended(Asker(device, engine, tight, size, seed + 3, make), sizes, prompts, tell)
-        sharing = replace(config, shared_min_tokens=size)
-        with TemporaryDirectory(dir=store) as folder:
-            options = DirectoryOptions(Path(folder), STORE_BYTES)
-            settings = SharedSettings(SharedConfig(options), "", sizes.host)
-            share = partial(make, shared=settings)
-            ask_fetched(lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell)
+        for number, (ask, own, loads_from) in enumerate(runs, start=1):
+            if ranks is not None and ranks.rank:
+                follow_one(ranks, device, engine, own, form)
+                continue
+            asker = Asker(device, engine, own, loads_from, seed + number, make)
+            ask(asker, sizes, prompts, tell)
+            asker.executor.close()
+        if ranks is None:
+            sharing = replace(config, shared_min_tokens=size)
+            with TemporaryDirectory(dir=store) as folder:
+                options = DirectoryOptions(Path(folder), STORE_BYTES)
+                settings = SharedSettings(SharedConfig(options), "", sizes.host)
+                share = partial(Executor, host_form=form, shared=settings)
+                ask_fetched(
+                    lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell
+                )
     finally:
         device.end()
     return ways
+
+
+def make_executor(
+    ranks: Ranks | None,
+    form: Form | None,
+    device: Device,
+    engine: ForwardPass,
+    config: SchedulerConfig,
+) -> Executor:
+    """Rank 0's, after all reports to the previous one have arrived; or that of the only rank."""
+    if ranks is None:
+        return Executor(device, engine, config, host_form=form)
+    # imported here because it imports MPI
+    from pensieve.runtime.ranks.executor import RankedExecutor
+
+    ranks.gather(None)
+    deque(ranks.reports(), maxlen=0)
+    return RankedExecutor(ranks, device, engine, config, host_form=form)
+
+
+def follow_one(
+    ranks: Ranks, device: Device, engine: ForwardPass, config: SchedulerConfig, form: Form | None
+) -> None:
+    """Follows rank 0's next executor until it is closed."""
+    from pensieve.runtime.ranks.executor import follow
+
+    ranks.gather(None)
+    follow(ranks, Executor(device, engine, config, host_form=form))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -496,28 +552,34 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return exit_status("check.reuse", lambda: run(args))
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+
+    def run_all() -> int:
+        count = Manifest.read(args.engine).tensor_parallel
+        if count == 1:
+            return run(args)
+        return run_as_ranks("benchmarks.check.reuse", count, words, partial(run, args))
+
+    return exit_status("check.reuse", run_all)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Returns 1 if a way differs too much. Raises SettingError."""
+def run(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
+    """Returns 1 if a way differs too much. ranks: all of them call it; rank 0 prints. Raises
+    SettingError."""
     started = time.perf_counter()
     check_least(args, chunk_tokens=2, tokens=8 * args.chunk_tokens, repetitions=1, seed=0)
     if args.kv_cache_dtype != "auto" and args.lower_tier_kv != "same":
         raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
-    engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
+    rank = 0 if ranks is None else ranks.rank
+    if ranks is not None:
+        ranks.together(lambda: take_share(args.device, ranks))
+    engine = open_engine(args.engine, args.device, rank, args.kv_cache_dtype)
     form = host_form(args.lower_tier_kv, args.chunk_tokens, engine)
-    ways = measure(
-        args.engine,
-        engine,
-        args.tokens,
-        args.repetitions,
-        args.seed,
-        args.chunk_tokens,
-        form,
-        args.store,
-    )
+    sizes = (args.tokens, args.repetitions, args.seed, args.chunk_tokens)
+    ways = measure(args.engine, engine, *sizes, form, args.store, ranks)
+    if rank:
+        return 0
     tolerance, failed = judge(ways, engine.kv_dtype == torch.float32)
     told = {name: way.summary() for name, way in ways.items()}
     print(table([{"way": name, **way.tokens, **told[name]} for name, way in ways.items()]))

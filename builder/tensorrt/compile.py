@@ -20,9 +20,10 @@ from torch import Tensor
 from ...plugins.tensorrt.library import Bytes, Library, load_library, sizes
 from ...scheduler.types import SettingError
 from ..checkpoints.config import DecoderConfig
+from ..forward_batch import Forward
 from ..inductor.compile_worker import Say, compile_and_try, engine_weights, serve_parent
-from ..manifest import PLAN, Compiled, Manifest
-from ..parity import check_parity
+from ..manifest import PLAN, Compiled, Manifest, Parity
+from ..parity import check_ranks
 from .installed import check_type
 from .network import LayerNetwork, layer_inputs
 from .package import LEAST, MOST_TOKENS, OptimizationProfile, load_decoder, profiles
@@ -34,8 +35,9 @@ def build_plan(
     most_tokens: int = MOST_TOKENS,
     workspace: int = 0,
     cache: Path | None = None,
+    ranks: int = 1,
 ) -> bytes:
-    """The plan of a layer that has weights of these types and shapes.
+    """The plan of a layer of any of the ranks, whose weights have these types and shapes.
 
     most_tokens   of a step
     workspace     most bytes of GPU memory that one layer may take for itself; 0: all there is
@@ -49,7 +51,9 @@ def build_plan(
     if not network:
         raise SettingError("--backend", library.error())
     try:
-        written = LayerNetwork(library, network, config, layer_inputs(config, weights, 0))
+        written = LayerNetwork(
+            library, network, config, layer_inputs(config, weights, 0, ranks), ranks
+        )
         for profile in profiles(config, most_tokens):
             _add_profile(library, network, config, profile)
         plan, times = _build(
@@ -101,24 +105,29 @@ def _write(path: Path, content: Any) -> None:
 
 
 def compile_engine(directory: Path, workspace: int | None, say: Say) -> Compiled:
-    """Adds the plan to an engine in the making, whose manifest and weights are there. SettingError
-    as parity."""
+    """Adds the plan of all ranks to an engine in the making, whose manifest and weights are there.
+    SettingError as parity."""
     manifest = Manifest.read(directory)
-    config = manifest.decoder
-    weights = engine_weights(directory, manifest, rank=0)
+    config, ranks = manifest.decoder, manifest.tensor_parallel
+    weights = [engine_weights(directory, manifest, rank) for rank in range(ranks)]
     path = directory / PLAN
 
     def write() -> None:
-        path.write_bytes(
-            build_plan(config, weights, workspace=workspace or 0, cache=timing_cache_path())
+        plan = build_plan(
+            config, weights[0], workspace=workspace or 0, cache=timing_cache_path(), ranks=ranks
         )
+        path.write_bytes(plan)
+
+    def compare(first: Forward) -> Parity:
+        others = [load_decoder(path, config, own, ranks) for own in weights[1:]]
+        return check_ranks([first, *others], config, weights)
 
     return compile_and_try(
         path,
         say,
         write,
-        load=lambda: load_decoder(path, config, weights),
-        compare=lambda decoder: check_parity(decoder, config, weights),
+        load=lambda: load_decoder(path, config, weights[0], ranks),
+        compare=compare,
     )
 
 

@@ -1,10 +1,10 @@
 """Writes one layer of a decoder as a TensorRT network: what `model.Layer` computes, rounding where
 it does.
 
-A plan has no weights: they are inputs, so one plan serves all layers. Its other inputs are x [T,
-hidden], those of a `ForwardBatch` that a layer reads, and rotary [T, R] float32 as `Decoder.rotary`
-makes it (TensorRT has no float64). Output: y [T, hidden], the residual sum. The segments are in the
-step's work list (`plugins.tensorrt.library.Step`).
+A plan has no weights: they are inputs, so one plan serves all layers of all ranks. Its other inputs
+are x [T, hidden], those of a `ForwardBatch` that a layer reads, and rotary [T, R] float32 as
+`Decoder.rotary` makes it (TensorRT has no float64). Output: y [T, hidden], the residual sum. The
+segments are in the step's work list (`plugins.tensorrt.library.Step`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from ..forward_batch import INPUTS, SIZES
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}  # `PensieveType`
 LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "sigmoid", "tanh", "mean", "cast", "reshape")
 """By `PensieveLayer`."""
-WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE = range(5)  # `Operation`
+WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE, ALL_REDUCE = range(6)  # `Operation`
 PLUGINS = (
     "PensieveWriteKv",
     "PensieveAttention",
     "PensieveProduct",
     "PensieveNorm",
     "PensieveSiluGate",
+    "PensieveAllReduce",
 )
 ANY = -1  # a size known at run time
 BATCH_INPUTS = {name: INPUTS[name] for name in ("slots", "block_table")}
@@ -204,9 +205,10 @@ class Operations:
 
 
 def layer_inputs(
-    config: DecoderConfig, weights: Mapping[str, Tensor], layer: int
+    config: DecoderConfig, weights: Mapping[str, Tensor], layer: int, ranks: int = 1
 ) -> dict[str, Tensor]:
-    """A layer's weights as the network takes them: matrices [out, in], vectors [1, size].
+    """A layer's weights, of one of the ranks, as the network takes them: matrices [out, in],
+    vectors [1, size].
 
     A gated MLP without `silu_gate` has its two projections apart. The norms of q and k are one
     weight [1, heads, head_dim] for the heads of q, k and v: ones for v.
@@ -225,7 +227,7 @@ def layer_inputs(
         name: tensor if tensor.dim() == 2 else tensor.view(1, -1) for name, tensor in own.items()
     }
     if config.qk_norm:
-        shard = Shard(config)
+        shard = Shard(config, ranks)
         q, k = (shaped.pop(f"attention.{name}_norm.weight") for name in "qk")
         parts = (
             q.expand(shard.heads, -1),
@@ -239,15 +241,20 @@ def layer_inputs(
 class LayerNetwork:
     """Writes itself into the network when it is made, and must live until the network is built.
 
-    inputs: of `layer_inputs`, of any layer; their shapes and types count. SettingError if TensorRT
-    refuses anything.
+    inputs: of `layer_inputs`, of any layer of any of the ranks; their shapes and types count.
+    SettingError if TensorRT refuses anything.
     """
 
     def __init__(
-        self, library: Library, network: int, config: DecoderConfig, inputs: Mapping[str, Tensor]
+        self,
+        library: Library,
+        network: int,
+        config: DecoderConfig,
+        inputs: Mapping[str, Tensor],
+        ranks: int = 1,
     ):
         self._config = config
-        self._shard = Shard(config)
+        self._shard = Shard(config, ranks)
         self._ops = ops = Operations(library, network)
         self._weights = {
             name: ops.input(name, tensor.dtype, *tensor.shape) for name, tensor in inputs.items()
@@ -291,7 +298,7 @@ class LayerNetwork:
         [o] = ops.plugin(
             Attributes(ATTENTION, self._type, *self._heads), q, self._batch["block_table"]
         )
-        return self._linear(o, "attention.out")
+        return self._summed(self._linear(o, "attention.out"))
 
     def _qk_normed(self, qkv: Value) -> Value:
         """The heads of q and k by RMS norms. Those of v are divided by 1, so that no tensor is cut
@@ -321,13 +328,18 @@ class LayerNetwork:
             [x] = ops.plugin(
                 Attributes(SILU_GATE, self._type, outputs=width), self._linear(x, "mlp.up")
             )
-            return self._linear(x, "mlp.down")
+            return self._summed(self._linear(x, "mlp.down"))
         active = self._linear(x, "mlp.gate" if gated else "mlp.up", relu=activation == "relu")
         if activation != "relu":
             active = ops.activate(active, activation)
-        return self._linear(
-            ops.multiply(active, self._linear(x, "mlp.up")) if gated else active, "mlp.down"
-        )
+        x = ops.multiply(active, self._linear(x, "mlp.up")) if gated else active
+        return self._summed(self._linear(x, "mlp.down"))
+
+    def _summed(self, x: Value) -> Value:
+        """The sum of the ranks' partial results."""
+        if self._shard.ranks > 1:
+            [x] = self._ops.plugin(Attributes(ALL_REDUCE, self._type), x)
+        return x
 
     def _linear(self, x: Value, name: str, relu: bool = False) -> Value:
         inputs = [

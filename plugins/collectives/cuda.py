@@ -97,13 +97,15 @@ class CudaRanks:
                 f"rank {self.rank} gathers {gathered.tolist()} and is told {told.tolist()}"
             )
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         x = x.contiguous()
-        if self.shared is not None and self.shared.dtype == x.dtype and self._takes_one_shot(x):
-            place = self.shared[: x.numel()].view(x.shape)
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", self.name)
-        total = x.clone()
-        dist.all_reduce(total)
+        total = torch.empty_like(x) if out is None else out
+        shared = self.shared
+        if shared is not None and shared.dtype == x.dtype and self._takes_one_shot(x, total):
+            place = shared[: x.numel()].view(x.shape)
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(place, x, "sum", self.name, total)
+        else:
+            dist.all_reduce(total.copy_(x))
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -122,8 +124,9 @@ class CudaRanks:
         self.shared = None
         dist.destroy_process_group()
 
-    def _takes_one_shot(self, x: Tensor) -> bool:
-        return 0 < x.nbytes <= self.one_shot_bytes and (x.data_ptr() | x.nbytes) % _ALIGNMENT == 0
+    def _takes_one_shot(self, x: Tensor, total: Tensor) -> bool:
+        whole = (x.data_ptr() | total.data_ptr() | x.nbytes) % _ALIGNMENT == 0
+        return whole and 0 < x.nbytes <= self.one_shot_bytes
 
 
 def _shared_memory(

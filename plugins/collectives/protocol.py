@@ -37,16 +37,17 @@ Result = TypeVar("Result")
 class Group(Protocol):
     """The ranks that compute one forward pass together, seen from one of them.
 
-    All make the same calls with the same shapes, in the same order. Results are new tensors with
-    equal bits on all ranks. On a GPU the work is issued on the current stream and the host never
-    waits for it: it can be captured in a graph.
+    All make the same calls with the same shapes, in the same order. Results are new tensors (but
+    for `out`) with equal bits on all ranks. On a GPU the work is issued on the current stream and
+    the host never waits for it: it can be captured in a graph.
     """
 
     @property
     def rank(self) -> int: ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in x's shape and dtype."""
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' x, in x's shape and dtype. It is written to `out` if there is one,
+        which has them too and shares no memory with x."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., ranks * n] of each rank's x [..., n], in order of rank."""
@@ -163,8 +164,9 @@ class ThreadRanks:
             raise errors[0]
         return [done.result() for done in running]
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._meet("all_reduce", x)).sum(0)  # accumulated in float32
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        # accumulated in float32
+        return torch.sum(torch.stack(self._meet("all_reduce", x)), 0, out=out)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._meet("all_gather", x), dim=-1)

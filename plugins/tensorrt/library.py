@@ -29,6 +29,10 @@ CALLS_OF_ITS_OWN = b"ICudaEngine::getProfileDimensions"
 log = logging.getLogger(__name__)
 
 
+AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_void_p)
+"""`PensieveAllReduce`."""
+
+
 class Step(ctypes.Structure):
     """`PensieveStep`."""
 
@@ -38,6 +42,7 @@ class Step(ctypes.Structure):
         ("arrivals", c_void_p * MOST_CLASSES),
         ("gates", POINTER(c_void_p)),
         ("longest", c_int32),
+        ("all_reduce", AllReduce),
     )
 
 
@@ -69,6 +74,7 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {  # (what it returns,
     "build": (c_int, (c_void_p, c_size_t, c_char_p, c_size_t, POINTER(Bytes), POINTER(Bytes))),
     "engine_load": (c_void_p, (c_char_p, c_size_t)),
     "engine_free": (None, (c_void_p,)),
+    "engine_shape": (c_int, (c_void_p, c_char_p, c_int, SIZES)),
     "engine_memory": (c_size_t, (c_void_p,)),
     "context_new": (c_void_p, (c_void_p, c_int, c_void_p, c_void_p)),
     "context_free": (None, (c_void_p,)),

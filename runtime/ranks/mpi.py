@@ -298,8 +298,8 @@ class MpiRanks:
         self._communicator = communicator
         self.rank: int = communicator.rank
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._gather(x).sum(0)  # accumulated in float32
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.sum(self._gather(x), 0, out=out)  # accumulated in float32
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(tuple(self._gather(x)), dim=-1)

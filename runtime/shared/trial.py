@@ -37,19 +37,22 @@ def try_store(engine: SharedEngine, record_bytes: int) -> StoreTrial:
     engine.register(memory)
     source, target = memory.reshape(2, count, record_bytes)
     source[:] = np.random.default_rng().integers(0, 256, (1, record_bytes), np.uint8)
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(READERS - 1) as pool:
         return _rounds(engine, source, target, partial(_together, pool))
 
 
 def _together(
     pool: ThreadPoolExecutor, call: Call, keys: Sequence[str], records: np.ndarray
 ) -> list[StoreOutcome]:
-    """The outcomes of `call`, made by all threads, each with its part of the records."""
+    """The outcomes of `call`, made by this thread and the pool's, each with its part of the
+    records."""
     parts = [
         (keys[number::READERS], [[record] for record in records[number::READERS]])
         for number in range(READERS)
     ]
-    return [outcome for some in pool.map(lambda part: call(*part), parts) for outcome in some]
+    others = [pool.submit(call, *part) for part in parts[1:]]
+    own = call(*parts[0])
+    return [outcome for some in (own, *(each.result() for each in others)) for outcome in some]
 
 
 def _rounds(

@@ -55,7 +55,9 @@ def test_ranks_may_be_off_by_twice_as_much_as_one_device(worst, status, tmp_path
     manifest = SimpleNamespace(dtype="bfloat16", tensor_parallel=2)
     ours, one = [answer((1, -1.0 - worst, -2.0))], [answer((1, -1.1, -2.0))]
     assert check_ranks.judge(tmp_path, manifest, ours, one, exact) == status
-    assert ("PASS" if status == 0 else "FAIL") in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert ("PASS" if status == 0 else "FAIL") in printed
+    assert "1 of 1 replies are float32's" in printed
 
 
 @pytest.mark.parametrize("make", [bench_ranks.generating, bench_ranks.mixed])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(not tensorrt_here(), reason="needs TensorRT and its headers"),
 ]
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parents[1] / "plugins" / "tensorrt" / "without_python.cpp"
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "9")
 
@@ -167,3 +170,33 @@ def test_a_program_without_python_runs_the_plan(checker, engine, tmp_path):
     pool = torch.frombuffer(bytearray((folder / "pool.out.bin").read_bytes()), dtype=torch.float16)
     torch.testing.assert_close(y, dumped.y, rtol=0, atol=0)
     torch.testing.assert_close(pool, dumped.pool.flatten(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_two_ranks_say_what_the_reference_says(kind, tmp_path):
+    """In their serving mode: over MPI, in CUDA graphs."""
+    tiny_checkpoint(kind, tmp_path / "hf")
+    for dtype in ("float32", "float16"):
+        built = build_engine(
+            tmp_path / "hf",
+            tmp_path / dtype,
+            backend="tensorrt",
+            dtype=dtype,
+            device="cuda",
+            tensor_parallel=2,
+        )
+        print(kind, dtype, built.manifest.compiled)
+    words = ["--device", "cuda", "--prompts", "8", "--tokens", "200"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.check.ranks", *words, "--engine", "float32", "float16"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    reports = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert [report["passed"] for report in reports] == [True, True]
+    assert reports[0]["dtype"] == "float32" and reports[0]["equal_replies"] == 8

@@ -38,14 +38,18 @@ def check_sums(ranks):
         sums = []
         x = shares[ranks.rank]
 
-        def compute(x=x, sums=sums):
+        out = torch.empty_like(x)
+
+        def compute(x=x, sums=sums, out=out):
             sums += [group.all_reduce(x), group.all_gather(x.t()[:, :3].t()), group.broadcast(x)]
+            group.all_reduce(x, out)
 
         thread = threading.Thread(target=compute)
         thread.start()
         ranks.smallest(ranks.rank)  # beside it, in another thread
         thread.join()
         assert torch.equal(sums[0], total) and torch.equal(sums[2], told)
+        assert torch.equal(out, total)
         assert torch.equal(sums[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (
             5,
             64 * ranks.size,

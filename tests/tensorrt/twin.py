@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pensieve.builder.tensorrt.network import (
+    ALL_REDUCE,
     ATTENTION,
     LAYERS,
     NORM,
@@ -49,6 +51,7 @@ FREE = (
     "bytes_free",
     "engine_load",
     "engine_free",
+    "context_new",
     "context_free",
     "set_shape",
     "set_address",
@@ -67,6 +70,16 @@ def values_at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
+class Step(threading.local):
+    """What the library has of the step that a thread enqueues: its segments (of the work list),
+    its pool, its layer, and the function that adds the ranks' results."""
+
+    segments = torch.empty(0)
+    pool = torch.empty(0)
+    layer = 0
+    all_reduce: Callable[..., int] | None = None
+
+
 class Batch(dict[str, Tensor]):
     """The network's inputs by name, and the memory that its plugins work in."""
 
@@ -79,7 +92,8 @@ class Batch(dict[str, Tensor]):
 class Context:
     """An execution context."""
 
-    def __init__(self, profile: int):
+    def __init__(self, engine: int, profile: int):
+        self.engine = engine
         self.profile = profile
         self.steps = 0
         self.freed = False
@@ -90,10 +104,8 @@ class Context:
 class TwinLibrary:
     """One network: nodes are (type, rank, function of the batch and of the nodes before).
 
-    segments, pool   of the step that is enqueued; the library has them in its work list and its
-                     step
-    norms            eps and kind of the layers' norms; the library has them in its kernels
-    fails            functions that fail
+    norms   eps and kind of the layers' norms; the library has them in its kernels
+    fails   functions that fail
     """
 
     version = (8, 5, 3)
@@ -105,10 +117,9 @@ class TwinLibrary:
         self.sizes: dict[str, tuple[int, ...]] = {}  # of the inputs; -1: known at run time
         self.outputs: dict[str, int] = {}
         self.profiles: list[dict[str, tuple[tuple[int, ...], ...]]] = []
+        self.engines = 0
         self.contexts: list[Context] = []
-        self.segments = torch.empty(0)
-        self.pool = torch.empty(0)
-        self.layer = 0
+        self.step = Step()
         self.norms = 1e-5, False
         self.workspace = -1
         self.fails = frozenset[str]()
@@ -175,21 +186,31 @@ class TwinLibrary:
         content._obj.data = None
 
     def _engine_load(self, plan: bytes, size: int) -> int:
-        return int(plan == b"plan" and size == 4)
+        if plan != b"plan" or size != 4:
+            return 0
+        self.engines += 1
+        return self.engines
+
+    def _engine_shape(self, name: bytes, most: int, shape: Any) -> int:
+        there = self.sizes.get(name.decode())
+        if there is None or len(there) > most:
+            return -1
+        shape[: len(there)] = there
+        return len(there)
 
     def _engine_memory(self) -> int:
         return 4096
 
-    def _context_new(self, profile: int, memory: int, stream: int) -> int:
+    def _context_new(self, engine: int, profile: int, memory: int, stream: int) -> int:
         assert memory and stream == STREAM
-        self.contexts.append(Context(profile))
+        self.contexts.append(Context(engine, profile))
         return len(self.contexts)
 
     def _context_free(self, context: int) -> None:
         self.contexts[context - 1].freed = True
 
     def _engine_free(self, engine: int) -> None:
-        assert all(context.freed for context in self.contexts)
+        assert all(context.freed for context in self.contexts if context.engine == engine)
 
     def _set_shape(self, context: int, name: bytes, rank: int, shape: Any) -> int:
         one = self.contexts[context - 1]
@@ -220,9 +241,9 @@ class TwinLibrary:
     ) -> int:
         one = self.contexts[context - 1]
         assert stream == STREAM
-        for self.layer in range(layers):
+        for self.step.layer in range(layers):
             one.addresses |= {
-                names[i].decode(): weights[self.layer * count + i] for i in range(count)
+                names[i].decode(): weights[self.step.layer * count + i] for i in range(count)
             }
             one.addresses |= {"x": x, "y": y}
             self._enqueue(one)
@@ -236,7 +257,7 @@ class TwinLibrary:
             name: values_at(one.addresses[name], dtype, shapes[name])
             for name, dtype in self.inputs.items()
         }
-        for name, result in self.run(Batch(inputs, self.segments, self.pool)).items():
+        for name, result in self.run(Batch(inputs, self.step.segments, self.step.pool)).items():
             values_at(one.addresses[name], result.dtype, tuple(result.shape)).copy_(result)
         one.steps += 1
 
@@ -306,13 +327,13 @@ class TwinLibrary:
                 rotary.shape[1] == rotary_dims and qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
             )
             parts = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
-            return write_kv(*parts, rotary, slots, batch.pool, self.layer).flatten(1)
+            return write_kv(*parts, rotary, slots, batch.pool, self.step.layer).flatten(1)
 
         def attended(batch: Batch, values: list[Tensor]) -> Tensor:
             q, table = (values[i] for i in chosen)
             parts = q.unflatten(1, (heads, head_dim))
             return multi_token_attention(
-                parts, batch.segments, table, batch.pool, self.layer, head_dim**-0.5
+                parts, batch.segments, table, batch.pool, self.step.layer, head_dim**-0.5
             ).flatten(1)
 
         def multiplied(batch: Batch, values: list[Tensor]) -> Tensor:
@@ -336,6 +357,14 @@ class TwinLibrary:
             )
             return norm(summed(batch, values), weight, bias, *self.norms)
 
+        def added(batch: Batch, values: list[Tensor]) -> Tensor:
+            x = values[chosen[0]].contiguous()
+            total = torch.empty_like(x)
+            assert self.step.all_reduce is not None
+            if self.step.all_reduce(x.data_ptr(), total.data_ptr(), len(x), STREAM):
+                raise RuntimeError(self.error())
+            return total
+
         given = a.weighted + a.biased
         computes, expected = {
             WRITE_KV: (written, [torch.float32] * bool(rotary_dims) + [torch.int32]),
@@ -343,6 +372,7 @@ class TwinLibrary:
             PRODUCT: (multiplied, [dtype] * (1 + a.biased)),
             NORM: (normed, [dtype] * (a.added + given)),
             SILU_GATE: (gated, []),
+            ALL_REDUCE: (added, []),
         }[a.operation]
         assert kinds == expected
         number = self._add(name, dtype, 2, computes)

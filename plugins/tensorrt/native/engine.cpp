@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -267,6 +268,17 @@ API PensieveEngine* pensieve_engine_load(void const* plan, size_t size) {
 }
 
 API void pensieve_engine_free(PensieveEngine* engine) { delete engine; }
+
+API int pensieve_engine_shape(PensieveEngine* engine, char const* name, int most, int64_t* shape) {
+  for (int i = 0; i < engine->engine->getNbIOTensors(); i++) {
+    if (std::strcmp(engine->engine->getIOTensorName(i), name)) continue;
+    Dims const dims = engine->engine->getTensorShape(name);
+    if (dims.nbDims > most) return -1;
+    std::copy(dims.d, dims.d + dims.nbDims, shape);
+    return dims.nbDims;
+  }
+  return -1;
+}
 
 API size_t pensieve_engine_memory(PensieveEngine* engine) {
   return pensieve::context_memory(*engine->engine);

@@ -54,6 +54,9 @@ int pensieve_build(struct PensieveNetwork* network, size_t workspace, void const
 
 struct PensieveEngine* pensieve_engine_load(void const* plan, size_t size);
 void pensieve_engine_free(struct PensieveEngine* engine);
+// Writes the sizes of an input or output, -1 for those known at run time, into shape, which has room for `most`. Returns how
+// many it has, or -1: the plan has no such tensor, or it has more.
+int pensieve_engine_shape(struct PensieveEngine* engine, char const* name, int most, int64_t* shape);
 // Bytes of memory that a context works in; contexts that run one after the other can share them.
 size_t pensieve_engine_memory(struct PensieveEngine* engine);
 // A context for one optimization profile. It must be freed before the engine.

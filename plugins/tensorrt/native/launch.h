@@ -6,6 +6,9 @@ extern "C" {
 
 enum { PENSIEVE_MOST_CLASSES = 3 };
 
+// Adds the ranks' x [tokens, size] into sum, on the stream. Returns 0, or 1 if it failed. All ranks call it in the same order.
+typedef int (*PensieveAllReduce)(void const* x, void* sum, int tokens, void* stream);
+
 // One step's memory on the device: a KV pool and the list of the step's attention (plugins/attention/work_list.py).
 struct PensieveStep {
   void* pool;
@@ -17,6 +20,7 @@ struct PensieveStep {
   void* arrivals[PENSIEVE_MOST_CLASSES];  // of each class of tiles
   void* const* gates;                     // CUevent of each layer, or null: the layer has no gate. Null: no layer has one
   int32_t longest;                        // queries of the longest segment, or more
+  PensieveAllReduce all_reduce;           // null: one rank
 };
 
 // Loads a folder of kernels into the current context. Null if it cannot; pensieve_error says why.

@@ -6,6 +6,7 @@
 //   PensieveSiluGate  x [T, 2 outputs] -> [T, outputs]
 //   PensieveNorm      x [T, size], y [T, size] where it is added, weight [1, size], bias [1, size] where there are
 //                     -> norm of x or of x + y; where y is added, x + y too
+//   PensieveAllReduce x [T, size] -> the sum of all ranks' x [T, size], as the step's all_reduce makes it
 //
 // All take one field, "attributes": the bytes of `Attributes`. The kernels, the step's memory and the layer are those of the
 // thread that enqueues (pensieve_run_on), so that one plan serves all layers and knows neither addresses nor kernels.
@@ -27,8 +28,8 @@ thread_local PensieveKernels* kernels_of_thread = nullptr;
 thread_local PensieveStep const* step_of_thread = nullptr;
 thread_local int layer_of_thread = 0;
 
-enum Operation : int32_t { WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE };
-char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm", "PensieveSiluGate"};
+enum Operation : int32_t { WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE, ALL_REDUCE };
+char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm", "PensieveSiluGate", "PensieveAllReduce"};
 char const* const VERSION = "1";
 
 struct Attributes {
@@ -58,7 +59,7 @@ class Plugin final : public IPluginV2DynamicExt {
   }
   DimsExprs getOutputDimensions(int32_t, DimsExprs const* in, int32_t, IExprBuilder& expressions) noexcept override {
     DimsExprs shape = in[0];
-    if (a.operation != NORM) shape.d[1] = expressions.constant(a.outputs ? a.outputs : a.heads * a.head_dim);
+    if (a.operation != NORM && a.operation != ALL_REDUCE) shape.d[1] = expressions.constant(a.outputs ? a.outputs : a.heads * a.head_dim);
     return shape;
   }
   bool supportsFormatCombination(int32_t place, PluginTensorDesc const* all, int32_t inputs, int32_t) noexcept override {
@@ -89,6 +90,7 @@ class Plugin final : public IPluginV2DynamicExt {
       }
       case PRODUCT: return pensieve_product(a.type, tokens, width, a.outputs, in[0], in[1], a.biased ? in[2] : nullptr, a.relu, out[0], workspace, stream);
       case SILU_GATE: return pensieve_silu_gate(kernels_of_thread, tokens, in[0], out[0], stream);
+      case ALL_REDUCE: return step_of_thread->all_reduce ? step_of_thread->all_reduce(in[0], out[0], tokens, stream) : 1;
       default: {
         void const* const* next = in + 1;
         void const* const y = a.added ? *next++ : nullptr;
@@ -143,7 +145,7 @@ class Creator final : public IPluginCreator {
   std::string space;
 };
 
-Creator creators[] = {Creator(WRITE_KV), Creator(ATTENTION), Creator(PRODUCT), Creator(NORM), Creator(SILU_GATE)};
+Creator creators[] = {Creator(WRITE_KV), Creator(ATTENTION), Creator(PRODUCT), Creator(NORM), Creator(SILU_GATE), Creator(ALL_REDUCE)};
 
 }  // namespace
 

@@ -13,6 +13,7 @@ from pensieve.builder.build import build_engine
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import TokenLogprobs, Usage
+from tests.benchmarks.test_ranks import json_lines
 from tests.models import tiny_checkpoint
 
 SMALL = ["--tokens", "80", "--repetitions", "2", "--chunk-tokens", "8"]
@@ -40,6 +41,13 @@ def test_all_ways_agree(engine, capsys):
     told = json.loads(lines[-1])
     assert list(told["ways"]) == list(WAYS) and told["passed"]
     assert all(way["count"] == 2 for way in told["ways"].values())
+
+
+@pytest.mark.slow
+def test_all_ways_agree_on_two_ranks(checkpoint, tmp_path):
+    build_engine(checkpoint, tmp_path / "engine", dtype="float32", tensor_parallel=2)
+    lines = json_lines("benchmarks.check.reuse", "--engine", tmp_path / "engine", *SMALL)
+    assert list(lines[-1]["ways"]) == list(WAYS) and lines[-1]["passed"]
 
 
 def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(

@@ -20,14 +20,22 @@ from pensieve.builder.checkpoints.config import Rotary
 from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
 from pensieve.builder.inductor.compile_worker import report
 from pensieve.builder.manifest import PLAN, files_digest
-from pensieve.builder.parity import check_parity, random_batches
+from pensieve.builder.model import LayerInputs
+from pensieve.builder.parity import check_parity, check_ranks, random_batches
 from pensieve.builder.tensorrt import compile as compile_tensorrt
 from pensieve.builder.tensorrt import installed
 from pensieve.builder.tensorrt import package as tensorrt_package
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    RanksParted,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.plugins.torch_ops import pool_of, register_pool, release_pool
-from pensieve.scheduler.types import SettingError
+from pensieve.scheduler.types import InvariantError, SettingError
 from tests.models import LLAMA_SHAPE, OPT_SHAPE, save_random, tiny_checkpoint
-from tests.tensorrt.twin import COMPUTE, STREAM, TwinLibrary
+from tests.tensorrt.twin import COMPUTE, STREAM, TwinLibrary, values_at
 
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA_SHAPE),
@@ -54,24 +62,29 @@ def library(monkeypatch):
     twin = TwinLibrary()
 
     class Kernels:
-        def __init__(self, library, kv, config):
+        def __init__(self, library, kv, config, ranks, sums):
             self._pool = kv.tensor
+            self._all_reduce = None if sums is None else sums.call
             twin.norms = config.norm_eps, config.norm == "rms"
 
         def of_step(self):
-            twin.pool = self._pool
+            twin.step.pool = self._pool
+            twin.step.all_reduce = self._all_reduce
             return 1, None
 
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(tensorrt_package, "_PoolKernels", Kernels)
     monkeypatch.setattr(tensorrt_package, "ALIGNMENT", 1)  # torch aligns to 64 bytes on the CPU
+    monkeypatch.setattr(
+        tensorrt_package, "memory_at", lambda place, shape, dtype: values_at(place, dtype, shape)
+    )
     for module in (compile_tensorrt, tensorrt_package, installed):
         monkeypatch.setattr(module, "load_library", lambda: twin)
     original = tensorrt_package.TensorRTLayers.forward
 
     def forward(self, x, change, inputs):
-        twin.segments = inputs.batch.segments  # the library has them in its work list
+        twin.step.segments = inputs.batch.segments  # the library has them in its work list
         return original(self, x, change, inputs)
 
     monkeypatch.setattr(tensorrt_package.TensorRTLayers, "forward", forward)
@@ -104,6 +117,63 @@ def test_a_plan_computes_what_the_decoder_does(name, dtype, library, tmp_path):
     parity = check_parity(packed(tmp_path, config, weights), config, weights)
     if dtype == torch.float32:
         assert parity.logits < 1e-5 and parity.kv < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_plan_serves_all_ranks(name, dtype, library, tmp_path):
+    save_random(CONFIGS[name], tmp_path)
+    config = decoder_config(read_json(tmp_path / "config.json"))
+    weights = [dict(read_weights(tmp_path, config, dtype, rank, 2)) for rank in range(2)]
+    path = tmp_path / PLAN
+    path.write_bytes(compile_tensorrt.build_plan(config, weights[0], ranks=2))
+    decoders = [tensorrt_package.load_decoder(path, config, own, 2) for own in weights]
+    parity = check_ranks(decoders, config, weights)
+    if dtype == torch.float32:
+        assert parity.logits < 1e-5 and parity.kv < 1e-5
+
+
+@pytest.fixture
+def halves(tmp_path):
+    """(decoder's config, weights of each of two ranks) of a tiny Llama."""
+    config, _ = saved("llama", tmp_path, torch.float32)
+    return config, [dict(read_weights(tmp_path, config, torch.float32, i, 2)) for i in range(2)]
+
+
+@pytest.mark.parametrize("built, loaded", [(1, 2), (2, 1)])
+def test_a_plan_for_another_number_of_ranks_is_named(built, loaded, library, halves, tmp_path):
+    config, parts = halves
+    weights = {1: read_weights(tmp_path, config, torch.float32), 2: parts[0]}
+    (tmp_path / PLAN).write_bytes(compile_tensorrt.build_plan(config, weights[built], ranks=built))
+    with pytest.raises(RuntimeError, match=r"attention\.\w+\.weight .* another model or number of"):
+        tensorrt_package.load_decoder(tmp_path / PLAN, config, weights[loaded], loaded)
+    gc.collect()
+    assert not library.contexts
+
+
+def test_a_sum_that_fails_is_the_error_of_the_step(library, halves, tmp_path):
+    config, parts = halves
+    (tmp_path / PLAN).write_bytes(compile_tensorrt.build_plan(config, parts[0], ranks=2))
+    decoder = tensorrt_package.load_decoder(tmp_path / PLAN, config, parts[0], 2)
+    batch = random_batches(config, "cpu")[0]
+    x = torch.zeros(len(batch.slots), config.hidden_size)
+    pool = torch.zeros(batch.block_table.numel(), config.layers, 2, 1, 16, config.head_dim)
+    handle = register_pool(pool)
+    given = LayerInputs(batch, decoder.rotary(batch.positions), handle)
+
+    class Parted(ThreadRanks):
+        def all_reduce(self, x, out=None):
+            raise RanksParted("of 2 ranks' call 0 there is: rank 0")
+
+    try:
+        with pytest.raises(InvariantError, match="need the step's stream, and a group of ranks"):
+            decoder.layers[0](x, None, given)
+        register_group(TENSOR_PARALLEL, Parted(2))
+        with pytest.raises(RanksParted, match="there is: rank 0"):
+            decoder.layers[0](x, None, given)
+    finally:
+        release_group(TENSOR_PARALLEL)
+        release_pool(handle)
 
 
 def run_once(package, config, batch):
@@ -233,13 +303,20 @@ def test_an_old_tensorrt_is_refused(library):
     assert installed.tensorrt_version() == "8.5.0"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_an_engine_in_the_making_is_compiled_tried_and_compared(
-    kind, library, tmp_path, monkeypatch, capsys
+    kind, ranks, library, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_checkpoint(kind, tmp_path / "hf")
-    build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="float16")
+    build_engine(
+        tmp_path / "hf",
+        tmp_path / "engine",
+        backend="reference",
+        dtype="float16",
+        tensor_parallel=ranks,
+    )
     report(partial(compile_tensorrt.compile_engine, tmp_path / "engine", None))
     *stages, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert [stage["stage"] for stage in stages] == [
@@ -283,6 +360,7 @@ def test_a_step_names_all_memory_that_the_library_works_in():
     assert list(step.items) == [items.data_ptr() for items in work.items]
     assert list(step.arrivals) == [arrivals.data_ptr() for arrivals in work.arrivals]
     assert [step.gates[layer] for layer in range(3)] == [None, 7, None]
+    assert not step.all_reduce  # of one rank
 
 
 def test_a_pool_keeps_the_events_behind_its_gates():

@@ -46,6 +46,17 @@ def test_every_rank_gets_the_sum_and_the_row_of_all(group):
         assert torch.equal(row, torch.cat(tuple(shares), dim=1))
 
 
+def test_a_sum_goes_where_it_is_wanted(group):
+    shares = torch.randn(RANKS, 5, 4)
+
+    def work(rank):
+        total = torch.empty(5, 4)
+        assert group.all_reduce(shares[rank], total).data_ptr() == total.data_ptr()
+        return total
+
+    assert all(torch.equal(total, shares.sum(0)) for total in group.run(work))
+
+
 def test_sums_are_rounded_once(group):
     # bfloat16 holds 258, and not 257
     shares = (torch.tensor([256.0]), torch.tensor([1.0]), torch.tensor([1.0]))

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from pensieve.builder.tensorrt.network import (
+    ALL_REDUCE,
     ATTENTION,
     NORM,
     PRODUCT,
@@ -23,6 +24,7 @@ from pensieve.plugins.attention.work_list import Capacity
 from pensieve.plugins.linear import norm_kernel
 from pensieve.plugins.tensorrt import kernels as ahead_of_time
 from pensieve.plugins.tensorrt.kernels import Norms
+from pensieve.plugins.tensorrt.library import AllReduce
 
 from ..recording_driver import STREAM, RecordingDriver
 from .launching import HERE, Library, compile_cpp, headers, needs_compilers, needs_headers
@@ -299,6 +301,18 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     library.norm(kernels, x, None, weight, bias, normed, None)
     library.norm(kernels, x, y, weight, bias, normed, total)
     assert through_plugins == library.launched() != []
+    sums = []
+
+    def add(x, total, tokens, stream):
+        sums.append((x, total, tokens, stream))
+        return len(sums) - 1
+
+    total_of_ranks = Attributes(ALL_REDUCE, FLOAT16), [x], total
+    assert enqueue(*total_of_ranks) == 1  # the step is of one rank
+    step.all_reduce = AllReduce(add)
+    # what the function returns is the plugin's result
+    assert [enqueue(*total_of_ranks) for _ in range(2)] == [0, 1]
+    assert sums == [(x.data_ptr(), total.data_ptr(), 7, STREAM)] * 2
     gate = Attributes(SILU_GATE, FLOAT16, outputs=32)
     halves = torch.zeros(7, 64).half()
     assert enqueue(gate, [halves], torch.zeros(7, 32).half()) == 0
