@@ -23,7 +23,7 @@ from pensieve.plugins.state.pool import StatePool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.scheduler.types import SettingError
 from tests.compiled import needs_compiler
-from tests.models import QWEN3_5_SHAPE, ScatteredRunner, save_random
+from tests.models import QWEN3_5_SHAPE, ScatteredRunner, save_random, tiny_config
 
 ZERO = NOT_KEPT = -1
 SLOTS = 8  # of states
@@ -80,6 +80,12 @@ def served(tmp_path_factory):
     return Served(tmp_path_factory.mktemp("hybrid"), Qwen3_5TextConfig(**QWEN3_5_SHAPE))
 
 
+@pytest.fixture(scope="module", params=["qwen3-5-moe", "qwen3-next"])
+def mixture(request, tmp_path_factory):
+    """A model with experts, a shared one among them. Qwen3-Next's projections are fused by head."""
+    return Served(tmp_path_factory.mktemp(request.param), tiny_config(request.param))
+
+
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 190])
 def test_a_whole_prompt(served, length):
     runner = served.runner()
@@ -95,6 +101,18 @@ def test_a_prompt_in_pieces(served, cuts):
         runner.step(span(0, start, end, before, 3))
         before = 3
     check(served, runner)
+
+
+def test_a_mixture_of_experts(mixture):
+    decoder = mixture.engine.manifest.decoder
+    assert (decoder.experts, decoder.shared_expert_size) == (8, 48)
+    runner = mixture.runner()
+    runner.step(span(0, 0, 120, ZERO, 0))
+    runner.step(span(1, 0, 50, ZERO, 1), span(0, 120, 121, 0, 0))
+    runner.step(span(0, 121, 122, 0, 6), span(1, 50, 131, 1, 1))
+    runner.step(span(0, 122, 190, 6, NOT_KEPT))
+    check(mixture, runner, 0)
+    check(mixture, runner, 1)
 
 
 def test_generation_step_by_step_in_its_own_slot(served):
