@@ -43,9 +43,7 @@ images."""
 
 UNUSED = {
     GEMMA3: re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\."),
-    **dict.fromkeys(
-        (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT), re.compile(r"(model\.)?visual\.|mtp\.")
-    ),
+    **dict.fromkeys((QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT), re.compile(r"(model\.)?visual\.|mtp\.")),
 }
 """Ignored tensors, by architecture: of images, and of layers that predict further tokens."""
 
