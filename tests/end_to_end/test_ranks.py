@@ -178,7 +178,8 @@ def test_a_server_of_two_ranks_with_states_replies_as_one_rank(engine, tmp_path)
             (one,) = expected.outputs
             assert choice["token_ids"] == one.token_ids
             ours = choice["logprobs"]["token_logprobs"]
-            theirs = [of[token].logprob for of, token in zip(one.logprobs, one.token_ids)]
+            pairs = zip(one.logprobs, one.token_ids, strict=True)
+            theirs = [of[token].logprob for of, token in pairs]
             assert ours == pytest.approx(theirs, abs=1e-4)
             cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == expected.usage.cached and (cached > 0) == (turn == 1)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.disk.speed import DiskSpeed
 from pensieve.runtime.shared.config import read_config
 from pensieve.scripts import doctor
 from pensieve.scripts.doctor import Finding, Level, look, main
+from pensieve.scripts.simulation.models import read_shape
 
 from .fake_server import FakeServer, Handler
 
@@ -202,3 +204,20 @@ def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "file").write_text("")
     wrong = replace(config, options=replace(config.options, path=tmp_path / "file"))
     assert doctor._shared_store(wrong).level is Level.PROBLEM
+
+
+def test_the_sizes_of_a_model_are_told(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its states too: whether host memory holds two for each running request."""
+    memory = Memory(40 * 2**30, 100 * 2**30)
+    monkeypatch.setattr("pensieve.runtime.device.memory.host_memory", lambda: memory)
+    shapes = Path(__file__).parents[2] / "benchmarks" / "shapes"
+    hybrid = read_shape(shapes / "qwen3.5-9b.json", ranks=1)
+    found = {finding.name: finding for finding in look("cuda", bare, model=hybrid)}
+    assert "KV 32 KiB a token, a state 49.1 MiB" in found["model"].state
+    assert found["states"].state == "204 states in 10 GiB of host memory"
+    assert found["states"].level is Level.OK
+    found = {finding.name: finding for finding in look("cpu", bare, model=hybrid)}
+    assert found["states"].level is Level.OPTIONAL and "--host-kv-bytes" in found["states"].advice
+    plain = read_shape(shapes / "llama-3-8b.json", ranks=1)
+    found = {finding.name: finding for finding in look("cpu", bare, model=plain)}
+    assert "a state" not in found["model"].state and "states" not in found
