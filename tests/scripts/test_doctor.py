@@ -15,7 +15,7 @@ from pensieve.runtime.disk.speed import DiskSpeed
 from pensieve.runtime.shared.config import read_config
 from pensieve.scripts import doctor
 from pensieve.scripts.doctor import Finding, Level, look, main
-from pensieve.scripts.simulation.models import read_shape
+from pensieve.scripts.simulation.models import ModelShape, read_shape
 
 from .fake_server import FakeServer, Handler
 
@@ -37,8 +37,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def findings_of(device: str, state: Path) -> dict[str, Finding]:
-    return {finding.name: finding for finding in look(device, state)}
+def findings_of(device: str, state: Path, model: ModelShape | None = None) -> dict[str, Finding]:
+    return {finding.name: finding for finding in look(device, state, model=model)}
 
 
 def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
@@ -161,7 +161,12 @@ def test_the_exit_status_counts_problems_only(
     level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def examine(
-        device: str, state_dir: Path, history_url: str | None, urls: list[str], shared: None
+        device: str,
+        state_dir: Path,
+        history_url: str | None,
+        urls: list[str],
+        shared: None,
+        model: None,
     ) -> list[Finding]:
         return [Finding("thing", level, "is so", "do this")]
 
@@ -212,12 +217,15 @@ def test_the_sizes_of_a_model_are_told(bare: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pensieve.runtime.device.memory.host_memory", lambda: memory)
     shapes = Path(__file__).parents[2] / "benchmarks" / "shapes"
     hybrid = read_shape(shapes / "qwen3.5-9b.json", ranks=1)
-    found = {finding.name: finding for finding in look("cuda", bare, model=hybrid)}
-    assert "KV 32 KiB a token, a state 49.1 MiB" in found["model"].state
-    assert found["states"].state == "204 states in 10 GiB of host memory"
-    assert found["states"].level is Level.OK
-    found = {finding.name: finding for finding in look("cpu", bare, model=hybrid)}
-    assert found["states"].level is Level.OPTIONAL and "--host-kv-bytes" in found["states"].advice
+    findings = findings_of("cuda", bare, hybrid)
+    assert "KV 32 KiB a token, a state 49.1 MiB" in findings["model"].state
+    assert findings["states"].state == "204 states in 10 GiB of host memory"
+    assert findings["states"].level is Level.OK
+    findings = findings_of("cpu", bare, hybrid)
+    assert (
+        findings["states"].level is Level.OPTIONAL
+        and "--host-kv-bytes" in findings["states"].advice
+    )
     plain = read_shape(shapes / "llama-3-8b.json", ranks=1)
-    found = {finding.name: finding for finding in look("cpu", bare, model=plain)}
-    assert "a state" not in found["model"].state and "states" not in found
+    findings = findings_of("cpu", bare, plain)
+    assert "a state" not in findings["model"].state and "states" not in findings
