@@ -120,6 +120,9 @@ def build_engine(
     _check_linear(decoder, backend, device, weights)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
+    form = check_quantization(hf_config.get("quantization_config"))
+    if decoder.linear and hf_config.get("quantization_config"):
+        _check_quantised("int4" if form else "fp8", backend, decoder, "--checkpoint")
     packed = weights == "same" and device == "cuda" and backend != "tensorrt"
     read = _reader(checkpoint, decoder, dtype, packed)
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
@@ -128,7 +131,6 @@ def build_engine(
     in_int4 = names_in_int4(rounded[0])
     setting = "--checkpoint" if weights == "same" else "--weights"
     _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder, setting)
-    form = check_quantization(hf_config.get("quantization_config"))
     group = 0
     if in_int4:
         group = form.group if form else BLOCK

@@ -142,11 +142,12 @@ class Projection(nn.Linear):
 
 
 class RowParallelProjection(Projection):
-    """A projection whose input is divided among the ranks: their partial results are added."""
+    """A projection whose input is divided among the ranks: their partial results are added, here
+    if `summed`, else by the caller."""
 
-    def __init__(self, shard: Shard, inputs: int, bias: bool):
+    def __init__(self, shard: Shard, inputs: int, bias: bool, summed: bool = True):
         super().__init__(inputs, shard.config.hidden_size, bias)
-        self.ranks = shard.ranks
+        self.ranks = shard.ranks if summed else 1
 
     def forward(self, x: Tensor) -> Tensor:
         return summed(super().forward(x), self.ranks)
@@ -207,7 +208,7 @@ class GatedDelta(nn.Module):
     def __init__(self, shard: Shard, layer: int):
         super().__init__()
         config = shard.config
-        linear = config.linear
+        linear = shard.linear
         assert linear is not None  # the layer is linear
         self.place = config.place(layer)  # in a state
         self.parts = linear.parts
@@ -243,15 +244,17 @@ class GatedDelta(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shard: Shard):
+    def __init__(self, shard: Shard, size: int, summed: bool = True):
+        """size: the rank's part of the width. summed: the result is the sum of the ranks' results;
+        else it is the rank's own."""
         super().__init__()
         config = shard.config
         self.gated = config.gated
         self.activation = ACTIVATIONS[config.activation]
         self.silu_gated = config.silu_gated
-        width = 2 * shard.mlp_size if config.gated else shard.mlp_size  # gate, then up
+        width = 2 * size if config.gated else size  # gate, then up
         self.up = Projection(config.hidden_size, width, bias=config.mlp_bias)
-        self.down = RowParallelProjection(shard, shard.mlp_size, bias=config.mlp_bias)
+        self.down = RowParallelProjection(shard, size, config.mlp_bias, summed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -265,7 +268,7 @@ class MLP(nn.Module):
 
 class SparseMLP(nn.Module):
     """Experts, each a gated MLP. The router chooses some for each token, and weights their
-    results."""
+    results. A shared expert takes part in every token, with a weight of its own."""
 
     def __init__(self, shard: Shard):
         super().__init__()
@@ -283,6 +286,10 @@ class SparseMLP(nn.Module):
         self.down = nn.Linear(
             shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias
         )
+        self.shared: MLP | None = None
+        if config.shared_expert_size:
+            self.shared = MLP(shard, shard.shared_expert_size, summed=False)
+            self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shares, chosen = (
@@ -294,6 +301,8 @@ class SparseMLP(nn.Module):
         y = torch.ops.pensieve.experts(
             x, chosen, shares, up.weight, down.weight, up.bias, down.bias, *self.gate
         )
+        if self.shared is not None:
+            y = y + self.shared_gate(x).sigmoid() * self.shared(x)
         return summed(y, self.ranks)
 
 
@@ -306,7 +315,7 @@ class Layer(nn.Module):
         is_linear = config.is_linear(layer)
         self.attention = GatedDelta(shard, layer) if is_linear else Attention(shard, layer)
         self.mlp_norm = hidden_norm(config)
-        self.mlp = SparseMLP(shard) if config.experts else MLP(shard)
+        self.mlp = SparseMLP(shard) if config.experts else MLP(shard, shard.mlp_size)
         self.attention_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
         self.mlp_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
 

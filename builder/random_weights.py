@@ -16,7 +16,7 @@ from .checkpoints.hugging_face import dtype_of, parameter_shapes, weight_sources
 from .checkpoints.sources import Source
 from .quantised import projections
 
-INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")
+INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight")
 DECAYS = (-7.0, 0.0)
 """Of a state, as logarithms: half of it is gone after about one to a thousand tokens."""
 

@@ -10,7 +10,7 @@ from .checkpoints.config import Shard
 
 def state_shape(shard: Shard, dtype: torch.dtype) -> StateShape | None:
     """The sizes of a rank's states; None if no layer has linear attention."""
-    linear = shard.config.linear
+    linear = shard.linear
     if linear is None:
         return None
     return StateShape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, log2
 from typing import Any
 
 from .context_window import OVERFLOW_MODES, RECOMPUTE, ContextWindow
@@ -132,6 +132,11 @@ class SchedulerSettings:
             raise SettingError("max_num_batched_tokens", message)
 
 
+STATE_MULTIPLE = 64  # tokens, a piece of the kernels
+SPARE_STATES = 8
+"""State slots besides those of the seats: a row moves to another slot while its own is copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateConfig:
     """The recurrent states of a model with linear attention (docs/design/states.md).
@@ -148,7 +153,15 @@ class StateConfig:
     slots: int
     spacing: int = 2048
     generated: int = 512
-    multiple: int = 64
+    multiple: int = STATE_MULTIPLE
+
+    @classmethod
+    def of_size(cls, nbytes: int, chunk_bytes: int, chunk_tokens: int, seats: int) -> StateConfig:
+        """For states of so many bytes. Their spacing is the power of two at which they take about
+        as many bytes as KV."""
+        chunks = -(-nbytes // chunk_bytes)
+        spacing = 2 ** round(log2(chunks * chunk_tokens))
+        return cls(chunks, seats + SPARE_STATES, spacing=max(STATE_MULTIPLE, spacing))
 
     def __post_init__(self) -> None:
         for name in ("chunks", "slots", "spacing", "generated", "multiple"):

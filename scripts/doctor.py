@@ -28,12 +28,14 @@ from ..builder.tensorrt.installed import describe_tensorrt
 from ..runtime.conversations.databases import LEASE_SECONDS, look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.settings import default_state_dir
+from ..runtime.launch.settings import DEFAULT_HOST_KV, default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..runtime.shared.config import SharedConfig, read_config
+from ..scheduler.config import SchedulerSettings
 from ..scheduler.types import RequestError, SettingError
 from .chat import Server, ServerError
 from .command import add_history_url
+from .simulation.models import ModelShape, read_shape
 
 GIB = 2**30
 PROGRAM_S = 20  # for another program to answer; a driver that hangs never does
@@ -86,9 +88,10 @@ def look(
     history_url: str | None = None,
     urls: Sequence[str] = (),
     shared: SharedConfig | None = None,
+    model: ModelShape | None = None,
 ) -> Iterator[Finding]:
     """One finding after the other; `device` and `history_url` as for `pensieve serve`, `urls` of
-    servers, `shared`: their store."""
+    servers, `shared`: their store, `model` to be served."""
     needed = Level.PROBLEM if device == "cuda" else Level.OPTIONAL
     yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
     yield from _gpus(needed)
@@ -99,6 +102,8 @@ def look(
     yield _mpi()
     yield _tensorrt()
     yield _memory()
+    if model is not None:
+        yield from _model(device, model)
     yield _shared_memory()
     yield from _disk(state_dir)
     yield from _histories(state_dir, history_url)
@@ -206,6 +211,18 @@ def _memory() -> Finding:
         Level.PROBLEM,
         "end other programs, or raise the container's memory limit",
     )
+
+
+def _model(device: str, model: ModelShape) -> Iterator[Finding]:
+    from ..runtime.device.memory import host_memory, host_room  # and torch
+
+    yield Finding("model", Level.OK, f"in 16 bits on one device: {model.sizes()}")
+    size = max(0, host_room(host_memory())) if device == "cuda" else DEFAULT_HOST_KV
+    defaults = SchedulerSettings()
+    held = model.states_in_host(defaults.chunk_tokens, defaults.max_num_seqs, size)
+    if held is not None:
+        advice = f"{held.few}; raise --host-kv-bytes"
+        yield examined("states", not held.few, held.text, Level.OPTIONAL, advice)
 
 
 def _shared_memory() -> Finding:
@@ -396,16 +413,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--url", action="append", default=[], help="of a server that runs; may be repeated"
     )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a model's config.json: its sizes here"
+    )
     args = parser.parse_args(argv)
     # loads FastAPI, which --help need not wait for
     from ..runtime.launch.http_options import history_url
 
     try:
         url = history_url(args.history_url, args.history_url_file)
+        model = None if args.config is None else read_shape(args.config, ranks=1)
     except SettingError as error:
         parser.error(str(error))
     findings: list[Finding] = []
-    for finding in look(args.device, args.state_dir, url, args.url, args.kv_shared_config):
+    for finding in look(args.device, args.state_dir, url, args.url, args.kv_shared_config, model):
         findings.append(finding)
         if not args.json:
             print(finding.line(), flush=True)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import parse_bytes
 from ..runtime.system import safe_path
+from ..scheduler.config import StateConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.ring import fullest_share
 from ..scheduler.types import SettingError
@@ -48,7 +49,7 @@ from .simulation.load import (
     load_run,
     simulate_load,
 )
-from .simulation.models import read_costs, read_shape
+from .simulation.models import ModelShape, read_costs, read_shape
 
 TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_load`
 # the bisection ends at this ratio of bounds; this share of its first guess is nearly no load
@@ -142,20 +143,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> None:
     """Prints the plan. Raises SettingError."""
     loads, seeds = check(args)
-    cost, source = describe(args)
+    shape = read_shape(args.config, args.tensor_parallel)
+    states = shape.states(args.chunk_tokens, args.max_num_seqs)
+    cost, source = describe(args, shape, states)
     sizes = tier_sizes(args)
     cases = list(product(sizes, seeds))
     spawn = multiprocessing.get_context("spawn")
     with safe_path(), spawn.Pool(min(args.jobs, len(cases))) as pool:
-        case_rates = pool.starmap(partial(largest_rate, args, cost), cases, chunksize=1)
+        case_rates = pool.starmap(partial(largest_rate, args, cost, states), cases, chunksize=1)
     rates = {
         size: [rate for case, rate in zip(cases, case_rates, strict=True) if case[0] == size]
         for size in sizes
     }
     rows = [plan_row(args, load, size, rates[size]) for load, size in product(loads, sizes)]
     print("\n".join(map(json.dumps, rows) if args.json else table(source, rows)))
+    if not args.json:
+        print("\n".join(size_lines(args, shape, sizes)))
     if args.plot is not None:
         draw(args, rates, loads[-1])
+
+
+def size_lines(
+    args: argparse.Namespace, shape: ModelShape, sizes: Sequence[TierBytes]
+) -> Iterator[str]:
+    yield f"a GPU: {shape.sizes()}"
+    for host in sorted({size.host for size in sizes}):
+        held = shape.states_in_host(args.chunk_tokens, args.max_num_seqs, host)
+        if held is not None:
+            yield f"a GPU: {held.text}{held.few and ', '}{held.few}"
 
 
 def tier_sizes(args: argparse.Namespace) -> list[TierBytes]:
@@ -185,18 +200,21 @@ def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
     return loads, seeds
 
 
-def describe(args: argparse.Namespace) -> tuple[CostProfile, str]:
+def describe(
+    args: argparse.Namespace, shape: ModelShape, states: StateConfig | None
+) -> tuple[CostProfile, str]:
     """Costs of a replica, and where they come from; settles `args.gpu_kv_bytes`. Raises
     SettingError."""
-    shape = read_shape(args.config, args.tensor_parallel)
     if args.gpu_kv_bytes == "auto":
-        args.gpu_kv_bytes = str(
-            int(0.9 * parse_bytes(args.gpu_memory, "--gpu-memory")) - 2 * shape.parameters
-        )
-        if int(args.gpu_kv_bytes) <= 0:
+        taken = shape.weight_bytes
+        if states is not None:
+            taken += states.slots * states.chunks * shape.token_bytes * args.chunk_tokens
+        left = int(0.9 * parse_bytes(args.gpu_memory, "--gpu-memory")) - taken
+        args.gpu_kv_bytes = str(left)
+        if left <= 0:
             message = (
-                f"{2 * shape.parameters / 1e9:.3g} GB of weights leave no room for KV: use more "
-                "GPUs a replica"
+                f"{taken / 1e9:.3g} GB of weights{' and states' if states else ''} leave no room "
+                "for KV: use more GPUs a replica"
             )
             raise SettingError("--tensor-parallel", message)
     if args.profile is not None:
@@ -205,14 +223,21 @@ def describe(args: argparse.Namespace) -> tuple[CostProfile, str]:
     return shape.cost(args.chunk_tokens, 2**17, *speeds), "not measured: estimated from the shape"
 
 
-def largest_rate(args: argparse.Namespace, cost: CostProfile, sizes: TierBytes, seed: int) -> float:
+def largest_rate(
+    args: argparse.Namespace,
+    cost: CostProfile,
+    states: StateConfig | None,
+    sizes: TierBytes,
+    seed: int,
+) -> float:
     """Conversations/s at which one replica meets the targets. Raises SettingError if it never
     does."""
     tiers = {"host_kv_bytes": str(sizes.host), "disk_kv_bytes": str(sizes.disk)}
     args = argparse.Namespace(**{**vars(args), **tiers})
 
     def good(rate: float) -> bool:
-        figures = simulate_load(load_run(args, cost, conversations(args, rate, seed), rate, seed))
+        sessions = conversations(args, rate, seed)
+        figures = simulate_load(load_run(args, cost, sessions, rate, seed, states))
         if figures is None:
             raise SettingError(
                 "--measure-s", f"no reply ended at {rate:.2g} conversations/s: take more seconds"

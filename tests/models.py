@@ -18,9 +18,11 @@ from transformers import (
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from pensieve.builder.forward_batch import NOT_WRITTEN, Forward
@@ -83,6 +85,13 @@ QWEN3_5_SHAPE = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+QWEN3_5_MOE_SHAPE = {
+    **{name: value for name, value in QWEN3_5_SHAPE.items() if name != "intermediate_size"},
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
 OPT_SHAPE = {**SHAPE, "ffn_dim": 128}
 
 
@@ -106,6 +115,10 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return GptOssConfig(**GPT_OSS_SHAPE)
         case "qwen3-5":
             return Qwen3_5TextConfig(**QWEN3_5_SHAPE)
+        case "qwen3-5-moe":
+            return Qwen3_5MoeTextConfig(**QWEN3_5_MOE_SHAPE)
+        case "qwen3-next":
+            return Qwen3NextConfig(**QWEN3_5_MOE_SHAPE)
         case "opt":
             return OPTConfig(**OPT_SHAPE)
     raise ValueError(kind)

@@ -1,5 +1,5 @@
 """Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts,
-Gemma 3, gpt-oss, Qwen3.5, and OPT.
+Gemma 3, gpt-oss, Qwen3.5, Qwen3-Next, and OPT.
 
 Unknown settings are refused by name; no value is guessed.
 """
@@ -47,11 +47,21 @@ class LlamaFlavour(NamedTuple):
     activation: str = "hidden_act"  # the key of the MLP's activation
     # None: all of a head's dimensions are rotated, and a config.json that says less is refused
     partial_rotary: float | None = None
+    shared_expert: bool = False
 
 
 GEMMA3, GPT_OSS, OPT = "Gemma3ForCausalLM", "GptOssForCausalLM", "OPTForCausalLM"
 GEMMA3_OF_IMAGES = "Gemma3ForConditionalGeneration"
-QWEN3_5, QWEN3_5_OF_IMAGES = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
+QWEN3_5, QWEN3_5_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+QWEN3_NEXT = "Qwen3NextForCausalLM"
+HYBRIDS = {
+    QWEN3_5: QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    QWEN3_5_MOE: QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    QWEN3_NEXT: QWEN3_NEXT,
+}
+"""Models with linear attention, and the part of each that takes text."""
 
 LLAMA_FLAVOURS = {
     "LlamaForCausalLM": LlamaFlavour(mlp_bias=None),
@@ -80,6 +90,18 @@ LLAMA_FLAVOURS = {
         norm_topk_prob=True,
     ),
     QWEN3_5: LlamaFlavour(kv_heads=4, head_dim=256, qk_norm=True, partial_rotary=0.25),
+    **dict.fromkeys(
+        (QWEN3_5_MOE, QWEN3_NEXT),
+        LlamaFlavour(
+            kv_heads=2,
+            head_dim=256,
+            qk_norm=True,
+            partial_rotary=0.25,
+            expert_size="moe_intermediate_size",
+            norm_topk_prob=True,
+            shared_expert=True,
+        ),
+    ),
 }
 GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
@@ -114,7 +136,7 @@ GPT_OSS_SCALING = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-QWEN3_5_DEFAULTS = {
+LINEAR_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -137,7 +159,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):
         raise refusal("config.json: per_layer_config is not supported: layers must be alike")
-    supported = [*LLAMA_FLAVOURS, GEMMA3_OF_IMAGES, QWEN3_5_OF_IMAGES, OPT]
+    supported = [*{**LLAMA_FLAVOURS, **HYBRIDS}, GEMMA3_OF_IMAGES, OPT]
     if names[0] not in supported:
         raise refusal(
             f"architecture {names[0]!r} is not supported; known are {', '.join(supported)}"
@@ -152,9 +174,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         GEMMA3: _gemma3_config,
         GEMMA3_OF_IMAGES: _gemma3_config,
         GPT_OSS: _gpt_oss_config,
-        QWEN3_5: _qwen3_5_config,
-        QWEN3_5_OF_IMAGES: _qwen3_5_config,
     }
+    if names[0] in HYBRIDS:
+        return _hybrid_config(HYBRIDS[names[0]], config)
     return own[names[0]](config) if names[0] in own else _llama_config(names[0], config)
 
 
@@ -293,12 +315,14 @@ def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _qwen3_5_config(config: Mapping[str, Any]) -> DecoderConfig:
+def _hybrid_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig:
     """Of a model that also takes images, the part that takes text."""
-    config = _with(config.get("text_config") or {}, config, QWEN3_5_DEFAULTS)
+    config = _with(config.get("text_config") or {}, config, LINEAR_DEFAULTS)
     if config.get("attn_output_gate") is False:
         raise refusal("config.json: attn_output_gate false is not supported")
-    decoder = _llama_config(QWEN3_5, config)
+    if architecture == QWEN3_5_MOE and config.get("norm_topk_prob") is False:
+        raise refusal("config.json: norm_topk_prob false is not supported")
+    decoder = _llama_config(architecture, config)
     if decoder.activation != "silu":  # the convolution's and the gates' too
         raise refusal(f"config.json: hidden_act {config['hidden_act']!r} is not supported")
     kinds = config.get("layer_types")
@@ -337,14 +361,15 @@ def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:
 ONLY_EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "shared_expert_intermediate_size": 0,
 }
-"""Settings, and their values if each layer has experts, and no MLP for all tokens."""
+"""Settings, and their values if each layer has experts."""
 
 
 def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of DecoderConfig that are about experts."""
-    for name, plain in ONLY_EXPERTS.items():
+    shared = "shared_expert_intermediate_size"
+    only = ONLY_EXPERTS if flavour.shared_expert else {**ONLY_EXPERTS, shared: 0}
+    for name, plain in only.items():
         if (value := config.get(name) or plain) != plain:
             raise refusal(
                 f"config.json: {name} {value!r} is not supported: a router must choose among all "
@@ -363,7 +388,12 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
             f"{experts}"
         )
     sum_to_1 = bool(config.get("norm_topk_prob", flavour.norm_topk_prob))
-    return {"experts": experts, "experts_per_token": per_token, "experts_sum_to_1": sum_to_1}
+    return {
+        "experts": experts,
+        "experts_per_token": per_token,
+        "experts_sum_to_1": sum_to_1,
+        "shared_expert_size": _size(config, shared) if flavour.shared_expert else 0,
+    }
 
 
 def _windows(

@@ -6,7 +6,7 @@ Shard: the part of it that one of several ranks holds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...scheduler.types import SettingError
 
@@ -107,6 +107,8 @@ class DecoderConfig:
     experts           MLPs of a layer, each `mlp_size` wide, of which a token uses
                       `experts_per_token`; 0: one MLP for all tokens
     experts_sum_to_1  the weights of a token's experts are divided by their sum
+    shared_expert_size  width of an MLP that each token uses beside its experts; its result is
+                      multiplied by the sigmoid of a gate. 0: there is none
     mlp_bias          also of experts; `router_bias` of the router that chooses them
     windows           of each layer: its queries see only so many of the latest keys, their own
                       among them; 0: all of them. Empty: no layer has a window
@@ -158,6 +160,7 @@ class DecoderConfig:
     gated_attention: bool = False
     kinds: tuple[str, ...] = ()
     linear: LinearAttention | None = None
+    shared_expert_size: int = 0
 
     def is_linear(self, layer: int) -> bool:
         return bool(self.kinds) and self.kinds[layer] == LINEAR
@@ -218,19 +221,13 @@ class Shard:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        if self.ranks > 1 and self.config.linear:
-            raise SettingError(
-                "--tensor-parallel",
-                f"linear attention ({self.config.architecture}) cannot be divided among ranks yet",
-            )
         if not (self.ranks >= 1 and self._divides(self.ranks)):
             config = self.config
             possible = [str(n) for n in range(1, config.heads + 1) if self._divides(n)]
             raise SettingError(
                 "--tensor-parallel",
-                f"{config.heads} heads, {config.kv_heads} KV heads and an MLP {config.mlp_size} "
-                "wide cannot be divided "
-                f"among {self.ranks} ranks, only among {' or '.join(possible)}",
+                f"{self._divided()} cannot be divided among {self.ranks} ranks, only among "
+                f"{' or '.join(possible)}",
             )
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
@@ -238,7 +235,19 @@ class Shard:
     def _divides(self, ranks: int) -> bool:
         config = self.config
         kv_heads = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
-        return kv_heads and config.heads % ranks == 0 and config.mlp_size % ranks == 0
+        # value heads are a multiple of key heads
+        sizes = [config.heads, config.mlp_size, config.shared_expert_size]
+        sizes += [config.linear.key_heads] if config.linear else []
+        return kv_heads and all(size % ranks == 0 for size in sizes)
+
+    def _divided(self) -> str:
+        config = self.config
+        parts = [f"{config.heads} heads", f"{config.kv_heads} KV heads"]
+        if config.linear:
+            parts.append(f"{config.linear.key_heads} key heads of linear attention")
+        if config.shared_expert_size:
+            parts.append(f"a shared expert {config.shared_expert_size} wide")
+        return f"{', '.join(parts)} and an MLP {config.mlp_size} wide"
 
     @property
     def heads(self) -> int:
@@ -255,6 +264,20 @@ class Shard:
     @property
     def mlp_size(self) -> int:
         return self.config.mlp_size // self.ranks
+
+    @property
+    def shared_expert_size(self) -> int:
+        return self.config.shared_expert_size // self.ranks
+
+    @property
+    def linear(self) -> LinearAttention | None:
+        """The rank's heads: some key heads, and the value heads that they serve."""
+        linear = self.config.linear
+        return linear and replace(
+            linear,
+            key_heads=linear.key_heads // self.ranks,
+            value_heads=linear.value_heads // self.ranks,
+        )
 
     @property
     def vocab_rows(self) -> int:

@@ -21,9 +21,10 @@ from torch import Tensor
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
 from ..quantization import check_quantization
-from .architectures import GEMMA3, GPT_OSS, OPT, QWEN3_5, refusal
+from .architectures import GEMMA3, GPT_OSS, OPT, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, refusal
 from .config import DecoderConfig, Shard
-from .fused_experts import unfused
+from .delta_parts import with_delta_parts
+from .fused_experts import Alternating, Concatenated, unfused
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
 from .sources import Source, SourcePart, Sources, layer_projections, tensor_of, whole
 
@@ -42,7 +43,7 @@ images."""
 
 UNUSED = {
     GEMMA3: re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\."),
-    QWEN3_5: re.compile(r"(model\.)?visual\.|mtp\."),
+    **dict.fromkeys((QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT), re.compile(r"(model\.)?visual\.|mtp\.")),
 }
 """Ignored tensors, by architecture: of images, and of layers that predict further tokens."""
 
@@ -130,6 +131,11 @@ LLAMA_LAYER = LayerNames(
     ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj",
 )
+QWEN_EXPERTS = LLAMA_LAYER._replace(
+    up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    down="mlp.experts.{}.down_proj",
+    router="mlp.gate",
+)
 LAYERS = {
     OPT: LayerNames(
         "self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2"
@@ -139,11 +145,7 @@ LAYERS = {
         down="block_sparse_moe.experts.{}.w2",
         router="block_sparse_moe.gate",
     ),
-    "Qwen3MoeForCausalLM": LLAMA_LAYER._replace(
-        up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-        down="mlp.experts.{}.down_proj",
-        router="mlp.gate",
-    ),
+    **dict.fromkeys(("Qwen3MoeForCausalLM", QWEN3_5_MOE, QWEN3_NEXT), QWEN_EXPERTS),
     GEMMA3: LLAMA_LAYER._replace(
         mlp_norm="pre_feedforward_layernorm",
         attention_result_norm="post_attention_layernorm",
@@ -176,6 +178,8 @@ def _layer_sources(shard: Shard, layer: int, target: str, name: str, names: Laye
     if config.experts:
         router = {f"{name}.{names.router}": whole(config.experts)}
         sources |= _linear(f"{target}.mlp.router", config.router_bias, whole(hidden), router)
+    if config.shared_expert_size:
+        sources |= _shared_expert_sources(shard, f"{target}.mlp", f"{name}.mlp")
     if config.norm_results:
         sources |= _norm(
             f"{target}.attention_result_norm",
@@ -187,6 +191,18 @@ def _layer_sources(shard: Shard, layer: int, target: str, name: str, names: Laye
             f"{target}.mlp_result_norm", f"{name}.{names.mlp_result_norm}", hidden, kinds
         )
     return sources
+
+
+def _shared_expert_sources(shard: Shard, target: str, name: str) -> Sources:
+    hidden, size = whole(shard.config.hidden_size), shard.shared_expert_size
+    width = SourcePart(shard.config.shared_expert_size, shard.rank * size, size)
+    up = {f"{name}.shared_expert.{part}_proj": width for part in ("gate", "up")}
+    down = {f"{name}.shared_expert.down_proj": hidden}
+    return {
+        **_linear(f"{target}.shared.up", False, hidden, up),
+        **_linear(f"{target}.shared.down", False, width, down),
+        **_linear(f"{target}.shared_gate", False, hidden, {f"{name}.shared_expert_gate": whole(1)}),
+    }
 
 
 def _attention_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
@@ -214,19 +230,28 @@ def _attention_sources(shard: Shard, target: str, name: str, names: LayerNames) 
 
 
 def _delta_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
-    linear = shard.config.linear
-    assert linear is not None  # the layer is linear
+    """With names as `delta_parts` gives them."""
+    linear, own = shard.config.linear, shard.linear
+    assert linear is not None and own is not None  # the layer is linear
     stem = f"{name}.linear_attn"
     hidden = whole(shard.config.hidden_size)
-    channels, heads = whole(linear.channels), whole(linear.value_heads)
-    values = whole(linear.value_heads * linear.value_dim)
-    qkvz = {f"{stem}.in_proj_qkv": channels, f"{stem}.in_proj_z": values}
+    heads = SourcePart(linear.value_heads, shard.rank * own.value_heads, own.value_heads)
+    values = SourcePart(*(size * linear.value_dim for size in heads))
+    q, k, v = (
+        SourcePart(size, shard.rank * held, held)
+        for size, held in zip(linear.parts, own.parts, strict=True)
+    )
+    qkvz = {f"{stem}.in_proj_{x}": rows for x, rows in zip("qkvz", (q, k, v, values), strict=True)}
     ba = {f"{stem}.in_proj_{x}": heads for x in "ba"}
-    conv = (channels, whole(1), whole(linear.conv_width))
+    taps = whole(1), whole(linear.conv_width)
+    conv = tuple(
+        Source(f"{stem}.conv1d_{x}.weight", (rows, *taps))
+        for x, rows in zip("qkv", (q, k, v), strict=True)
+    )
     return {
         **_linear(f"{target}.qkvz", False, hidden, qkvz),
         **_linear(f"{target}.ba", False, hidden, ba),
-        f"{target}.conv": (Source(f"{stem}.conv1d.weight", conv),),
+        f"{target}.conv": conv,
         f"{target}.a_log": (Source(f"{stem}.A_log", (heads,)),),
         f"{target}.dt_bias": (Source(f"{stem}.dt_bias", (heads,)),),
         **_norm(f"{target}.norm", f"{stem}.norm", linear.value_dim, WEIGHT),
@@ -347,9 +372,13 @@ def read_weights(
     """
     files = _tensor_files(directory)
     if config.architecture == GPT_OSS:
-        files = unfused(files)
+        files = unfused(files, Alternating)
     if unused := UNUSED.get(config.architecture):
         files = {name: file for name, file in files.items() if not unused.match(name)}
+    if config.linear is not None:
+        files = with_delta_parts(files, config.linear)
+    if config.architecture == QWEN3_5_MOE:
+        files = unfused(files, Concatenated)
     prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}

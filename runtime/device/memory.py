@@ -157,6 +157,9 @@ def activation_bytes(
     if decoder.experts:
         sizes = (3 + decoder.mlp_bias) * decoder.hidden_size + 3 * shard.mlp_size
         mlp = decoder.experts_per_token * (sizes * itemsize + decoder.hidden_size * 4)
+        # at its end the experts' sum is there too
+        shared = 4 * shard.shared_expert_size + 2 * decoder.hidden_size
+        mlp = max(mlp, shared * itemsize if decoder.shared_expert_size else 0)
     splits = min(_MOST_SPLITS, -(-context // _SMALLEST_SPLIT))
     partial = splits * heads * (head_dim + 1) * 4 if splits > 1 else 0
     # Logits by the last product, gathered from all ranks, without the last rank's padding, in

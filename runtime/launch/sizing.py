@@ -15,7 +15,7 @@ from ...builder.checkpoints.config import Shard
 from ...builder.choices import GPU_TIER_NAMES
 from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
-from ...plugins.state.pool import ALIGNMENT, StateShape, state_chunks
+from ...plugins.state.pool import ALIGNMENT, StateShape
 from ...scheduler.config import SchedulerConfig, StateConfig
 from ...scheduler.context_window import KEEP, RECOMPUTE
 from ...scheduler.cost import CostProfile, analytic_profile
@@ -49,10 +49,6 @@ ESTIMATES = {
 # takes 150 to 500 bytes, a chunk of KV about a megabyte. Agents share long prompts, so logs of
 # sessions are many times larger than their KV.
 LOGGED_FOR_EACH_HELD = 32
-
-
-CHECKPOINT_SLOTS = 8
-"""State slots besides those of the seats: a row moves to another slot while its own is copied."""
 
 
 def scheduler_config(
@@ -162,25 +158,25 @@ def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
 def state_config(
     settings: ServeSettings, shape: StateShape, record: int, device: Device
 ) -> StateConfig:
-    """The slots of states, in whole chunks of `record` bytes, and their spacing: the power of two
-    at which they take about as many bytes as KV. SettingError if they do not fit."""
+    """The slots of states, in whole chunks of `record` bytes. SettingError if they do not fit."""
     if record % ALIGNMENT:
         raise SettingError(
             "--chunk-tokens",
             f"a chunk of {settings.chunk_tokens} tokens has {record} bytes; with linear attention "
             f"it must have a multiple of {ALIGNMENT}",
         )
-    chunks = state_chunks(shape, record)
-    slots = settings.max_num_seqs + CHECKPOINT_SLOTS
+    states = StateConfig.of_size(
+        shape.nbytes, record, settings.chunk_tokens, settings.max_num_seqs
+    )
+    size = states.slots * states.chunks * record
     free = device.memory(Tier.GPU).free
-    if slots * chunks * record > free:
+    if size > free:
         raise SettingError(
             "--max-num-seqs",
             f"the states of {settings.max_num_seqs} requests take "
-            f"{slots * chunks * record / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free",
+            f"{size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free",
         )
-    spacing = 2 ** round(math.log2(chunks * settings.chunk_tokens))
-    return StateConfig(chunks, slots, spacing=max(64, spacing))
+    return states
 
 
 def warn_of_few_states(settings: ServeSettings, host_chunks: int, states: StateConfig) -> None:

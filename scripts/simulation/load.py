@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
 from ...runtime.launch.settings import DEFAULT_HOST_KV
-from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig, SchedulerSettings
+from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig, SchedulerSettings, StateConfig
 from ...scheduler.cost import CostProfile, propose_swap_out_below
+from ...scheduler.declaration import flag
 from ...scheduler.sim.simulator import (
     Open,
     Session,
@@ -277,15 +278,26 @@ def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
             "--rate", f"at {rate:g} conversations/s none comes in {args.seconds:g} s"
         )
     cost = measured(args.chunk_tokens)
+    states = None
     if args.profile is not None:
-        cost, _ = read_costs(args.profile, read_shape(args.config, ranks=1), args.chunk_tokens)
-    return load_run(args, cost, sessions, rate, seed)
+        shape = read_shape(args.config, ranks=1)
+        cost, _ = read_costs(args.profile, shape, args.chunk_tokens)
+        states = shape.states(args.chunk_tokens, args.max_num_seqs)
+    return load_run(args, cost, sessions, rate, seed, states)
 
 
 def load_run(
-    args: argparse.Namespace, cost: CostProfile, sessions: list[Session], rate: float, seed: int
+    args: argparse.Namespace,
+    cost: CostProfile,
+    sessions: list[Session],
+    rate: float,
+    seed: int,
+    states: StateConfig | None = None,
 ) -> LoadRun:
-    """A run of one server with these costs. Raises SettingError."""
+    """A run of one server with these costs and states. Raises SettingError."""
+    for name, plain in (("kv_cache_dtype", "auto"), ("lower_tier_kv", "same")):
+        if states is not None and getattr(args, name) != plain:
+            raise SettingError(flag(name), f"must be {plain} for a model with states")
     if args.kv_cache_dtype != "auto":
         if args.lower_tier_kv != "same":
             raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
@@ -303,7 +315,7 @@ def load_run(
     how["host_kv_chunks"] = host_size(args.host_kv_bytes, gpu_bytes) // lower.chunk_bytes
     disk_bytes = parse_bytes(args.disk_kv_bytes, "--disk-kv-bytes")
     how["disk_kv_chunks"] = disk_bytes // lower.chunk_bytes
-    config = config_of(args, sessions, cost, **how)
+    config = config_of(args, sessions, cost, states=states, **how)
     if config.swap_out_below is None:  # so that results can tell it
         config = replace(config, swap_out_below=propose_swap_out_below(lower, config))
     token_bytes = cost.chunk_bytes / cost.chunk_tokens

@@ -6,19 +6,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ...builder.checkpoints.architectures import decoder_config
 from ...builder.checkpoints.config import Shard
+from ...scheduler.config import StateConfig
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.types import SettingError
 
 ELEMENT_BYTES = 2  # bf16 weights and KV
 
 
+class StatesInHost(NamedTuple):
+    """How many states HOST holds. `few` says so if they are too few, and is empty otherwise."""
+
+    text: str
+    few: str
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """active_parameters: the parameters that one token uses; None: all of them. windows: as in
-    `DecoderConfig`."""
+    `DecoderConfig`. state_bytes: a recurrent state's; 0: the model has none."""
 
     parameters: int
     layers: int
@@ -27,6 +36,11 @@ class ModelShape:
     head_dim: int = 128
     active_parameters: int | None = None
     windows: tuple[int, ...] = ()
+    state_bytes: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * ELEMENT_BYTES
 
     @property
     def token_bytes(self) -> int:
@@ -42,8 +56,9 @@ class ModelShape:
         link_bytes_per_s: float,
     ) -> CostProfile:
         """Every step reads the weights once, those of all experts too, as some dozens of tokens use
-        nearly all of them. Arithmetic comes on top."""
-        return analytic_profile(
+        nearly all of them. A row that generates reads its state and writes it. Arithmetic comes on
+        top."""
+        cost = analytic_profile(
             chunk_tokens=chunk_tokens,
             parameters=self.active_parameters or self.parameters,
             layers=self.layers,
@@ -52,9 +67,40 @@ class ModelShape:
             max_context=max_context,
             flops_per_s=flops_per_s,
             link_bytes_per_s=link_bytes_per_s,
-            step_base_seconds=self.parameters * ELEMENT_BYTES / memory_bytes_per_s,
+            step_base_seconds=self.weight_bytes / memory_bytes_per_s,
             windows=self.windows,
         )
+        if not self.state_bytes:
+            return cost
+        moved = 2 * self.state_bytes / memory_bytes_per_s
+        rows = tuple(
+            (context, moved + cost.token_attention(context)) for context, _ in cost.attention
+        )
+        return replace(cost, row_attention=rows)
+
+    def states(self, chunk_tokens: int, seats: int) -> StateConfig | None:
+        """As `pensieve serve` keeps them; None: the model has none."""
+        if not self.state_bytes:
+            return None
+        chunk_bytes = self.token_bytes * chunk_tokens
+        return StateConfig.of_size(self.state_bytes, chunk_bytes, chunk_tokens, seats)
+
+    def sizes(self) -> str:
+        """Of one rank."""
+        state = f", a state {self.state_bytes / 2**20:.1f} MiB" if self.state_bytes else ""
+        weights = f"{self.weight_bytes / 2**30:.1f} GiB"
+        return f"weights {weights}, KV {self.token_bytes / 2**10:g} KiB a token{state}"
+
+    def states_in_host(self, chunk_tokens: int, seats: int, host_bytes: int) -> StatesInHost | None:
+        """If HOST held nothing else; None: the model has none."""
+        states = self.states(chunk_tokens, seats)
+        if states is None:
+            return None
+        held = host_bytes // (states.chunks * self.token_bytes * chunk_tokens)
+        state = f"{held} states in {host_bytes / 2**30:.4g} GiB of host memory"
+        few = held < 2 * seats
+        advice = f"fewer than two for each of --max-num-seqs {seats}: many turns will compute their"
+        return StatesInHost(state, f"{advice} history again" if few else "")
 
 
 MODELS = {
@@ -68,19 +114,19 @@ MODELS = {
 def read_shape(config: Path, ranks: int) -> ModelShape:
     """Returns one rank's part of the model with this config.json, of `ranks` equal parts. Raises
     SettingError."""
-    # and torch
+    import torch
+
     from ...builder.checkpoints.hugging_face import active_parameters, parameter_shapes, read_json
+    from ...builder.states import state_shape
 
     shard = Shard(decoder_config(read_json(config, "--config")), ranks)
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
     active = active_parameters(shard.config, ranks)
     decoder = shard.config
-    if decoder.linear:
-        raise SettingError(
-            "--config", f"linear attention ({decoder.architecture}) cannot be simulated yet"
-        )
     heads = shard.heads, shard.kv_heads, decoder.head_dim
-    return ModelShape(parameters, decoder.kv_layers, *heads, active, decoder.windows)
+    states = state_shape(shard, torch.bfloat16)
+    state_bytes = 0 if states is None else states.nbytes
+    return ModelShape(parameters, decoder.kv_layers, *heads, active, decoder.windows, state_bytes)
 
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:

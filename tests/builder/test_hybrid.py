@@ -10,24 +10,51 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
 
 from pensieve.builder.build import build_engine, build_random_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import FULL, LINEAR, DecoderConfig, Shard
 from pensieve.builder.checkpoints.hugging_face import parameter_shapes, read_json
 from pensieve.builder.manifest import Manifest
-from pensieve.builder.parity import SeatSpan
+from pensieve.builder.parity import SeatSpan, whole_weights
+from pensieve.builder.random_weights import random_weights
 from pensieve.builder.states import state_shape
+from pensieve.plugins.collectives.protocol import (
+    TENSOR_PARALLEL,
+    ThreadRanks,
+    register_group,
+    release_group,
+)
 from pensieve.plugins.state.pool import StatePool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.scheduler.types import SettingError
 from tests.compiled import needs_compiler
-from tests.models import QWEN3_5_SHAPE, ScatteredRunner, save_random
+from tests.models import (
+    QWEN3_5_MOE_SHAPE,
+    QWEN3_5_SHAPE,
+    ScatteredRunner,
+    save_random,
+    tiny_config,
+)
 
 ZERO = NOT_KEPT = -1
 SLOTS = 8  # of states
 LENGTHS = (190, 131)
+OF_IMAGES_SHAPE = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 
 
 class Served:
@@ -80,6 +107,12 @@ def served(tmp_path_factory):
     return Served(tmp_path_factory.mktemp("hybrid"), Qwen3_5TextConfig(**QWEN3_5_SHAPE))
 
 
+@pytest.fixture(scope="module", params=["qwen3-5-moe", "qwen3-next"])
+def mixture(request, tmp_path_factory):
+    """A model with experts, a shared one among them. Qwen3-Next's projections are fused by head."""
+    return Served(tmp_path_factory.mktemp(request.param), tiny_config(request.param))
+
+
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 190])
 def test_a_whole_prompt(served, length):
     runner = served.runner()
@@ -95,6 +128,18 @@ def test_a_prompt_in_pieces(served, cuts):
         runner.step(span(0, start, end, before, 3))
         before = 3
     check(served, runner)
+
+
+def test_a_mixture_of_experts(mixture):
+    decoder = mixture.engine.manifest.decoder
+    assert (decoder.experts, decoder.shared_expert_size) == (8, 48)
+    runner = mixture.runner()
+    runner.step(span(0, 0, 120, ZERO, 0))
+    runner.step(span(1, 0, 50, ZERO, 1), span(0, 120, 121, 0, 0))
+    runner.step(span(0, 121, 122, 0, 6), span(1, 50, 131, 1, 1))
+    runner.step(span(0, 122, 190, 6, NOT_KEPT))
+    check(mixture, runner, 0)
+    check(mixture, runner, 1)
 
 
 def test_generation_step_by_step_in_its_own_slot(served):
@@ -217,14 +262,7 @@ def test_the_text_part_of_a_model_of_images(tmp_path):
     ones."""
     config = Qwen3_5Config(
         text_config=QWEN3_5_SHAPE,
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-        },
+        vision_config=OF_IMAGES_SHAPE,
     )
     torch.manual_seed(0)
     model = Qwen3_5ForConditionalGeneration(config).float().eval().requires_grad_(False)
@@ -245,6 +283,92 @@ def test_the_text_part_of_a_model_of_images(tmp_path):
     expected = log_probabilities(model(prompt.unsqueeze(0)).logits[0])
     ours = log_probabilities(runner.all_logits(0))
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def test_the_text_part_of_a_mixture_whose_experts_are_one_tensor(tmp_path):
+    """As in published checkpoints; transformers saves a tensor for each expert."""
+    config = Qwen3_5MoeConfig(text_config=QWEN3_5_MOE_SHAPE, vision_config=OF_IMAGES_SHAPE)
+    torch.manual_seed(0)
+    model = Qwen3_5MoeForConditionalGeneration(config).float().eval().requires_grad_(False)
+    checkpoint = tmp_path / "checkpoint"
+    model.save_pretrained(checkpoint)
+    (path,) = checkpoint.glob("*.safetensors")
+    apart = load_file(path)
+    tensors = {name: x for name, x in apart.items() if ".mlp.experts." not in name}
+    assert len(tensors) == len(apart) - 4 * 3 * 8
+    for layer, module in enumerate(model.model.language_model.layers):
+        stem = f"model.language_model.layers.{layer}.mlp.experts"
+        tensors[f"{stem}.gate_up_proj"] = module.mlp.experts.gate_up_proj.clone()
+        tensors[f"{stem}.down_proj"] = module.mlp.experts.down_proj.clone()
+    build_engine(checkpoint, tmp_path / "apart")
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, path, {"format": "pt"})
+    fused, separate = (
+        build_engine(checkpoint, tmp_path / name).manifest for name in ("fused", "apart")
+    )
+    assert fused.decoder.architecture == "Qwen3_5MoeForCausalLM"
+    assert fused.parts.weights == separate.parts.weights
+    engine = open_engine(tmp_path / "fused")
+    prompt = torch.randint(3, 160, (90,))
+    runner = ScatteredRunner(
+        engine.forward, engine.kv_shape(64, 4), [prompt], torch.float32, new_states(engine)
+    )
+    runner.step(span(0, 0, 90, ZERO, NOT_KEPT))
+    expected = log_probabilities(model(prompt.unsqueeze(0)).logits[0])
+    ours = log_probabilities(runner.all_logits(0))
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-5", "qwen3-5-moe", "qwen3-next"])
+def test_two_ranks_are_one_rank(kind, tmp_path):
+    """Each rank has its part of a state: half of its matrices and of its convolution's columns."""
+    one = Served(tmp_path, tiny_config(kind))
+    build_engine(tmp_path / "checkpoint", tmp_path / "two", tensor_parallel=2)
+    engines = [open_engine(tmp_path / "two", rank=rank) for rank in range(2)]
+    whole = one.engine.state_shape
+    for engine in engines:
+        assert 2 * engine.state_shape.matrix_bytes == whole.matrix_bytes
+        assert 2 * engine.state_shape.column_bytes == whole.column_bytes
+
+    def run(rank: int) -> list[Tensor]:
+        states = new_states(engines[rank])
+        runner = ScatteredRunner(
+            engines[rank].forward,
+            engines[rank].kv_shape(128, 4),
+            one.prompts,
+            torch.float32,
+            states,
+        )
+        runner.step(span(0, 0, 120, ZERO, 0))
+        runner.step(span(1, 0, 64, ZERO, 1), span(0, 120, 121, 0, 0))
+        runner.step(span(0, 121, 190, 0, NOT_KEPT), span(1, 64, 131, 1, 1))
+        return [log_probabilities(runner.all_logits(seat)) for seat in range(2)]
+
+    group = ThreadRanks(2)
+    register_group(TENSOR_PARALLEL, group)
+    try:
+        first, second = group.run(run)
+    finally:
+        release_group(TENSOR_PARALLEL)
+    for seat in range(2):
+        assert torch.equal(first[seat], second[seat])
+        torch.testing.assert_close(first[seat], one.expected[seat], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-5", "qwen3-5-moe"])
+def test_ranks_of_a_random_engine_hold_its_parts(kind, tmp_path):
+    path = tmp_path / "config.json"
+    name = {"qwen3-5": "Qwen3_5ForCausalLM", "qwen3-5-moe": "Qwen3_5MoeForCausalLM"}[kind]
+    path.write_text(json.dumps(tiny_config(kind).to_dict() | {"architectures": [name]}))
+    config = decoder_config(read_json(path))
+    parts = [random_weights(config, torch.float32, "cpu", 3, rank, 2) for rank in range(2)]
+    joined = whole_weights(config, parts)
+    for name, tensor in random_weights(config, torch.float32, "cpu", 3).items():
+        assert torch.equal(joined[name], tensor)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused():
+    with pytest.raises(SettingError, match=r"2 key heads of linear attention.*only among 1 or 2$"):
+        Shard(decoder_config(tiny_config("qwen3-5").to_dict() | NAMED), 4)
 
 
 def test_bfloat16_keeps_matrices_and_decays_in_float32(tmp_path, served):
@@ -297,7 +421,12 @@ def of_text(**changes) -> DecoderConfig:
 
 @pytest.mark.parametrize(
     ("name", "weights_gib", "matrix_mib", "column_kib", "state_mib"),
-    [("qwen3.5-9b", 16.7, 2, 48, 49.1), ("qwen3.5-27b", 50.1, 3, 60, 146.8)],
+    [
+        ("qwen3.5-9b", 16.7, 2, 48, 49.1),
+        ("qwen3.5-27b", 50.1, 3, 60, 146.8),
+        ("qwen3.5-35b-a3b", 64.6, 2, 48, 61.4),
+        ("qwen3-next-80b-a3b", 148.4, 2, 48, 73.7),
+    ],
 )
 def test_sizes_of_published_models(name, weights_gib, matrix_mib, column_kib, state_mib):
     decoder = decoder_config(read_json(SHAPES / f"{name}.json"))
@@ -354,7 +483,6 @@ def test_layers_without_linear_attention_have_no_states():
         pytest.param({"backend": "inductor"}, "--backend", marks=needs_compiler),
         ({"weights": "fp8"}, "--weights"),
         ({"weights": "int4"}, "--weights"),
-        ({"tensor_parallel": 2}, "--tensor-parallel"),
     ],
 )
 def test_what_is_not_supported_yet_is_refused_before_anything_is_built(options, setting, tmp_path):
@@ -374,3 +502,31 @@ def test_a_checkpoint_without_a_tensor_of_states_is_refused(tmp_path):
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(SettingError, match=r"missing tensors.*layers\.1\.linear_attn\.dt_bias"):
         build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+
+
+def test_fused_rows_that_do_not_fit_are_refused(tmp_path):
+    save_random(tiny_config("qwen3-next"), tmp_path / "checkpoint")
+    (path,) = (tmp_path / "checkpoint").glob("*.safetensors")
+    tensors = load_file(path)
+    name = "model.layers.1.linear_attn.in_proj_ba.weight"
+    tensors[name] = tensors[name][:7].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(SettingError, match=rf"{name} has the shape \[7, 64\].*asks for 8 rows"):
+        build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quant_method": "fp8"}, "fp8 weights of linear attention"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4 weights of"),
+    ],
+)
+def test_quantised_checkpoints_are_refused_by_name(settings, named, tmp_path):
+    save_random(tiny_config("qwen3-5"), tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "config.json"
+    path.write_text(json.dumps(read_json(path) | {"quantization_config": settings}))
+    with pytest.raises(SettingError, match=named) as refused:
+        build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+    assert refused.value.setting == "--checkpoint"

@@ -37,6 +37,16 @@ def model(tmp_path_factory):
     return directory / "engine", reference
 
 
+@pytest.fixture(scope="module", params=["qwen3-5-moe", "qwen3-next"])
+def mixture(request, tmp_path_factory):
+    """(directory of the engine, the model in transformers), with experts."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = save_random(tiny_config(request.param), directory / "checkpoint", gain=1.0)
+    build_engine(directory / "checkpoint", directory / "engine")
+    return directory / "engine", reference
+
+
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """The directory of an engine with a tokenizer. Its states are so large that a prompt's are
@@ -71,6 +81,17 @@ def test_replies_of_random_conversations(model, disturbed, host):
     )
     counts = chatter.run(50)
     assert (counts["gpu"] + counts["host"] > 0) == (host > 0)
+
+
+def test_replies_of_a_mixture_of_experts(mixture):
+    """Cold, from the GPU, from HOST, forked and suspended."""
+    directory, reference = mixture
+    sizes = dict(gpu_kv_chunks=60, host_kv_chunks=300, disturbed=True)
+    chatter = Chatter(open_engine(directory), reference, 4, within=1e-4, **sizes)
+    chatter.run(50, events=["new", "gpu", "host", "forked"])
+    sizes = dict(gpu_kv_chunks=29, host_kv_chunks=200, **TIGHT)
+    chatter = Chatter(open_engine(directory), reference, 9, within=1e-4, **sizes)
+    chatter.run(50, events=["suspended"])
 
 
 def test_replies_of_suspended_requests(model):

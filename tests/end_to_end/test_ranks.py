@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from pensieve.builder.build import build_engine
+from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.runtime.system import descendants, running
-from tests.models import tiny_checkpoint
+from tests.models import save_random, tiny_config
 from tests.mpi import command, run_ranks, variables
 
 from .bad_disk import ON_READ, ON_WRITE
@@ -29,10 +30,10 @@ def engine(tmp_path_factory):
     """(checkpoint, engine of two ranks) of a kind of model, made when first asked for."""
     engines = {}
 
-    def make(kind):
+    def make(kind, gain=2.0):
         if kind not in engines:
             directory = tmp_path_factory.mktemp(kind)
-            tiny_checkpoint(kind, directory / "checkpoint")
+            save_random(tiny_config(kind), directory / "checkpoint", gain=gain)
             build_engine(directory / "checkpoint", directory / "engine", tensor_parallel=2)
             engines[kind] = directory / "checkpoint", directory / "engine"
         return engines[kind]
@@ -69,6 +70,22 @@ def test_two_ranks_reply_as_transformers_in_every_state(kind, engine):
     pools = dict(gpu_kv_chunks=29, host_kv_chunks=12, disk_kv_chunks=40)
     runs += [dict(seed=9 + n, turns=60, slow=n, events=["disk"], **pools) for n in (0, 1)]
     print(chat(engine(kind), *runs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3-5", "qwen3-5-moe", "qwen3-next"])
+def test_two_ranks_with_states_reply_as_transformers(kind, engine):
+    """Log probabilities are compared too."""
+    sizes = dict(turns=50, within=1e-4)
+    runs = [
+        dict(seed=4 + slow, slow=slow, gpu_kv_chunks=60, host_kv_chunks=300, **sizes)
+        for slow in (0, 1)
+    ]
+    runs[0]["events"] = EVENTS[:4]
+    runs += [
+        dict(seed=9, gpu_kv_chunks=29, host_kv_chunks=200, events=["suspended"], **sizes, **TIGHT)
+    ]
+    chat(engine(kind, gain=1.0), *runs)
 
 
 DISK = dict(
@@ -137,6 +154,36 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
             server.process.send_signal(signal.SIGTERM)
             assert "data: [DONE]" in list(lines)
         assert server.process.wait(120) == 0
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_with_states_replies_as_one_rank(engine, tmp_path):
+    """Also from states on HOST."""
+    checkpoint, two = engine("qwen3-5-moe", gain=1.0)
+    build_engine(checkpoint, tmp_path / "one")
+    prompt = [5 + i % 150 for i in range(140)]
+    sizes = dict(chunk_tokens=32, host_kv_chunks=400)
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0, ignore_eos=True)
+    with (
+        LLM(str(tmp_path / "one"), **sizes) as llm,
+        Server(tmp_path, *options, engine=two) as server,
+    ):
+        for turn in range(2):
+            body = dict(model="engine", prompt=prompt, max_tokens=20, temperature=0.0)
+            body |= dict(logprobs=0, ignore_eos=True, return_token_ids=True)
+            reply = server.post("/v1/completions", 60, **body).json()
+            (choice,) = reply["choices"]
+            (expected,) = llm.generate([prompt], params)
+            (one,) = expected.outputs
+            assert choice["token_ids"] == one.token_ids
+            ours = choice["logprobs"]["token_logprobs"]
+            pairs = zip(one.logprobs, one.token_ids, strict=True)
+            theirs = [of[token].logprob for of, token in pairs]
+            assert ours == pytest.approx(theirs, abs=1e-4)
+            cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == expected.usage.cached and (cached > 0) == (turn == 1)
+            prompt = prompt + one.token_ids + [7]
 
 
 @pytest.mark.slow

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.disk.speed import DiskSpeed
 from pensieve.runtime.shared.config import read_config
 from pensieve.scripts import doctor
 from pensieve.scripts.doctor import Finding, Level, look, main
+from pensieve.scripts.simulation.models import ModelShape, read_shape
 
 from .fake_server import FakeServer, Handler
 
@@ -35,8 +37,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def findings_of(device: str, state: Path) -> dict[str, Finding]:
-    return {finding.name: finding for finding in look(device, state)}
+def findings_of(device: str, state: Path, model: ModelShape | None = None) -> dict[str, Finding]:
+    return {finding.name: finding for finding in look(device, state, model=model)}
 
 
 def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
@@ -159,7 +161,12 @@ def test_the_exit_status_counts_problems_only(
     level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def examine(
-        device: str, state_dir: Path, history_url: str | None, urls: list[str], shared: None
+        device: str,
+        state_dir: Path,
+        history_url: str | None,
+        urls: list[str],
+        shared: None,
+        model: None,
     ) -> list[Finding]:
         return [Finding("thing", level, "is so", "do this")]
 
@@ -202,3 +209,23 @@ def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "file").write_text("")
     wrong = replace(config, options=replace(config.options, path=tmp_path / "file"))
     assert doctor._shared_store(wrong).level is Level.PROBLEM
+
+
+def test_the_sizes_of_a_model_are_told(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its states too: whether host memory holds two for each running request."""
+    memory = Memory(40 * 2**30, 100 * 2**30)
+    monkeypatch.setattr("pensieve.runtime.device.memory.host_memory", lambda: memory)
+    shapes = Path(__file__).parents[2] / "benchmarks" / "shapes"
+    hybrid = read_shape(shapes / "qwen3.5-9b.json", ranks=1)
+    findings = findings_of("cuda", bare, hybrid)
+    assert "KV 32 KiB a token, a state 49.1 MiB" in findings["model"].state
+    assert findings["states"].state == "204 states in 10 GiB of host memory"
+    assert findings["states"].level is Level.OK
+    findings = findings_of("cpu", bare, hybrid)
+    assert (
+        findings["states"].level is Level.OPTIONAL
+        and "--host-kv-bytes" in findings["states"].advice
+    )
+    plain = read_shape(shapes / "llama-3-8b.json", ranks=1)
+    findings = findings_of("cpu", bare, plain)
+    assert "a state" not in findings["model"].state and "states" not in findings

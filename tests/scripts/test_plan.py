@@ -4,6 +4,7 @@ one line."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -174,9 +175,50 @@ def test_only_the_experts_that_a_token_uses_are_computed():
     )
 
 
-def test_a_model_with_linear_attention_is_refused():
-    with pytest.raises(SettingError, match="cannot be simulated yet"):
-        read_shape(SHAPES / "qwen3.5-9b.json", ranks=1)
+def test_the_sizes_of_a_model_with_states():
+    shape = read_shape(SHAPES / "qwen3.5-9b.json", ranks=1)
+    assert shape.sizes() == "weights 16.7 GiB, KV 32 KiB a token, a state 49.1 MiB"
+    states = shape.states(chunk_tokens=32, seats=64)
+    assert (states.chunks, states.slots, states.spacing) == (50, 72, 2048)
+    few, many = (shape.states_in_host(32, 64, size * 2**30) for size in (2, 64))
+    assert few.text == "40 states in 2 GiB of host memory"
+    assert few.few.startswith("fewer than two for each of --max-num-seqs 64")
+    assert many.text == "1310 states in 64 GiB of host memory" and not many.few
+    half = read_shape(SHAPES / "qwen3.5-9b.json", ranks=2)
+    assert 2 * half.state_bytes == shape.state_bytes
+    plain = read_shape(LLAMA, ranks=1)
+    assert plain.sizes() == "weights 15.0 GiB, KV 128 KiB a token"
+    assert plain.states(32, 64) is plain.states_in_host(32, 64, 2**30) is None
+
+
+def test_a_row_that_generates_moves_its_state():
+    shape = read_shape(SHAPES / "qwen3.5-9b.json", ranks=1)
+    cost = shape.cost(32, 4096, 1e14, 1e12, 1e10)
+    without = replace(shape, state_bytes=0).cost(32, 4096, 1e14, 1e12, 1e10)
+    assert not without.row_attention
+    more = cost.step(0, rows=64, rows_context=500) - without.step(0, rows=64, rows_context=500)
+    assert more == pytest.approx(64 * 2 * shape.state_bytes / 1e12)
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_model_with_states(capsys):
+    options = ["--config", str(SHAPES / "qwen3.5-9b.json"), "--synthetic", "sharegpt"]
+    options += ["--load", "1", "--ms-per-token", "30", "--chunk-tokens", "64", "--seeds", "0"]
+    options += ["--seconds", "8", "--measure-s", "5", "--ramp-s", "2", "--jobs", "1"]
+    options += ["--max-num-seqs", "16", "--host-kv-bytes", "1GiB"]
+    assert plan.main(options) == 0
+    *_, sizes, states = capsys.readouterr().out.splitlines()
+    assert sizes == "a GPU: weights 16.7 GiB, KV 32 KiB a token, a state 49.1 MiB"
+    assert states.startswith("a GPU: 20 states in 1 GiB of host memory, fewer than two for each")
+
+
+def test_forms_that_states_do_not_have_are_refused(capsys):
+    options = [*SMALL, "--config", str(SHAPES / "qwen3.5-9b.json"), "--ms-per-token", "60"]
+    at = options.index("--profile")
+    del options[at : at + 2]
+    options[options.index("128")] = "64"
+    assert plan.main([*options, "--lower-tier-kv", "fp8"]) == 2
+    assert "--lower-tier-kv: must be same for a model with states" in capsys.readouterr().err
 
 
 def test_long_contexts_cost_no_more_attention_than_the_windows(tmp_path):
