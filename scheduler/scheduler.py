@@ -271,7 +271,7 @@ class Scheduler:
             self._close(turn)
         else:
             row = self._take_row(turn)
-            chunks = row.chunks
+            chunks = self._written(row)
             self._end(row, tokens, now)
         if ended or self._write_behind.withhold(turn.request, output, chunks):
             return None
@@ -552,7 +552,7 @@ class Scheduler:
             finish = FinishReason.STOP
         elif count == row.end:
             finish = FinishReason.LENGTH
-        chunks = row.chunks
+        chunks = self._written(row) if finish is not None else []
         truncated = self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
@@ -573,7 +573,7 @@ class Scheduler:
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
-            self._write_later(row.chunks, now)
+            self._write_later(self._written(row), now)
         else:
             self._end(row, reply, now)
 
@@ -597,9 +597,14 @@ class Scheduler:
             self._committer.publish_last(row, reply)
         tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
-        self._write_later(row.chunks, now)
+        self._write_later(self._written(row), now)
         self._queues.release_row(row, tail, self._store.stamp(now))
         self._close(turn)
+
+    def _written(self, row: RunningTurn) -> list[Chunk]:
+        """What may be written to a lower tier when the row's turn ends. A state that is not copied
+        to HOST yet is written when HOST needs its room."""
+        return row.chunks if self._states is None else row.chunks + self._states.pieces(row)
 
     def _write_later(self, chunks: list[Chunk], now: float) -> None:
         """The turn of these chunks has ended."""

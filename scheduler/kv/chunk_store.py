@@ -25,6 +25,7 @@ from ..types import (
     StoredRecord,
 )
 from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, Move, OrderedSet, State
+from .chunk_keys import split_key
 from .context import KeyedContext
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
@@ -53,7 +54,9 @@ class ChunkStore:
     dropped         chunks dropped since the start
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
     lose_state      called with a state of which a piece has been dropped
-    delete_state    called with a key whose chunk is deleted
+    delete_state    called with a key whose chunk is deleted; returns the pieces of the state there
+    adopt_state     called with a tier, a key, the records of a state there, and the time; returns
+                    False if that is no whole state
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -80,7 +83,10 @@ class ChunkStore:
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
         self.lose_state: Callable[[State], None] = _no_state
-        self.delete_state: Callable[[ChunkKey], None] = _no_state
+        self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = _no_pieces
+        self.adopt_state: Callable[[LowerTier, ChunkKey, list[StoredRecord], float], bool] = (
+            _not_adopted
+        )
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
@@ -132,7 +138,10 @@ class ChunkStore:
     def add_piece(self, piece: Chunk, host_slot: int, pinned: bool) -> None:
         """A new piece of a state is copied to that slot."""
         piece.pins = int(pinned)
-        self._private[piece] = None
+        if piece.key is None:
+            self._private[piece] = None
+        else:
+            self._by_key[piece.key] = piece
         self.copied_out(piece, host_slot)
         self.update_victim_set(piece)
 
@@ -260,16 +269,37 @@ class ChunkStore:
         """
         records = list(records)
         lower.adopt(record.slot for record in records)
+        states: dict[ChunkKey, list[StoredRecord]] = {}
         for record in records:
-            if record.key in self._by_key:
-                lower.release(record.slot, record.key)
-                continue
-            chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
-            chunk.key = record.key
-            chunk.tokens = self._chunk_tokens
-            chunk.slots[lower.tier] = record.slot
-            self._by_key[record.key] = chunk
-            self.update_victim_set(chunk)
+            key, piece = split_key(record.key)
+            if piece is not None:
+                states.setdefault(key, []).append(record)
+            elif key in self._by_key:
+                lower.release(record.slot, key)
+            else:
+                self.adopt_record(lower, record, now - record.age_s, self._chunk_tokens)
+        for key, pieces in states.items():
+            if not self.adopt_state(lower, key, pieces, now):
+                for record in pieces:
+                    lower.release(record.slot, key)
+
+    def adopt_record(
+        self,
+        lower: LowerTier,
+        record: StoredRecord,
+        active: float,
+        tokens: int,
+        state: State | None = None,
+    ) -> Chunk:
+        """Makes a chunk of the record, last active then; of a piece, of this state."""
+        chunk = Chunk(record.end, NO_SLOT, active)
+        chunk.key = record.key
+        chunk.tokens = tokens
+        chunk.state = state
+        chunk.slots[lower.tier] = record.slot
+        self._by_key[record.key] = chunk
+        self.update_victim_set(chunk)
+        return chunk
 
     def learn(self, key: ChunkKey, end: int, now: float) -> Chunk:
         """The shared tier has the record of the key, whose chunk ends at position `end`. Returns
@@ -407,8 +437,9 @@ class ChunkStore:
         self._count_if_dropped(chunk, lower is not self.shared)
 
     def _release_record(self, chunk: Chunk, lower: LowerTier) -> None:
-        assert chunk.key is not None
-        lower.release(chunk.slots[lower.tier], chunk.key)
+        key = chunk.erased_with
+        assert key is not None
+        lower.release(chunk.slots[lower.tier], key)
         chunk.slots[lower.tier] = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
@@ -445,22 +476,23 @@ class ChunkStore:
         self._count_if_dropped(chunk)
 
     def delete(self, key: ChunkKey) -> None:
-        """Drops the key's chunk, unless a conversation claims it. If a row holds it, it stays on
-        the GPU and HOST; its records are deleted at once."""
+        """Drops the key's chunk and the state there, unless a conversation claims the chunk. What a
+        row holds stays on the GPU and HOST; its records are deleted at once."""
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
-        self.delete_state(key)
+        pieces = self.delete_state(key)
+        chunks = pieces if chunk is None else (chunk, *pieces)
         for lower in self.lower:
-            lower.erase(key, chunk)
-        if chunk is None:
-            return
-        if not chunk.users:
-            self.drop(chunk)
-            return
-        for lower in self.lower:
-            if chunk.moving is None and chunk.slots[lower.tier] != NO_SLOT:
-                self.release_record(chunk, lower)
+            lower.erase(key, chunks)
+        for one in chunks:
+            if not one.users:
+                if one.resident:
+                    self.drop(one)
+                continue
+            for lower in self.lower:
+                if one.moving is None and one.slots[lower.tier] != NO_SLOT:
+                    self.release_record(one, lower)
 
     def _is_nowhere(self, chunk: Chunk) -> bool:
         """True if the chunk is in no tier. If only the shared tier has it, and no request waits for
@@ -485,8 +517,11 @@ class ChunkStore:
     def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
-            if chunk.state is not None:
-                self.lose_state(chunk.state)
+        elif chunk.state is not None:
+            self._by_key.pop(chunk.key, None)
+        if chunk.state is not None:
+            self.lose_state(chunk.state)
+        if chunk.key is None or chunk.state is not None:
             return
         if self._by_key.pop(chunk.key, None) is None or chunk.dropped_at == NEVER:
             return
@@ -605,5 +640,15 @@ class ChunkStore:
         yield from self._private
 
 
-def _no_state(_: State | ChunkKey) -> None:
-    """The model has no states."""
+# The model has no states:
+
+
+def _no_state(_: State) -> None: ...
+
+
+def _no_pieces(_: ChunkKey) -> Sequence[Chunk]:
+    return ()
+
+
+def _not_adopted(*_: object) -> bool:
+    return False

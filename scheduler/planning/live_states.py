@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config import SchedulerConfig
 from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_store import ChunkStore
@@ -68,18 +70,19 @@ class LiveStates:
             state.key = state.keys[index]
         return state.key is not None
 
-    def _delete(self, key: ChunkKey) -> None:
-        """The chunk of this key is deleted, and its state with it, also if it is not copied yet."""
-        self.kept.delete(key)
+    def _delete(self, key: ChunkKey) -> Sequence[Chunk]:
+        """The chunk of this key is deleted, and its state with it, also if it is not copied yet.
+        Returns the state's pieces."""
         for state in self.slots.fresh:
             if self._named(state) and state.key == key:
                 state.unwanted = True
+        return self.kept.delete(key)
 
     def _copy_out(self, state: State, builder: PlanBuilder) -> None:
         """Copies the state to HOST, if HOST has room for all of it."""
         store = self._store
         count = self._states.chunks
-        if (state.key is not None and state.key in self.kept.by_key) or store.host.count < count:
+        if (state.key is not None and self.kept.has(state.key)) or store.host.count < count:
             return
         pieces = [Chunk(state.end, NO_SLOT, builder.now) for _ in range(count)]
         value = store.policy.value(pieces[0], builder.now)
@@ -139,6 +142,11 @@ class LiveStates:
         for state in live.states:
             for piece in state.pieces:
                 self._store.touch(piece, now)
+
+    def pieces(self, row: RunningTurn) -> list[Chunk]:
+        """The pieces of the states with keys that the row has read and kept, and that are copied
+        out."""
+        return [piece for state in _live(row).states if state.key for piece in state.pieces]
 
     def may_begin(self, row: RunningTurn, start: int, builder: PlanBuilder) -> bool:
         """Returns whether this plan may compute the row from position `start` on. A row has one

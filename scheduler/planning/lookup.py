@@ -24,7 +24,7 @@ from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
 from ..types import GPU, HOST, LABELS, SHARED, TIERS, ChunkKey, Tier, Usage
-from .state_lookup import StateLookup, overlaps
+from .state_lookup import Load, StateLookup, overlaps
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -160,8 +160,15 @@ class CacheLookup:
 
     def readable(self, chunk: Chunk) -> bool:
         """True if the chunk is only in lower tiers, not being read yet, and costs more to compute
-        than to swap in from HOST."""
-        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.swap_in()
+        than to swap in from HOST. A state's piece saves the computing of many chunks."""
+        return _to_read(chunk) and (
+            chunk.state is not None or self._cost.recompute(chunk.end) >= self._cost.swap_in()
+        )
+
+    def state_pieces(self, turn: Turn, conversation: Conversation | None) -> Sequence[Chunk]:
+        """The pieces of the state from which the turn's last span will most likely begin."""
+        state = None if self.states is None else self.states.likely(turn, conversation)
+        return () if state is None else state.pieces
 
     def lower_sources(self, turn: Turn) -> dict[ChunkKey, Tier]:
         """Returns the tiers of the turn's chunks that are only in lower tiers, those being read
@@ -330,10 +337,11 @@ class CacheLookup:
             # of one chunk a tail may have a part, and of another there may be no more
             if (unknown - 2) * size > most:
                 return None
-        if to_read and not overflows:
-            to_read = self._worthwhile(to_read, rows)
-        if to_read:
-            return NeedsReads(to_read, hits)
+        if self.states is None:
+            if to_read and not overflows:
+                to_read = self._worthwhile(to_read, rows)
+            if to_read:
+                return NeedsReads(to_read, hits)
         missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
         had_kv += [False] * missing
@@ -344,7 +352,48 @@ class CacheLookup:
             else:
                 view.tail = None
                 view.tail_tokens = 0
+        if self.states is not None and turn.promotes and self._store.lower:
+            needs = self._state_reads(self.states, view, hits, to_read, rows)
+            if needs is not None:
+                return needs
         return self._needs(view, hits, had_kv)
+
+    def _state_reads(
+        self,
+        states: StateLookup,
+        view: _View,
+        hits: list[Chunk | None],
+        to_read: list[Chunk],
+        rows: int,
+    ) -> NeedsReads | ChunkKey | None:
+        """With states: KV and states that are read from lower tiers faster than tokens are
+        computed. KV is read only where no state's way leads through it. Returns the key of a piece
+        that is being read if only such are missing, and None if nothing is to be read."""
+        size = self._chunk_tokens
+        count = len(view.turn.tokens)
+        holes: list[tuple[int, int]] = []
+        for index, chunk in enumerate(hits, view.first):
+            if chunk is None or chunk is view.tail:
+                start = index * size + (view.tail_tokens if chunk else 0)
+                end = min((index + 1) * size, count)
+                if holes and holes[-1][1] == start:
+                    holes[-1] = (holes[-1][0], end)
+                elif start < end:
+                    holes.append((start, end))
+        reads, states_read = states.reads(
+            view.turn,
+            view.conversation,
+            view.context_start,
+            view.keys,
+            holes,
+            to_read,
+            Load(1 + rows, self._store.lower.reading),
+        )
+        pieces = [piece for state in states_read for piece in state.pieces]
+        reads += [piece for piece in pieces if _to_read(piece)]
+        if reads:
+            return NeedsReads(reads, [*hits, *pieces])
+        return next((piece.key for piece in reversed(pieces) if _being_read(piece)), None)
 
     def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
         """True if any chunk from position `start` on is available without computing it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from math import inf
 
 from ..config import SchedulerConfig
@@ -87,7 +88,9 @@ class Prefetcher:
                 break
             if turn.prefetched:
                 continue
-            if not all(self._prefetch(self._store.find(key), evictor) for key in keys):
+            pieces = self._lookup.state_pieces(turn, self._conversations.of(turn.request))
+            chunks = chain(map(self._store.find, keys), pieces)
+            if not all(self._prefetch(chunk, evictor) for chunk in chunks):
                 return False
             turn.prefetched = True
         return True

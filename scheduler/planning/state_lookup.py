@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
-from ..kv.chunk import State
+from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.states import KeptStates
 from ..plan import Span
 from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
-from ..types import ChunkKey
+from ..types import HOST, ChunkKey
 
 
 class StateNeeds(NamedTuple):
@@ -29,6 +29,27 @@ class StateNeeds(NamedTuple):
     spans: deque[Span]
     swap_ins: list[State]
     cuts: list[Cut]
+
+
+class Load(NamedTuple):
+    """What a turn's computing and reading delay and wait for: `rows` in its batch, itself included,
+    and chunks that are being read from lower tiers."""
+
+    rows: int
+    reading: int
+
+
+ALONE = Load(1, 0)
+NOTHING: Mapping[int, int] = {}
+
+
+class _Way(NamedTuple):
+    """The ranges to compute, ascending, the states at which they begin unless that is zero, and the
+    predicted seconds."""
+
+    seconds: float
+    runs: list[tuple[int, int]]
+    states: list[State]
 
 
 class StateLookup:
@@ -62,31 +83,78 @@ class StateLookup:
 
         Of all states that the last span could begin at, the cheapest is taken.
         """
-        count = len(turn.tokens)
         holes = [(span.start, span.end) for span in missing]
-        states = self._states(turn, conversation, base, keys)
+        way = self._cheapest(turn, base, self._states(turn, conversation, base, keys), holes, ALONE)
+        spans: deque[Span] = deque()
+        for start, end in way.runs:
+            spans += _spans(holes, start, end)
+        spans[-1] = spans[-1]._replace(samples=1)
+        return StateNeeds(spans, way.states, self._cuts(turn, keys, holes, [*spans]))
+
+    def reads(
+        self,
+        turn: Turn,
+        conversation: Conversation | None,
+        base: int,
+        keys: list[ChunkKey],
+        holes: list[tuple[int, int]],
+        to_read: list[Chunk],
+        load: Load,
+    ) -> tuple[list[Chunk], list[State]]:
+        """The chunks among `to_read` and the states that the turn's cheapest way needs, if it reads
+        from lower tiers; else none. `holes`: where KV is neither on the GPU nor on HOST, ascending.
+        `to_read`: the chunks in them that can be read, ascending."""
+        states = self._states(turn, conversation, base, keys, below=True)
+        below = {
+            end: missing
+            for end, state in states.items()
+            if (missing := sum(piece.slots[HOST] == NO_SLOT for piece in state.pieces))
+        }
+        if not (to_read or below):
+            return [], []
+        here = {end: state for end, state in states.items() if end not in below}
+        ends = [chunk.end for chunk in to_read]
+        left = _without(holes, [(end - self._size, end) for end in ends])
+        computed = self._cheapest(turn, base, here, holes, load)
+        way = self._cheapest(turn, base, states, left, load, ends, below)
+        if way.seconds > computed.seconds:
+            return [], []
+        outside = _outside(ends, way.runs, self._size)
+        return [chunk for first, end in outside for chunk in to_read[first:end]], way.states
+
+    def _cheapest(
+        self,
+        turn: Turn,
+        base: int,
+        states: dict[int, State],
+        holes: Sequence[tuple[int, int]],
+        load: Load,
+        to_read: Sequence[int] = (),
+        below: Mapping[int, int] = NOTHING,
+    ) -> _Way:
+        """The cheapest way to compute these holes, from these states. It reads from lower tiers the
+        chunks with the ends `to_read`, as far as it does not compute them, and as many pieces of a
+        state as `below` says."""
+        count = len(turn.tokens)
         begins = [base, *states]
-        token = self._cost.recompute(count) / self._size
-        swap_in = self._config.chunks * self._cost.swap_in()
+        token = load.rows * self._cost.recompute(count) / self._size
+        read, swap_in = self._cost.read(), self._cost.swap_in()
         # all positions from the first that is not scored yet are computed
         latest = turn.scored if turn.unscored else count - 1
-        cheapest = inf
-        chosen: list[tuple[int, int]] = []
+        way = _Way(inf, [], [])
         for begin in begins:
             if begin > latest:
                 break
             runs = _runs(holes, begins, begin, count)
-            cost = sum(end - start for start, end in runs) * token
-            cost += sum(start > base for start, _ in runs) * swap_in
-            if cost <= cheapest:
-                cheapest = cost
-                chosen = runs
-        spans: deque[Span] = deque()
-        for start, end in chosen:
-            spans += _spans(holes, start, end)
-        spans[-1] = spans[-1]._replace(samples=1)
-        swap_ins = [states[start] for start, _ in chosen if start > base]
-        return StateNeeds(spans, swap_ins, self._cuts(turn, keys, holes, [*spans]))
+            starts = [start for start, _ in runs if start > base]
+            chunks = sum(end - first for first, end in _outside(to_read, runs, self._size))
+            reads = chunks + sum(below.get(start, 0) for start in starts)
+            seconds = sum(end - start for start, end in runs) * token
+            seconds += (chunks + len(starts) * self._config.chunks) * swap_in
+            seconds += (reads + load.reading) * read if reads else 0.0
+            if seconds <= way.seconds:
+                way = _Way(seconds, runs, [states[start] for start in starts])
+        return way
 
     def likely(self, turn: Turn, conversation: Conversation | None) -> State | None:
         """The state from which the turn's last span will most likely begin."""
@@ -98,18 +166,27 @@ class StateLookup:
         return next((by_key[key] for key in reversed(keys) if key in by_key), None)
 
     def _states(
-        self, turn: Turn, conversation: Conversation | None, base: int, keys: list[ChunkKey]
+        self,
+        turn: Turn,
+        conversation: Conversation | None,
+        base: int,
+        keys: list[ChunkKey],
+        below: bool = False,
     ) -> dict[int, State]:
-        """The states that can be swapped in, by their ends, ascending."""
+        """The states that can be swapped in, and with `below` those that can be read before, by
+        their ends, ascending."""
         states: dict[int, State] = {}
         if not self._reuse:
             return states
         kept = self._kept
+        usable = kept.can_read if below else kept.can_swap_in
         if kept.by_key:
-            every = self._config.multiple // self._size
-            for key in keys[every - 1 :: every]:
+            multiple = self._config.multiple
+            every = multiple // self._size
+            for number, key in enumerate(keys[every - 1 :: every], 1):
                 state = kept.by_key.get(key)
-                if state is not None and kept.can_swap_in(state):
+                # a record may have come with another position
+                if state is not None and state.end == number * multiple and usable(state):
                     states[state.end] = state
         private = turn.state
         common = len(turn.tokens)
@@ -118,12 +195,7 @@ class StateLookup:
             private = conversation.state
             common = conversation.common(turn.tokens)
             begun = conversation.context_start
-        if (
-            private is not None
-            and begun == base
-            and private.end <= common
-            and kept.can_swap_in(private)
-        ):
+        if private is not None and begun == base and private.end <= common and usable(private):
             states.setdefault(private.end, private)
         return {end: states[end] for end in sorted(states) if base < end < len(turn.tokens)}
 
@@ -175,6 +247,40 @@ def _runs(
         else:
             runs.append((start, end))
     return runs
+
+
+def _without(
+    holes: Iterable[tuple[int, int]], parts: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The holes without these parts of them. All ranges are ascending."""
+    left = []
+    at = 0
+    for start, end in holes:
+        while at < len(parts) and parts[at][0] < end:
+            if start < parts[at][0]:
+                left.append((start, parts[at][0]))
+            start = parts[at][1]
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def _outside(
+    ends: Sequence[int], runs: Iterable[tuple[int, int]], size: int
+) -> list[tuple[int, int]]:
+    """The chunks of `size` tokens with these ends, ascending, that the runs do not compute whole:
+    as ranges [first, last) of `ends`."""
+    ranges = []
+    first = 0
+    for start, end in runs if ends else ():
+        computed = bisect_left(ends, start + size)
+        if first < computed:
+            ranges.append((first, computed))
+        first = max(first, computed, bisect_right(ends, end))
+    if first < len(ends):
+        ranges.append((first, len(ends)))
+    return ranges
 
 
 def _spans(holes: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[Span]:

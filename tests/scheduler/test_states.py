@@ -63,6 +63,7 @@ def drawn(seed):
     seats = pick((1, 2, 3, 6, 6))
     size = pick((4, 4, 8, 2))
     reserve = pick((0.0, 0.1))
+    host = pick((0, 4, 16, 40, 90))
     needed = 64 // size
     gpu = next(
         n for n in range(pick((needed + 1, needed + 4)), 999) if n - int(reserve * n) >= needed
@@ -70,7 +71,7 @@ def drawn(seed):
     return {
         "chunk_tokens": size,
         "gpu_kv_chunks": gpu,
-        "host_kv_chunks": pick((0, 4, 16, 40, 90)),
+        "host_kv_chunks": host,
         "max_num_seqs": seats,
         "max_num_batched_tokens": pick((7, 12, 24, 60)),
         "swap_out_below": pick((0.0, 0.25, 0.9)),
@@ -79,6 +80,9 @@ def drawn(seed):
         "batching": pick(("unified", "unified", "separate")),
         "reuse": draw.random() < 0.95,
         "copies_may_fail": draw.random() < 0.3,
+        "disk_kv_chunks": pick((0, 8, 40, 200)) if host else 0,
+        "save": pick(("async", "async", "sync", "off")),
+        "prefetch": draw.random() < 0.7,
         "truncates": pick((0.0, 0.3)),
         "states": StateConfig(
             chunks=pick((1, 3, 5)),
