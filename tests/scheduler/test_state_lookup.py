@@ -278,7 +278,6 @@ def test_scores_begin_at_a_state(served):
     [
         ({"overflow": "keep"}, "overflow"),
         ({"speculate": "lookup"}, "speculate"),
-        ({"disk_kv_chunks": 8}, "disk_kv_bytes"),
         ({"chunk_tokens": 3}, "chunk_tokens"),
         ({"max_num_seqs": 8}, "states.slots"),
     ],
