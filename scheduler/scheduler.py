@@ -38,7 +38,7 @@ from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
 from .planning.eviction import Evictor
-from .planning.live_states import LiveStates
+from .planning.live_states import LiveStates, written
 from .planning.lookup import CacheLookup
 from .planning.lower_work import LowerTierWork
 from .planning.plan_builder import PlanBuilder
@@ -108,7 +108,7 @@ class Scheduler:
             config.reuse,
             self._chunk_keys,
             windows,
-            None if kept is None else StateLookup(config, cost, kept),
+            None if kept is None else StateLookup(config, cost, kept, self._store.lower),
         )
         self._queues = RequestQueues(config, self._store, self._states)
         self._write_behind = WriteBehind(config, cost, self._store)
@@ -150,6 +150,7 @@ class Scheduler:
         )
         self.lower = LowerTierWork(
             self._store,
+            kept,
             self._chunk_keys,
             self._deletions,
             self._prefetcher,
@@ -271,7 +272,7 @@ class Scheduler:
             self._close(turn)
         else:
             row = self._take_row(turn)
-            chunks = self._written(row)
+            chunks = written(row)
             self._end(row, tokens, now)
         if ended or self._write_behind.withhold(turn.request, output, chunks):
             return None
@@ -552,7 +553,7 @@ class Scheduler:
             finish = FinishReason.STOP
         elif count == row.end:
             finish = FinishReason.LENGTH
-        chunks = self._written(row) if finish is not None else []
+        chunks = written(row)
         truncated = self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
@@ -573,7 +574,7 @@ class Scheduler:
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
-            self._write_later(self._written(row), now)
+            self._write_later(written(row), now)
         else:
             self._end(row, reply, now)
 
@@ -597,14 +598,9 @@ class Scheduler:
             self._committer.publish_last(row, reply)
         tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
-        self._write_later(self._written(row), now)
+        self._write_later(written(row), now)
         self._queues.release_row(row, tail, self._store.stamp(now))
         self._close(turn)
-
-    def _written(self, row: RunningTurn) -> list[Chunk]:
-        """What may be written to a lower tier when the row's turn ends. A state that is not copied
-        to HOST yet is written when HOST needs its room."""
-        return row.chunks if self._states is None else row.chunks + self._states.pieces(row)
 
     def _write_later(self, chunks: list[Chunk], now: float) -> None:
         """The turn of these chunks has ended."""

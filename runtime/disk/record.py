@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from ...scheduler.kv.chunk_keys import piece_key, split_key
+from ...scheduler.kv.piece_keys import piece_key, split_key
 from ...scheduler.types import ChunkKey
 
 PAGE = 4096

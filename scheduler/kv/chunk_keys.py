@@ -10,8 +10,6 @@ from functools import cached_property, lru_cache
 from ..context_window import ContextWindow
 from ..types import ChunkKey, Tokens
 
-KEY_BYTES = 32  # of a chunk's key
-
 NO_KEY = ChunkKey(b"")
 """Stands for chunks before a context's start, which do not exist, and for keys that do not count.
 No chunk has this key."""
@@ -29,20 +27,6 @@ def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
 
 def chunk_key(previous: ChunkKey, tokens: Tokens, start: int, end: int) -> ChunkKey:
     return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
-
-
-def piece_key(key: ChunkKey, number: int) -> ChunkKey:
-    """The key of a state's piece, numbered from 0. `key`: of the chunk that ends where the state
-    does. No chunk of KV has such a key: it is longer."""
-    return ChunkKey(key + number.to_bytes(4, "big"))
-
-
-def split_key(key: ChunkKey) -> tuple[ChunkKey, int | None]:
-    """The chunk's key and the piece's number, None for KV, of a key that `chunk_key` or `piece_key`
-    made."""
-    if len(key) <= KEY_BYTES:
-        return key, None
-    return ChunkKey(key[:KEY_BYTES]), int.from_bytes(key[KEY_BYTES:], "big")
 
 
 class ChunkKeys:

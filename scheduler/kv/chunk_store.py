@@ -25,7 +25,6 @@ from ..types import (
     StoredRecord,
 )
 from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, Move, OrderedSet, State
-from .chunk_keys import split_key
 from .context import KeyedContext
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
@@ -55,8 +54,6 @@ class ChunkStore:
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
     lose_state      called with a state of which a piece has been dropped
     delete_state    called with a key whose chunk is deleted; returns the pieces of the state there
-    adopt_state     called with a tier, a key, the records of a state there, and the time; returns
-                    False if that is no whole state
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -77,16 +74,13 @@ class ChunkStore:
         self._copies_may_fail = config.copies_may_fail
         # by HOST slot, if copies may fail: the last chunk copied there
         self._copied_out: dict[int, Chunk] = {}
-        self._chunk_tokens = config.chunk_tokens
+        self.chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
         self.lose_state: Callable[[State], None] = _no_state
         self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = _no_pieces
-        self.adopt_state: Callable[[LowerTier, ChunkKey, list[StoredRecord], float], bool] = (
-            _not_adopted
-        )
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
@@ -152,7 +146,7 @@ class ChunkStore:
         The first owner of a key keeps it. If that owner has lost its GPU slot, it takes over this
         chunk's slot; otherwise this chunk stays private until its row leaves.
         """
-        chunk.tokens = self._chunk_tokens
+        chunk.tokens = self.chunk_tokens
         owner = self._by_key.get(key)
         if owner is None:
             chunk.key = key
@@ -261,41 +255,12 @@ class ChunkStore:
             if chunk.slots[SHARED] != NO_SLOT:
                 self._count_if_dropped(chunk, False)
 
-    def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
-        """Makes chunks of the records that an earlier process left in the tier. Called before
-        anything is stored. Of two records with one key the first counts.
-
-        Raises InvariantError for a slot that does not exist or has two records.
-        """
-        records = list(records)
-        lower.adopt(record.slot for record in records)
-        states: dict[ChunkKey, list[StoredRecord]] = {}
-        for record in records:
-            key, piece = split_key(record.key)
-            if piece is not None:
-                states.setdefault(key, []).append(record)
-            elif key in self._by_key:
-                lower.release(record.slot, key)
-            else:
-                self.adopt_record(lower, record, now - record.age_s, self._chunk_tokens)
-        for key, pieces in states.items():
-            if not self.adopt_state(lower, key, pieces, now):
-                for record in pieces:
-                    lower.release(record.slot, key)
-
-    def adopt_record(
-        self,
-        lower: LowerTier,
-        record: StoredRecord,
-        active: float,
-        tokens: int,
-        state: State | None = None,
-    ) -> Chunk:
-        """Makes a chunk of the record, last active then; of a piece, of this state."""
+    def adopt(self, lower: LowerTier, record: StoredRecord, tokens: int, active: float) -> Chunk:
+        """Makes a chunk of that many tokens, last active then, of a record of an earlier
+        process."""
         chunk = Chunk(record.end, NO_SLOT, active)
         chunk.key = record.key
         chunk.tokens = tokens
-        chunk.state = state
         chunk.slots[lower.tier] = record.slot
         self._by_key[record.key] = chunk
         self.update_victim_set(chunk)
@@ -310,7 +275,7 @@ class ChunkStore:
         if chunk is None:
             chunk = Chunk(end, NO_SLOT, now)
             chunk.key = key
-            chunk.tokens = self._chunk_tokens
+            chunk.tokens = self.chunk_tokens
             self._by_key[key] = chunk
             chunk.dropped_at = self._forgotten.pop(key, NEVER)
         if chunk.slots[SHARED] == NO_SLOT:
@@ -534,7 +499,7 @@ class ChunkStore:
 
     def _regret(self, dropped_at: float) -> None:
         if self.now - dropped_at <= REGRET_S:
-            self.regret_tokens += self._chunk_tokens
+            self.regret_tokens += self.chunk_tokens
 
     # -- moves to and from lower tiers
 
@@ -648,7 +613,3 @@ def _no_state(_: State) -> None: ...
 
 def _no_pieces(_: ChunkKey) -> Sequence[Chunk]:
     return ()
-
-
-def _not_adopted(*_: object) -> bool:
-    return False

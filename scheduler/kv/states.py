@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import StateConfig
-from ..types import HOST, ChunkKey, StoredRecord
-from .chunk import NO_SLOT, Chunk, State
-from .chunk_keys import piece_key
+from ..types import HOST, ChunkKey
+from .chunk import Chunk, State
 from .chunk_store import ChunkStore
-from .lower_tiers import LowerTier
+from .piece_keys import piece_key
 
 
 class KeptStates:
@@ -24,7 +23,6 @@ class KeptStates:
         self.config = config
         self._store = store
         store.lose_state = self._lose
-        store.adopt_state = self._adopt
         self.by_key: dict[ChunkKey, State] = {}
         self._unwanted: list[State] = []
         self.kept = self.swapped_in = self.lost = 0
@@ -90,21 +88,14 @@ class KeptStates:
         self.forget(state)
         return state.pieces
 
-    def _adopt(
-        self, lower: LowerTier, key: ChunkKey, records: list[StoredRecord], now: float
-    ) -> bool:
-        """An earlier process left these pieces of the key's state. Returns False if some are
-        missing or do not belong together."""
-        records = sorted(records, key=lambda record: record.key)
-        keys = sorted(piece_key(key, number) for number in range(self.config.chunks))
-        same_end = len({record.end for record in records}) == 1
-        if key in self.by_key or [record.key for record in records] != keys or not same_end:
-            return False
-        state = State(records[0].end, NO_SLOT, key)
-        active = now - min(record.age_s for record in records)
-        state.pieces = [self._store.adopt_record(lower, one, active, 1, state) for one in records]
-        self.by_key[key] = state
-        return True
+    def adopt(self, state: State, pieces: list[Chunk]) -> None:
+        """An earlier process left the state, which has a key, in a lower tier."""
+        assert state.key is not None
+        self.by_key[state.key] = state
+        state.pieces = pieces
+        for piece in pieces:
+            piece.state = state
+            self._store.update_victim_set(piece)
 
     def _lose(self, state: State) -> None:
         """A piece has been dropped, and all others with it."""

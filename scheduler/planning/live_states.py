@@ -143,11 +143,6 @@ class LiveStates:
             for piece in state.pieces:
                 self._store.touch(piece, now)
 
-    def pieces(self, row: RunningTurn) -> list[Chunk]:
-        """The pieces of the states with keys that the row has read and kept, and that are copied
-        out."""
-        return [piece for state in _live(row).states if state.key for piece in state.pieces]
-
     def may_begin(self, row: RunningTurn, start: int, builder: PlanBuilder) -> bool:
         """Returns whether this plan may compute the row from position `start` on. A row has one
         segment in a step. If it needs a state from HOST, the copy begins. The plan computes the row
@@ -251,6 +246,15 @@ class LiveStates:
                     state.unwanted |= state.slot == live.slot
             live.waits = True
         return live.slot
+
+
+def written(row: RunningTurn) -> list[Chunk]:
+    """What may be written to a lower tier when the row's turn ends: its chunks, and the pieces of
+    states that it has read and kept. A state that is not copied to HOST yet is written when HOST
+    needs its room."""
+    if row.state is None:
+        return row.chunks
+    return [*row.chunks, *(piece for state in row.state.states for piece in state.pieces)]
 
 
 def _live(row: RunningTurn) -> RowState:

@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
-from ..kv.chunk import NO_SLOT, NOWHERE, Chunk, State
+from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.lower_tiers import LowerTiers
+from ..kv.whereabouts import being_read, only_below, shared_only, unread
 from ..plan import Span
 from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
-from ..types import GPU, HOST, LABELS, SHARED, TIERS, ChunkKey, Tier, Usage
-from .state_lookup import Load, StateLookup, overlaps
+from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
+from .state_lookup import NeedsReads, StateLookup, StateNeeds, overlaps
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -86,13 +86,6 @@ class _View:
     held: int = 0
 
 
-class NeedsReads(NamedTuple):
-    """Chunks that are read from lower tiers faster than computed, and the turn's other hits."""
-
-    chunks: list[Chunk]
-    hits: list[Chunk | None]
-
-
 class CacheLookup:
     """Finds the chunks of a request. `windows`: None, or the rules of context overflow.
     `states`: None if the model has no recurrent states."""
@@ -125,7 +118,7 @@ class CacheLookup:
         return chunk is not None and self._coming(chunk)
 
     def _coming(self, chunk: Chunk) -> bool:
-        return chunk.awaits_swap_in or _being_read(chunk) or self._store.unconfirmed(chunk)
+        return chunk.awaits_swap_in or being_read(chunk) or self._store.unconfirmed(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
         """Returns the keys of the chunks that the turn's last position sees, as far as its context
@@ -161,14 +154,9 @@ class CacheLookup:
     def readable(self, chunk: Chunk) -> bool:
         """True if the chunk is only in lower tiers, not being read yet, and costs more to compute
         than to swap in from HOST. A state's piece saves the computing of many chunks."""
-        return _to_read(chunk) and (
+        return unread(chunk) and (
             chunk.state is not None or self._cost.recompute(chunk.end) >= self._cost.swap_in()
         )
-
-    def state_pieces(self, turn: Turn, conversation: Conversation | None) -> Sequence[Chunk]:
-        """The pieces of the state from which the turn's last span will most likely begin."""
-        state = None if self.states is None else self.states.likely(turn, conversation)
-        return () if state is None else state.pieces
 
     def lower_sources(self, turn: Turn) -> dict[ChunkKey, Tier]:
         """Returns the tiers of the turn's chunks that are only in lower tiers, those being read
@@ -177,7 +165,7 @@ class CacheLookup:
         return {
             chunk.key: next(tier for tier in TIERS if chunk.slots[tier] != NO_SLOT)
             for chunk in chunks
-            if chunk and chunk.key and _in_lower_only(chunk)
+            if chunk and chunk.key and only_below(chunk)
         }
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
@@ -312,7 +300,7 @@ class CacheLookup:
         at_any_cost = overflows or self.states is not None
         find = self._store.find
         swap_in = self._cost.swap_in()
-        reads = _to_read if overflows else self.readable
+        reads = unread if overflows else self.readable
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
             chunk = find(key)
@@ -352,48 +340,7 @@ class CacheLookup:
             else:
                 view.tail = None
                 view.tail_tokens = 0
-        if self.states is not None and turn.promotes and self._store.lower:
-            needs = self._state_reads(self.states, view, hits, to_read, rows)
-            if needs is not None:
-                return needs
-        return self._needs(view, hits, had_kv)
-
-    def _state_reads(
-        self,
-        states: StateLookup,
-        view: _View,
-        hits: list[Chunk | None],
-        to_read: list[Chunk],
-        rows: int,
-    ) -> NeedsReads | ChunkKey | None:
-        """With states: KV and states that are read from lower tiers faster than tokens are
-        computed. KV is read only where no state's way leads through it. Returns the key of a piece
-        that is being read if only such are missing, and None if nothing is to be read."""
-        size = self._chunk_tokens
-        count = len(view.turn.tokens)
-        holes: list[tuple[int, int]] = []
-        for index, chunk in enumerate(hits, view.first):
-            if chunk is None or chunk is view.tail:
-                start = index * size + (view.tail_tokens if chunk else 0)
-                end = min((index + 1) * size, count)
-                if holes and holes[-1][1] == start:
-                    holes[-1] = (holes[-1][0], end)
-                elif start < end:
-                    holes.append((start, end))
-        reads, states_read = states.reads(
-            view.turn,
-            view.conversation,
-            view.context_start,
-            view.keys,
-            holes,
-            to_read,
-            Load(1 + rows, self._store.lower.reading),
-        )
-        pieces = [piece for state in states_read for piece in state.pieces]
-        reads += [piece for piece in pieces if _to_read(piece)]
-        if reads:
-            return NeedsReads(reads, [*hits, *pieces])
-        return next((piece.key for piece in reversed(pieces) if _being_read(piece)), None)
+        return self._needs(view, hits, had_kv, to_read, rows)
 
     def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
         """True if any chunk from position `start` on is available without computing it."""
@@ -418,7 +365,7 @@ class CacheLookup:
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
-        return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))
+        return chunk is not None and chunk.resident and (turn.promotes or not unread(chunk))
 
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, context_start: int
@@ -445,8 +392,13 @@ class CacheLookup:
         return (tail, tokens) if tokens > 0 else (None, 0)
 
     def _needs(
-        self, view: _View, hits: list[Chunk | None], computed_before: list[bool]
-    ) -> RequestNeeds:
+        self,
+        view: _View,
+        hits: list[Chunk | None],
+        computed_before: list[bool],
+        to_read: list[Chunk],
+        rows: int,
+    ) -> RequestNeeds | NeedsReads | ChunkKey:
         size = self._chunk_tokens
         count = len(view.turn.tokens)
         turn = view.turn
@@ -495,9 +447,19 @@ class CacheLookup:
         if self.states is None:
             self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         else:
-            spans, state_swap_ins, cuts = self.states.needs(
-                turn, view.conversation, view.context_start, view.keys, spans
+            needs = self.states.look_up(
+                turn,
+                view.conversation,
+                view.context_start,
+                view.keys,
+                [(span.start, span.end) for span in spans],
+                hits,
+                to_read,
+                rows,
             )
+            if not isinstance(needs, StateNeeds):
+                return needs
+            spans, state_swap_ins, cuts = needs
             present = [
                 (at, chunk) for at, chunk in enumerate(hits, view.first) if chunk is not None
             ]
@@ -560,24 +522,6 @@ class CacheLookup:
             return turn.request.stored_tokens
         had_kv = min(conversation.common(turn.tokens), len(conversation.tokens) - 1)
         return max(turn.request.stored_tokens, had_kv)
-
-
-def _in_lower_only(chunk: Chunk) -> bool:
-    return chunk.resident and chunk.slots[GPU] == NO_SLOT and chunk.slots[HOST] == NO_SLOT
-
-
-def shared_only(chunk: Chunk) -> bool:
-    """True if the chunk is in the shared tier and in none of this server's."""
-    return chunk.slots[SHARED] != NO_SLOT and chunk.slots[:SHARED] == NOWHERE[:SHARED]
-
-
-def _to_read(chunk: Chunk) -> bool:
-    """Only in lower tiers, and not being read yet."""
-    return chunk.moving is None and _in_lower_only(chunk)
-
-
-def _being_read(chunk: Chunk) -> bool:
-    return chunk.moving is not None and not chunk.moving.spills and _in_lower_only(chunk)
 
 
 def _source(turn: Turn, chunk: Chunk) -> str:

@@ -10,9 +10,10 @@ from ..config import SchedulerConfig
 from ..cost import CostProfile
 from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
+from ..kv.whereabouts import shared_only
 from ..turns.conversations import Conversations
 from .eviction import Evictor
-from .lookup import CacheLookup, shared_only
+from .lookup import CacheLookup
 from .queue_order import QueueOrder
 
 READS_AHEAD_S = 0.1  # seconds of reading in progress at most; an urgent read may wait this long
@@ -88,7 +89,9 @@ class Prefetcher:
                 break
             if turn.prefetched:
                 continue
-            pieces = self._lookup.state_pieces(turn, self._conversations.of(turn.request))
+            states = self._lookup.states
+            conversation = self._conversations.of(turn.request)
+            pieces = () if states is None else states.likely(turn, conversation)
             chunks = chain(map(self._store.find, keys), pieces)
             if not all(self._prefetch(chunk, evictor) for chunk in chunks):
                 return False

@@ -139,8 +139,8 @@ class Preparation:
         conversation = self._conversations.of(turn.request)
         if waits and conversation is not None and conversation.tail is not None:
             queues.await_chunks(turn, [conversation.tail], stamp)
-        if waits and (pieces := self._lookup.state_pieces(turn, conversation)):
-            yield queues.await_chunks(turn, pieces, stamp)
+        if waits and self._lookup.states is not None:
+            yield queues.await_chunks(turn, self._lookup.states.likely(turn, conversation), stamp)
         yield 1 + len(queues.waiting) // LOOKED_AT
         self._order.arrived(turn, there)
         queues.enqueue(turn)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..config import SchedulerConfig
 from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk, State
+from ..kv.lower_tiers import LowerTiers
 from ..kv.states import KeptStates
 from ..plan import Span
 from ..turns.conversations import Conversation
@@ -31,15 +32,13 @@ class StateNeeds(NamedTuple):
     cuts: list[Cut]
 
 
-class Load(NamedTuple):
-    """What a turn's computing and reading delay and wait for: `rows` in its batch, itself included,
-    and chunks that are being read from lower tiers."""
+class NeedsReads(NamedTuple):
+    """Chunks that are read from lower tiers faster than computed, and the turn's other hits."""
 
-    rows: int
-    reading: int
+    chunks: list[Chunk]
+    hits: list[Chunk | None]
 
 
-ALONE = Load(1, 0)
 NOTHING: Mapping[int, int] = {}
 
 
@@ -55,23 +54,31 @@ class _Way(NamedTuple):
 class StateLookup:
     """Changes no state."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, kept: KeptStates):
+    def __init__(
+        self, config: SchedulerConfig, cost: CostProfile, kept: KeptStates, lower: LowerTiers
+    ):
         self._size = config.chunk_tokens
         self._reuse = config.reuse
         self._cost = cost
         self._kept = kept
+        self._lower = lower
         self._config = kept.config
 
-    def needs(
+    def look_up(
         self,
         turn: Turn,
         conversation: Conversation | None,
         base: int,
         keys: list[ChunkKey],
-        missing: Iterable[Span],
-    ) -> StateNeeds:
-        """The needs of a turn whose context begins at `base`, with these keys, and whose KV is
-        missing where `missing` says.
+        holes: list[tuple[int, int]],
+        hits: list[Chunk | None],
+        to_read: list[Chunk],
+        rows: int,
+    ) -> StateNeeds | NeedsReads | ChunkKey:
+        """The needs of a turn whose context begins at `base`, with these keys, in a batch with
+        `rows` other rows; or what is to be read first, or the key of the last piece to wait for.
+        `holes`: where KV is neither on the GPU nor on HOST, ascending. `to_read`: chunks in them
+        that can be read, ascending. `hits`: the chunks of the other KV.
 
         The last span begins at a state: behind it every token is computed, up to the last one. A
         hole of KV before it is computed from the last state before the hole. Tokens whose KV is
@@ -83,44 +90,54 @@ class StateLookup:
 
         Of all states that the last span could begin at, the cheapest is taken.
         """
-        holes = [(span.start, span.end) for span in missing]
-        way = self._cheapest(turn, base, self._states(turn, conversation, base, keys), holes, ALONE)
+        states = self._states(turn, conversation, base, keys)
+        if turn.promotes and self._lower:
+            below = self._states(turn, conversation, base, keys, below=True)
+            reads = self._reads(turn, base, holes, hits, to_read, rows, states, below)
+            if reads is not None:
+                return reads
+        way = self._cheapest(turn, base, states, holes)
         spans: deque[Span] = deque()
         for start, end in way.runs:
             spans += _spans(holes, start, end)
         spans[-1] = spans[-1]._replace(samples=1)
         return StateNeeds(spans, way.states, self._cuts(turn, keys, holes, [*spans]))
 
-    def reads(
+    def _reads(
         self,
         turn: Turn,
-        conversation: Conversation | None,
         base: int,
-        keys: list[ChunkKey],
         holes: list[tuple[int, int]],
+        hits: list[Chunk | None],
         to_read: list[Chunk],
-        load: Load,
-    ) -> tuple[list[Chunk], list[State]]:
-        """The chunks among `to_read` and the states that the turn's cheapest way needs, if it reads
-        from lower tiers; else none. `holes`: where KV is neither on the GPU nor on HOST, ascending.
-        `to_read`: the chunks in them that can be read, ascending."""
-        states = self._states(turn, conversation, base, keys, below=True)
+        rows: int,
+        here: dict[int, State],
+        states: dict[int, State],
+    ) -> NeedsReads | ChunkKey | None:
+        """What the turn's cheapest way reads from lower tiers; the key of a piece that is being
+        read if that is all that it waits for; None if it reads nothing. `here`: those of the states
+        that are on HOST."""
         below = {
-            end: missing
+            end: sum(piece.slots[HOST] == NO_SLOT for piece in state.pieces)
             for end, state in states.items()
-            if (missing := sum(piece.slots[HOST] == NO_SLOT for piece in state.pieces))
+            if end not in here
         }
         if not (to_read or below):
-            return [], []
-        here = {end: state for end, state in states.items() if end not in below}
+            return None
+        computed = self._cheapest(turn, base, here, holes, rows)
         ends = [chunk.end for chunk in to_read]
         left = _without(holes, [(end - self._size, end) for end in ends])
-        computed = self._cheapest(turn, base, here, holes, load)
-        way = self._cheapest(turn, base, states, left, load, ends, below)
+        way = self._cheapest(turn, base, states, left, rows, ends, below)
         if way.seconds > computed.seconds:
-            return [], []
+            return None
         outside = _outside(ends, way.runs, self._size)
-        return [chunk for first, end in outside for chunk in to_read[first:end]], way.states
+        reads = [chunk for first, end in outside for chunk in to_read[first:end]]
+        pieces = [piece for state in way.states for piece in state.pieces]
+        missing_pieces = [piece for piece in pieces if piece.slots[HOST] == NO_SLOT]
+        reads += [piece for piece in missing_pieces if piece.moving is None]
+        if reads:
+            return NeedsReads(reads, [*hits, *pieces])
+        return missing_pieces[-1].key if missing_pieces else None
 
     def _cheapest(
         self,
@@ -128,7 +145,7 @@ class StateLookup:
         base: int,
         states: dict[int, State],
         holes: Sequence[tuple[int, int]],
-        load: Load,
+        rows: int = 0,
         to_read: Sequence[int] = (),
         below: Mapping[int, int] = NOTHING,
     ) -> _Way:
@@ -137,8 +154,9 @@ class StateLookup:
         state as `below` says."""
         count = len(turn.tokens)
         begins = [base, *states]
-        token = load.rows * self._cost.recompute(count) / self._size
-        read, swap_in = self._cost.read(), self._cost.swap_in()
+        token = (1 + rows) * self._cost.recompute(count) / self._size
+        read = self._cost.read()
+        swap_in = self._cost.swap_in()
         # all positions from the first that is not scored yet are computed
         latest = turn.scored if turn.unscored else count - 1
         way = _Way(inf, [], [])
@@ -151,19 +169,19 @@ class StateLookup:
             reads = chunks + sum(below.get(start, 0) for start in starts)
             seconds = sum(end - start for start, end in runs) * token
             seconds += (chunks + len(starts) * self._config.chunks) * swap_in
-            seconds += (reads + load.reading) * read if reads else 0.0
+            seconds += (self._lower.reading + reads) * read if reads else 0.0
             if seconds <= way.seconds:
                 way = _Way(seconds, runs, [states[start] for start in starts])
         return way
 
-    def likely(self, turn: Turn, conversation: Conversation | None) -> State | None:
-        """The state from which the turn's last span will most likely begin."""
+    def likely(self, turn: Turn, conversation: Conversation | None) -> Sequence[Chunk]:
+        """The pieces of the state from which the turn's last span will most likely begin."""
         if conversation is not None and conversation.state is not None:
-            return conversation.state
+            return conversation.state.pieces
         by_key = self._kept.by_key
         every = self._config.multiple // self._size
         keys = turn.keys[every - 1 :: every] if by_key else []
-        return next((by_key[key] for key in reversed(keys) if key in by_key), None)
+        return next((by_key[key].pieces for key in reversed(keys) if key in by_key), ())
 
     def _states(
         self,

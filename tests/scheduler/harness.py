@@ -12,8 +12,9 @@ from random import Random
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
-from pensieve.scheduler.kv.chunk_keys import NO_KEY, split_key
+from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.kv.disk_tier import DiskTier
+from pensieve.scheduler.kv.piece_keys import split_key
 from pensieve.scheduler.kv.shared_tier import SharedTier
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from pensieve.scheduler.config import EVICTION_POLICIES, StateConfig
-from pensieve.scheduler.kv.chunk_keys import split_key
+from pensieve.scheduler.kv.piece_keys import split_key
 from pensieve.scheduler.kv.state_slots import StateSlots
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.live_states import LiveStates

@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from pensieve.scheduler.kv.chunk_keys import KEY_BYTES, piece_key, split_key
+from pensieve.scheduler.kv import adoption
+from pensieve.scheduler.kv.piece_keys import KEY_BYTES, piece_key, split_key
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.state_lookup import _outside, _without
 from pensieve.scheduler.types import DISK, GPU, HOST, ChunkKey, Erasure, StoredRecord, Tier
@@ -127,58 +128,32 @@ def test_a_piece_that_is_there_twice_replaces_no_other(written):
     assert written.pieces(24) == []
 
 
-def adopts_without_a_piece(monkeypatch):
-    adopt = KeptStates._adopt
-
-    def careless(self, lower, key, records, now):
-        count = self.config.chunks
-        twice = [record._replace(key=piece_key(key, n)) for n, record in enumerate(2 * records)]
-        return adopt(self, lower, key, twice[:count], now)
-
-    monkeypatch.setattr(KeptStates, "_adopt", careless)
-    return lambda served: served.device.disk.pop(served.pieces(24)[0])
+def adopts_without_a_piece(monkeypatch, served):
+    monkeypatch.setattr(adoption, "_whole", lambda key, records, count: True)
+    del served.device.disk[served.pieces(24)[0]]
 
 
-def takes_pieces_in_another_order(monkeypatch):
-    adopt = KeptStates._adopt
-
-    def turned(self, lower, key, records, now):
-        adopted = adopt(self, lower, key, records, now)
-        self.by_key[key].pieces.reverse()
-        return adopted
-
-    monkeypatch.setattr(KeptStates, "_adopt", turned)
-    return lambda served: None
+def takes_pieces_in_another_order(monkeypatch, served):
+    adopt = KeptStates.adopt
+    monkeypatch.setattr(
+        KeptStates, "adopt", lambda self, state, pieces: adopt(self, state, pieces[::-1])
+    )
 
 
-def reads_a_stale_piece(monkeypatch):
+def reads_a_stale_piece(monkeypatch, served):
     """A record with the right key and the content of another state's piece."""
-
-    def stale(served):
-        (old, _), (new, _) = served.pieces(16), served.pieces(24)
-        key, end, _ = served.device.disk[new]
-        served.device.disk[new] = (key, end, served.device.disk[old][2])
-
-    return stale
+    old = served.device.disk[served.pieces(16)[0]]
+    slot = served.pieces(24)[0]
+    served.device.disk[slot] = (*served.device.disk[slot][:2], old[2])
 
 
-def mixes_positions_up(monkeypatch):
-    """The records of the state at 16 are taken for those at 24."""
-    adopt = KeptStates._adopt
-
-    def moved(self, lower, key, records, now):
-        adopted = adopt(self, lower, key, records, now)
-        later = max(self.by_key.values(), key=lambda state: state.end)
-        if len(self.by_key) == 2:
-            earlier = min(self.by_key.values(), key=lambda state: state.end)
-            later.pieces, earlier.pieces = earlier.pieces, later.pieces
-            for state in self.by_key.values():
-                for piece in state.pieces:
-                    piece.state = state
-        return adopted
-
-    monkeypatch.setattr(KeptStates, "_adopt", moved)
-    return lambda served: None
+def mixes_positions_up(monkeypatch, served):
+    """The state at 16 is taken for that at 24."""
+    keys = {end: served.device.disk[served.pieces(end)[0]][0] for end in (16, 24)}
+    for slot, other in zip(served.pieces(16), served.pieces(24), strict=True):
+        for one, end in ((slot, 24), (other, 16)):
+            number = split_key(served.device.disk[one][0])[1]
+            served.change(one, key=piece_key(split_key(keys[end])[0], number), end=end)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +169,7 @@ def test_an_error_is_found(mutate, monkeypatch):
     served = Disk()
     served.turn(PROMPT, 4)
     served.settle()
-    change = mutate(monkeypatch)
-    change(served)
+    mutate(monkeypatch, served)
     with pytest.raises((AssertionError, ValueError)):
         served.restart()
         served.spans(PROMPT)
