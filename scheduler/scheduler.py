@@ -83,11 +83,13 @@ class Scheduler:
         self._store = store(
             config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
         )
-        kept = None if config.states is None else KeptStates(config.states, self._store)
-        self._states = None if kept is None else LiveStates(config, self._store, kept)
         self.work = WorkBudget()
         # of rows that have left: slots that others may wait for
         self._releases = Backlog(self.work)
+        kept = None if config.states is None else KeptStates(config.states, self._store)
+        self._states = (
+            None if kept is None else LiveStates(config, self._store, kept, self._releases)
+        )
         self._claim_work = Backlog(self.work)
         # A deletion waits for the claims of earlier forks, so it leaves them their chunks.
         self._deletion_work = Backlog(self.work, self._claim_work)

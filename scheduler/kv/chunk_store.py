@@ -480,15 +480,13 @@ class ChunkStore:
                 self._forget(chunk)
 
     def _forget(self, chunk: Chunk) -> None:
-        if chunk.key is None:
-            self._private.pop(chunk, None)
-        elif chunk.state is not None:
-            self._by_key.pop(chunk.key, None)
         if chunk.state is not None:
             self.lose_state(chunk.state)
-        if chunk.key is None or chunk.state is not None:
+        if chunk.key is None:
+            self._private.pop(chunk, None)
             return
-        if self._by_key.pop(chunk.key, None) is None or chunk.dropped_at == NEVER:
+        gone = self._by_key.pop(chunk.key, None)
+        if gone is None or chunk.state is not None or chunk.dropped_at == NEVER:
             return
         self._forgotten[chunk.key] = chunk.dropped_at
         self._in_order.append((chunk.key, chunk.dropped_at))
