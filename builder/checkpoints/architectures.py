@@ -122,6 +122,7 @@ QWEN3_5_DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
 }
+OF_WHOLE_MODEL = ("architectures", "model_type", "tie_word_embeddings")
 SLIDING = "sliding_attention"
 
 
@@ -247,8 +248,7 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
 
 
 def _gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Of a model that also takes images, the part that takes text."""
-    config = _with(config.get("text_config") or {}, config, GEMMA3_DEFAULTS)
+    config = _with(text_settings(config), GEMMA3_DEFAULTS)
     for name in (
         "attn_logit_softcapping",
         "final_logit_softcapping",
@@ -294,10 +294,11 @@ def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _qwen3_5_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Of a model that also takes images, the part that takes text."""
-    config = _with(config.get("text_config") or {}, config, QWEN3_5_DEFAULTS)
+    config = _with(text_settings(config), QWEN3_5_DEFAULTS)
     if config.get("attn_output_gate") is False:
         raise refusal("config.json: attn_output_gate false is not supported")
+    if (state := config.get("mamba_ssm_dtype") or "float32") != "float32":
+        raise refusal(f"config.json: mamba_ssm_dtype {state!r}: only float32 is supported")
     decoder = _llama_config(QWEN3_5, config)
     if decoder.activation != "silu":  # the convolution's and the gates' too
         raise refusal(f"config.json: hidden_act {config['hidden_act']!r} is not supported")
@@ -327,6 +328,17 @@ def _qwen3_5_config(config: Mapping[str, Any]) -> DecoderConfig:
         kinds=tuple(kinds) if LINEAR in kinds else (),
         linear=linear if LINEAR in kinds else None,
     )
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that also takes images, the settings of the part that takes text; else all. The
+    whole model's architecture, and whether its head is tied, come first."""
+    text: dict[str, Any] | None = config.get("text_config")
+    if not text:
+        return config
+    whole = {name: config[name] for name in OF_WHOLE_MODEL if name in config}
+    others = {name: value for name, value in config.items() if name != "text_config"}
+    return others | text | whole
 
 
 def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:
