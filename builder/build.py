@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..scheduler.types import SettingError
-from .checkpoints.architectures import OPT, decoder_config
+from .checkpoints.architectures import OPT, decoder_config, text_settings
 from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.gguf_config import gguf_config
 from .checkpoints.gguf_file import is_gguf, open_gguf
@@ -308,7 +308,7 @@ def build_random_engine(
     check_settings(backend, tensor_parallel, device, workspace, weights)
     if not 0 <= seed <= MOST_SEED:
         raise SettingError("--seed", f"must be between 0 and {MOST_SEED}, not {seed}")
-    hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
+    hf_config = _Read({**text_settings(read_json(Path(config), "--config")), **(overrides or {})})
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
     _check_linear(decoder, backend, device, weights)

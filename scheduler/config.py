@@ -266,11 +266,6 @@ class SchedulerConfig(SchedulerSettings):
             "speculate",
             f"must be off for a model with states, not {self.speculate}",
         )
-        need(
-            self.disk_kv_chunks == 0,
-            "disk_kv_bytes",
-            "must be 0 for a model with states: they are not kept on disk yet",
-        )
 
     @property
     def state_chunks(self) -> int:

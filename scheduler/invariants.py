@@ -52,7 +52,8 @@ def check_states(store: ChunkStore, queues: RequestQueues, states: LiveStates) -
         if chunk.state is not None and chunk not in chunk.state.pieces:
             raise InvariantError(f"{chunk} is a piece of a state that is not whole")
     for key, state in states.kept.by_key.items():
-        if state.key != key or len(state.pieces) != states.kept.config.chunks:
+        whole = len(state.pieces) == states.kept.config.chunks
+        if state.key != key or not (whole and all(piece.resident for piece in state.pieces)):
             raise InvariantError(f"the state after {state.end} tokens is kept in part")
     used = [*states.swapping_in, *(state for row in live for state in row.swap_ins)]
     return [piece for state in used for piece in state.pieces]
@@ -91,6 +92,8 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is not the owner of its key")
         if chunk.users and chunk.slots[GPU] == NO_SLOT and chunk.state is None:
             raise InvariantError(f"{chunk} is in use but not on the GPU")
+        if chunk.users and chunk.slots[HOST] == NO_SLOT and chunk.state is not None:
+            raise InvariantError(f"{chunk}, a state's piece, is in use but not on HOST")
         if chunk.key is None and (chunk.moving is not None or chunk.slots[HOST + 1 :] != NO_LOWER):
             raise InvariantError(f"{chunk} is private and has to do with a lower tier")
         only_shared = chunk.slots[:SHARED] == NOWHERE[:SHARED] and chunk.slots[SHARED] != NO_SLOT

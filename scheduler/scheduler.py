@@ -38,7 +38,7 @@ from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
 from .planning.eviction import Evictor
-from .planning.live_states import LiveStates
+from .planning.live_states import LiveStates, written
 from .planning.lookup import CacheLookup
 from .planning.lower_work import LowerTierWork
 from .planning.plan_builder import PlanBuilder
@@ -83,11 +83,13 @@ class Scheduler:
         self._store = store(
             config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
         )
-        kept = None if config.states is None else KeptStates(config.states, self._store)
-        self._states = None if kept is None else LiveStates(config, self._store, kept)
         self.work = WorkBudget()
         # of rows that have left: slots that others may wait for
         self._releases = Backlog(self.work)
+        kept = None if config.states is None else KeptStates(config.states, self._store)
+        self._states = (
+            None if kept is None else LiveStates(config, self._store, kept, self._releases)
+        )
         self._claim_work = Backlog(self.work)
         # A deletion waits for the claims of earlier forks, so it leaves them their chunks.
         self._deletion_work = Backlog(self.work, self._claim_work)
@@ -108,7 +110,7 @@ class Scheduler:
             config.reuse,
             self._chunk_keys,
             windows,
-            None if kept is None else StateLookup(config, cost, kept),
+            None if kept is None else StateLookup(config, cost, kept, self._store.lower),
         )
         self._queues = RequestQueues(config, self._store, self._states)
         self._write_behind = WriteBehind(config, cost, self._store)
@@ -150,6 +152,7 @@ class Scheduler:
         )
         self.lower = LowerTierWork(
             self._store,
+            kept,
             self._chunk_keys,
             self._deletions,
             self._prefetcher,
@@ -271,7 +274,7 @@ class Scheduler:
             self._close(turn)
         else:
             row = self._take_row(turn)
-            chunks = row.chunks
+            chunks = written(row)
             self._end(row, tokens, now)
         if ended or self._write_behind.withhold(turn.request, output, chunks):
             return None
@@ -552,7 +555,7 @@ class Scheduler:
             finish = FinishReason.STOP
         elif count == row.end:
             finish = FinishReason.LENGTH
-        chunks = row.chunks
+        chunks = written(row)
         truncated = self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
@@ -573,7 +576,7 @@ class Scheduler:
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
-            self._write_later(row.chunks, now)
+            self._write_later(written(row), now)
         else:
             self._end(row, reply, now)
 
@@ -597,7 +600,7 @@ class Scheduler:
             self._committer.publish_last(row, reply)
         tail = self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
-        self._write_later(row.chunks, now)
+        self._write_later(written(row), now)
         self._queues.release_row(row, tail, self._store.stamp(now))
         self._close(turn)
 

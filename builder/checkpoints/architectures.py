@@ -144,6 +144,7 @@ LINEAR_DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
 }
+OF_WHOLE_MODEL = ("architectures", "model_type", "tie_word_embeddings")
 SLIDING = "sliding_attention"
 
 
@@ -269,8 +270,7 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
 
 
 def _gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Of a model that also takes images, the part that takes text."""
-    config = _with(config.get("text_config") or {}, config, GEMMA3_DEFAULTS)
+    config = _with(text_settings(config), GEMMA3_DEFAULTS)
     for name in (
         "attn_logit_softcapping",
         "final_logit_softcapping",
@@ -317,9 +317,11 @@ def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 def _hybrid_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig:
     """Of a model that also takes images, the part that takes text."""
-    config = _with(config.get("text_config") or {}, config, LINEAR_DEFAULTS)
+    config = _with(text_settings(config), LINEAR_DEFAULTS)
     if config.get("attn_output_gate") is False:
         raise refusal("config.json: attn_output_gate false is not supported")
+    if (state := config.get("mamba_ssm_dtype") or "float32") != "float32":
+        raise refusal(f"config.json: mamba_ssm_dtype {state!r}: only float32 is supported")
     if architecture == QWEN3_5_MOE and config.get("norm_topk_prob") is False:
         raise refusal("config.json: norm_topk_prob false is not supported")
     decoder = _llama_config(architecture, config)
@@ -351,6 +353,17 @@ def _hybrid_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfi
         kinds=tuple(kinds) if LINEAR in kinds else (),
         linear=linear if LINEAR in kinds else None,
     )
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that also takes images, the settings of the part that takes text; else all. The
+    whole model's architecture, and whether its head is tied, come first."""
+    text: dict[str, Any] | None = config.get("text_config")
+    if not text:
+        return config
+    whole = {name: config[name] for name in OF_WHOLE_MODEL if name in config}
+    others = {name: value for name, value in config.items() if name != "text_config"}
+    return others | text | whole
 
 
 def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -110,7 +110,7 @@ def scheduler_config(
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + growth + disk_chunks),
         copies_may_fail=form is not None and form.is_exact is not None,
         states=states,
-        seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
+        seed=kv_seed(engine, settings.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len
     if settings.max_model_len is None:
@@ -138,8 +138,6 @@ def scheduler_config(
 def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
     """SettingError names an option that is not built for a model with states."""
     for name in (
-        "disk_kv_bytes",
-        "disk_kv_chunks",
         "speculate",
         "overflow",
         "kv_cache_dtype",
@@ -165,9 +163,7 @@ def state_config(
             f"a chunk of {settings.chunk_tokens} tokens has {record} bytes; with linear attention "
             f"it must have a multiple of {ALIGNMENT}",
         )
-    states = StateConfig.of_size(
-        shape.nbytes, record, settings.chunk_tokens, settings.max_num_seqs
-    )
+    states = StateConfig.of_size(shape.nbytes, record, settings.chunk_tokens, settings.max_num_seqs)
     size = states.slots * states.chunks * record
     free = device.memory(Tier.GPU).free
     if size > free:
@@ -334,14 +330,15 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
     return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
-def kv_seed(manifest: Manifest, lower_tier_kv: str, kv_cache_dtype: str) -> bytes:
+def kv_seed(engine: Engine, lower_tier_kv: str) -> bytes:
     """Engines of one fingerprint compute equal KV for pools of one dtype, and equal lower tiers
-    keep it equally. All others share no chunks."""
+    keep it equally, as do equal shapes states. All others share no chunks."""
     lower = b"" if lower_tier_kv == "same" else lower_tier_kv.encode()
     return (
-        bytes.fromhex(manifest.fingerprint)
+        bytes.fromhex(engine.manifest.fingerprint)
         + lower
-        + (b"" if kv_cache_dtype == "auto" else b"pool fp8")
+        + (b"" if engine.kv_cache_dtype == "auto" else b"pool fp8")
+        + (b"" if engine.state_shape is None else repr(engine.state_shape).encode())
     )
 
 

@@ -36,9 +36,10 @@ class ChunkSet(Protocol):
 
 
 class Move:
-    """A spill to a tier below HOST or a promotion from it, in progress. `host` and `slot`: the
-    slots in HOST and in that tier. `chunk` is None after the chunk was dropped: then the move owns
-    both slots. `late`: its deadline is over, so nobody waits for it."""
+    """A spill to a tier below HOST or a promotion from it, in progress. `key`: the chunk's
+    `erased_with`. `host` and `slot`: the slots in HOST and in that tier. `chunk` is None after the
+    chunk was dropped: then the move owns both slots. `late`: its deadline is over, so nobody waits
+    for it."""
 
     __slots__ = ("chunk", "host", "key", "late", "slot", "spills", "tier")
 
@@ -93,7 +94,7 @@ class State:
     key       of the chunk that ends there; None: the state is private, or not named yet
     keys      the turn's keys, if the state gets its key when the tokens before it are applied
     slot      the state slot that it holds until it is copied out; NO_SLOT: none
-    pieces    its copy on HOST, all or none; they live and die together
+    pieces    its copies on HOST and below, all or none; they live and die together
     modest    it is kept only if no KV must be dropped from HOST for it
     replaces  an earlier state of the same reply, dropped when this one is copied out
     pinned    its conversation is pinned: it is evicted last
@@ -155,7 +156,7 @@ class Chunk:
     created, dropped_at
                     times at which it was made and last dropped
     noted_tier      the fastest tier in which `NotedChunkStore.take_changes` last saw it, or NO_SLOT
-    state           it is a piece of this state, not KV; private, and only ever on HOST
+    state           it is a piece of this state, not KV, and never on the GPU
     """
 
     __slots__ = (
@@ -204,6 +205,11 @@ class Chunk:
         self.victim_set: ChunkSet | None = None
         self.victim_group: VictimGroup | None = None
         self.state: State | None = None
+
+    @property
+    def erased_with(self) -> ChunkKey | None:
+        """The key whose deletion erases its records: of a piece, that of its state."""
+        return self.key if self.state is None else self.state.key
 
     @property
     def resident(self) -> bool:

@@ -53,7 +53,7 @@ class ChunkStore:
     dropped         chunks dropped since the start
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
     lose_state      called with a state of which a piece has been dropped
-    delete_state    called with a key whose chunk is deleted
+    delete_state    called with a key whose chunk is deleted; returns the pieces of the state there
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -74,13 +74,13 @@ class ChunkStore:
         self._copies_may_fail = config.copies_may_fail
         # by HOST slot, if copies may fail: the last chunk copied there
         self._copied_out: dict[int, Chunk] = {}
-        self._chunk_tokens = config.chunk_tokens
+        self.chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
         self.lose_state: Callable[[State], None] = _no_state
-        self.delete_state: Callable[[ChunkKey], None] = _no_state
+        self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = _no_pieces
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
@@ -132,7 +132,10 @@ class ChunkStore:
     def add_piece(self, piece: Chunk, host_slot: int, pinned: bool) -> None:
         """A new piece of a state is copied to that slot."""
         piece.pins = int(pinned)
-        self._private[piece] = None
+        if piece.key is None:
+            self._private[piece] = None
+        else:
+            self._by_key[piece.key] = piece
         self.copied_out(piece, host_slot)
         self.update_victim_set(piece)
 
@@ -143,7 +146,7 @@ class ChunkStore:
         The first owner of a key keeps it. If that owner has lost its GPU slot, it takes over this
         chunk's slot; otherwise this chunk stays private until its row leaves.
         """
-        chunk.tokens = self._chunk_tokens
+        chunk.tokens = self.chunk_tokens
         owner = self._by_key.get(key)
         if owner is None:
             chunk.key = key
@@ -252,24 +255,16 @@ class ChunkStore:
             if chunk.slots[SHARED] != NO_SLOT:
                 self._count_if_dropped(chunk, False)
 
-    def adopt(self, lower: LowerTier, records: Iterable[StoredRecord], now: float) -> None:
-        """Makes chunks of the records that an earlier process left in the tier. Called before
-        anything is stored. Of two records with one key the first counts.
-
-        Raises InvariantError for a slot that does not exist or has two records.
-        """
-        records = list(records)
-        lower.adopt(record.slot for record in records)
-        for record in records:
-            if record.key in self._by_key:
-                lower.release(record.slot, record.key)
-                continue
-            chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
-            chunk.key = record.key
-            chunk.tokens = self._chunk_tokens
-            chunk.slots[lower.tier] = record.slot
-            self._by_key[record.key] = chunk
-            self.update_victim_set(chunk)
+    def adopt(self, lower: LowerTier, record: StoredRecord, tokens: int, active: float) -> Chunk:
+        """Makes a chunk of that many tokens, last active then, of a record of an earlier
+        process."""
+        chunk = Chunk(record.end, NO_SLOT, active)
+        chunk.key = record.key
+        chunk.tokens = tokens
+        chunk.slots[lower.tier] = record.slot
+        self._by_key[record.key] = chunk
+        self.update_victim_set(chunk)
+        return chunk
 
     def learn(self, key: ChunkKey, end: int, now: float) -> Chunk:
         """The shared tier has the record of the key, whose chunk ends at position `end`. Returns
@@ -280,7 +275,7 @@ class ChunkStore:
         if chunk is None:
             chunk = Chunk(end, NO_SLOT, now)
             chunk.key = key
-            chunk.tokens = self._chunk_tokens
+            chunk.tokens = self.chunk_tokens
             self._by_key[key] = chunk
             chunk.dropped_at = self._forgotten.pop(key, NEVER)
         if chunk.slots[SHARED] == NO_SLOT:
@@ -407,8 +402,9 @@ class ChunkStore:
         self._count_if_dropped(chunk, lower is not self.shared)
 
     def _release_record(self, chunk: Chunk, lower: LowerTier) -> None:
-        assert chunk.key is not None
-        lower.release(chunk.slots[lower.tier], chunk.key)
+        key = chunk.erased_with
+        assert key is not None
+        lower.release(chunk.slots[lower.tier], key)
         chunk.slots[lower.tier] = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
@@ -445,22 +441,23 @@ class ChunkStore:
         self._count_if_dropped(chunk)
 
     def delete(self, key: ChunkKey) -> None:
-        """Drops the key's chunk, unless a conversation claims it. If a row holds it, it stays on
-        the GPU and HOST; its records are deleted at once."""
+        """Drops the key's chunk and the state there, unless a conversation claims the chunk. What a
+        row holds stays on the GPU and HOST; its records are deleted at once."""
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
-        self.delete_state(key)
+        pieces = self.delete_state(key)
+        chunks = pieces if chunk is None else (chunk, *pieces)
         for lower in self.lower:
-            lower.erase(key, chunk)
-        if chunk is None:
-            return
-        if not chunk.users:
-            self.drop(chunk)
-            return
-        for lower in self.lower:
-            if chunk.moving is None and chunk.slots[lower.tier] != NO_SLOT:
-                self.release_record(chunk, lower)
+            lower.erase(key, chunks)
+        for one in chunks:
+            if not one.users:
+                if one.resident:
+                    self.drop(one)
+                continue
+            for lower in self.lower:
+                if one.moving is None and one.slots[lower.tier] != NO_SLOT:
+                    self.release_record(one, lower)
 
     def _is_nowhere(self, chunk: Chunk) -> bool:
         """True if the chunk is in no tier. If only the shared tier has it, and no request waits for
@@ -483,12 +480,13 @@ class ChunkStore:
                 self._forget(chunk)
 
     def _forget(self, chunk: Chunk) -> None:
+        if chunk.state is not None:
+            self.lose_state(chunk.state)
         if chunk.key is None:
             self._private.pop(chunk, None)
-            if chunk.state is not None:
-                self.lose_state(chunk.state)
             return
-        if self._by_key.pop(chunk.key, None) is None or chunk.dropped_at == NEVER:
+        gone = self._by_key.pop(chunk.key, None)
+        if gone is None or chunk.state is not None or chunk.dropped_at == NEVER:
             return
         self._forgotten[chunk.key] = chunk.dropped_at
         self._in_order.append((chunk.key, chunk.dropped_at))
@@ -499,7 +497,7 @@ class ChunkStore:
 
     def _regret(self, dropped_at: float) -> None:
         if self.now - dropped_at <= REGRET_S:
-            self.regret_tokens += self._chunk_tokens
+            self.regret_tokens += self.chunk_tokens
 
     # -- moves to and from lower tiers
 
@@ -605,5 +603,11 @@ class ChunkStore:
         yield from self._private
 
 
-def _no_state(_: State | ChunkKey) -> None:
-    """The model has no states."""
+# The model has no states:
+
+
+def _no_state(_: State) -> None: ...
+
+
+def _no_pieces(_: ChunkKey) -> Sequence[Chunk]:
+    return ()

@@ -133,14 +133,15 @@ class DiskTier:
             if not self._former_slots[key]:
                 del self._former_slots[key]
 
-    def erase(self, key: ChunkKey, chunk: Chunk | None) -> None:
-        """Every slot that holds, receives or may hold the record of the key's chunk must be
+    def erase(self, key: ChunkKey, chunks: Iterable[Chunk]) -> None:
+        """Every slot that holds, receives or may hold a record of the key's chunks must be
         erased."""
         slots = dict.fromkeys(self._former_slots.get(key, ()))
-        if chunk is not None and chunk.moving is not None and chunk.moving.tier is self.tier:
-            slots[chunk.moving.slot] = None
-        elif chunk is not None and chunk.slots[self.tier] != NO_SLOT:
-            slots[chunk.slots[self.tier]] = None
+        for chunk in chunks:
+            if chunk.moving is not None and chunk.moving.tier is self.tier:
+                slots[chunk.moving.slot] = None
+            elif chunk.slots[self.tier] != NO_SLOT:
+                slots[chunk.slots[self.tier]] = None
         for slot in slots:
             self.deleted += 1
             if self._states[slot] is SlotState.BAD:
@@ -185,19 +186,22 @@ class DiskTier:
 
     def begin_write(self, chunk: Chunk) -> Move:
         move = self._begin(chunk, chunk.slots[HOST], self.take(), spills=True)
-        self._spills.append(Spill(move.host, move.slot, move.key, chunk.end))
+        assert chunk.key is not None
+        self._spills.append(Spill(move.host, move.slot, chunk.key, chunk.end))
         self.writing += 1
         return move
 
     def begin_read(self, chunk: Chunk, host: int) -> Move:
         move = self._begin(chunk, host, chunk.slots[self.tier], spills=False)
-        self._promotions.append(Promotion(move.slot, host, move.key))
+        assert chunk.key is not None
+        self._promotions.append(Promotion(move.slot, host, chunk.key))
         self.reading += 1
         return move
 
     def _begin(self, chunk: Chunk, host: int, slot: int, spills: bool) -> Move:
-        assert chunk.key is not None
-        move = self._moves[slot] = Move(self.tier, chunk, chunk.key, host, slot, spills)
+        key = chunk.erased_with
+        assert key is not None
+        move = self._moves[slot] = Move(self.tier, chunk, key, host, slot, spills)
         self._states[slot] = SlotState.WRITING if spills else SlotState.READING
         return move
 

@@ -80,11 +80,12 @@ class LowerTier(Protocol):
         deleted meanwhile, so the slot must be released."""
 
     def release(self, slot: int, key: ChunkKey) -> None:
-        """The key's chunk gives up the slot, which no move uses."""
+        """A chunk that is erased with the key gives up the slot, which no move uses."""
 
-    def erase(self, key: ChunkKey, chunk: Chunk | None) -> None:
+    def erase(self, key: ChunkKey, chunks: Iterable[Chunk]) -> None:
         """Begins the erasure of all that the tier holds, receives or may still hold of the key's
-        chunk, if there is one. Its slots are released by the caller, or have been."""
+        chunk and of the state there. `chunks`: those of them that the store knows. Their slots are
+        released by the caller, or have been."""
 
     @property
     def erased_up_to(self) -> int:

@@ -63,8 +63,13 @@ class EvictionPolicy:
             number = self.cost_classes[end] = eighths(self.cost.recompute(end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
-        # a tail is never claimed
-        if self.quotas and chunk.over_quota == chunk.claims and chunk.key is not None:
+        # a tail is never claimed, nor is a state's piece
+        if (
+            self.quotas
+            and chunk.over_quota == chunk.claims
+            and chunk.key is not None
+            and chunk.state is None
+        ):
             return number - AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 

@@ -171,7 +171,7 @@ class SharedTier:
 
     # -- removing
 
-    def erase(self, key: ChunkKey, chunk: Chunk | None) -> None:
+    def erase(self, key: ChunkKey, chunks: Iterable[Chunk]) -> None:
         """Also for a chunk that this server does not know: another one may have written it. Waits
         for the end of this server's own write."""
         self.deleted += 1

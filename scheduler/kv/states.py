@@ -1,4 +1,4 @@
-"""The recurrent states that are kept on HOST, each as several chunks: its pieces
+"""The recurrent states that are kept on HOST and below, each as several chunks: its pieces
 (docs/design/states.md)."""
 
 from __future__ import annotations
@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import StateConfig
-from ..types import ChunkKey
+from ..types import HOST, ChunkKey
 from .chunk import Chunk, State
 from .chunk_store import ChunkStore
+from .piece_keys import piece_key
 
 
 class KeptStates:
     """by_key   the states at multiples of `StateConfig.multiple`, by the key of the chunk that ends
               there
     kept, swapped_in, lost
-              counts since the start: states copied out, copied in, and lost on HOST
+              counts since the start: states copied out, copied in, and evicted or lost
     """
 
     def __init__(self, config: StateConfig, store: ChunkStore):
@@ -32,16 +33,25 @@ class KeptStates:
     def keep(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
         """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
         state.pieces = pieces
-        for piece, slot in zip(pieces, host_slots, strict=True):
+        for number, (piece, slot) in enumerate(zip(pieces, host_slots, strict=True)):
             piece.state = state
+            piece.key = None if state.key is None else piece_key(state.key, number)
             piece.tokens = 1  # nothing else of a piece is counted in tokens
             self._store.add_piece(piece, slot, state.pinned)
         if state.key is not None:
             self.by_key[state.key] = state
         self.kept += 1
 
+    def has(self, key: ChunkKey) -> bool:
+        """True if a state of the key has pieces, even if it is unwanted."""
+        return self._store.find(piece_key(key, 0)) is not None
+
     def can_swap_in(self, state: State) -> bool:
         """True if the state is on HOST, and known to be complete where copies may fail."""
+        return self.can_read(state) and all(piece.slots[HOST] >= 0 for piece in state.pieces)
+
+    def can_read(self, state: State) -> bool:
+        """True if the state is on HOST or below, and known to be complete where copies may fail."""
         return bool(state.pieces) and not any(map(self._store.unconfirmed, state.pieces))
 
     def pin(self, state: State, pinned: bool) -> None:
@@ -69,15 +79,28 @@ class KeptStates:
                 self._drop(state)
         self._unwanted = waiting
 
-    def delete(self, key: ChunkKey) -> None:
-        """The chunk of this key is deleted."""
-        if key in self.by_key:
-            self.forget(self.by_key[key])
+    def delete(self, key: ChunkKey) -> Sequence[Chunk]:
+        """The chunk of this key is deleted. Returns the pieces of the state there, which the caller
+        drops as far as no row is to swap them in."""
+        state = self.by_key.get(key)
+        if state is None:
+            return ()
+        self.forget(state)
+        return state.pieces
+
+    def adopt(self, state: State, pieces: list[Chunk]) -> None:
+        """An earlier process left the state, which has a key, in a lower tier."""
+        assert state.key is not None
+        self.by_key[state.key] = state
+        state.pieces = pieces
+        for piece in pieces:
+            piece.state = state
+            self._store.update_victim_set(piece)
 
     def _lose(self, state: State) -> None:
         """A piece has been dropped, and all others with it."""
         if state.pieces:
-            self.lost += 1
+            self.lost += not state.unwanted
             self._drop(state)
 
     def _drop(self, state: State) -> None:

@@ -17,11 +17,12 @@ from ..turns.row_state import RowState
 from ..turns.turn import RunningTurn, Turn
 from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
-from .lookup import CacheLookup, NeedsReads, RequestNeeds
+from .lookup import CacheLookup, RequestNeeds
 from .plan_builder import PlanBuilder
 from .queue_order import QueueOrder
 from .queues import RequestQueues
 from .sharing import Sharing
+from .state_lookup import NeedsReads
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
 # requests tried in one step: the history of each is looked up, and it is compared with the queue

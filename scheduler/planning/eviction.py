@@ -259,5 +259,6 @@ class Evictor:
         store.evictions.count(tier, "dropped", len(victims))
         store.evictions.count_values(head.value, len(victims))
         for victim in victims:
-            store.drop(victim)
+            if victim.resident:  # else it has gone with another piece of its state
+                store.drop(victim)
         return lower.room > 0

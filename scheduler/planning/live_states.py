@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config import SchedulerConfig
 from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_store import ChunkStore
@@ -12,6 +14,7 @@ from ..plan import StateSwapIn
 from ..turns.row_state import RowState
 from ..turns.turn import RunningTurn, Turn
 from ..types import HOST, ChunkKey, InvariantError
+from ..work import Backlog, Pieces
 from .plan_builder import PlanBuilder
 
 ZERO_STATE = -1
@@ -24,7 +27,10 @@ class LiveStates:
     out of that slot by the next plan, and the row's next step writes to another slot.
     """
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, kept: KeptStates):
+    def __init__(
+        self, config: SchedulerConfig, store: ChunkStore, kept: KeptStates, releases: Backlog
+    ):
+        """`releases`: takes work for rows that have left."""
         self._reuse = config.reuse
         self._size = config.chunk_tokens
         self._seats = config.max_num_seqs
@@ -32,6 +38,7 @@ class LiveStates:
         self._states = kept.config
         self._store = store
         self.kept = kept
+        self._releases = releases
         self.slots = StateSlots(kept.config, config.gpu_kv_chunks, store.gpu)
         store.delete_state = self._delete
         # states that the latest plan copies in: they keep their HOST slots until the next plan
@@ -68,18 +75,19 @@ class LiveStates:
             state.key = state.keys[index]
         return state.key is not None
 
-    def _delete(self, key: ChunkKey) -> None:
-        """The chunk of this key is deleted, and its state with it, also if it is not copied yet."""
-        self.kept.delete(key)
+    def _delete(self, key: ChunkKey) -> Sequence[Chunk]:
+        """The chunk of this key is deleted, and its state with it, also if it is not copied yet.
+        Returns the state's pieces."""
         for state in self.slots.fresh:
             if self._named(state) and state.key == key:
                 state.unwanted = True
+        return self.kept.delete(key)
 
     def _copy_out(self, state: State, builder: PlanBuilder) -> None:
         """Copies the state to HOST, if HOST has room for all of it."""
         store = self._store
         count = self._states.chunks
-        if (state.key is not None and state.key in self.kept.by_key) or store.host.count < count:
+        if (state.key is not None and self.kept.has(state.key)) or store.host.count < count:
             return
         pieces = [Chunk(state.end, NO_SLOT, builder.now) for _ in range(count)]
         value = store.policy.value(pieces[0], builder.now)
@@ -108,16 +116,17 @@ class LiveStates:
         live.waits = True
 
     def leave(self, row: RunningTurn) -> None:
-        """The row leaves its seat. Its state becomes a private one of its turn. States of its reply
-        that have no key yet will get none."""
+        """The row leaves its seat. Its state becomes a private one of its turn, unless the turn has
+        one that reaches as far: a row that is suspended again before it has used that. States of
+        its reply that have no key yet will get none."""
         live = _live(row)
         turn = row.turn
         self._seated -= 1
         for state in self.slots.fresh:
             if state.keys is turn.keys and state.end // self._size > len(turn.keys):
                 state.unwanted = True
-        self.forget(turn)
-        if self._reuse and live.at > live.base:
+        if self._reuse and live.at > live.base and not _reaches(turn.state, live.at):
+            self.forget(turn)
             turn.state = State(live.at, live.slot)
             self.slots.fresh.append(turn.state)
         else:
@@ -131,14 +140,22 @@ class LiveStates:
             turn.state = None
 
     def release(self, row: RunningTurn, now: float) -> None:
-        """The row swaps in no more states. Those that it used were used now."""
+        """The row swaps in no more states. Those that it used were used now: a long prompt's are
+        many, so that is noted in pieces, and first for the last ones."""
         live = _live(row)
         for state in live.swap_ins:
             self._store.unpin(state.pieces, 0, now)
         live.swap_ins.clear()
-        for state in live.states:
-            for piece in state.pieces:
+        if live.states:
+            self._releases.begin(self._touch(live.states, now))
+            live.states = []
+
+    def _touch(self, states: list[State], now: float) -> Pieces:
+        while states:
+            pieces = states.pop().pieces
+            for piece in pieces:
                 self._store.touch(piece, now)
+            yield 1 + len(pieces)
 
     def may_begin(self, row: RunningTurn, start: int, builder: PlanBuilder) -> bool:
         """Returns whether this plan may compute the row from position `start` on. A row has one
@@ -243,6 +260,23 @@ class LiveStates:
                     state.unwanted |= state.slot == live.slot
             live.waits = True
         return live.slot
+
+
+def _reaches(state: State | None, position: int) -> bool:
+    """True if the state is there, or is to be copied, and has seen all tokens up to that
+    position."""
+    if state is None or state.unwanted or state.end < position:
+        return False
+    return bool(state.pieces) or state.slot != NO_SLOT
+
+
+def written(row: RunningTurn) -> list[Chunk]:
+    """What may be written to a lower tier when the row's turn ends: its chunks, and the pieces of
+    states that it has read and kept. A state that is not copied to HOST yet is written when HOST
+    needs its room."""
+    if row.state is None:
+        return row.chunks
+    return [*row.chunks, *(piece for state in row.state.states for piece in state.pieces)]
 
 
 def _live(row: RunningTurn) -> RowState:

@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
-from ..kv.chunk import NO_SLOT, NOWHERE, Chunk, State
+from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.lower_tiers import LowerTiers
+from ..kv.whereabouts import being_read, only_below, shared_only, unread
 from ..plan import Span
 from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
-from ..types import GPU, HOST, LABELS, SHARED, TIERS, ChunkKey, Tier, Usage
-from .state_lookup import StateLookup, overlaps
+from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
+from .state_lookup import NeedsReads, StateLookup, StateNeeds, overlaps
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
@@ -86,13 +86,6 @@ class _View:
     held: int = 0
 
 
-class NeedsReads(NamedTuple):
-    """Chunks that are read from lower tiers faster than computed, and the turn's other hits."""
-
-    chunks: list[Chunk]
-    hits: list[Chunk | None]
-
-
 class CacheLookup:
     """Finds the chunks of a request. `windows`: None, or the rules of context overflow.
     `states`: None if the model has no recurrent states."""
@@ -125,7 +118,7 @@ class CacheLookup:
         return chunk is not None and self._coming(chunk)
 
     def _coming(self, chunk: Chunk) -> bool:
-        return chunk.awaits_swap_in or _being_read(chunk) or self._store.unconfirmed(chunk)
+        return chunk.awaits_swap_in or being_read(chunk) or self._store.unconfirmed(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
         """Returns the keys of the chunks that the turn's last position sees, as far as its context
@@ -160,8 +153,10 @@ class CacheLookup:
 
     def readable(self, chunk: Chunk) -> bool:
         """True if the chunk is only in lower tiers, not being read yet, and costs more to compute
-        than to swap in from HOST."""
-        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.swap_in()
+        than to swap in from HOST. A state's piece saves the computing of many chunks."""
+        return unread(chunk) and (
+            chunk.state is not None or self._cost.recompute(chunk.end) >= self._cost.swap_in()
+        )
 
     def lower_sources(self, turn: Turn) -> dict[ChunkKey, Tier]:
         """Returns the tiers of the turn's chunks that are only in lower tiers, those being read
@@ -170,7 +165,7 @@ class CacheLookup:
         return {
             chunk.key: next(tier for tier in TIERS if chunk.slots[tier] != NO_SLOT)
             for chunk in chunks
-            if chunk and chunk.key and _in_lower_only(chunk)
+            if chunk and chunk.key and only_below(chunk)
         }
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
@@ -305,7 +300,7 @@ class CacheLookup:
         at_any_cost = overflows or self.states is not None
         find = self._store.find
         swap_in = self._cost.swap_in()
-        reads = _to_read if overflows else self.readable
+        reads = unread if overflows else self.readable
         seen = keys[view.first : view.first + view.held] if self._reuse else []
         for key in seen:
             chunk = find(key)
@@ -330,10 +325,11 @@ class CacheLookup:
             # of one chunk a tail may have a part, and of another there may be no more
             if (unknown - 2) * size > most:
                 return None
-        if to_read and not overflows:
-            to_read = self._worthwhile(to_read, rows)
-        if to_read:
-            return NeedsReads(to_read, hits)
+        if self.states is None:
+            if to_read and not overflows:
+                to_read = self._worthwhile(to_read, rows)
+            if to_read:
+                return NeedsReads(to_read, hits)
         missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
         had_kv += [False] * missing
@@ -344,7 +340,7 @@ class CacheLookup:
             else:
                 view.tail = None
                 view.tail_tokens = 0
-        return self._needs(view, hits, had_kv)
+        return self._needs(view, hits, had_kv, to_read, rows)
 
     def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
         """True if any chunk from position `start` on is available without computing it."""
@@ -369,7 +365,7 @@ class CacheLookup:
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
-        return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))
+        return chunk is not None and chunk.resident and (turn.promotes or not unread(chunk))
 
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, context_start: int
@@ -396,8 +392,13 @@ class CacheLookup:
         return (tail, tokens) if tokens > 0 else (None, 0)
 
     def _needs(
-        self, view: _View, hits: list[Chunk | None], computed_before: list[bool]
-    ) -> RequestNeeds:
+        self,
+        view: _View,
+        hits: list[Chunk | None],
+        computed_before: list[bool],
+        to_read: list[Chunk],
+        rows: int,
+    ) -> RequestNeeds | NeedsReads | ChunkKey:
         size = self._chunk_tokens
         count = len(view.turn.tokens)
         turn = view.turn
@@ -446,9 +447,19 @@ class CacheLookup:
         if self.states is None:
             self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         else:
-            spans, state_swap_ins, cuts = self.states.needs(
-                turn, view.conversation, view.context_start, view.keys, spans
+            needs = self.states.look_up(
+                turn,
+                view.conversation,
+                view.context_start,
+                view.keys,
+                [(span.start, span.end) for span in spans],
+                hits,
+                to_read,
+                rows,
             )
+            if not isinstance(needs, StateNeeds):
+                return needs
+            spans, state_swap_ins, cuts = needs
             present = [
                 (at, chunk) for at, chunk in enumerate(hits, view.first) if chunk is not None
             ]
@@ -511,24 +522,6 @@ class CacheLookup:
             return turn.request.stored_tokens
         had_kv = min(conversation.common(turn.tokens), len(conversation.tokens) - 1)
         return max(turn.request.stored_tokens, had_kv)
-
-
-def _in_lower_only(chunk: Chunk) -> bool:
-    return chunk.resident and chunk.slots[GPU] == NO_SLOT and chunk.slots[HOST] == NO_SLOT
-
-
-def shared_only(chunk: Chunk) -> bool:
-    """True if the chunk is in the shared tier and in none of this server's."""
-    return chunk.slots[SHARED] != NO_SLOT and chunk.slots[:SHARED] == NOWHERE[:SHARED]
-
-
-def _to_read(chunk: Chunk) -> bool:
-    """Only in lower tiers, and not being read yet."""
-    return chunk.moving is None and _in_lower_only(chunk)
-
-
-def _being_read(chunk: Chunk) -> bool:
-    return chunk.moving is not None and not chunk.moving.spills and _in_lower_only(chunk)
 
 
 def _source(turn: Turn, chunk: Chunk) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 
+from ..kv.adoption import adopt
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..kv.deletion import Deletions
+from ..kv.states import KeptStates
 from ..types import ChunkKey, Erasure, StoredRecord, Tier
 from .plan_builder import PlanBuilder
 from .prefetch import Prefetcher
@@ -22,6 +24,7 @@ class LowerTierWork:
     def __init__(
         self,
         store: ChunkStore,
+        kept: KeptStates | None,
         chunk_keys: ChunkKeys,
         deletions: Deletions,
         prefetcher: Prefetcher,
@@ -29,6 +32,7 @@ class LowerTierWork:
         sharing: Sharing | None,
     ):
         self._store = store
+        self._kept = kept
         self._chunk_keys = chunk_keys
         self._deletions = deletions
         self._prefetcher = prefetcher
@@ -36,13 +40,14 @@ class LowerTierWork:
         self._sharing = sharing
 
     def adopt(self, records: Mapping[Tier, Iterable[StoredRecord]], now: float) -> None:
-        """Makes chunks of the records that an earlier process left in lower tiers, so that lookups
-        find them. Called before the first request.
+        """Makes chunks and states of the records that an earlier process left in lower tiers, so
+        that lookups find them. Called before the first request.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
         for lower in self._store.lower:
-            self._store.adopt(lower, records.get(lower.tier, ()), now)
+            left = records.get(lower.tier, ())
+            adopt(self._store, self._kept, lower, left, now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """Yields the keys of a log's full chunks for every possible context start, and NO_KEY for

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from math import inf
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
 from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
+from ..kv.whereabouts import shared_only
 from ..turns.conversations import Conversations
 from .eviction import Evictor
-from .lookup import CacheLookup, shared_only
+from .lookup import CacheLookup
 from .queue_order import QueueOrder
 
 READS_AHEAD_S = 0.1  # seconds of reading in progress at most; an urgent read may wait this long
@@ -87,7 +89,11 @@ class Prefetcher:
                 break
             if turn.prefetched:
                 continue
-            if not all(self._prefetch(self._store.find(key), evictor) for key in keys):
+            states = self._lookup.states
+            conversation = self._conversations.of(turn.request)
+            pieces = () if states is None else states.likely(turn, conversation)
+            chunks = chain(map(self._store.find, keys), pieces)
+            if not all(self._prefetch(chunk, evictor) for chunk in chunks):
                 return False
             turn.prefetched = True
         return True

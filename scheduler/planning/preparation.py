@@ -140,9 +140,7 @@ class Preparation:
         if waits and conversation is not None and conversation.tail is not None:
             queues.await_chunks(turn, [conversation.tail], stamp)
         if waits and self._lookup.states is not None:
-            state = self._lookup.states.likely(turn, conversation)
-            if state is not None:
-                yield queues.await_chunks(turn, state.pieces, stamp)
+            yield queues.await_chunks(turn, self._lookup.states.likely(turn, conversation), stamp)
         yield 1 + len(queues.waiting) // LOOKED_AT
         self._order.arrived(turn, there)
         queues.enqueue(turn)

@@ -183,7 +183,8 @@ class RequestQueues:
         self.enqueue(turn)
 
     def _keep_tail(self, row: RunningTurn) -> Chunk | None:
-        """The partly filled chunk that the row would append to when it resumes."""
+        """The partly filled chunk that the row would append to when it resumes. With states the
+        last one: the exact state is of use with it only."""
         if not self._config.reuse:
             return None
         size = self._config.chunk_tokens
@@ -192,4 +193,5 @@ class RequestQueues:
             index = full - row.first
             if index < len(row.chunks) and row.chunks[index].key is None:
                 row.chunks[index].tokens = valid
-        return next((c for c in row.chunks if c.key is None and 0 < c.tokens < size), None)
+        chunks = row.chunks[:: 1 if row.state is None else -1]
+        return next((c for c in chunks if c.key is None and 0 < c.tokens < size), None)

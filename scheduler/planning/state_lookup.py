@@ -5,19 +5,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
-from ..kv.chunk import State
+from ..kv.chunk import NO_SLOT, Chunk, State
+from ..kv.lower_tiers import LowerTiers
 from ..kv.states import KeptStates
 from ..plan import Span
 from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
-from ..types import ChunkKey
+from ..types import HOST, ChunkKey
 
 
 class StateNeeds(NamedTuple):
@@ -31,26 +32,53 @@ class StateNeeds(NamedTuple):
     cuts: list[Cut]
 
 
+class NeedsReads(NamedTuple):
+    """Chunks that are read from lower tiers faster than computed, and the turn's other hits."""
+
+    chunks: list[Chunk]
+    hits: list[Chunk | None]
+
+
+NOTHING: Mapping[int, int] = {}
+
+
+class _Way(NamedTuple):
+    """The ranges to compute, ascending, the states at which they begin unless that is zero, and the
+    predicted seconds."""
+
+    seconds: float
+    runs: list[tuple[int, int]]
+    states: list[State]
+
+
 class StateLookup:
     """Changes no state."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, kept: KeptStates):
+    def __init__(
+        self, config: SchedulerConfig, cost: CostProfile, kept: KeptStates, lower: LowerTiers
+    ):
         self._size = config.chunk_tokens
         self._reuse = config.reuse
         self._cost = cost
         self._kept = kept
+        self._lower = lower
         self._config = kept.config
 
-    def needs(
+    def look_up(
         self,
         turn: Turn,
         conversation: Conversation | None,
         base: int,
         keys: list[ChunkKey],
-        missing: Iterable[Span],
-    ) -> StateNeeds:
-        """The needs of a turn whose context begins at `base`, with these keys, and whose KV is
-        missing where `missing` says.
+        holes: list[tuple[int, int]],
+        hits: list[Chunk | None],
+        to_read: list[Chunk],
+        rows: int,
+    ) -> StateNeeds | NeedsReads | ChunkKey:
+        """The needs of a turn whose context begins at `base`, with these keys, in a batch with
+        `rows` other rows; or what is to be read first, or the key of the last piece to wait for.
+        `holes`: where KV is neither on the GPU nor on HOST, ascending. `to_read`: chunks in them
+        that can be read, ascending. `hits`: the chunks of the other KV.
 
         The last span begins at a state: behind it every token is computed, up to the last one. A
         hole of KV before it is computed from the last state before the hole. Tokens whose KV is
@@ -62,54 +90,121 @@ class StateLookup:
 
         Of all states that the last span could begin at, the cheapest is taken.
         """
-        count = len(turn.tokens)
-        holes = [(span.start, span.end) for span in missing]
         states = self._states(turn, conversation, base, keys)
+        if turn.promotes and self._lower:
+            below = self._states(turn, conversation, base, keys, below=True)
+            reads = self._reads(turn, base, holes, hits, to_read, rows, states, below)
+            if reads is not None:
+                return reads
+        way = self._cheapest(turn, base, states, holes)
+        spans: deque[Span] = deque()
+        for start, end in way.runs:
+            spans += _spans(holes, start, end)
+        spans[-1] = spans[-1]._replace(samples=1)
+        return StateNeeds(spans, way.states, self._cuts(turn, keys, holes, [*spans]))
+
+    def _reads(
+        self,
+        turn: Turn,
+        base: int,
+        holes: list[tuple[int, int]],
+        hits: list[Chunk | None],
+        to_read: list[Chunk],
+        rows: int,
+        here: dict[int, State],
+        states: dict[int, State],
+    ) -> NeedsReads | ChunkKey | None:
+        """What the turn's cheapest way reads from lower tiers; the key of a piece that is being
+        read if that is all that it waits for; None if it reads nothing. `here`: those of the states
+        that are on HOST."""
+        below = {
+            end: sum(piece.slots[HOST] == NO_SLOT for piece in state.pieces)
+            for end, state in states.items()
+            if end not in here
+        }
+        if not (to_read or below):
+            return None
+        computed = self._cheapest(turn, base, here, holes, rows)
+        ends = [chunk.end for chunk in to_read]
+        left = _without(holes, [(end - self._size, end) for end in ends])
+        way = self._cheapest(turn, base, states, left, rows, ends, below)
+        if way.seconds > computed.seconds:
+            return None
+        outside = _outside(ends, way.runs, self._size)
+        reads = [chunk for first, end in outside for chunk in to_read[first:end]]
+        pieces = [piece for state in way.states for piece in state.pieces]
+        missing_pieces = [piece for piece in pieces if piece.slots[HOST] == NO_SLOT]
+        reads += [piece for piece in missing_pieces if piece.moving is None]
+        if reads:
+            return NeedsReads(reads, [*hits, *pieces])
+        return missing_pieces[-1].key if missing_pieces else None
+
+    def _cheapest(
+        self,
+        turn: Turn,
+        base: int,
+        states: dict[int, State],
+        holes: Sequence[tuple[int, int]],
+        rows: int = 0,
+        to_read: Sequence[int] = (),
+        below: Mapping[int, int] = NOTHING,
+    ) -> _Way:
+        """The cheapest way to compute these holes, from these states. It reads from lower tiers the
+        chunks with the ends `to_read`, as far as it does not compute them, and as many pieces of a
+        state as `below` says."""
+        count = len(turn.tokens)
         begins = [base, *states]
-        token = self._cost.recompute(count) / self._size
-        swap_in = self._config.chunks * self._cost.swap_in()
+        token = (1 + rows) * self._cost.recompute(count) / self._size
+        read = self._cost.read()
+        swap_in = self._cost.swap_in()
         # all positions from the first that is not scored yet are computed
         latest = turn.scored if turn.unscored else count - 1
-        cheapest = inf
-        chosen: list[tuple[int, int]] = []
+        way = _Way(inf, [], [])
         for begin in begins:
             if begin > latest:
                 break
             runs = _runs(holes, begins, begin, count)
-            cost = sum(end - start for start, end in runs) * token
-            cost += sum(start > base for start, _ in runs) * swap_in
-            if cost <= cheapest:
-                cheapest = cost
-                chosen = runs
-        spans: deque[Span] = deque()
-        for start, end in chosen:
-            spans += _spans(holes, start, end)
-        spans[-1] = spans[-1]._replace(samples=1)
-        swap_ins = [states[start] for start, _ in chosen if start > base]
-        return StateNeeds(spans, swap_ins, self._cuts(turn, keys, holes, [*spans]))
+            starts = [start for start, _ in runs if start > base]
+            chunks = sum(end - first for first, end in _outside(to_read, runs, self._size))
+            reads = chunks + sum(below.get(start, 0) for start in starts)
+            seconds = sum(end - start for start, end in runs) * token
+            seconds += (chunks + len(starts) * self._config.chunks) * swap_in
+            seconds += (self._lower.reading + reads) * read if reads else 0.0
+            if seconds <= way.seconds:
+                way = _Way(seconds, runs, [states[start] for start in starts])
+        return way
 
-    def likely(self, turn: Turn, conversation: Conversation | None) -> State | None:
-        """The state from which the turn's last span will most likely begin."""
+    def likely(self, turn: Turn, conversation: Conversation | None) -> Sequence[Chunk]:
+        """The pieces of the state from which the turn's last span will most likely begin."""
         if conversation is not None and conversation.state is not None:
-            return conversation.state
+            return conversation.state.pieces
         by_key = self._kept.by_key
         every = self._config.multiple // self._size
         keys = turn.keys[every - 1 :: every] if by_key else []
-        return next((by_key[key] for key in reversed(keys) if key in by_key), None)
+        return next((by_key[key].pieces for key in reversed(keys) if key in by_key), ())
 
     def _states(
-        self, turn: Turn, conversation: Conversation | None, base: int, keys: list[ChunkKey]
+        self,
+        turn: Turn,
+        conversation: Conversation | None,
+        base: int,
+        keys: list[ChunkKey],
+        below: bool = False,
     ) -> dict[int, State]:
-        """The states that can be swapped in, by their ends, ascending."""
+        """The states that can be swapped in, and with `below` those that can be read before, by
+        their ends, ascending."""
         states: dict[int, State] = {}
         if not self._reuse:
             return states
         kept = self._kept
+        usable = kept.can_read if below else kept.can_swap_in
         if kept.by_key:
-            every = self._config.multiple // self._size
-            for key in keys[every - 1 :: every]:
+            multiple = self._config.multiple
+            every = multiple // self._size
+            for number, key in enumerate(keys[every - 1 :: every], 1):
                 state = kept.by_key.get(key)
-                if state is not None and kept.can_swap_in(state):
+                # a record may have come with another position
+                if state is not None and state.end == number * multiple and usable(state):
                     states[state.end] = state
         private = turn.state
         common = len(turn.tokens)
@@ -118,12 +213,7 @@ class StateLookup:
             private = conversation.state
             common = conversation.common(turn.tokens)
             begun = conversation.context_start
-        if (
-            private is not None
-            and begun == base
-            and private.end <= common
-            and kept.can_swap_in(private)
-        ):
+        if private is not None and begun == base and private.end <= common and usable(private):
             states.setdefault(private.end, private)
         return {end: states[end] for end in sorted(states) if base < end < len(turn.tokens)}
 
@@ -175,6 +265,40 @@ def _runs(
         else:
             runs.append((start, end))
     return runs
+
+
+def _without(
+    holes: Iterable[tuple[int, int]], parts: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The holes without these parts of them. All ranges are ascending."""
+    left = []
+    at = 0
+    for start, end in holes:
+        while at < len(parts) and parts[at][0] < end:
+            if start < parts[at][0]:
+                left.append((start, parts[at][0]))
+            start = parts[at][1]
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def _outside(
+    ends: Sequence[int], runs: Iterable[tuple[int, int]], size: int
+) -> list[tuple[int, int]]:
+    """The chunks of `size` tokens with these ends, ascending, that the runs do not compute whole:
+    as ranges [first, last) of `ends`."""
+    ranges = []
+    first = 0
+    for start, end in runs if ends else ():
+        computed = bisect_left(ends, start + size)
+        if first < computed:
+            ranges.append((first, computed))
+        first = max(first, computed, bisect_right(ends, end))
+    if first < len(ends):
+        ranges.append((first, len(ends)))
+    return ranges
 
 
 def _spans(holes: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[Span]:

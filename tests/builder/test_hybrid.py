@@ -447,6 +447,30 @@ def test_the_layers_of_9b():
     assert decoder.gated_attention and decoder.norm_plus_one and not decoder.windows
 
 
+@pytest.mark.parametrize("whole", [None, False, True])
+@pytest.mark.parametrize("text", [None, False, True])
+def test_whether_the_head_is_tied_is_the_whole_models_setting_if_it_has_one(whole, text):
+    """As in transformers, which asks the text's part of no model of images. A checkpoint without
+    the setting outside says it there."""
+    name = "tie_word_embeddings"
+    inner = {key: value for key, value in OF_9B.items() if key != name}
+    inner |= {} if text is None else {name: text}
+    outer = OF_IMAGES | ({} if whole is None else {name: whole})
+    decoder = decoder_config({"text_config": inner} | outer)
+    assert decoder.tied_embeddings == (whole if whole is not None else bool(text))
+
+
+def test_random_weights_of_the_text_part_with_other_settings(tmp_path):
+    path = tmp_path / "config.json"
+    text = Qwen3_5TextConfig(**QWEN3_5_SHAPE).to_dict()
+    path.write_text(json.dumps(OF_IMAGES | {"text_config": text}))
+    build_random_engine(path, tmp_path / "engine", {"vocab_size": 96})
+    decoder = open_engine(tmp_path / "engine").manifest.decoder
+    assert decoder == decoder_config(text | NAMED | {"vocab_size": 96})
+    with pytest.raises(SettingError, match="vision_size: nothing of"):
+        build_random_engine(path, tmp_path / "other", {"vision_size": 1})
+
+
 def test_a_kv_pool_has_only_the_layers_with_attention(served):
     assert served.engine.kv_shape(5, 4) == (5, 1, 2, 2, 4, 32)
     assert served.engine.manifest.layers == 4
@@ -462,6 +486,7 @@ def test_a_kv_pool_has_only_the_layers_with_attention(served):
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads 24 is no multiple"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16': only float32"),
         ({"partial_rotary_factor": 1.5, "rope_parameters": {}}, "partial_rotary_factor 1.5"),
         ({"model_type": "qwen3"}, "model_type 'qwen3' contradicts"),
     ],

@@ -15,9 +15,10 @@ import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.launch.settings import ServeSettings
-from pensieve.runtime.launch.sizing import refuse_for_states
+from pensieve.runtime.launch.sizing import ESTIMATES, refuse_for_states
 from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.declaration import flag
@@ -148,6 +149,39 @@ def test_a_conversation_whose_kv_left_the_gpu_gives_the_same_bits(model):
     stayed, moved = results
     assert stayed.token_ids == moved.token_ids
     assert stayed.logprobs == moved.logprobs
+
+
+def test_replies_across_restarts_with_a_disk(model, tmp_path):
+    """Pools so small that KV and states are spilled and read all the time."""
+    directory, reference = model
+    chatter = Chatter(
+        open_engine(directory),
+        reference,
+        5,
+        within=1e-4,
+        disk=DiskSettings(tmp_path, 1500, "ab"),
+        gpu_kv_chunks=29,
+        host_kv_chunks=120,
+        disk_kv_chunks=1500,
+    )
+    assert chatter.run(60, restarts=3, events=["disk"])["restarted"] == 3
+
+
+def test_log_probabilities_after_a_restart(model, tmp_path, monkeypatch):
+    """All of a prompt up to a multiple of 64 comes from the disk, with the state there."""
+    monkeypatch.setitem(ESTIMATES, "cpu", ESTIMATES["cpu"] | {"flops_per_s": 1e6})
+    directory, reference = model
+    torch.manual_seed(8)
+    params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True)
+    prompts = [torch.randint(3, 160, (length,)).tolist() for length in (63, 64, 65, 127, 128, 200)]
+    sizes = dict(gpu_kv_chunks=200, host_kv_chunks=4000, disk_kv_chunks=4000, chunk_tokens=32)
+    with LLM(str(directory), state_dir=tmp_path, **sizes) as llm:
+        llm.generate(prompts, params)
+    with LLM(str(directory), state_dir=tmp_path, **sizes) as llm:
+        for output in llm.generate(prompts, params):
+            count = len(output.prompt_token_ids)
+            assert output.usage.disk == (count - 1) // 64 * 64
+            check(reference, output, output.outputs[0])
 
 
 DROPS_THOUGHTS = """

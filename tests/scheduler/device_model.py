@@ -244,7 +244,8 @@ class DeviceModel:
             before = dict([self.last_writer[place]] if place in self.last_writer else [])
             if isinstance(work, Spill):
                 assert before, f"{place} is spilled but was never written"
-                assert len(self.pools["host"][work.host]) == self.chunk_tokens
+                content = self.pools["host"][work.host]
+                assert "piece" in content or len(content) == self.chunk_tokens
             else:
                 before |= self.users[place]
                 assert self.disk[work.slot][0] == work.key, "another chunk's record is read"

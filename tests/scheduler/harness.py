@@ -14,6 +14,7 @@ from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.kv.disk_tier import DiskTier
+from pensieve.scheduler.kv.piece_keys import split_key
 from pensieve.scheduler.kv.shared_tier import SharedTier
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
@@ -302,7 +303,7 @@ class Harness:
                 if store.find(key) is None
                 and not any(key in former_keys(lower) for lower in store.lower)
             }
-            left = [key for key, _, _ in self.device.disk.values() if key in gone]
+            left = [key for key, _, _ in self.device.disk.values() if split_key(key)[0] in gone]
             wholly = erasure is Erasure.WHOLLY
             assert not (wholly and left), f"records of deleted chunks: {left}"
             self.counts["erased wholly" if wholly else "erased in part"] += 1

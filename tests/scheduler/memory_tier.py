@@ -37,7 +37,7 @@ class MemoryTier:
 
     def begin_write(self, chunk):
         slot = next(slot for slot in range(self.count) if slot not in self.keys)
-        self.keys[slot] = chunk.key
+        self.keys[slot] = chunk.erased_with
         self._work[0].append(Spill(chunk.slots[HOST], slot, chunk.key, chunk.end))
         self.writing += 1
         return self._begin(chunk, chunk.slots[HOST], slot, True)
@@ -49,7 +49,7 @@ class MemoryTier:
         return self._begin(chunk, host, slot, False)
 
     def _begin(self, chunk, host, slot, spills):
-        move = self._moves[slot] = Move(self.tier, chunk, chunk.key, host, slot, spills)
+        move = self._moves[slot] = Move(self.tier, chunk, chunk.erased_with, host, slot, spills)
         return move
 
     def abandon(self, move):
@@ -60,9 +60,9 @@ class MemoryTier:
         self.keys[slot] = key
         self._released[slot] = None
 
-    def erase(self, key, chunk):
-        own = NO_SLOT if chunk is None else chunk.slots[self.tier]
-        for slot in [slot for slot, other in self.keys.items() if other == key or slot == own]:
+    def erase(self, key, chunks):
+        own = {chunk.slots[self.tier] for chunk in chunks}
+        for slot in [slot for slot, other in self.keys.items() if other == key or slot in own]:
             self.deleted += 1
             if slot in self._bad:
                 self._refused.add(self.deleted)

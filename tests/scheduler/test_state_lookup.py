@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.scheduler.config import StateConfig
 from pensieve.scheduler.plan import Span
+from pensieve.scheduler.planning.live_states import LiveStates
 from pensieve.scheduler.planning.state_lookup import overlaps
 from pensieve.scheduler.types import GPU
 
@@ -250,6 +251,70 @@ def test_a_suspended_request_goes_on_where_it_was():
     served.drain()
 
 
+def test_a_request_that_is_suspended_while_its_state_comes_keeps_it(served, monkeypatch):
+    request = served.submit(PROMPT, 40)
+    served.run_until(lambda: len(served.reply(request)) > 3)
+    queues = served.scheduler._queues
+    may_begin = LiveStates.may_begin
+
+    def suspend():
+        """Until the request has a seat again."""
+        row = queues.rows[0]
+        queues.suspend(row)
+        served.run_until(lambda: bool(queues.rows) and queues.rows[0] is not row)
+        return queues.rows[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LiveStates, "may_begin", lambda *args: may_begin(*args) and False)
+        row = suspend()
+        state = row.turn.state
+        assert row.state.at == state.end == len(row.turn.tokens) - 1
+        assert suspend().turn.state is state
+    served.computed = []
+    served.run_until(lambda: bool(served.computed))
+    assert served.computed == [(state.end, state.end + 1)]
+    served.run()
+
+
+def test_a_request_that_is_suspended_in_a_hole_keeps_its_state_behind_it():
+    served = States(max_num_seqs=1, max_num_batched_tokens=5)
+    request = served.submit(PROMPT, 40)
+    served.run_until(lambda: len(served.reply(request)) > 3)
+    queues = served.scheduler._queues
+    turn = queues.rows[0].turn
+    served.submit(OTHER, 2, priority=-1)
+    queues.suspend(queues.rows[0])
+    served.run_until(lambda: turn in queues.waiting)
+    state = turn.state
+    served.lose_states(16, 24)
+    served.lose_kv(0, 16)
+    served.run_until(lambda: bool(queues.rows) and queues.rows[0].turn is turn)
+    served.run_until(lambda: 0 < queues.rows[0].state.at < 16)
+    row = queues.rows[0]
+    queues.suspend(row)
+    served.run_until(lambda: bool(queues.rows) and queues.rows[0] is not row)
+    assert turn.state is state
+    served.computed = []
+    served.run_until(lambda: len(served.reply(request)) > 5)
+    starts = [start for start, _ in served.computed]
+    assert state.end in starts and not any(16 < start < state.end for start in starts)
+    served.run()
+    served.drain()
+
+
+def test_states_of_a_long_prompt_are_noted_as_used_in_pieces(served):
+    """The last one first. At the end all are used as if noted at once."""
+    served.turn([*range(64)], 4)
+    states = sorted(served.scheduler._states.kept.by_key.values(), key=lambda state: state.end)
+    assert len(states) > 3
+    work = served.scheduler._states._touch([*states], 10.0)
+    for count, units in enumerate(work, 1):
+        assert units == 1 + served.config.states.chunks
+        used = [{piece.last_active for piece in state.pieces} == {10.0} for state in states]
+        assert used == [False] * (len(states) - count) + [True] * count
+    served.now = 10.0
+
+
 def test_a_deleted_conversation_leaves_no_state(served):
     served.spans(PROMPT, 12, "a")
     assert served.ends
@@ -278,7 +343,6 @@ def test_scores_begin_at_a_state(served):
     [
         ({"overflow": "keep"}, "overflow"),
         ({"speculate": "lookup"}, "speculate"),
-        ({"disk_kv_chunks": 8}, "disk_kv_bytes"),
         ({"chunk_tokens": 3}, "chunk_tokens"),
         ({"max_num_seqs": 8}, "states.slots"),
     ],

@@ -8,12 +8,14 @@ from random import Random
 import pytest
 
 from pensieve.scheduler.config import EVICTION_POLICIES, StateConfig
+from pensieve.scheduler.kv.piece_keys import split_key
 from pensieve.scheduler.kv.state_slots import StateSlots
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.live_states import LiveStates
 from pensieve.scheduler.planning.plan_copies import StepCopies
 from pensieve.scheduler.planning.state_lookup import StateLookup
 
+from .device_model import disk_work
 from .driver import STATES, Driver
 from .harness import Harness
 
@@ -48,7 +50,19 @@ class StateDriver(Driver):
     def launch(self):
         rows = self.scheduler._queues.joined()
         self.counts["inner holes"] += any(len(row.state.swap_ins) > 1 for row in rows)
-        return super().launch()
+        plan = super().launch()
+        if plan is not None:
+            work = disk_work(plan)
+            pieces = [split_key(one.key)[1] is not None for one in work.promotions]
+            self.counts["pieces read"] += sum(pieces)
+            self.counts["pieces written"] += sum(
+                split_key(one.key)[1] is not None for one in work.spills
+            )
+        return plan
+
+    def restart(self, *args, **settings):
+        super().restart(*args, **settings)
+        self.counts["states adopted"] += len(self.scheduler._states.kept.by_key)
 
     def drain(self):
         super().drain()
@@ -63,6 +77,7 @@ def drawn(seed):
     seats = pick((1, 2, 3, 6, 6))
     size = pick((4, 4, 8, 2))
     reserve = pick((0.0, 0.1))
+    host = pick((0, 4, 16, 40, 90))
     needed = 64 // size
     gpu = next(
         n for n in range(pick((needed + 1, needed + 4)), 999) if n - int(reserve * n) >= needed
@@ -70,7 +85,7 @@ def drawn(seed):
     return {
         "chunk_tokens": size,
         "gpu_kv_chunks": gpu,
-        "host_kv_chunks": pick((0, 4, 16, 40, 90)),
+        "host_kv_chunks": host,
         "max_num_seqs": seats,
         "max_num_batched_tokens": pick((7, 12, 24, 60)),
         "swap_out_below": pick((0.0, 0.25, 0.9)),
@@ -87,6 +102,9 @@ def drawn(seed):
             generated=pick((8, 16)),
             multiple=8,
         ),
+        "disk_kv_chunks": pick((0, 0, 8, 40, 200)) if host else 0,
+        "save": pick(("async", "async", "sync", "off")),
+        "prefetch": draw.random() < 0.7,
     }
 
 
@@ -107,6 +125,7 @@ def test_random_operations(seed, totals):
     [
         *("states kept", "states swapped_in", "states lost", "suspensions", "branches", "forks"),
         *("lost", "failed_copies", "inner holes", "suppressed writes", "overflows", "scored"),
+        *("pieces written", "pieces read", "states adopted", "restarts", "erased wholly"),
         *(f"aborted {state}" for state in STATES if state != "saving"),
     ],
 )
