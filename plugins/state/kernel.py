@@ -128,17 +128,17 @@ def _conv(x, weight, columns, out, segments, state_in, state_out, tiles, counts,
     if (first == 0) & (behind >= 0):
         column = tl.arange(0, HELD)[:, None]
         wanted = (column < WIDTH - 1) & exists[None, :]
-        source = length - (WIDTH - 1) + column
-        value = tl.load(rows + source * x_stride, mask=wanted & (source >= 0), other=0.0)
-        held = tl.load(
-            old + (source + WIDTH - 1) * CHANNELS,
-            mask=wanted & (source < 0) & (source >= oldest),
+        place = length - (WIDTH - 1) + column
+        newest = tl.load(rows + place * x_stride, mask=wanted & (place >= 0), other=0.0)
+        kept = tl.load(
+            old + (place + WIDTH - 1) * CHANNELS,
+            mask=wanted & (place < 0) & (place >= oldest),
             other=0.0,
         )
         tl.debug_barrier()  # all threads have read the old columns, which may be in this slot
         tl.store(
             columns + behind * slot_stride + column * CHANNELS + channel[None, :],
-            tl.where(source >= 0, value, held),
+            tl.where(place >= 0, newest, kept),
             mask=wanted,
         )
 
@@ -303,7 +303,7 @@ def _prepare(q, k, decay, beta, inverse, scores, factors, segments, state_in, st
     """One program for a piece and a head: T, A, and for each token the factors of `_scan`: of Q S,
     of K S, of its change of the state, and of the state. Rows behind the piece's end are zero."""
     kind = inverse.dtype.element_ty
-    products: tl.constexpr = "ieee" if EXACT else "tf32"
+    products: tl.constexpr = "tf32x3" if EXACT else "tf32"
     piece = tl.program_id(0)
     if piece >= tl.load(counts + 1):
         return
@@ -335,7 +335,7 @@ def _prepare(q, k, decay, beta, inverse, scores, factors, segments, state_in, st
     score = tl.dot(queries, turned, input_precision=products) * kept * query_factor[:, None]
     mixed = tl.dot(own, turned, input_precision=products) * kept
     mixed = tl.where(row[:, None] > later, mixed * (weight * key_factor)[:, None], 0.0)
-    solved = _inverse(mixed, PIECE, BLOCK, "ieee" if EXACT else "tf32")
+    solved = _inverse(mixed, PIECE, BLOCK, "tf32x3" if EXACT else "tf32")
 
     cell = (token[:, None] * HEADS + head) * PIECE + later
     tl.store(scores + cell, score.to(kind), mask=inside[:, None])
@@ -387,7 +387,7 @@ def _scan(q, k, v, beta, inverse, scores, factors, matrices, out, segments, stat
           VALUE_DIM: tl.constexpr, PIECE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """One program for a segment's pieces, a head, and COLUMNS columns of the state."""
     kind = out.dtype.element_ty
-    products: tl.constexpr = "ieee" if EXACT else "tf32"
+    products: tl.constexpr = "tf32x3" if EXACT else "tf32"
     number = tl.program_id(0)
     if number >= tl.load(counts + 2):
         return

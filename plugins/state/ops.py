@@ -70,6 +70,50 @@ def _gated_delta(
     return cpu.gated_delta(q, k, v, decay, beta, segments, state_in, state_out, matrices, plans)
 
 
+@torch.library.impl("pensieve::causal_conv", "cuda")
+def _causal_conv_cuda(
+    x: Tensor,
+    weight: Tensor,
+    segments: Tensor,
+    state_in: Tensor,
+    state_out: Tensor,
+    pool: int,
+    layer: int,
+) -> Tensor:
+    # imported here because only CUDA installations have Triton
+    from . import kernel
+
+    kv = pool_of(pool)
+    if layer == 0:
+        kv.gate(0)
+    columns = _states_of(kv).columns[layer]
+    assert kv.state_work is not None  # set by register_pool; it lists the same segments
+    return kernel.causal_conv(x, weight, segments, state_in, state_out, columns, kv.state_work)
+
+
+@torch.library.impl("pensieve::gated_delta", "cuda")
+def _gated_delta_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    state_in: Tensor,
+    state_out: Tensor,
+    pool: int,
+    layer: int,
+) -> Tensor:
+    from . import kernel
+
+    kv = pool_of(pool)
+    matrices = _states_of(kv).matrices[layer]
+    assert kv.state_work is not None
+    return kernel.gated_delta(
+        q, k, v, decay, beta, segments, state_in, state_out, matrices, kv.state_work
+    )
+
+
 @torch.library.register_fake("pensieve::causal_conv")
 def _(
     x: Tensor,
