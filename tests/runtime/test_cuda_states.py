@@ -114,7 +114,9 @@ def differences(twin: CpuTwin, output, choice) -> list[float]:
     expected = twin.log_probabilities(tokens)
     begin = len(tokens) - len(choice.logprobs)
     theirs = expected[range(begin - 1, len(tokens) - 1), choice.token_ids].tolist()
-    ours = [one[token].logprob for one, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    ours = [
+        one[token].logprob for one, token in zip(choice.logprobs, choice.token_ids, strict=True)
+    ]
     return [abs(own - other) for own, other in zip(ours, theirs, strict=True)]
 
 

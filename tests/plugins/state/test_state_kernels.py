@@ -198,9 +198,7 @@ def test_strong_decays_stay_finite():
     spans = [(0, 100, 6, 6)]
     tokens = tokens_of(spans)
     tokens.decay.fill_(-200.0)
-    ours, twin = (
-        run(tokens, spans, new_pool(device=DEVICE)) for run in (KernelRun, TwinRun)
-    )
+    ours, twin = (run(tokens, spans, new_pool(device=DEVICE)) for run in (KernelRun, TwinRun))
     torch.testing.assert_close(ours.delta, twin.delta, atol=2e-5, rtol=2e-5)
 
 

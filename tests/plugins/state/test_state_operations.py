@@ -12,6 +12,7 @@ from pensieve.plugins.torch_ops import register_pool, release_pool
 
 from .state_cases import SHAPE, SLOTS, SPANS, ZERO, Tokens, batch_of_spans, new_pool
 
+
 class Outcome:
     """The results of one step, and the pool behind it."""
 
