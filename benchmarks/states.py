@@ -31,7 +31,6 @@ from pensieve.builder.forward_batch import NO_STATE, ForwardBatch
 from pensieve.builder.model import GatedDelta, LayerInputs
 from pensieve.builder.states import state_shape
 from pensieve.plugins.state.pool import StatePool
-from pensieve.plugins.state.work_list import StateWork
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.scripts.command import exit_status
 
@@ -97,7 +96,7 @@ class LinearLayers:
         return states + step.tokens * (inputs + results) * DTYPE.itemsize
 
 
-class MeasuredStep:
+class StateStepRun:
     """One step's batch over states of its own."""
 
     def __init__(self, layers: LinearLayers, step: StateStep):
@@ -122,10 +121,10 @@ class MeasuredStep:
             state_out=numbers,
             block_table=nothing,
         )
-        self.work = StateWork(step.tokens, rows, device)
-        self.work.build(segments, numbers, 1 if step.rows else None)
+        self.states.make_work(step.tokens, rows)
+        self.states.list_work(segments, numbers, 1 if step.rows else None)
         no_kv = torch.zeros(1, 1, 2, 1, 1, 1)
-        self.handle = register_pool(no_kv, states=self.states, state_work=self.work)
+        self.handle = register_pool(no_kv, states=self.states)
         self.x = torch.randn(step.tokens, layers.hidden, device=device).to(DTYPE)
         self.qkvz = torch.randn(step.tokens, sum(layers.layers[0].split), device=device).to(DTYPE)
         heads = step.tokens, layers.linear.value_heads
@@ -165,7 +164,7 @@ class MeasuredStep:
 @torch.inference_mode()
 def measure(layers: LinearLayers, step: StateStep, flush: Tensor, tb_s: float) -> dict[str, float]:
     """Microseconds of a layer by name."""
-    measured = MeasuredStep(layers, step)
+    measured = StateStepRun(layers, step)
     times = {
         name: microseconds(run, flush, 9) / len(layers.layers)
         for name, run in (("layer", measured.run_layers), ("states", measured.run_states))

@@ -23,7 +23,6 @@ from .state.pool import StatePool
 
 if TYPE_CHECKING:
     from .attention.work_list import WorkList
-    from .state.work_list import StateWork
 
 
 def _no_gate(layer: int) -> None:
@@ -41,8 +40,7 @@ class KVPool:
     of the step and before its launch. `plans` are a CPU's, cleared behind each step; without them
     each layer makes its own. `events` are the handles of the CUDA events behind the gates,
     by layer, for engines that run without Python. `states` are those of linear attention, which are
-    swapped in before any KV: the first linear layer passes the gate of layer 0. `state_work` is a
-    GPU's list of one step's work on them, built where `work` is.
+    swapped in before any KV: the first linear layer passes the gate of layer 0.
     """
 
     tensor: Tensor
@@ -51,7 +49,6 @@ class KVPool:
     events: Mapping[int, int] = field(default_factory=dict)
     plans: StepPlans | None = None
     states: StatePool | None = None
-    state_work: StateWork | None = None
 
 
 _pools: dict[int, KVPool] = {}
@@ -70,12 +67,12 @@ def register_pool(
     events: Mapping[int, int] | None = None,
     plans: StepPlans | None = None,
     states: StatePool | None = None,
-    state_work: StateWork | None = None,
 ) -> int:
     """Registers a pool for the operations. The caller still owns the tensors and releases the
     handle.
 
-    A pool on a GPU needs `work` (`attention.kernel.make_work_list`), and with states `state_work`.
+    A pool on a GPU needs `work` (`attention.kernel.make_work_list`); its states need theirs
+    (`StatePool.make_work`).
     """
     if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
         raise ValueError(
@@ -84,10 +81,8 @@ def register_pool(
         )
     if tensor.is_cuda and work is None:
         raise ValueError("a KV pool on a GPU needs a work list")
-    if tensor.is_cuda and (states is None) != (state_work is None):
-        raise ValueError("states on a GPU need a work list of their own")
     handle = next(_handles)
-    _pools[handle] = KVPool(tensor, gate, work, events or {}, plans, states, state_work)
+    _pools[handle] = KVPool(tensor, gate, work, events or {}, plans, states)
     return handle
 
 

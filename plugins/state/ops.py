@@ -86,9 +86,10 @@ def _causal_conv_cuda(
     kv = pool_of(pool)
     if layer == 0:
         kv.gate(0)
-    columns = _states_of(kv).columns[layer]
-    assert kv.state_work is not None  # set by register_pool; it lists the same segments
-    return kernel.causal_conv(x, weight, segments, state_in, state_out, columns, kv.state_work)
+    states = _states_of(kv)
+    assert states.work is not None  # it lists the same segments
+    columns = states.columns[layer]
+    return kernel.causal_conv(x, weight, segments, state_in, state_out, columns, states.work)
 
 
 @torch.library.impl("pensieve::gated_delta", "cuda")
@@ -106,11 +107,11 @@ def _gated_delta_cuda(
 ) -> Tensor:
     from . import kernel
 
-    kv = pool_of(pool)
-    matrices = _states_of(kv).matrices[layer]
-    assert kv.state_work is not None
+    states = _states_of(pool_of(pool))
+    assert states.work is not None
+    matrices = states.matrices[layer]
     return kernel.gated_delta(
-        q, k, v, decay, beta, segments, state_in, state_out, matrices, kv.state_work
+        q, k, v, decay, beta, segments, state_in, state_out, matrices, states.work
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...builder.checkpoints.config import Shard
 from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
-from ...plugins.state.pool import StatePool, StateShape, last_states
+from ...plugins.state.pool import StatePool, StateShape
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
@@ -235,7 +235,7 @@ class CudaDevice:
 
     def keep_states(self, slots: int, shape: StateShape) -> None:
         assert self._pool is not None
-        self._states = StatePool(last_states(self._pool.view(torch.uint8), slots, shape), shape)
+        self._states = StatePool.behind_kv(self._pool, slots, shape)
 
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
@@ -262,18 +262,10 @@ class CudaDevice:
             self._gates[gate] = torch.cuda.Event()
             self._gates[gate].record(self._streams[Lane.IN])
         events = {gate: event.cuda_event for gate, event in self._gates.items()}
-        self._state_work = None
         if self._states is not None:
-            from ...plugins.state.work_list import StateWork
-
-            self._state_work = StateWork(shapes.most_tokens, shapes.most_segments, "cuda")
+            self._states.make_work(shapes.most_tokens, shapes.most_segments)
         self._handle = register_pool(
-            self._pool,
-            self._pass_gate,
-            self._work,
-            events,
-            states=self._states,
-            state_work=self._state_work,
+            self._pool, self._pass_gate, self._work, events, states=self._states
         )
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
@@ -329,8 +321,8 @@ class CudaDevice:
         sharing = None if any(self._engine.manifest.decoder.windows) else staged.sharing
         longest = 1 if shape.generation else shape.tokens
         self._work.build(staged.segments, longest, sharing)
-        if self._state_work is not None:
-            self._state_work.build(staged.segments, staged.state_out, longest)
+        if self._states is not None:
+            self._states.list_work(staged.segments, staged.state_out, longest)
         return self._engine.forward(batch, self._handle)
 
     @_ends_the_device

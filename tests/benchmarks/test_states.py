@@ -6,16 +6,16 @@ import json
 import pytest
 import torch
 
-from benchmarks import states
-from benchmarks.states import LinearLayers, MeasuredStep, StateStep
+from benchmarks.states import LinearLayers, StateStep, StateStepRun
 from tests.models import QWEN3_5_SHAPE
 
 pytest.importorskip("triton")
+from pensieve.plugins.state.work_list import StateWork
 
 
 @pytest.fixture
 def layers(tmp_path, monkeypatch):
-    monkeypatch.setattr(states.StateWork, "build", lambda *arguments: None)  # needs a GPU
+    monkeypatch.setattr(StateWork, "build", lambda *arguments: None)  # needs a GPU
     path = tmp_path / "config.json"
     named = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     path.write_text(json.dumps(QWEN3_5_SHAPE | named))
@@ -27,7 +27,7 @@ def layers(tmp_path, monkeypatch):
 @torch.inference_mode()
 def test_a_step_writes_the_states_of_all_layers(layers, step):
     assert len(layers.layers) == layers.count == 3
-    measured = MeasuredStep(layers, step)
+    measured = StateStepRun(layers, step)
     measured.run_layers()
     for part in (*measured.states.matrices, *measured.states.columns):
         assert part.isfinite().all() and part.flatten(1).any(dim=1).all()
@@ -38,7 +38,8 @@ def test_a_step_writes_the_states_of_all_layers(layers, step):
 def test_bytes_are_those_of_the_tensors(layers):
     """Of two rows: two states read and written; each channel is read and written by the convolution
     and read again."""
-    channels, values = 2 * 2 * 16 + 4 * 24, 4 * 24
+    values = 4 * 24
+    channels = 2 * 2 * 16 + values
     state = 4 * 16 * 24 * 4 + 3 * channels * 2
     expected = 4 * state + 2 * (3 * channels + values) * 2
     assert layers.state_bytes(StateStep(rows=2)) == expected

@@ -57,11 +57,10 @@ def directories(tmp_path_factory):
     """The directory of an engine for each dtype."""
     root = tmp_path_factory.mktemp("hybrid")
     (root / "config.json").write_text(json.dumps(CONFIG))
-    made = {}
-    for dtype in ("float32", "bfloat16"):
-        made[dtype] = root / dtype
-        build_random_engine(root / "config.json", made[dtype], dtype=dtype, device="cuda")
-    return made
+    built = {dtype: root / dtype for dtype in ("float32", "bfloat16")}
+    for dtype, directory in built.items():
+        build_random_engine(root / "config.json", directory, dtype=dtype, device="cuda")
+    return built
 
 
 class CpuTwin:

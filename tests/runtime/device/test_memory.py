@@ -76,7 +76,8 @@ def test_activations_of_experts():
 def test_activations_of_linear_attention():
     """Counted by hand: two key heads and four value heads of 16, and a narrow MLP."""
     linear = LinearAttention(2, 4, 16, 16, 4)
-    channels, values = 2 * 2 * 16 + 64, 64
+    values = 64
+    channels = 2 * 2 * 16 + values
     narrow = 2 * channels + 3 * values + 2 * 4 * 64
     expected = 4096 * (3 * 2 + 2 * 4) + narrow * 2 + (3 * values + 12 * 4) * 4
     config = replace(LLAMA_8B, heads=1, kv_heads=1, head_dim=8, mlp_size=8, linear=linear)
