@@ -117,7 +117,7 @@ def build_engine(
             "--weights", "int4 is of random weights only; take a checkpoint in int4 (AWQ or GPTQ)"
         )
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
-    _check_linear(decoder, backend, device, weights)
+    _check_linear(decoder, backend, weights)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
     form = check_quantization(hf_config.get("quantization_config"))
@@ -249,11 +249,10 @@ def _check_quantised(
             )
 
 
-def _check_linear(decoder: DecoderConfig, backend: str, device: str, weights: str) -> None:
+def _check_linear(decoder: DecoderConfig, backend: str, weights: str) -> None:
     """SettingError if linear attention is in the decoder, and not supported with these settings."""
     for setting, value, possible in (
         ("--backend", backend, "reference"),
-        ("--device", device, "cpu"),
         ("--weights", weights, "same"),
     ):
         if decoder.linear and value != possible:
@@ -311,7 +310,7 @@ def build_random_engine(
     hf_config = _Read({**text_settings(read_json(Path(config), "--config")), **(overrides or {})})
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
-    _check_linear(decoder, backend, device, weights)
+    _check_linear(decoder, backend, weights)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
     _check_quantised(weights, backend, decoder)

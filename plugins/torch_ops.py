@@ -71,7 +71,8 @@ def register_pool(
     """Registers a pool for the operations. The caller still owns the tensors and releases the
     handle.
 
-    A pool on a GPU needs `work` (`attention.kernel.make_work_list`).
+    A pool on a GPU needs `work` (`attention.kernel.make_work_list`); its states need theirs
+    (`StatePool.make_work`).
     """
     if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
         raise ValueError(

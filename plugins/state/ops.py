@@ -70,6 +70,51 @@ def _gated_delta(
     return cpu.gated_delta(q, k, v, decay, beta, segments, state_in, state_out, matrices, plans)
 
 
+@torch.library.impl("pensieve::causal_conv", "cuda")
+def _causal_conv_cuda(
+    x: Tensor,
+    weight: Tensor,
+    segments: Tensor,
+    state_in: Tensor,
+    state_out: Tensor,
+    pool: int,
+    layer: int,
+) -> Tensor:
+    # imported here because only CUDA installations have Triton
+    from . import kernel
+
+    kv = pool_of(pool)
+    if layer == 0:
+        kv.gate(0)
+    states = _states_of(kv)
+    assert states.work is not None  # it lists the same segments
+    columns = states.columns[layer]
+    return kernel.causal_conv(x, weight, segments, state_in, state_out, columns, states.work)
+
+
+@torch.library.impl("pensieve::gated_delta", "cuda")
+def _gated_delta_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    state_in: Tensor,
+    state_out: Tensor,
+    pool: int,
+    layer: int,
+) -> Tensor:
+    from . import kernel
+
+    states = _states_of(pool_of(pool))
+    assert states.work is not None
+    matrices = states.matrices[layer]
+    return kernel.gated_delta(
+        q, k, v, decay, beta, segments, state_in, state_out, matrices, states.work
+    )
+
+
 @torch.library.register_fake("pensieve::causal_conv")
 def _(
     x: Tensor,

@@ -13,10 +13,13 @@ Each layer begins at a multiple of ALIGNMENT bytes of the record.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .work_list import StateWork
 
 ALIGNMENT = 16  # bytes
 
@@ -67,7 +70,12 @@ class StatePool:
 
     matrices  of each layer, [slots, value_heads, key_dim, value_dim]
     columns   of each layer, [slots, columns, channels]
+    work      a GPU's list of one step's work, None until `make_work`; the code that uploads a
+              step's segments calls `list_work`, once, on the stream of the step and before its
+              launch
     """
+
+    work: StateWork | None = None
 
     def __init__(self, records: Tensor, shape: StateShape):
         """records: [slots, bytes] uint8, at least `shape.nbytes` of each slot. The caller still
@@ -90,3 +98,20 @@ class StatePool:
             self.columns.append(
                 columns.view(shape.dtype).unflatten(1, (shape.columns, shape.channels))
             )
+
+    @classmethod
+    def behind_kv(cls, pool: Tensor, slots: int, shape: StateShape) -> Self:
+        """The last chunks of a KV pool of any dtype, as `last_states` takes them."""
+        return cls(last_states(pool.view(torch.uint8), slots, shape), shape)
+
+    def make_work(self, tokens: int, segments: int) -> None:
+        """Makes `work`, for steps of at most so many tokens and segments."""
+        # imported here because only CUDA installations have Triton
+        from .work_list import StateWork
+
+        self.work = StateWork(tokens, segments, self.matrices[0].device)
+
+    def list_work(self, segments: Tensor, state_out: Tensor, longest: int | None) -> None:
+        """Does what `StateWork.build` does."""
+        assert self.work is not None
+        self.work.build(segments, state_out, longest)

@@ -19,7 +19,7 @@ import torch
 from ...builder.forward_batch import PACKED, ForwardBatch
 from ...plugins.attention.cpu import StepPlans
 from ...plugins.kv_forms.forms import Form, record_bytes
-from ...plugins.state.pool import StatePool, StateShape, last_states
+from ...plugins.state.pool import StatePool, StateShape
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
@@ -251,8 +251,7 @@ class CpuDevice:
     # The step.
 
     def keep_states(self, slots: int, shape: StateShape) -> None:
-        pool = self._pools[Tier.GPU]
-        self._states = StatePool(last_states(pool.view(torch.uint8), slots, shape), shape)
+        self._states = StatePool.behind_kv(self._pools[Tier.GPU], slots, shape)
 
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...builder.checkpoints.config import Shard
 from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
-from ...plugins.state.pool import StateShape
+from ...plugins.state.pool import StatePool, StateShape
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
@@ -108,6 +108,7 @@ class CudaDevice:
         self._coded: dict[Lane, CodedCopies] = {}
         self._host: PinnedPool | None = None
         self._pool: Tensor | None = None
+        self._states: StatePool | None = None
         self._handle: int | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -233,7 +234,8 @@ class CudaDevice:
     # The step.
 
     def keep_states(self, slots: int, shape: StateShape) -> None:
-        raise SettingError("--device", "linear attention runs on cpu only, not on cuda yet")
+        assert self._pool is not None
+        self._states = StatePool.behind_kv(self._pool, slots, shape)
 
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int
@@ -260,7 +262,11 @@ class CudaDevice:
             self._gates[gate] = torch.cuda.Event()
             self._gates[gate].record(self._streams[Lane.IN])
         events = {gate: event.cuda_event for gate, event in self._gates.items()}
-        self._handle = register_pool(self._pool, self._pass_gate, self._work, events)
+        if self._states is not None:
+            self._states.make_work(shapes.most_tokens, shapes.most_segments)
+        self._handle = register_pool(
+            self._pool, self._pass_gate, self._work, events, states=self._states
+        )
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
             self._results = Staging(pinned=True)
@@ -313,7 +319,10 @@ class CudaDevice:
         batch = forward_batch(staged, self._last_samples, self._block_table)
         assert self._handle is not None
         sharing = None if any(self._engine.manifest.decoder.windows) else staged.sharing
-        self._work.build(staged.segments, 1 if shape.generation else shape.tokens, sharing)
+        longest = 1 if shape.generation else shape.tokens
+        self._work.build(staged.segments, longest, sharing)
+        if self._states is not None:
+            self._states.list_work(staged.segments, staged.state_out, longest)
         return self._engine.forward(batch, self._handle)
 
     @_ends_the_device
@@ -383,7 +392,7 @@ class CudaDevice:
         if self._host is not None:
             self._host.free(idle and not host_in_use)
         self._coded.clear()
-        self._pool = self._host = None
+        self._pool = self._host = self._states = None
 
     def _finish(self) -> bool:
         """Waits for all lanes. Returns False if they have failed or hang."""

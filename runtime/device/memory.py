@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ...builder.checkpoints.config import Shard
+from ...builder.checkpoints.config import LinearAttention, Shard
 from ...scheduler.types import SettingError, Tier
 from .protocol import Memory
 
@@ -35,6 +35,7 @@ _SCORED_LOGIT = 2 * 4
 _FREE_ON_NODE = ("MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:")
 _MOST_SPLITS = 16  # of a context, by the attention kernel's work list
 _SMALLEST_SPLIT = 1024  # tokens
+_STATE_PIECE = 64  # tokens, of `plugins.state.work_list`
 
 
 def host_memory(root: Path = Path("/")) -> Memory:
@@ -160,6 +161,7 @@ def activation_bytes(
         # at its end the experts' sum is there too
         shared = 4 * shard.shared_expert_size + 2 * decoder.hidden_size
         mlp = max(mlp, shared * itemsize if decoder.shared_expert_size else 0)
+    linear = 0 if shard.linear is None else linear_bytes(shard.linear, itemsize)
     splits = min(_MOST_SPLITS, -(-context // _SMALLEST_SPLIT))
     partial = splits * heads * (head_dim + 1) * 4 if splits > 1 else 0
     # Logits by the last product, gathered from all ranks, without the last rank's padding, in
@@ -168,7 +170,18 @@ def activation_bytes(
     logits = decoder.vocab_size * (
         sampled * (per_logit + _DRAWN_LOGIT) + scored * (per_logit + _SCORED_LOGIT)
     )
-    return tokens * (stream + max(attention, mlp) + partial) + logits
+    return tokens * (stream + max(attention, mlp, linear) + partial) + logits
+
+
+def linear_bytes(linear: LinearAttention, itemsize: int) -> int:
+    """The most bytes that a token needs in a layer of linear attention, besides the residual
+    stream."""
+    values = linear.value_heads * linear.value_dim
+    # Projections, the convolution's result; the two squares of `plugins.state.kernel` for each
+    # head; result and normed result. Then in float32 the gate twice and the gated result, decay
+    # and beta in a few steps, and the kernel's factors.
+    narrow = 2 * linear.channels + 3 * values + 2 * linear.value_heads * _STATE_PIECE
+    return narrow * itemsize + (3 * values + 12 * linear.value_heads) * 4
 
 
 class Division(NamedTuple):

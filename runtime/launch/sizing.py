@@ -68,7 +68,7 @@ def scheduler_config(
         and settings.gpu_kv_chunks is None
         and settings.gpu_kv_bytes is None
     ):
-        gpu_chunks = free_gpu_bytes(settings, engine, device) // record
+        gpu_chunks = (free_gpu_bytes(settings, engine, device) - for_states) // record
     else:
         gpu_chunks = kv_chunks(settings, Tier.GPU, DEFAULT_GPU_KV, record)
     if gpu_chunks < 1:

@@ -24,6 +24,7 @@ LONG = (
     "linear/test_int4",
     "kv_forms/test_fp8",
     "kv_forms/test_packed",
+    "state/test_state_kernels",
 )
 
 

@@ -7,43 +7,10 @@ import torch
 
 from pensieve.plugins.attention.cpu import StepPlans
 from pensieve.plugins.state import cpu, ops, reference  # noqa: F401  ops are registered
-from pensieve.plugins.state.pool import ALIGNMENT, StatePool, StateShape
+from pensieve.plugins.state.pool import ALIGNMENT, StatePool
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
-SHAPE = StateShape(
-    layers=2,
-    value_heads=6,
-    key_dim=8,
-    value_dim=24,
-    columns=3,
-    channels=2 * 3 * 8 + 6 * 24,  # a multiple of 64, as in real models
-    dtype=torch.float32,
-)
-SLOTS = 9
-ZERO = NOT_KEPT = -1
-
-
-class Tokens:
-    """Random inputs of T tokens, for both operations."""
-
-    def __init__(self, count: int, dtype: torch.dtype = torch.float32):
-        torch.manual_seed(count)
-        self.x = torch.randn(count, SHAPE.channels).to(dtype)
-        self.weight = torch.randn(SHAPE.channels, 1, SHAPE.columns + 1).to(dtype)
-        self.q, self.k = torch.randn(2, count, 3, SHAPE.key_dim).to(dtype)
-        self.v = torch.randn(count, SHAPE.value_heads, SHAPE.value_dim).to(dtype)
-        self.decay = -torch.rand(count, SHAPE.value_heads).mul(6.0).sub(5.0).exp()
-        self.beta = torch.rand(count, SHAPE.value_heads)
-
-
-def new_pool(dtype: torch.dtype = torch.float32) -> StatePool:
-    """Random numbers in all slots."""
-    shape = SHAPE._replace(dtype=dtype)
-    pool = StatePool(torch.zeros(SLOTS, shape.nbytes, dtype=torch.uint8), shape)
-    torch.manual_seed(1)
-    for part in (*pool.matrices, *pool.columns):
-        part.copy_(torch.randn(part.shape))
-    return pool
+from .state_cases import SHAPE, SLOTS, SPANS, ZERO, Tokens, batch_of_spans, new_pool
 
 
 class Outcome:
@@ -51,11 +18,7 @@ class Outcome:
 
     def __init__(self, tokens: Tokens, spans, pool: StatePool, twin: bool = False):
         """spans: (start, end, state_in, state_out) each."""
-        rows = torch.tensor(spans, dtype=torch.int32).view(-1, 4)
-        segments = torch.zeros(len(rows), 5, dtype=torch.int32)
-        segments[:, 0] = rows[:, 0]
-        segments[:, 1] = rows[:, 1] - rows[:, 0]
-        where = segments, rows[:, 2], rows[:, 3]
+        where = batch_of_spans(spans)
         inputs = tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta
         self.columns = pool.columns[1].clone()
         self.matrices = pool.matrices[1].clone()
@@ -71,29 +34,6 @@ class Outcome:
     @property
     def parts(self):
         return self.conv, self.columns, self.delta, self.matrices.float()
-
-
-SPANS = {
-    "a prompt from zeros": [(0, 150, ZERO, 4)],
-    "a piece, in = out": [(0, 64, 2, 2)],
-    "in differs from out": [(0, 65, 2, 5)],
-    "not kept": [(0, 7, 2, NOT_KEPT)],
-    "one token from zeros": [(0, 1, ZERO, 0)],
-    "two tokens": [(0, 2, 3, 3)],
-    "rows that generate": [(i, i + 1, i, i) for i in range(8)],
-    "rows of one state": [(i, i + 1, 8, i) for i in range(8)],
-    "a mixed step": [
-        (0, 1, 0, 0),
-        (1, 2, ZERO, 1),
-        (2, 3, 2, 7),
-        (3, 70, ZERO, NOT_KEPT),
-        (70, 70, 5, NOT_KEPT),  # padding
-        (71, 73, 4, 4),  # behind a token of no segment
-        (73, 201, 8, 3),
-        (201, 202, 8, NOT_KEPT),
-    ],
-    "nothing": [],
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

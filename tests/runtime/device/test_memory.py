@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.builder.checkpoints.config import DecoderConfig, Rotary, Shard
+from pensieve.builder.checkpoints.config import DecoderConfig, LinearAttention, Rotary, Shard
 from pensieve.runtime.device.memory import (
     CUDA_ALLOWANCE,
     GIB,
@@ -71,6 +71,18 @@ def test_activations_of_experts():
     biased = replace(sparse, mlp_bias=True, norm_results=True)
     more = activation_bytes(Shard(biased), 2, tokens=10, sampled=0, scored=0, context=1024) - whole
     assert more == 10 * (4096 * 2 + 4 * 4096 * 2), "a normed result, and the biases of results"
+
+
+def test_activations_of_linear_attention():
+    """Counted by hand: two key heads and four value heads of 16, and a narrow MLP."""
+    linear = LinearAttention(2, 4, 16, 16, 4)
+    values = 64
+    channels = 2 * 2 * 16 + values
+    narrow = 2 * channels + 3 * values + 2 * 4 * 64
+    expected = 4096 * (3 * 2 + 2 * 4) + narrow * 2 + (3 * values + 12 * 4) * 4
+    config = replace(LLAMA_8B, heads=1, kv_heads=1, head_dim=8, mlp_size=8, linear=linear)
+    sizes = dict(tokens=10, sampled=0, scored=0, context=1024)
+    assert activation_bytes(Shard(config), 2, **sizes) == 10 * expected
 
 
 def test_activations_of_a_rank():

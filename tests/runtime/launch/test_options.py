@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pensieve.plugins.state.pool import StateShape
 from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.launch.assemble import demo_engine, locked_directories
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.options import ALIASES, ELSEWHERE, parse_options, parser
 from pensieve.runtime.launch.settings import ServeSettings, in_flags
 from pensieve.runtime.launch.sizing import (
+    CHECKPOINT_SLOTS,
     check_disk_holds,
     check_overflow,
     disk_settings,
@@ -314,6 +316,7 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
 
 GIB = 2**30
 DECODER = SimpleNamespace(
+    linear=None,
     architecture="some",
     rotary=object(),
     hidden_size=4096,
@@ -358,6 +361,19 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
     assert gpu_chunks("--gpu-kv-bytes", "2GiB") == 2 * GIB // chunk
     with pytest.raises(SettingError, match=r"--gpu-memory-utilization: 0\.05 of 140"):
         gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.05")
+
+
+def test_the_states_of_all_seats_are_taken_from_a_gpus_kv():
+    shape = StateShape(24, 32, 128, 128, 3, 8192, torch.bfloat16)
+    engine = SimpleNamespace(**vars(LLAMA_8B) | {"state_shape": shape})
+    flags = ("--device", "cuda", "--max-model-len", "8192", "--max-num-seqs", "64")
+    args = parse_options(["--engine", "some", *flags])
+    config = scheduler_config(args, engine, H200)
+    chunk = LLAMA_8B.chunk_bytes(32)
+    assert config.states.chunks == -(-shape.nbytes // chunk)
+    assert config.states.slots == 64 + CHECKPOINT_SLOTS
+    states = config.states.slots * config.states.chunks
+    assert config.gpu_kv_chunks == gpu_chunks(*flags) - states
 
 
 def test_by_default_a_gpus_host_pool_grows_into_the_machines_memory():
