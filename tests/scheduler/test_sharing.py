@@ -281,7 +281,8 @@ def taken_by(monkeypatch, keys, piece):
 def learned(harness):
     """The number of `learn` calls of each plan from now on, as a growing list."""
     counts = []
-    take, learn = harness.scheduler._sharing.take_answers, harness.scheduler._store.learn
+    take = harness.scheduler._sharing.take_answers
+    learn = harness.scheduler._store.learn
 
     def counted_take(now):
         counts.append(0)
