@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,6 +43,8 @@ BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
 FIRST_KEYS = 5e3  # keys/s of a thread, before any question
 WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
+REMOVALS_AT_ONCE = 128
+"""Removals that one call does if they wait for it: a directory flushes a folder once for all."""
 LANES = {"read": READERS, "write": 2, "find": 2, "remove": 1}  # threads
 COMPLAINT_S = 60.0
 CLOSE_S = 2.0  # seconds that the end waits for calls in progress
@@ -366,7 +369,7 @@ class SharedStore:
                 self._speeds[kind].assume(payload, speed)
 
     def _find(self, question: _Question) -> None:
-        if not self._start_question(question):
+        if not self._start_questions(question, most=1):
             return
         keys = question.batch.keys
         there = self._engine.exists(self._of_all_ranks(keys))
@@ -374,32 +377,42 @@ class SharedStore:
             stored = () if there is None else _all_of(there, len(keys))
             self._note(there is not None)
             self._count(hits=sum(stored), misses=len(stored) - sum(stored))
-            self._answered(question, stored, there is not None)
+            self._answered([question], stored, there is not None)
 
     def _remove(self, question: _Question) -> None:
-        if not self._start_question(question):
+        """Takes the removals along that wait behind it."""
+        questions = self._start_questions(question, most=REMOVALS_AT_ONCE)
+        if not questions:
             return
-        keys = question.batch.keys
+        keys = [key for question in questions for key in question.batch.keys]
         outcomes = self._engine.remove(self._of_all_ranks(keys))
         with self._changed:
             done = [outcome is StoreOutcome.DONE for outcome in outcomes]
             removed = _all_of(done, len(keys))
             self._note(all(done))
             self._count(removed=sum(removed))
-            self._answered(question, removed, all(done))
+            self._answered(questions, removed, all(done))
 
-    def _start_question(self, question: _Question) -> bool:
-        """Returns False if it has been given up."""
+    def _start_questions(self, first: _Question, most: int) -> list[_Question]:
+        """Returns the questions of one call, `most` at most: the first and those of its kind that
+        no thread has begun. None if it has been given up or has gone with an earlier one."""
         with self._changed:
-            if question not in self._questions:
-                return False
+            if first not in self._questions or first.began is not None:
+                return []
+            behind = (
+                other
+                for other in self._questions
+                if other is not first and other.finds == first.finds and other.began is None
+            )
+            questions = [first, *islice(behind, most - 1)]
             now = self._calls.clock()
-            question.began = now
-            predicted = len(question.batch.keys) / self._key_speeds[question.finds].value
-            question.deadline = now + 2 * predicted + DEADLINE_S
-            latest = max(self._patience[question.finds], question.deadline)
-            self._patience[question.finds] = latest
-            return True
+            keys = sum(len(question.batch.keys) for question in questions)
+            deadline = now + 2 * keys / self._key_speeds[first.finds].value + DEADLINE_S
+            for question in questions:
+                question.began = now
+                question.deadline = deadline
+            self._patience[first.finds] = max(self._patience[first.finds], deadline)
+            return questions
 
     def _start(self, transfer: _Transfer) -> bool:
         """Gives the transfer its memory. Returns False if it has been given up."""
@@ -443,13 +456,21 @@ class SharedStore:
         self._report = report._replace(failed=report.failed + failed, **slots)
         self._changed.notify_all()
 
-    def _answered(self, question: _Question, keys: tuple[bool, ...], succeeded: bool) -> None:
-        del self._questions[question]
-        if succeeded and question.began is not None:  # a late one too: the next may have more time
-            seconds = self._calls.clock() - question.began
-            self._key_speeds[question.finds].add(len(question.batch.keys), seconds)
-        if not question.answered:
-            self._answer(question, keys)
+    def _answered(
+        self, questions: Sequence[_Question], keys: tuple[bool, ...], succeeded: bool
+    ) -> None:
+        """One call has answered these. `keys`: of all of them, in their order; none without an
+        answer."""
+        first = questions[0]
+        if succeeded and first.began is not None:  # a late one too: the next may have more time
+            self._key_speeds[first.finds].add(len(keys), self._calls.clock() - first.began)
+        end = 0
+        for question in questions:
+            del self._questions[question]
+            start = end
+            end += len(question.batch.keys)
+            if not question.answered:
+                self._answer(question, keys[start:end])
         self._changed.notify_all()
 
     def _answer(self, question: _Question, keys: tuple[bool, ...]) -> None:

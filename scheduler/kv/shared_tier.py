@@ -29,6 +29,7 @@ AGAIN_S = 15.0
 yet, may have written them. It knows within 4 s (docs/use/shared-histories.md)."""
 
 REMOVED_AT_ONCE = 128  # keys of one call
+REMOVED_AGAIN = 1024  # keys that one plan removes again
 
 
 class SharedTier:
@@ -214,8 +215,10 @@ class SharedTier:
         return self._again[0][0] if self._again else inf
 
     def remove_again(self, now: float) -> None:
-        """Removes the keys again whose time has come."""
-        while self._again and self._again[0][0] <= now:
+        """Removes the keys again whose time has come, as many as one plan does."""
+        for _ in range(REMOVED_AGAIN):
+            if self.next_due > now:
+                return
             self._to_remove.setdefault(self._again.popleft()[1], [])
 
     # -- work

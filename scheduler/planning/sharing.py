@@ -4,6 +4,7 @@ the chunks that a request in the queue misses (docs/use/shared-kv.md)."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from math import inf
 
@@ -15,12 +16,15 @@ from ..kv.lower_tiers import LowerTiers
 from ..kv.shared_tier import SharedTier
 from ..turns.turn import Turn
 from ..types import HOST, SHARED, ChunkKey
+from ..work import LARGEST_PIECE, Pieces
 from .eviction import Evictor
 from .queues import RequestQueues
 from .write_behind import LINK_PIECE_S, TierWriter
 
 ANSWER_S = 0.02
 """Seconds that a request which could join waits for the answer to its find."""
+KEYS_A_PLAN = 1024
+"""Keys of answers that one plan takes, and at most LARGEST_PIECE more: less than two ms."""
 MOST_WRITES = 64  # in progress; each keeps a HOST slot
 
 
@@ -56,13 +60,21 @@ class Sharing(TierWriter):
         # by number of the find
         self._to_write: dict[int, list[Chunk]] = {}
         self._to_read: dict[int, tuple[Turn, list[tuple[ChunkKey, int]]]] = {}
-        # turns without an answer, and until when they wait for it once they could join
-        self._waiting: dict[Turn, float] = {}
+        # turns without an answer, and until when they wait for it once they could join; None: for
+        # the rest of their answer
+        self._waiting: dict[Turn, float | None] = {}
+        # answers that are taken in pieces
+        self._read_answers: deque[Pieces] = deque()
+        self._write_answers: deque[Pieces] = deque()
 
     @property
     def writing(self) -> bool:
         """True if chunks are on their way to the store."""
         return bool(self._pending or self._tier.writing)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._read_answers or self._write_answers) or super().busy
 
     @property
     def next_due(self) -> float:
@@ -99,8 +111,11 @@ class Sharing(TierWriter):
         mine = chunk.moving is not None and chunk.moving.tier is self._tier.tier
         return chunk.resident and chunk.slots[SHARED] == NO_SLOT and not mine
 
-    def _answered_write(self, chunks: list[Chunk], there: tuple[bool, ...]) -> None:
-        for chunk, stored in zip(chunks, there or (True,) * len(chunks), strict=True):
+    def _answered_write(self, chunks: list[Chunk], there: tuple[bool, ...]) -> Pieces:
+        answer = zip(chunks, there or (True,) * len(chunks), strict=True)
+        for number, (chunk, stored) in enumerate(answer, 1):
+            if number % LARGEST_PIECE == 0:
+                yield LARGEST_PIECE
             if chunk not in self._pending:
                 continue
             if not stored:
@@ -121,37 +136,53 @@ class Sharing(TierWriter):
 
     def awaits(self, turn: Turn, now: float) -> bool:
         """True if the turn, which could join, waits for the answer to its find."""
-        until = self._waiting.get(turn)
+        if turn not in self._waiting:
+            return False
+        until = self._waiting[turn]
         if until == inf:
             until = self._waiting[turn] = now + ANSWER_S
-        return until is not None and now < until
+        return until is None or now < until
 
     def _answered_read(
         self, turn: Turn, keys: list[tuple[ChunkKey, int]], there: tuple[bool, ...], now: float
-    ) -> None:
+    ) -> Pieces:
+        answer = [*zip(keys, there, strict=bool(there))]
+        for first in range(0, len(answer), LARGEST_PIECE):
+            if not self._is_queued(turn):
+                break  # it has joined, or has left
+            piece = answer[first : first + LARGEST_PIECE]
+            hits = [self._store.learn(key, end, now) for (key, end), stored in piece if stored]
+            self._queues.await_chunks(turn, hits, now)
+            yield len(piece)
         del self._waiting[turn]
+
+    def _is_queued(self, turn: Turn) -> bool:
         waiting = self._queues.waiting
         place = bisect_left(waiting, turn.order, key=lambda other: other.order)
-        if waiting[place : place + 1] != [turn]:
-            return  # it has joined, or has left
-        hits = [
-            self._store.learn(key, end, now)
-            for (key, end), stored in zip(keys, there, strict=bool(there))
-            if stored
-        ]
-        self._queues.await_chunks(turn, hits, now)
+        return waiting[place : place + 1] == [turn]
 
     # -- plans
 
     def take_answers(self, now: float) -> None:
-        """Called before requests are admitted."""
-        answers = self._tier.answers
-        while answers:
-            number, there = answers.popitem()
+        """Called before requests are admitted. Takes KEYS_A_PLAN keys, those that turns wait for
+        first, and a piece of each answer in turn: a short one does not wait for a long one."""
+        for number, there in self._tier.answers.items():
             if number in self._to_write:
-                self._answered_write(self._to_write.pop(number), there)
+                writing = self._answered_write(self._to_write.pop(number), there)
+                self._write_answers.append(writing)
             else:
-                self._answered_read(*self._to_read.pop(number), there, now)
+                turn, keys = self._to_read.pop(number)
+                self._waiting[turn] = None
+                self._read_answers.append(self._answered_read(turn, keys, there, now))
+        self._tier.answers.clear()
+        left = KEYS_A_PLAN
+        for answers in (self._read_answers, self._write_answers):
+            while answers and left > 0:
+                work = answers.popleft()
+                units = next(work, 0)
+                if units:
+                    answers.append(work)
+                    left -= units
 
     def plan(self, evictor: Evictor, now: float) -> None:
         """Does one step's share."""

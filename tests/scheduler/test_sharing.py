@@ -7,8 +7,10 @@ from collections import Counter
 
 import pytest
 
+from pensieve.scheduler.kv import shared_tier
 from pensieve.scheduler.kv.shared_tier import AGAIN_S
 from pensieve.scheduler.plan import Promotion, Spill
+from pensieve.scheduler.planning import sharing
 from pensieve.scheduler.types import Erasure
 
 from .shared_model import SharedDriver, SharedHarness
@@ -16,11 +18,14 @@ from .shared_model import SharedDriver, SharedHarness
 PROMPT = range(18)  # four full chunks and a half one
 
 
-def written(**settings):
-    """A harness whose store has the four chunks of a turn, and no chunk of it anywhere else."""
+def written(prompt=PROMPT, **settings):
+    """A harness whose store has the full chunks of a turn, and no chunk of it anywhere else."""
     harness = SharedHarness(**settings)
-    harness.turn(PROMPT, 1)
-    harness.run_until(lambda: len(harness.device.shared) == 4 and not harness.scheduler.lower.busy)
+    harness.turn(prompt, 1)
+    chunks = len(prompt) // 4
+    harness.run_until(
+        lambda: len(harness.device.shared) == chunks and not harness.scheduler.lower.busy
+    )
     harness.lose(lambda idle: idle)
     return harness
 
@@ -262,6 +267,126 @@ def test_a_stop_writes_what_is_on_the_host_and_not_in_the_store():
     harness.drain()
 
 
+# -- long answers
+
+LONG = range(50)  # twelve full chunks and a half one
+SMALL_PIECES = ((1, 1), (5, 2))  # keys of a plan, and of a piece
+
+
+def taken_by(monkeypatch, keys, piece):
+    monkeypatch.setattr(sharing, "KEYS_A_PLAN", keys)
+    monkeypatch.setattr(sharing, "LARGEST_PIECE", piece)
+
+
+def learned(harness):
+    """The number of `learn` calls of each plan from now on, as a growing list."""
+    counts = []
+    take = harness.scheduler._sharing.take_answers
+    learn = harness.scheduler._store.learn
+
+    def counted_take(now):
+        counts.append(0)
+        take(now)
+
+    def counted_learn(*of):
+        counts[-1] += 1
+        return learn(*of)
+
+    harness.scheduler._sharing.take_answers = counted_take
+    harness.scheduler._store.learn = counted_learn
+    return counts
+
+
+@pytest.mark.parametrize(("keys", "piece"), SMALL_PIECES)
+def test_a_long_answer_is_taken_in_pieces_with_the_same_end(monkeypatch, keys, piece):
+    """As at once: all is read, nothing is written again, and no key is learned twice."""
+    at_once = written(prompt=LONG)
+    assert at_once.turn(LONG, 1)["shared"] == 48
+    taken_by(monkeypatch, keys, piece)
+    harness = written(prompt=LONG)
+    assert harness.device.shared == at_once.device.shared
+    counts = learned(harness)
+    assert harness.turn(LONG, 1)["shared"] == 48
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert sum(counts) == 12 and max(counts) <= keys + piece
+    assert harness.counts["shared spilled"] == 12
+    assert not harness.scheduler._sharing._waiting
+    harness.drain()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_chunks_of_a_long_turn_are_written_once_or_known_to_be_there(monkeypatch, there):
+    taken_by(monkeypatch, 2, 1)
+    harness = written(prompt=LONG) if there else SharedHarness()
+    before = harness.counts["shared spilled"]
+    harness.scheduler._sharing._least = 1000  # the prompt is computed
+    request = harness.submit(LONG, 1)
+    harness.run_until(lambda: harness.state(request) == "running")
+    harness.scheduler._sharing._least = 8
+    harness.run(request)
+    assert harness.scheduler.lower.unfinished
+    harness.run_until(lambda: not harness.scheduler.lower.unfinished)
+    assert harness.counts["shared spilled"] - before == (0 if there else 12)
+    assert len(harness.device.shared) == 12
+    harness.drain()
+
+
+def test_a_request_waits_for_the_rest_of_its_answer_however_long_that_takes(monkeypatch):
+    harness = written(prompt=LONG)
+    taken_by(monkeypatch, 1, 1)
+    began = harness.now
+    request = harness.submit(LONG, 1)
+    while harness.state(request) == "waiting" and not moves(harness, Promotion):
+        harness.tick(0.01)
+    assert harness.now - began > 0.1
+    harness.run()
+    assert harness.counts["shared tokens"] == 48
+    harness.drain()
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one(monkeypatch):
+    harness = written(prompt=LONG)
+    short = range(100, 118)
+    harness.turn(short, 1)
+    harness.run_until(lambda: len(harness.device.shared) == 16 and not harness.scheduler.lower.busy)
+    harness.lose(lambda idle: idle)
+    taken_by(monkeypatch, 2, 1)
+    long_request, short_request = harness.submit(LONG, 1), harness.submit(short, 1)
+    harness.run(short_request)
+    assert harness.state(long_request) == "waiting"
+    harness.run()
+    assert harness.counts["shared tokens"] == 64
+    harness.drain()
+
+
+def test_the_rest_of_an_answer_for_a_request_that_has_left_is_not_taken(monkeypatch):
+    harness = written(prompt=LONG)
+    taken_by(monkeypatch, 2, 1)
+    counts = learned(harness)
+    request = harness.submit(LONG, 1)
+    harness.run_until(lambda: sum(counts) >= 4)
+    harness.abort(request)
+    harness.run_until(lambda: not harness.scheduler.lower.busy)
+    assert sum(counts) < 12 and not harness.scheduler._sharing._waiting
+    assert not [*harness.scheduler._store.resident_chunks()], "only the store has them"
+    assert harness.turn(LONG, 1)["shared"] == 48
+    harness.drain()
+
+
+def test_a_plan_removes_few_keys_again(monkeypatch):
+    monkeypatch.setattr(shared_tier, "REMOVED_AGAIN", 5)
+    tier = SharedHarness().scheduler._store.shared
+    keys = [bytes([number]) * 32 for number in range(12)]
+    tier._again.extend((0.0, key) for key in keys)
+    removed = []
+    for _ in range(3):
+        tier.remove_again(1.0)
+        batches = [batch.keys for batch in tier.hand_over(1).removals]
+        assert [len(batch) <= 5 for batch in batches] == [True]
+        removed += batches[0]
+    assert removed == keys and not tier._again
+
+
 RUNS = [
     {
         "seed": seed,
@@ -279,7 +404,9 @@ totals = Counter()
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run["seed"]))
-def test_random_operations(run):
+def test_random_operations(run, monkeypatch):
+    if run["seed"] % 2:
+        taken_by(monkeypatch, 3, 2)
     SharedDriver(**run).play(1000, totals)
 
 

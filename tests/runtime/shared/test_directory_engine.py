@@ -79,7 +79,12 @@ def test_abandoned_files_go_after_a_while(engine: DirectoryEngine, tmp_path: Pat
     assert [file.name for file in files(tmp_path)] == ["young.a"]
 
 
-def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [1, 3, 1024])
+def test_the_records_used_longest_ago_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """However many are sorted at once."""
+    monkeypatch.setattr(directory, "SORTED_AT_ONCE", most)
     first = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
     second = DirectoryEngine(DirectoryOptions(tmp_path, 8 * SIZE))  # of another server
     second.close()  # its thread scans no more
@@ -97,6 +102,17 @@ def test_the_records_used_longest_ago_go_first(tmp_path: Path) -> None:
         assert there == [True] + [False] * 9 + [True] * 6
     finally:
         first.close()
+
+
+def test_one_call_flushes_each_folder_once(
+    engine: DirectoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = list[Path]()
+    monkeypatch.setattr(directory, "_flush", flushed.append)
+    keys = [f"a/0/{name:064x}" for name in (1, 2, 1 << 248, 2 + (1 << 248))]
+    engine.put(keys, [record(engine, number) for number in range(4)])
+    assert engine.remove(keys) == [StoreOutcome.DONE] * 4
+    assert [folder.name for folder in flushed] == ["00", "01"]
 
 
 def test_a_trial_reads_from_the_file_system_and_not_from_memory(

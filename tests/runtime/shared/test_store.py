@@ -16,10 +16,21 @@ from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import SharedEngine
 from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, TRIAL_AGAIN_S, SharedStore
 from pensieve.runtime.shared.trial import ROUNDS
-from pensieve.scheduler.plan import TierReport, TierWork
+from pensieve.scheduler.plan import KeyBatch, TierReport, TierWork
+from pensieve.scheduler.types import Tier
 
 from .doubles import FaultyEngine, VirtualCalls
-from .store_tests import SLOTS, StoreTests, finds, host_pool, reads, removals, settings, writes
+from .store_tests import (
+    SLOTS,
+    StoreTests,
+    chunk_key,
+    finds,
+    host_pool,
+    reads,
+    removals,
+    settings,
+    writes,
+)
 
 PAST = DEADLINE_S + 0.1  # seconds; the predicted time of a few small records is about nothing
 
@@ -196,6 +207,41 @@ def test_questions_that_wait_for_others_are_not_late(bench: Bench) -> None:
     assert sum((report.looked_up for report in reports), ()) == ((7, (False,)),) * 100
     assert sum((report.removed for report in reports), ()) == ((8, (True,)),) * 100
     assert not bench.off
+
+
+def removal(number: int, *keys: int) -> TierWork:
+    batch = KeyBatch(number, tuple(map(chunk_key, keys)))
+    return TierWork(Tier.SHARED, removals=(batch,))
+
+
+def test_removals_that_wait_go_in_one_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own answer. Finds go one by one."""
+    monkeypatch.setattr(store, "REMOVALS_AT_ONCE", 3)
+    bench.begin(writes(1, 2, 3, 4, 5))
+    sizes = list[int]()
+    bench.engine.spends = sizes.append
+    bench.engine.calls.clear()
+    for number, keys in enumerate([(1,), (2, 3), (6, 4), (5,), (7,)]):
+        bench.store.begin(removal(number, *keys))
+    bench.store.begin(finds(1))
+    bench.store.begin(finds(2))
+    bench.calls.settle()
+    report = bench.store.take()
+    yes = (True,)
+    assert report.removed == ((0, yes), (1, yes * 2), (2, yes * 2), (3, yes), (4, yes))
+    assert bench.engine.calls == ["remove", "remove", "exists", "exists"]
+    assert sizes == [5, 2, 1, 1]
+    assert not bench.engine.records and not bench.store.busy
+    assert bench.store.counters.removed == 7
+
+
+def test_removals_that_fail_together_fail_each(bench: Bench) -> None:
+    bench.engine.fails = True
+    bench.store.begin(removal(1, 1, 2))
+    bench.store.begin(removal(2, 3))
+    bench.calls.settle()
+    assert bench.store.take().removed == ((1, (False, False)), (2, (False,)))
+    assert bench.store.counters.errors == 1
 
 
 @pytest.mark.parametrize("ask", [finds, removals])
