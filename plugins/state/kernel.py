@@ -40,8 +40,10 @@ class DeltaTile:
     stages: int = 1
 
 
-TAIL_TILE = DeltaTile(32, 4)
+TAIL_TILE = DeltaTile(64, 2)
 SCAN_TILE = DeltaTile(64, 4, 2)
+SMALL_SCAN_TILE = DeltaTile(32, 4)  # for GPUs with less shared memory than SCAN_MEMORY
+SCAN_MEMORY = 132 * 1024  # bytes of a program, for heads of 128
 EXACT_SCAN_TILE = DeltaTile(16, 4)  # of float32, whose tiles take twice the memory
 PREPARE_WARPS = 4
 
@@ -198,7 +200,7 @@ def gated_delta(
             **sizes,
             **norms,
         )
-        scan = EXACT_SCAN_TILE if exact else SCAN_TILE
+        scan = _scan_tile(v.device, exact)
         columns = min(width, scan.columns)
         _scan[most, heads, triton.cdiv(value_dim, columns)](
             q,
@@ -244,6 +246,16 @@ def gated_delta(
         **norms,
     )
     return out
+
+
+def _scan_tile(device: torch.device, exact: bool) -> DeltaTile:
+    if exact:
+        return EXACT_SCAN_TILE
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if properties.shared_memory_per_block_optin < SCAN_MEMORY:
+            return SMALL_SCAN_TILE
+    return SCAN_TILE
 
 
 @triton.jit

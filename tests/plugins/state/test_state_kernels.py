@@ -120,7 +120,9 @@ def test_inputs_in_parts_of_wider_rows(dtype):
         )
     )
     one, other = (KernelRun(x, spans, new_pool(dtype, SHAPE, DEVICE)) for x in (dense, parts))
-    assert torch.equal(one.conv, other.conv) and torch.equal(one.delta, other.delta)
+    within = 1e-6 if dtype == torch.float32 else 1e-2  # compiled for other strides
+    assert error(other.conv, one.conv.double()) <= within
+    assert error(other.delta, one.delta.double()) <= within
 
 
 def one_after_the_other(tokens: Tokens, spans, dtype) -> tuple[list, StatePool]:
