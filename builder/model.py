@@ -142,12 +142,11 @@ class Projection(nn.Linear):
 
 
 class RowParallelProjection(Projection):
-    """A projection whose input is divided among the ranks: their partial results are added, here
-    if `summed`, else by the caller."""
+    """A projection whose input is divided among the ranks: their partial results are added."""
 
-    def __init__(self, shard: Shard, inputs: int, bias: bool, summed: bool = True):
+    def __init__(self, shard: Shard, inputs: int, bias: bool):
         super().__init__(inputs, shard.config.hidden_size, bias)
-        self.ranks = shard.ranks if summed else 1
+        self.ranks = shard.ranks
 
     def forward(self, x: Tensor) -> Tensor:
         return summed(super().forward(x), self.ranks)
@@ -244,9 +243,8 @@ class GatedDelta(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shard: Shard, size: int, summed: bool = True):
-        """size: the rank's part of the width. summed: the result is the sum of the ranks' results;
-        else it is the rank's own."""
+    def __init__(self, shard: Shard, size: int):
+        """size: the width on a rank."""
         super().__init__()
         config = shard.config
         self.gated = config.gated
@@ -254,7 +252,7 @@ class MLP(nn.Module):
         self.silu_gated = config.silu_gated
         width = 2 * size if config.gated else size  # gate, then up
         self.up = Projection(config.hidden_size, width, bias=config.mlp_bias)
-        self.down = RowParallelProjection(shard, size, config.mlp_bias, summed)
+        self.down = RowParallelProjection(shard, size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -286,9 +284,10 @@ class SparseMLP(nn.Module):
         self.down = nn.Linear(
             shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias
         )
-        self.shared: MLP | None = None
+        self.shared = None
         if config.shared_expert_size:
-            self.shared = MLP(shard, shard.shared_expert_size, summed=False)
+            # of one rank: the ranks' results are added with those of the experts
+            self.shared = MLP(Shard(config), shard.shared_expert_size)
             self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -301,8 +300,8 @@ class SparseMLP(nn.Module):
         y = torch.ops.pensieve.experts(
             x, chosen, shares, up.weight, down.weight, up.bias, down.bias, *self.gate
         )
-        if self.shared is not None:
-            y = y + self.shared_gate(x).sigmoid() * self.shared(x)
+        if self.shared:
+            y += self.shared_gate(x).sigmoid() * self.shared(x)
         return summed(y, self.ranks)
 
 

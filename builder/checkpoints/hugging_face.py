@@ -194,7 +194,8 @@ def _layer_sources(shard: Shard, layer: int, target: str, name: str, names: Laye
 
 
 def _shared_expert_sources(shard: Shard, target: str, name: str) -> Sources:
-    hidden, size = whole(shard.config.hidden_size), shard.shared_expert_size
+    hidden = whole(shard.config.hidden_size)
+    size = shard.shared_expert_size
     width = SourcePart(shard.config.shared_expert_size, shard.rank * size, size)
     up = {f"{name}.shared_expert.{part}_proj": width for part in ("gate", "up")}
     down = {f"{name}.shared_expert.down_proj": hidden}
@@ -231,7 +232,8 @@ def _attention_sources(shard: Shard, target: str, name: str, names: LayerNames) 
 
 def _delta_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
     """With names as `delta_parts` gives them."""
-    linear, own = shard.config.linear, shard.linear
+    linear = shard.config.linear
+    own = shard.linear
     assert linear is not None and own is not None  # the layer is linear
     stem = f"{name}.linear_attn"
     hidden = whole(shard.config.hidden_size)
