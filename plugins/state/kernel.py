@@ -16,11 +16,13 @@ and accumulated in float32; S is float32 between pieces.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from .reference import NORM_EPS
 from .work_list import PIECE, StateWork, most_pieces, most_tiles
@@ -248,12 +250,13 @@ def gated_delta(
     return out
 
 
+@cache
 def _scan_tile(device: torch.device, exact: bool) -> DeltaTile:
     if exact:
         return EXACT_SCAN_TILE
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        if properties.shared_memory_per_block_optin < SCAN_MEMORY:
+        properties = driver.active.utils.get_device_properties(device.index)
+        if properties["max_shared_mem"] < SCAN_MEMORY:
             return SMALL_SCAN_TILE
     return SCAN_TILE
 
