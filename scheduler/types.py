@@ -93,8 +93,8 @@ QueuePlace = tuple[int, int]
 
 
 class StoredRecord(NamedTuple):
-    """A record that an earlier process left in a slot of a lower tier: the keyed chunk, or the
-    piece of the state, that ends at position `end`, last active `age_s` seconds ago."""
+    """A record that an earlier process left in a lower tier: of a keyed chunk, or a piece of a
+    state, that ends at position `end`, used `age_s` seconds ago."""
 
     slot: int
     key: ChunkKey

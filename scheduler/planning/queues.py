@@ -183,8 +183,8 @@ class RequestQueues:
         self.enqueue(turn)
 
     def _keep_tail(self, row: RunningTurn) -> Chunk | None:
-        """The partly filled chunk that the row would append to when it resumes. With states the
-        last one: the exact state is of use with it only."""
+        """The partly filled chunk that the row would append to when it resumes; with states the
+        last one, which the exact state needs."""
         if not self._config.reuse:
             return None
         size = self._config.chunk_tokens

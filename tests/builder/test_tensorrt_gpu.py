@@ -104,7 +104,7 @@ class Dumped:
                 memory |= {f"items{kind}": work.items[kind], f"arrivals{kind}": work.arrivals[kind]}
             inputs = {"x": x} | {name: getattr(given, name) for name in BATCH_INPUTS}
             if config.rotary:
-                inputs["rotary"] = layer_given.rotary
+                inputs["rotary"] = layer_given.rotary[0]
             for name, tensor in (inputs | memory | {"pool": pool}).items():
                 write(folder / f"{name}.bin", tensor)
             for layer in range(config.layers):

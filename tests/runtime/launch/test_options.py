@@ -20,7 +20,6 @@ from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.options import ALIASES, ELSEWHERE, parse_options, parser
 from pensieve.runtime.launch.settings import ServeSettings, in_flags
 from pensieve.runtime.launch.sizing import (
-    CHECKPOINT_SLOTS,
     check_disk_holds,
     check_overflow,
     disk_settings,
@@ -28,6 +27,7 @@ from pensieve.runtime.launch.sizing import (
     with_disk_speed,
 )
 from pensieve.runtime.offline.settings import read_settings
+from pensieve.scheduler.config import SPARE_STATES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
@@ -327,6 +327,7 @@ DECODER = SimpleNamespace(
     mlp_size=14336,
     experts=0,
     mlp_bias=False,
+    shared_expert_size=0,
     norm_results=False,
     vocab_size=128256,
 )
@@ -371,7 +372,7 @@ def test_the_states_of_all_seats_are_taken_from_a_gpus_kv():
     config = scheduler_config(args, engine, H200)
     chunk = LLAMA_8B.chunk_bytes(32)
     assert config.states.chunks == -(-shape.nbytes // chunk)
-    assert config.states.slots == 64 + CHECKPOINT_SLOTS
+    assert config.states.slots == 64 + SPARE_STATES
     states = config.states.slots * config.states.chunks
     assert config.gpu_kv_chunks == gpu_chunks(*flags) - states
 
