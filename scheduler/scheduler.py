@@ -51,7 +51,6 @@ from .planning.sharing import Sharing
 from .planning.state_lookup import StateLookup
 from .planning.write_behind import WriteBehind
 from .turns.conversations import Conversations
-from .turns.session_waits import SessionWaits
 from .turns.turn import RunningTurn, Turn
 from .types import (
     Applied,
@@ -120,7 +119,6 @@ class Scheduler:
             self._sharing = Sharing(config, cost, self._store, self._store.shared, self._queues)
             self._sharing.other, self._write_behind.other = self._write_behind, self._sharing
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
-        self._waits = SessionWaits(self.conversations, config.chunk_tokens)
         self.draft_timing = DraftTiming(cost)
         self._batcher = Batcher(config, cost, self.draft_timing, self._store, self._queues, windows)
         self._admission = Admission(
@@ -146,7 +144,6 @@ class Scheduler:
             self._lookup,
             self._queues,
             self._order,
-            self._waits,
             self.work,
             self._sharing,
         )
@@ -616,7 +613,6 @@ class Scheduler:
     def _close(self, turn: Turn) -> None:
         """Forgets a turn that has ended or left."""
         del self._turns[turn.request.id]
-        self._waits.turn_ended(turn)
         if self._states is not None:
             self._states.forget(turn)
         if turn.request.sampling.grammar is not None:

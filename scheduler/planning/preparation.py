@@ -12,7 +12,6 @@ from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations
 from ..turns.prompt_keys import PromptKeys
-from ..turns.session_waits import SessionWaits
 from ..turns.turn import Turn
 from ..types import ChunkKey, Request
 from ..work import LARGEST_PIECE, LOOKED_AT, Pieces, WorkBudget, all_at_once
@@ -35,7 +34,6 @@ class Preparation:
         lookup: CacheLookup,
         queues: RequestQueues,
         order: QueueOrder,
-        waits: SessionWaits,
         budget: WorkBudget,
         sharing: Sharing | None = None,
     ):
@@ -47,7 +45,6 @@ class Preparation:
         self._lookup = lookup
         self._queues = queues
         self._order = order
-        self._waits = waits
         self._budget = budget
         self._sharing = sharing
         self._prompts: OrderedDict[PromptKeys, OrderedDict[Turn, Pieces]] = OrderedDict()
@@ -130,9 +127,7 @@ class Preparation:
         there = 0
         missing: list[tuple[ChunkKey, int]] = []
         for first in range(0, len(keys), LARGEST_PIECE):
-            piece = keys[first : first + LARGEST_PIECE]
-            turn.waited = self._waits.behind(piece, turn.waited)
-            chunks = [find(key) for key in piece]
+            chunks = [find(key) for key in keys[first : first + LARGEST_PIECE]]
             there += sum(chunk is not None and chunk.resident for chunk in chunks)
             if self._sharing is not None:
                 missing += self._missing(turn, keys, first, chunks)
@@ -142,8 +137,6 @@ class Preparation:
                 + (queues.await_chunks(turn, chunks, stamp) if waits else 0)
             )
         conversation = self._conversations.of(turn.request)
-        if conversation is not None:
-            turn.waited = conversation.waited
         if waits and conversation is not None and conversation.tail is not None:
             queues.await_chunks(turn, [conversation.tail], stamp)
         if waits and self._lookup.states is not None:

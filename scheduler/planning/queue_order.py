@@ -6,10 +6,6 @@ cached joins before one that must be recomputed. If it waited behind that turn, 
 would evict its own, and it would need recomputing itself: once the conversations exceed the tiers,
 arrival order ends with everything recomputed.
 
-The wait includes the seconds that earlier turns of the turn's session waited (`SessionWaits`). In a
-long queue a cached turn then joins at once, before its chunks are evicted. The bound does not
-depend on these seconds.
-
 The ratio alone starves long prompts: cached turns pass them as long as such turns arrive. So each
 request has an allowance. Let B be the predicted work of the requests that wait before request r
 when r arrives, and w(r) its own:
@@ -88,9 +84,7 @@ class QueueOrder:
         if not self._overtaking or len(self._waiting) < 2:
             return list(self._waiting)
         # without calls and by single numbers, because a step sorts hundreds of turns
-        by_ratio = sorted(
-            self._waiting, key=lambda turn: (turn.arrived - turn.waited - now) / turn.work
-        )
+        by_ratio = sorted(self._waiting, key=lambda turn: (turn.arrived - now) / turn.work)
         return sorted(by_ratio, key=lambda turn: 2 * turn.order[0] + (turn.usage is None))
 
     def candidates(self, rows: Sequence[RunningTurn], now: float) -> Iterator[Turn]:

@@ -66,7 +66,6 @@ class Conversation:
     over_quota
               it is over its owner's quota
     unsettled work that changes its claims and is not done yet, a count
-    waited    seconds, see `SessionWaits`
 
     Claims of many chunks change in pieces: those of the first `walked` chunks are `counted`, those
     of the others are still `before`.
@@ -90,7 +89,6 @@ class Conversation:
         "tokens",
         "ttl",
         "unsettled",
-        "waited",
         "walked",
     )
 
@@ -110,7 +108,6 @@ class Conversation:
         self.over_quota = False
         self.before = self.counted = Claims(0)
         self.walked = self.unsettled = 0
-        self.waited = 0.0
 
     def common(self, tokens: Tokens) -> int:
         """How many leading tokens are those of the log."""
@@ -259,7 +256,6 @@ class Conversations:
             conversation.pinned,
             conversation.pinned_until,
         )
-        new.waited = conversation.waited
         self._drop_tail(conversation)
         self._leaving[conversation] = None
         self._claim_work.begin(self._leave(conversation))
@@ -296,7 +292,6 @@ class Conversations:
         )
         fork = self._by_id[new_id] = Conversation(source.owner, source.salt, self._ttl, now)
         fork.chunks = source.chunks
-        fork.waited = source.waited
         self._take_log(new_id, fork, source.salt, log, now)
         self._change_claims(fork)
 

@@ -23,7 +23,6 @@ class Turn:
                   choices
     order         its permanent place in the queue
     arrived       time of its arrival, seconds
-    waited        seconds that its session's earlier turns waited (see `SessionWaits`)
     work          predicted seconds that computing the part of its prompt in no tier adds to a step
     reply_work    predicted seconds that its reply adds to all steps together
     allowance     predicted seconds of later arrivals' work that may still join before it (see
@@ -69,7 +68,6 @@ class Turn:
         "tail",
         "tokens",
         "usage",
-        "waited",
         "waiting_for",
         "wanted",
         "work",
@@ -79,7 +77,7 @@ class Turn:
         self.request = request
         self.order: QueuePlace = (request.priority, arrival)
         self.arrived = now
-        self.waited = self.work = self.reply_work = self.allowance = 0.0
+        self.work = self.reply_work = self.allowance = 0.0
         self.queued: float | None = None
         self.tokens = TurnTokens(request.prompt)
         self.context_start = 0
