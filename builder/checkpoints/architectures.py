@@ -341,6 +341,8 @@ def _hybrid_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfi
         value_dim=_size(config, "linear_value_head_dim"),
         conv_width=_size(config, "linear_conv_kernel_dim"),
     )
+    if linear.conv_width < 2:
+        raise refusal("config.json: linear_conv_kernel_dim must be at least 2")
     if linear.value_heads % linear.key_heads:
         raise refusal(
             f"config.json: linear_num_value_heads {linear.value_heads} is no multiple of "

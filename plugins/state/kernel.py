@@ -102,9 +102,9 @@ def _conv(x, weight, columns, out, segments, state_in, state_out, tiles, counts,
     if tile >= tl.load(counts):
         return
     segment = tl.load(tiles + 2 * tile)
-    first = tl.load(tiles + 2 * tile + 1)
+    first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
     start = tl.load(segments + segment * 5).to(tl.int64)
-    length = tl.load(segments + segment * 5 + 1)
+    length = tl.load(segments + segment * 5 + 1).to(tl.int64)
     before = tl.load(state_in + segment).to(tl.int64)
     behind = tl.load(state_out + segment).to(tl.int64)
     channel = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)

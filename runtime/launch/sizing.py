@@ -68,7 +68,10 @@ def scheduler_config(
         and settings.gpu_kv_chunks is None
         and settings.gpu_kv_bytes is None
     ):
-        gpu_chunks = (free_gpu_bytes(settings, engine, device) - for_states) // record
+        free = free_gpu_bytes(settings, engine, device)
+        if for_states and free - for_states < record:
+            raise states_do_not_fit(settings, for_states, free)
+        gpu_chunks = (free - for_states) // record
     else:
         gpu_chunks = kv_chunks(settings, Tier.GPU, DEFAULT_GPU_KV, record)
     if gpu_chunks < 1:
@@ -85,12 +88,10 @@ def scheduler_config(
         (Tier.GPU, gpu_chunks, record),
         (Tier.HOST, host_chunks, host_record),
     ):
-        check_pool_fits(
-            pool_setting(settings, tier),
-            chunks,
-            chunks * size,
-            device.memory(tier).free - for_states,
-        )
+        # on a CPU both tiers are in the memory where the states are
+        taken = for_states if tier is Tier.GPU or settings.device == "cpu" else 0
+        free = device.memory(tier).free - taken
+        check_pool_fits(pool_setting(settings, tier), chunks, chunks * size, free)
     check_disk_has_host(settings, host_chunks, disk_chunks)
     if states is not None:
         warn_of_few_states(settings, host_chunks, states)
@@ -167,12 +168,16 @@ def state_config(
     size = states.slots * states.chunks * record
     free = device.memory(Tier.GPU).free
     if size > free:
-        raise SettingError(
-            "--max-num-seqs",
-            f"the states of {settings.max_num_seqs} requests take "
-            f"{size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free",
-        )
+        raise states_do_not_fit(settings, size, free)
     return states
+
+
+def states_do_not_fit(settings: ServeSettings, size: int, free: int) -> SettingError:
+    return SettingError(
+        "--max-num-seqs",
+        f"the states of {settings.max_num_seqs} requests take "
+        f"{size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free for them and KV",
+    )
 
 
 def warn_of_few_states(settings: ServeSettings, host_chunks: int, states: StateConfig) -> None:

@@ -30,7 +30,7 @@ from ..disk.segments import aligned_buffer
 from .calls import Calls, CallThreads
 from .config import SharedConfig
 from .engine import Parts, SharedEngine, StoreOutcome
-from .trial import READERS, try_store
+from .trial import READERS, WRITERS, try_store
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ FIRST_KEYS = 5e3  # keys/s of a thread, before any question
 WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
 REMOVALS_AT_ONCE = 128
 """Removals that one call does if they wait for it: a directory flushes a folder once for all."""
-LANES = {"read": READERS, "write": 2, "find": 2, "remove": 1}  # threads
+LANES = {"read": READERS, "write": WRITERS, "find": 2, "remove": 1}  # threads
 COMPLAINT_S = 60.0
 CLOSE_S = 2.0  # seconds that the end waits for calls in progress
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,11 @@ from ..disk.segments import aligned_buffer
 from .engine import Parts, SharedEngine, StoreOutcome
 
 READERS = 4  # calls at once, as many as `SharedStore` makes
+WRITERS = 2
 TRIED_BYTES = 16 * 2**20  # of a call
 ROUNDS = 2  # the better one counts: the first may open connections
 
 Call = Callable[[Sequence[str], Sequence[Parts]], list[StoreOutcome]]
-Together = Callable[[Call, Sequence[str], np.ndarray], list[StoreOutcome]]
 
 
 class StoreTrial(NamedTuple):
@@ -37,28 +36,6 @@ def try_store(engine: SharedEngine, record_bytes: int) -> StoreTrial:
     engine.register(memory)
     source, target = memory.reshape(2, count, record_bytes)
     source[:] = np.random.default_rng().integers(0, 256, (1, record_bytes), np.uint8)
-    with ThreadPoolExecutor(READERS - 1) as pool:
-        return _rounds(engine, source, target, partial(_together, pool))
-
-
-def _together(
-    pool: ThreadPoolExecutor, call: Call, keys: Sequence[str], records: np.ndarray
-) -> list[StoreOutcome]:
-    """The outcomes of `call`, made by this thread and the pool's, each with its part of the
-    records."""
-    parts = [
-        (keys[number::READERS], [[record] for record in records[number::READERS]])
-        for number in range(READERS)
-    ]
-    others = [pool.submit(call, *part) for part in parts[1:]]
-    own = call(*parts[0])
-    return [outcome for some in (own, *(each.result() for each in others)) for outcome in some]
-
-
-def _rounds(
-    engine: SharedEngine, source: np.ndarray, target: np.ndarray, together: Together
-) -> StoreTrial:
-    count = len(source)
     writes = []
     reads = []
     for _ in range(ROUNDS):
@@ -66,11 +43,11 @@ def _rounds(
         keys = [f"pensieve/trial/{uuid.uuid4().hex}" for _ in range(count)]
         try:
             began = time.perf_counter()
-            put = together(engine.put, keys, source)
+            put = _together(WRITERS, engine.put, keys, source)
             written = time.perf_counter()
             engine.drop_cached(keys)
             dropped = time.perf_counter()
-            got = together(engine.get, keys, target)
+            got = _together(READERS, engine.get, keys, target)
             ended = time.perf_counter()
         finally:
             removed = engine.remove(keys)
@@ -84,3 +61,32 @@ def _rounds(
         writes.append(source.nbytes / max(1e-6, written - began))
         reads.append(source.nbytes / max(1e-6, ended - dropped))
     return StoreTrial(max(reads), max(writes))
+
+
+def _together(
+    threads: int, call: Call, keys: Sequence[str], records: np.ndarray
+) -> list[StoreOutcome]:
+    """The outcomes of `call`, made by so many threads at once, each with its part of the records.
+    They are daemons, and this one is the first: a call that hangs does not keep the process from
+    ending."""
+    outcomes: list[StoreOutcome] = []
+    errors: list[BaseException] = []
+
+    def run(first: int) -> None:
+        try:
+            parts = [[record] for record in records[first::threads]]
+            outcomes.extend(call(keys[first::threads], parts))
+        except BaseException as error:
+            errors.append(error)
+
+    others = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(1, threads)
+    ]
+    for other in others:
+        other.start()
+    run(0)
+    for other in others:
+        other.join()
+    if errors:
+        raise errors[0]
+    return outcomes

@@ -486,6 +486,7 @@ def test_a_kv_pool_has_only_the_layers_with_attention(served):
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads 24 is no multiple"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16': only float32"),
         ({"partial_rotary_factor": 1.5, "rope_parameters": {}}, "partial_rotary_factor 1.5"),
         ({"model_type": "qwen3"}, "model_type 'qwen3' contradicts"),

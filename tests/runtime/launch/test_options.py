@@ -377,6 +377,28 @@ def test_the_states_of_all_seats_are_taken_from_a_gpus_kv():
     assert config.gpu_kv_chunks == gpu_chunks(*flags) - states
 
 
+def test_states_that_take_a_gpus_kv_are_refused_as_too_many_requests():
+    shape = StateShape(24, 32, 128, 128, 3, 8192, torch.bfloat16)
+    engine = SimpleNamespace(**vars(LLAMA_8B) | {"state_shape": shape})
+    flags = ("--device", "cuda", "--max-model-len", "8192", "--max-num-seqs", "1024")
+    gpu = SimpleNamespace(memory=lambda tier: Memory(free=52 * GIB, total=60 * GIB))
+    with pytest.raises(SettingError, match=r"^--max-num-seqs: the states of 1024 requests take"):
+        scheduler_config(parse_options(["--engine", "some", *flags]), engine, gpu)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_states_take_host_memory_on_a_cpu_only(device):
+    shape = StateShape(24, 32, 128, 128, 3, 8192, torch.bfloat16)
+    engine = SimpleNamespace(**vars(LLAMA_8B) | {"state_shape": shape})
+    flags = ("--gpu-kv-chunks", "100", "--host-kv-bytes", "119GiB", "--max-num-seqs", "64")
+    args = parse_options(["--engine", "some", "--device", device, *flags])
+    if device == "cpu":
+        with pytest.raises(SettingError, match=r"^--host-kv-bytes"):
+            scheduler_config(args, engine, H200)
+    else:
+        assert scheduler_config(args, engine, H200).host_kv_chunks > 0
+
+
 def test_by_default_a_gpus_host_pool_grows_into_the_machines_memory():
     """0.7 of 140 GiB less the 20 in use, and 16 times the GPU's pool at most."""
 

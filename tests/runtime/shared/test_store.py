@@ -3,6 +3,8 @@ breaker."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ from .store_tests import (
     writes,
 )
 
+ROOT = Path(__file__).parents[3]
 PAST = DEADLINE_S + 0.1  # seconds; the predicted time of a few small records is about nothing
 
 
@@ -415,6 +418,28 @@ def test_the_engine_is_not_closed_under_a_call(
     bench.let_go()
     assert bench.store.close()
     assert bench.engine.calls[-1] == "close"
+
+
+HANGING_TRIAL = """
+import threading
+from pensieve.runtime.shared.calls import CallThreads
+from pensieve.runtime.shared.trial import WRITERS, try_store
+from tests.runtime.shared.doubles import FaultyEngine
+
+engine = FaultyEngine()
+entered = threading.Barrier(WRITERS + 1)
+engine.spends = lambda keys: entered.wait(60)
+engine.gate.clear()
+calls = CallThreads({"find": 1})
+calls.submit("find", lambda: try_store(engine, 4096))
+entered.wait(60)
+calls.close()
+"""
+
+
+def test_a_trial_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING_TRIAL], timeout=50, cwd=ROOT)
+    assert ended.returncode == 0
 
 
 def test_registration_that_hangs_does_not_hold_up_the_loop(bench: Bench) -> None:
