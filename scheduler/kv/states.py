@@ -80,13 +80,12 @@ class KeptStates:
         self._unwanted = waiting
 
     def delete(self, key: ChunkKey) -> Sequence[Chunk]:
-        """The chunk of this key is deleted. Returns the pieces of the state there, which the caller
-        drops as far as no row is to swap them in."""
+        """The chunk of this key is deleted. Returns the pieces of the states there, forgotten ones
+        too, which the caller drops as far as no row is to swap them in."""
         state = self.by_key.get(key)
-        if state is None:
-            return ()
-        self.forget(state)
-        return state.pieces
+        if state is not None:
+            self.forget(state)
+        return [piece for state in self._unwanted if state.key == key for piece in state.pieces]
 
     def adopt(self, state: State, pieces: list[Chunk]) -> None:
         """An earlier process left the state, which has a key, in a lower tier."""

@@ -130,6 +130,8 @@ class Evictor:
             1, self._store.policy.value(chunk, self._now), drops
         ):
             return False
+        if not chunk.resident:
+            return False  # it has gone with another piece of its state
         if not host.next_is_quiet(self._store.completed):
             return None
         self._store.promote(chunk, host.take())
@@ -202,7 +204,9 @@ class Evictor:
     def spill(self, chunk: Chunk, lower: LowerTier) -> None:
         """Begins to write the chunk's HOST copy to the tier, unless that holds only chunks of
         higher value."""
-        if self._makes_room(lower, self._store.policy.value(chunk, self._now)):
+        value = self._store.policy.value(chunk, self._now)
+        # a piece may have gone with another one of its state, to make the room
+        if self._makes_room(lower, value) and chunk.slots[HOST] != NO_SLOT:
             self._store.spill(chunk, lower)
 
     def spill_ahead(self, lower: LowerTier, spare: int, most: int) -> bool:
@@ -228,7 +232,12 @@ class Evictor:
             victim = victims[0]
             if store.host.last[Lane.OUT][victim.slots[HOST]] > store.completed.swap_out:
                 return False
-            if victim.key is not None and self._makes_room(lower, host_only.value, for_host=True):
+            room = victim.key is not None and self._makes_room(
+                lower, host_only.value, for_host=True
+            )
+            if victim.slots[HOST] == NO_SLOT:
+                pass  # it has gone with another piece of its state, to make the room
+            elif room:
                 store.spill(victim, lower)
             else:
                 self._drop_from_host(victims, host_only.value)

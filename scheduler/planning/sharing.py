@@ -159,7 +159,7 @@ class Sharing(TierWriter):
     def _is_queued(self, turn: Turn) -> bool:
         waiting = self._queues.waiting
         place = bisect_left(waiting, turn.order, key=lambda other: other.order)
-        return waiting[place : place + 1] == [turn]
+        return waiting[place : place + 1] == [turn] and not turn.resumes
 
     # -- plans
 

@@ -176,8 +176,9 @@ class StateLookup:
 
     def likely(self, turn: Turn, conversation: Conversation | None) -> Sequence[Chunk]:
         """The pieces of the state from which the turn's last span will most likely begin."""
-        if conversation is not None and conversation.state is not None:
-            return conversation.state.pieces
+        private = None if conversation is None else conversation.state
+        if private is not None and private.pieces:
+            return private.pieces
         by_key = self._kept.by_key
         every = self._config.multiple // self._size
         keys = turn.keys[every - 1 :: every] if by_key else []

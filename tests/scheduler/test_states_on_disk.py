@@ -11,8 +11,11 @@ from random import Random
 import pytest
 
 from pensieve.scheduler.kv import adoption
+from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.piece_keys import KEY_BYTES, piece_key, split_key
 from pensieve.scheduler.kv.states import KeptStates
+from pensieve.scheduler.planning.eviction import Evictor
+from pensieve.scheduler.planning.plan_copies import StepCopies
 from pensieve.scheduler.planning.state_lookup import _outside, _without
 from pensieve.scheduler.types import DISK, GPU, HOST, ChunkKey, Erasure, StoredRecord, Tier
 
@@ -339,3 +342,74 @@ def test_ranges_are_those_of_their_tokens():
         )
         chosen = [end for first, last in _outside(ends, runs, size) for end in ends[first:last]]
         assert chosen == [end for end, is_in in zip(ends, inside, strict=True) if not is_in]
+
+
+def parted():
+    """A server, its evictor, and a state with one piece on DISK alone, the other on HOST alone."""
+    served = Disk()
+    served.turn(PROMPT, 4)
+    served.settle()
+    store = served.scheduler._store
+    state = max(served.scheduler._states.kept.by_key.values(), key=lambda state: state.end)
+    read, copied = state.pieces
+    store.release_host(read)
+    store.release_record(copied, store.lower[0])
+    served.tick()
+    served.tick()
+    evictor = Evictor(store, StepCopies(999, store.gpu, store.host), served.now + 6)
+    return served, evictor, read, copied
+
+
+def make_others_dearer(served, victim, kept):
+    store = served.scheduler._store
+    for chunk in store.resident_chunks():
+        if chunk is not victim:
+            store.touch(chunk, served.now + 5, None)
+    store.touch(kept, served.now, (0, 1))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_piece_that_goes_with_its_sibling_is_not_written(ahead):
+    served, evictor, read, copied = parted()
+    store = served.scheduler._store
+    make_others_dearer(served, read, copied)
+    lower = store.lower[0]
+    while lower.room:
+        lower.take()
+    if ahead:
+        for chunk in store.resident_chunks():
+            if chunk not in (read, copied) and not chunk.users and chunk.slots[HOST] != NO_SLOT:
+                store.release_host(chunk)
+        evictor.spill_ahead(lower, store.host.free + 1, 1)
+    else:
+        evictor.spill(copied, lower)
+    assert all(spill.host != NO_SLOT for spill in lower._spills)
+    assert not ahead or not copied.resident or copied.moving is None
+
+
+def test_a_piece_that_goes_with_its_sibling_is_not_read():
+    served, evictor, read, copied = parted()
+    store = served.scheduler._store
+    make_others_dearer(served, copied, read)
+    while store.host.free:
+        store.host.take()
+    for chunk in store.resident_chunks():
+        if chunk not in (read, copied) and not chunk.users and chunk.slots[HOST] != NO_SLOT:
+            store.release_host(chunk)
+            store.host.take()
+    assert evictor.promote(read, drops=True) is False
+    assert not read.resident and not copied.resident
+
+
+def test_a_deletion_counts_the_records_of_a_state_that_is_forgotten():
+    """Another one has replaced it, and it is dropped when the next plan begins."""
+    served = Disk()
+    served.turn(PROMPT, 4)
+    served.settle()
+    scheduler = served.scheduler
+    kept = scheduler._states.kept
+    state = max(kept.by_key.values(), key=lambda state: state.end)
+    slots = [piece.slots[DISK] for piece in state.pieces]
+    kept.forget(state)
+    pieces = kept.delete(state.key)
+    assert [piece.slots[DISK] for piece in pieces] == slots
