@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_all(commands: Iterator[CheckPart]) -> int:
-    """Runs all of them, whatever fails, and prints which did; returns 1 if any did."""
+    """Runs all checks, also behind one that fails, and prints the result of each. Returns 1 if a
+    check failed."""
     told = []
     failed = False
     for part in commands:

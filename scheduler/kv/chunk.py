@@ -38,7 +38,7 @@ class ChunkSet(Protocol):
 class Move:
     """A spill to a tier below HOST or a promotion from it, in progress. `key`: `erased_with`.
     `host` and `slot`: in HOST and in that tier. `chunk` is None after it was dropped: then the
-    move owns both slots. `late`: its deadline is over, nobody waits for it."""
+    move owns both slots. `late`: its deadline is over, and no request waits for it."""
 
     __slots__ = ("chunk", "host", "key", "late", "slot", "spills", "tier")
 

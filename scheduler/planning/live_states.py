@@ -140,8 +140,8 @@ class LiveStates:
             turn.state = None
 
     def release(self, row: RunningTurn, now: float) -> None:
-        """The row swaps in no more states. Those that it used were used now: a long prompt's are
-        many, so that is noted in pieces, and first for the last ones."""
+        """The row swaps in no more states. The states that it has used get the time of now. A long
+        prompt has many, so their times are noted in pieces, the last state's first."""
         live = _live(row)
         for state in live.swap_ins:
             self._store.unpin(state.pieces, 0, now)

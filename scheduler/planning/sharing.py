@@ -164,8 +164,9 @@ class Sharing(TierWriter):
     # -- plans
 
     def take_answers(self, now: float) -> None:
-        """Called before requests are admitted. Takes KEYS_A_PLAN keys, those that turns wait for
-        first, and a piece of each answer in turn: a short one does not wait for a long one."""
+        """Called before requests are admitted. Takes KEYS_A_PLAN keys, first the keys that a turn
+        waits for. Each answer gives a piece in turn, so a short one does not wait for a long
+        one."""
         for number, there in self._tier.answers.items():
             if number in self._to_write:
                 writing = self._answered_write(self._to_write.pop(number), there)

@@ -192,8 +192,8 @@ class StateLookup:
         keys: list[ChunkKey],
         below: bool = False,
     ) -> dict[int, State]:
-        """The states that can be swapped in, and with `below` those that can be read before, by
-        their ends, ascending."""
+        """The states on HOST, with `below` also the states in lower tiers, by their ends,
+        ascending."""
         states: dict[int, State] = {}
         if not self._reuse:
             return states
