@@ -43,6 +43,7 @@ from pensieve.builder.states import state_shape
 from pensieve.builder.weights import load_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, register_group
 from pensieve.plugins.kv_forms.forms import Form
+from pensieve.plugins.state.pool import StateShape
 from pensieve.runtime.device.protocol import Device, ForwardPass
 from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import Engine, open_engine
@@ -269,9 +270,9 @@ def measure(
         register_group(TENSOR_PARALLEL, group)
     if engine.manifest.device == "cuda":
         torch.cuda.empty_cache()
-    names = WAYS_OF_RANKS if ranks is not None else WAYS
+    names: Sequence[str] = WAYS if ranks is None else WAYS_OF_RANKS
     if states is not None:
-        names = [name for name in WAYS_OF_STATES if ranks is None or name != DISK]
+        names = [way for way in WAYS_OF_STATES if ranks is None or way != DISK]
     ways = {way: Way() for way in names}
     first: dict[str, dict[int, LoopAnswer]] = {"cold": {}, ALONE: {}}
 
@@ -294,7 +295,7 @@ def measure(
 
     config = replace(sizes.config(), copies_may_fail=form is not None and form.is_exact is not None)
     tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
-    make = partial(make_executor, ranks, form)
+    make = partial(make_executor, ranks, form, engine.state_shape)
     device = make_device(engine.manifest.device)  # graphs are captured once for all pools
 
     def run_one(number: int, ask: Ask, own: SchedulerConfig, loads_from: int) -> None:
@@ -378,31 +379,31 @@ def prompt_lengths(
 def make_executor(
     ranks: Ranks | None,
     form: Form | None,
+    states: StateShape | None,
     device: Device,
     engine: ForwardPass,
     config: SchedulerConfig,
 ) -> Executor:
     """Rank 0's, after all reports to the previous one have arrived; or that of the only rank."""
     if ranks is None:
-        return Executor(device, engine, config, host_form=form, states=engine.state_shape)
+        return Executor(device, engine, config, host_form=form, states=states)
     # imported here because it imports MPI
     from pensieve.runtime.ranks.executor import RankedExecutor
 
     ranks.gather(None)
     deque(ranks.reports(), maxlen=0)
-    shape = engine.state_shape
-    return RankedExecutor(ranks, device, engine, config, host_form=form, states=shape)
+    return RankedExecutor(ranks, device, engine, config, host_form=form, states=states)
 
 
 def follow_one(
-    ranks: Ranks, device: Device, engine: ForwardPass, config: SchedulerConfig, form: Form | None
+    ranks: Ranks, device: Device, engine: Engine, config: SchedulerConfig, form: Form | None
 ) -> None:
     """Follows rank 0's next executor until it is closed."""
     from pensieve.runtime.ranks.executor import follow
 
     ranks.gather(None)
-    shape = engine.state_shape
-    follow(ranks, Executor(device, engine, config, host_form=form, states=shape))
+    states = engine.state_shape
+    follow(ranks, Executor(device, engine, config, host_form=form, states=states))
 
 
 def parser() -> argparse.ArgumentParser:
