@@ -368,12 +368,12 @@ def ask_disk(
 def prompt_lengths(
     tokens: int, repetitions: int, size: int, states: StateConfig | None
 ) -> list[int]:
-    """They differ, and none is a multiple of the chunk size. With states they are about a multiple
-    of the tokens at which states are kept, and one has a chunk behind it."""
+    """They differ, and none is a multiple of the chunk size. With states they are one less and one
+    more than a multiple of the tokens at which states are kept, or have a chunk behind it."""
     if states is None:
         return [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
     multiple = tokens // states.multiple * states.multiple
-    return [multiple + (1, -1, 0, size + 1)[number % 4] for number in range(repetitions)]
+    return [multiple + (1, -1, size + 1)[number % 3] for number in range(repetitions)]
 
 
 def make_executor(

@@ -61,7 +61,8 @@ class ReusePools(Pools):
         self.histories = self.gpu // (tokens // size) + 3
         self.host = (self.histories + 3) * (self.prompt + self.state_chunks(tokens)) + self.rows
         self.host += ROWS * self.state_chunks(self.row_prompt)
-        self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
+        left = tokens // size + (0 if states is None else states.chunks)  # by each other prompt
+        self.flood = -(-(self.gpu + self.host) // left) + 1
         # Beside prompt and rows with their first tokens there is room for one short history and its
         # turn. While the prompt is answered each row grows by two chunks, which do not fit: one
         # request must be suspended.

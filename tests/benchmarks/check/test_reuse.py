@@ -19,7 +19,7 @@ from tests.benchmarks.test_ranks import json_lines
 from tests.models import save_random, tiny_checkpoint, tiny_config
 
 SMALL = ["--tokens", "80", "--repetitions", "2", "--chunk-tokens", "8"]
-WITH_STATES = ["--tokens", "192", "--repetitions", "4", "--chunk-tokens", "8"]
+WITH_STATES = ["--tokens", "192", "--repetitions", "3", "--chunk-tokens", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,11 @@ def test_all_ways_agree_on_two_ranks(checkpoint, tmp_path):
 def hybrid(tmp_path_factory):
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("hybrid")
-    save_random(tiny_config("qwen3-5"), directory, gain=1.0)
+    config = tiny_config("qwen3-5")
+    # so large that a prompt leaves states only where it ends and parts
+    config.linear_num_value_heads = 8
+    config.linear_value_head_dim = 64
+    save_random(config, directory, gain=1.0)
     return directory
 
 
@@ -68,7 +72,7 @@ def test_all_ways_of_states_agree(hybrid, dtype, tmp_path, capsys):
     assert reuse.main(["--engine", str(tmp_path / "engine"), *WITH_STATES]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["passed"] and list(told["ways"]) == list(WAYS_OF_STATES)
-    assert all(way["count"] == 4 for way in told["ways"].values())
+    assert all(way["count"] == 3 for way in told["ways"].values())
     assert told["ways"]["alone-half"]["tokens"]["gpu"] and told["ways"][DISK]["tokens"]["disk"]
 
 
@@ -84,7 +88,7 @@ def test_all_ways_of_states_agree_on_two_ranks(hybrid, tmp_path):
 def test_a_state_of_which_a_piece_does_not_come_back_is_detected(
     hybrid, tmp_path, capsys, monkeypatch
 ):
-    """The last piece of every state, on its way to the last slots of the GPU's pool."""
+    """It is the last piece of every state, on its way to the last slots of the GPU's pool."""
     build_engine(hybrid, tmp_path / "engine", dtype="float32")
     states = states_of(open_engine(tmp_path / "engine"), 8)
     copy = CpuDevice.copy
