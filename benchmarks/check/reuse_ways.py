@@ -48,7 +48,8 @@ class ReusePools(Pools):
         self.size = size
         self.states = states
         self.tokens = tokens
-        self.row_prompt = max(size, tokens // 8)
+        # full chunks: with its first token a row has room for others while the prompt is computed
+        self.row_prompt = max(size, tokens // 8 // size * size)
         self.row_reply = 3 * size
         self.long_reply = 2 * size
         self.longest = tokens + self.long_reply
