@@ -289,7 +289,7 @@ GENERATION = ("1x32", "64x32", "64x1024")  # rows x context
 REPEATS = 30
 
 
-class Rates(NamedTuple):
+class GpuRates(NamedTuple):
     """Of this machine, in this run: bytes copied, read and written both counted, and operations of
     products in bfloat16, a second."""
 
@@ -325,7 +325,7 @@ def bench_on_gpu(
     weights: str,
     batches: Sequence[tuple[int, int]],
     directory: Path,
-    rates: Rates,
+    rates: GpuRates,
     kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
 ) -> GpuRow:
@@ -380,7 +380,7 @@ def bench_on_gpu(
     )
 
 
-def floor_ms(engine: Engine, rows: int, context: int, rates: Rates) -> float:
+def floor_ms(engine: Engine, rows: int, context: int, rates: GpuRates) -> float:
     """The time to read the KV that a layer's window reaches, to read and write states, and to read
     the weights, without those of experts that no row chooses, if all are equally likely."""
     decoder = engine.manifest.decoder
@@ -401,7 +401,7 @@ def floor_ms(engine: Engine, rows: int, context: int, rates: Rates) -> float:
     return 1e3 * (read_bytes(engine) - unread + kv + states) / rates.bytes_s
 
 
-def prompt_floor_ms(engine: Engine, rates: Rates) -> float:
+def prompt_floor_ms(engine: Engine, rates: GpuRates) -> float:
     """The larger of two times: to read all weights and write the state behind the prompt; and to
     compute the products of its tokens with the weights of layers."""
     shapes = ends(engine)
@@ -569,7 +569,7 @@ def bench_gpu(args: argparse.Namespace, ranks: Ranks | None = None) -> dict[str,
 
     batches = [batch(text) for text in args.generation]
     limits = ceilings(torch.empty(2**28, dtype=torch.int8, device="cuda"))
-    rates = Rates(1e12 * limits["copy_tb_s"], 1e12 * limits["matrix_tflop_s"])
+    rates = GpuRates(1e12 * limits["copy_tb_s"], 1e12 * limits["matrix_tflop_s"])
     torch.cuda.empty_cache()
     print(
         f"{torch.cuda.get_device_name()}: copies {limits['copy_tb_s']:.2f} TB/s, "

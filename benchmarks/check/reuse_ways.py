@@ -255,7 +255,8 @@ def check_states(way: str, answer: LoopAnswer, prompt: array[int], sizes: ReuseP
     count = len(prompt)
     full = count // sizes.size * sizes.size
     state = sizes.state_before(count - 1)
-    hole, first = sizes.hole, sizes.state_before(sizes.part)
+    hole = sizes.hole
+    first = sizes.state_before(sizes.part)
     sources = {
         "gpu": {"gpu": state},
         "host": {"host": state},

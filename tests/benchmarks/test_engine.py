@@ -10,7 +10,7 @@ import torch
 from benchmarks import engine as bench_engine
 from benchmarks.engine import (
     CHUNK,
-    Rates,
+    GpuRates,
     RequestPart,
     batch_for,
     batch_of_parts,
@@ -23,7 +23,7 @@ from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import GEMMA3_SHAPE, QWEN3_MOE_SHAPE, tiny_checkpoint
 
-RATES = Rates(bytes_s=4e12, flop_s=1e15)
+RATES = GpuRates(bytes_s=4e12, flop_s=1e15)
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "max_position_embeddings": 16384,
