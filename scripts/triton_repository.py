@@ -10,6 +10,7 @@ limits. Triton's model starts `pensieve serve` with the options and adds `--atta
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,10 +134,13 @@ def model_config(name: str, options: Sequence[str], tensors: str) -> str:
         f'{{ name: "{name}" data_type: TYPE_{type_name} dims: {list(dims)} }}'
         for name, (type_name, dims) in kind.OUTPUTS.items()
     ]
-    # -E hides Triton's environment variables from the engine's Python.
+    # -E hides the variables of Triton's Python from the engine's. If PYTHONPATH has this program's
+    # packages, tritonserver must have it too, and both Pythons find them there.
+    hidden = [] if os.environ.get("PYTHONPATH") else ["-E"]
+    python = [sys.executable, *hidden, "-P"]
     parameters = {
         "engine_command": json.dumps(
-            [sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options]
+            [*python, "-m", "pensieve.scripts.pensieve", "serve", *options]
         ),
         "tensors": tensors,
     }
