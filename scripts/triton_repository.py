@@ -25,7 +25,7 @@ NAMES = {"llmapi": "pensieve", "ensemble": "ensemble"}
 """The name of a model with these tensors, if the user gives none."""
 MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
 
-from pensieve.runtime.triton.model import TritonPythonModel
+{paths}from pensieve.runtime.triton.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
@@ -85,7 +85,7 @@ def write_model(
     directory = repository / name
     try:
         (directory / "1").mkdir(parents=True, exist_ok=True)
-        (directory / "1" / "model.py").write_text(MODEL, "utf-8")
+        (directory / "1" / "model.py").write_text(MODEL.format(paths=path_lines()), "utf-8")
         (directory / "config.pbtxt").write_text(model_config(name, options, tensors), "utf-8")
     except OSError as error:
         raise SettingError(
@@ -120,6 +120,19 @@ def checked(options: Sequence[str]) -> list[str]:
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]
 
 
+def python_paths() -> list[str]:
+    """The folders in PYTHONPATH. The stub of Triton's backend does not read it, and Triton may run
+    without it."""
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [str(Path(path).resolve()) for path in named if path]
+
+
+def path_lines() -> str:
+    """The lines of model.py with which the stub's Python finds the same packages."""
+    paths = python_paths()
+    return f"import sys\n\nsys.path[:0] = {paths!r}\n\n" if paths else ""
+
+
 def model_config(name: str, options: Sequence[str], tensors: str) -> str:
     """config.pbtxt in protobuf's text format, which accepts JSON strings."""
     from ..runtime.triton.tensor_sets import TENSOR_SETS  # and numpy
@@ -134,10 +147,10 @@ def model_config(name: str, options: Sequence[str], tensors: str) -> str:
         f'{{ name: "{name}" data_type: TYPE_{type_name} dims: {list(dims)} }}'
         for name, (type_name, dims) in kind.OUTPUTS.items()
     ]
-    # -E hides the variables of Triton's Python from the engine's. If PYTHONPATH has this program's
-    # packages, tritonserver must have it too, and both Pythons find them there.
-    hidden = [] if os.environ.get("PYTHONPATH") else ["-E"]
-    python = [sys.executable, *hidden, "-P"]
+    if paths := python_paths():
+        python = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable, "-P"]
+    else:  # -E hides Triton's environment variables from the engine's Python
+        python = [sys.executable, "-E", "-P"]
     parameters = {
         "engine_command": json.dumps(
             [*python, "-m", "pensieve.scripts.pensieve", "serve", *options]

@@ -6,12 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.models import save_random, tiny_config
+
 from .server import HTTP, wait_for
 
-CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-num-seqs", 4)
+CACHE = ("--gpu-kv-chunks", 300, "--host-kv-chunks", 100, "--max-num-seqs", 4)
+POSITIONS = 8192
 REPLY = 12
 GREEDY = dict(sampling_param_temperature=0.0, sampling_param_ignore_eos=True)
 WAYS = ("HTTP client gone", "stop", "gRPC stream cancelled")
+
+
+def small_checkpoint(kind, directory):
+    """A tiny model with room for a reply that is still being made when it is cancelled."""
+    config = tiny_config(kind)
+    config.max_position_embeddings = POSITIONS
+    save_random(config, directory)
 
 
 def turns(reply_to, count=4):
@@ -82,7 +92,7 @@ class BehindTriton:
     def test_cancelling_in_mid_stream_frees_everything(self, triton, way):
         aborted = 'pensieve:requests_total{finish="abort"}'
         before = triton.metric(aborted, missing=0.0)
-        endless = dict(input_ids=[45] * 20, sampling_param_max_tokens=450, **GREEDY)
+        endless = dict(input_ids=[45] * 20, sampling_param_max_tokens=POSITIONS - 100, **GREEDY)
         if way == "gRPC stream cancelled":
             from .triton_client import Client
 

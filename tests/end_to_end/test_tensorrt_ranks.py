@@ -8,9 +8,8 @@ import torch
 from pensieve.builder.build import build_engine
 from pensieve.plugins.tensorrt.installation import find_tensorrt
 from pensieve.scheduler.types import SettingError
-from tests.models import tiny_checkpoint
 
-from .behind_triton import CACHE, BehindTriton, by_serve, turns
+from .behind_triton import CACHE, BehindTriton, by_serve, small_checkpoint, turns
 from .server import Server
 from .triton_server import TritonServer, needs_triton
 
@@ -36,7 +35,7 @@ pytestmark = [
 def divided(request, tmp_path_factory):
     """(the engine of two ranks, what the reference replies in each turn)."""
     folder = tmp_path_factory.mktemp(request.param)
-    tiny_checkpoint(request.param, folder / "hf")
+    small_checkpoint(request.param, folder / "hf")
     common = dict(dtype="float32", device="cuda")
     build_engine(folder / "hf", folder / "two", backend="tensorrt", tensor_parallel=2, **common)
     build_engine(folder / "hf", folder / "one", backend="reference", **common)

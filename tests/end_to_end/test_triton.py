@@ -3,6 +3,8 @@ gRPC and HTTP."""
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Listener
@@ -314,3 +316,14 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     assert [
         name for name, path in given.items() if f"--{name}={tmp_path / path}" not in written
     ] == []
+
+
+def test_packages_in_pythonpath_are_found_by_the_stub_and_by_the_engine(tmp_path, monkeypatch):
+    """The stub ignores the variable, and Triton may be started without it."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:/elsewhere")
+    assert main(["triton-repository", "--output", str(tmp_path / "models"), "--engine=demo"]) == 0
+    model = (tmp_path / "models" / "pensieve" / "1" / "model.py").read_text()
+    assert f"sys.path[:0] = ['{tmp_path}', '/elsewhere']\n\nfrom pensieve" in model
+    command = [sys.executable, "-P", "-m", "pensieve.scripts.pensieve", "serve", "--engine=demo"]
+    words = json.dumps(["env", f"PYTHONPATH={tmp_path}:/elsewhere", *command])
+    assert json.dumps(words) in (tmp_path / "models" / "pensieve" / "config.pbtxt").read_text()

@@ -15,7 +15,7 @@ import pytest
 from pensieve.builder.build import build_engine
 from tests.models import tiny_checkpoint
 
-from .behind_triton import CACHE, BehindTriton, by_serve, turns, whole
+from .behind_triton import CACHE, BehindTriton, by_serve, small_checkpoint, turns, whole
 from .server import HTTP, Server, wait_for
 from .triton_server import TritonServer, needs_triton
 
@@ -111,7 +111,7 @@ class TestCompiledOpt(BehindTriton):
     @classmethod
     def folder(cls, tmp_path_factory):
         folder = tmp_path_factory.mktemp("opt")
-        tiny_checkpoint("opt", folder / "hf")
+        small_checkpoint("opt", folder / "hf")
         build_engine(folder / "hf", folder / "two", backend="inductor", tensor_parallel=2)
         build_engine(folder / "hf", folder / "one")
         return folder

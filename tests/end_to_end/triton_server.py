@@ -74,9 +74,9 @@ class TritonServer:
                 / "1"
                 / "model.py"
             )
-            source.write_text(
-                f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}"
-            )
+            text = source.read_text()
+            ours = f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\nfrom pensieve."
+            source.write_text(text.replace("from pensieve.", ours, 1))
         for model, program in broken.items():
             change_engine(
                 directory / "repository" / model / "config.pbtxt", [sys.executable, "-c", program]
