@@ -120,8 +120,9 @@ def build_engine(
     _check_linear(decoder, backend, weights)
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
+    _check_quantised(weights, backend, decoder)
     form = check_quantization(hf_config.get("quantization_config"))
-    if decoder.linear and hf_config.get("quantization_config"):
+    if (decoder.linear or backend == "tensorrt") and hf_config.get("quantization_config"):
         _check_quantised("int4" if form else "fp8", backend, decoder, "--checkpoint")
     packed = weights == "same" and device == "cuda" and backend != "tensorrt"
     read = _reader(checkpoint, decoder, dtype, packed)
@@ -238,8 +239,10 @@ def _check_quantised(
     weights: str, backend: str, decoder: DecoderConfig, setting: str = "--weights"
 ) -> None:
     if weights != "same" and backend == "tensorrt":
+        kind = "FP8" if weights == "fp8" else "int4"
         raise SettingError(
-            "--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet"
+            "--backend",
+            f"tensorrt's engines with weights in {kind} do not exist yet: use inductor",
         )
     for part, there in (("experts", decoder.experts), ("linear attention", decoder.linear)):
         if weights != "same" and there:

@@ -175,11 +175,6 @@ def _check_gpu(directory: Path, needed: int) -> None:
 
 
 def _check_fp8_pool(manifest: Manifest) -> None:
-    if manifest.backend == "tensorrt":
-        raise SettingError(
-            "--kv-cache-dtype",
-            "fp8 needs an engine of the backend reference or inductor, not tensorrt",
-        )
     if manifest.device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         needed = ".".join(map(str, FP8_CAPABILITY))
         message = (

@@ -146,7 +146,7 @@ class TensorRTLayers(nn.Module):
                 self._library.do("set_address", context, name.encode(), held[-1].data_ptr())
         if pool not in self._kernels:
             self._kernels[pool] = _PoolKernels(
-                self._library, pool_of(pool), self._config, self._ranks, self._sums
+                self._library, pool_of(pool), x.dtype, self._config, self._ranks, self._sums
             )
         layers, (kernels, step) = self._config.layers, self._kernels[pool].of_step()
         weights = (len(self._names), self._names, self._addresses)
@@ -255,6 +255,7 @@ class _PoolKernels:
         self,
         library: Library,
         kv: KVPool,
+        dtype: torch.dtype,
         config: DecoderConfig,
         ranks: int,
         sums: _RankSums | None,
@@ -263,7 +264,7 @@ class _PoolKernels:
         self._library = library
         self._work = kv.work
         with tempfile.TemporaryDirectory() as folder:
-            write_kernels(Path(folder), kv.tensor, kv.work, *kernel_sizes(config, ranks))
+            write_kernels(Path(folder), kv.tensor, kv.work, dtype, *kernel_sizes(config, ranks))
             self._kernels = library.make("load_kernels", folder.encode())
         _when_gone(self, library.call, "unload_kernels", self._kernels)
         self._step = step_of(

@@ -6,7 +6,7 @@ the same as on other backends, with all that the JIT assumes of its parameters. 
 N.cubin and N.ptx for each kernel, and `kernels.txt`, lines of words:
 
     pool LAYERS LAYER_STRIDE          of the pool, in elements
-    shape HEADS KV_HEADS HEAD_DIM ITEM_BYTES ROTARY_DIMS
+    shape HEADS KV_HEADS HEAD_DIM ITEM_BYTES ROTARY_DIMS     of the layer's values
     kernel NAME THREADS SHARED DEPENDENT GRID FACTOR ROWS CLASS
                                       The grid is X by ROWS. GRID says what X is. `fixed`: FACTOR.
                                       `tokens`: tokens times FACTOR. `rows`: tokens divided by
@@ -59,28 +59,35 @@ class Norms(NamedTuple):
 
 
 def write_kernels(
-    folder: Path, pool: Tensor, work: WorkList, rotary_dims: int, norms: Norms, silu_width: int = 0
+    folder: Path,
+    pool: Tensor,
+    work: WorkList,
+    dtype: torch.dtype,
+    rotary_dims: int,
+    norms: Norms,
+    silu_width: int = 0,
 ) -> None:
     """Compiles for the active GPU the launches of a layer on pools and work lists of these shapes.
 
-    pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, of the type of the layer's
-                  values
+    pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]` of `dtype`, or `fp8_pool`'s
+    dtype         of the layer's values
     rotary_dims   of `write_kv`; 0 without rotary
     silu_width    of the result of `silu_gate`; 0 without
     InvariantError if a kernel needs something that the library does not give it.
     """
-    _, layers, _, kv_heads, _, head_dim = pool.shape
-    heads = work.group * kv_heads
+    layers, kv_heads = pool.shape[1], pool.shape[3]
+    _, heads, head_dim = work.partial.shape
     kernels = _Kernels(folder)
-    batch = _ExampleBatch(pool, work, rotary_dims)
+    batch = _ExampleBatch(pool, work, dtype, rotary_dims)
+    values = torch.empty(0, dtype=dtype, device=pool.device)
     norm, add_norm = (
-        kernels.add(one, "rows", one.settings["ROWS"]) for one in _norm_launches(pool, norms)
+        kernels.add(one, "rows", one.settings["ROWS"]) for one in _norm_launches(values, norms)
     )
     write_kv = kernels.add(batch.write_kv(), "tokens", 1)
     gate = []
     if silu_width:
         launch = norm_kernel.silu_gate_launch(
-            pool.new_empty(1, 2 * silu_width), pool.new_empty(1, silu_width)
+            values.new_empty(1, 2 * silu_width), values.new_empty(1, silu_width)
         )
         gate.append(f"silu_gate {kernels.add(launch, 'tokens', 1)}")
     attend = []
@@ -93,7 +100,7 @@ def write_kernels(
         attend.append(f"attend {least_rows} {' '.join(map(str, numbers))}")
     lines = [
         f"pool {layers} {pool.stride(1)}",
-        f"shape {heads} {kv_heads} {head_dim} {pool.element_size()} {rotary_dims}",
+        f"shape {heads} {kv_heads} {head_dim} {dtype.itemsize} {rotary_dims}",
         *kernels.lines,
         f"norm {norm}",
         f"add_norm {add_norm}",
@@ -104,9 +111,9 @@ def write_kernels(
     (folder / DESCRIPTION).write_text("".join(f"{line}\n" for line in lines))
 
 
-def _norm_launches(pool: Tensor, norms: Norms) -> Iterator[Launch]:
+def _norm_launches(values: Tensor, norms: Norms) -> Iterator[Launch]:
     """Of one token: a norm, and a norm of a sum."""
-    x = pool.new_empty(1, norms.size)
+    x = values.new_empty(1, norms.size)
     weight, bias = (x[0] if there else None for there in (norms.weighted, norms.biased))
     for y, total in ((None, None), (x, x)):
         yield norm_kernel.launch(x, y, weight, bias, norms.eps, norms.rms, x, total)
@@ -116,12 +123,12 @@ class _ExampleBatch:
     """Launches of one token of the first layer. Every other batch is of the same kernels: see
     `GIVEN`."""
 
-    def __init__(self, pool: Tensor, work: WorkList, rotary_dims: int):
-        _, _, _, kv_heads, _, head_dim = pool.shape
-        heads = work.group * kv_heads
-        qkv = pool.new_empty(1, heads + 2 * kv_heads, head_dim)
+    def __init__(self, pool: Tensor, work: WorkList, dtype: torch.dtype, rotary_dims: int):
+        kv_heads = pool.shape[3]
+        _, heads, head_dim = work.partial.shape
+        qkv = pool.new_empty((1, heads + 2 * kv_heads, head_dim), dtype=dtype)
         self._qkv = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        self._q = pool.new_empty(1, heads, head_dim)
+        self._q = pool.new_empty((1, heads, head_dim), dtype=dtype)
         self._rotary = pool.new_empty((1, rotary_dims), dtype=torch.float32)
         self._slots = pool.new_empty(1, dtype=torch.int32)
         self._table = pool.new_empty((1, 1), dtype=torch.int32)

@@ -112,7 +112,7 @@ class Dumped:
                 for name, tensor in own.items():
                     write(folder / f"{layer}.{name}.bin", tensor)
             (folder / "kernels").mkdir()
-            write_kernels(folder / "kernels", pool, work, *kernel_sizes(config))
+            write_kernels(folder / "kernels", pool, work, torch.float16, *kernel_sizes(config))
             shutil.copy(engine / PLAN, folder / "plan")
             shapes = [
                 f"input {name} {x.dim()} {' '.join(map(str, x.shape))}"

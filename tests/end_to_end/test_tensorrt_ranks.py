@@ -49,6 +49,15 @@ def test_pensieve_serve_starts_both_ranks(divided, tmp_path):
         assert turns(by_serve(server)) == expected
 
 
+def test_pensieve_serve_with_kv_in_fp8(divided, tmp_path):
+    engine, _ = divided
+    fp8 = (*CACHE, *DEVICE, "--kv-cache-dtype", "fp8")
+    with Server(tmp_path / "one", *fp8, engine=engine.with_name("one")) as server:
+        expected = turns(by_serve(server))
+    with Server(tmp_path / "two", *fp8, engine=engine) as server:
+        assert turns(by_serve(server)) == expected
+
+
 @pytest.fixture(scope="module")
 def expected(divided):
     return divided[1]

@@ -46,15 +46,6 @@ def test_an_engine_says_what_its_pools_look_like(directory):
         )
 
 
-def test_tensorrt_s_pools_are_of_the_engine_s_dtype(directory):
-    replace(Manifest.read(directory), backend="tensorrt").write(directory)
-    with pytest.raises(
-        SettingError,
-        match="--kv-cache-dtype: fp8 needs an engine of the backend reference or inductor",
-    ):
-        open_engine(directory, kv_cache_dtype="fp8")
-
-
 def test_changed_weights(directory):
     weights = load_file(directory / WEIGHTS)
     weights = {name: tensor.clone() for name, tensor in weights.items()}

@@ -14,17 +14,19 @@ import torch
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
 pytest.importorskip("triton")
+from pensieve.builder import build
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import Rotary
 from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
 from pensieve.builder.inductor.compile_worker import report
 from pensieve.builder.manifest import PLAN, files_digest
-from pensieve.builder.model import LayerInputs
-from pensieve.builder.parity import check_parity, check_ranks, random_batches
+from pensieve.builder.model import Decoder, LayerInputs
+from pensieve.builder.parity import CHUNK, check_parity, check_ranks, random_batches
 from pensieve.builder.tensorrt import compile as compile_tensorrt
 from pensieve.builder.tensorrt import installed
 from pensieve.builder.tensorrt import package as tensorrt_package
+from pensieve.plugins.attention import fp8_pool
 from pensieve.plugins.collectives.protocol import (
     TENSOR_PARALLEL,
     RanksParted,
@@ -34,7 +36,7 @@ from pensieve.plugins.collectives.protocol import (
 )
 from pensieve.plugins.torch_ops import pool_of, register_pool, release_pool
 from pensieve.scheduler.types import InvariantError, SettingError
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, save_random, tiny_checkpoint
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, save_random, tiny_checkpoint, tiny_config
 from tests.tensorrt.twin import COMPUTE, STREAM, TwinLibrary, values_at
 
 CONFIGS = {
@@ -62,7 +64,7 @@ def library(monkeypatch):
     twin = TwinLibrary()
 
     class Kernels:
-        def __init__(self, library, kv, config, ranks, sums):
+        def __init__(self, library, kv, dtype, config, ranks, sums):
             self._pool = kv.tensor
             self._all_reduce = None if sums is None else sums.call
             twin.norms = config.norm_eps, config.norm == "rms"
@@ -117,6 +119,29 @@ def test_a_plan_computes_what_the_decoder_does(name, dtype, library, tmp_path):
     parity = check_parity(packed(tmp_path, config, weights), config, weights)
     if dtype == torch.float32:
         assert parity.logits < 1e-5 and parity.kv < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_a_plan_works_in_a_pool_in_eight_bits(name, library, tmp_path):
+    """The plan does not know the pool's form. One rounding of a code that differs moves few
+    logits, and those little."""
+    config, weights = saved(name, tmp_path, torch.float32)
+    package = packed(tmp_path, config, weights)
+    decoder = Decoder.from_weights(config, weights)
+    batches = random_batches(config, "cpu")
+    slots = max(int(batch.block_table.max()) for batch in batches) + 1
+    width = fp8_pool.pool_width(config.head_dim, fp8_pool.DTYPE)
+    shape = (slots, config.layers, 2, config.kv_heads, CHUNK, width)
+    handles = [register_pool(torch.zeros(shape, dtype=fp8_pool.DTYPE)) for _ in range(2)]
+    try:
+        ours, exact = (
+            torch.cat([run(batch, handle) for batch in batches])
+            for run, handle in zip((package, decoder), handles, strict=True)
+        )
+        torch.testing.assert_close(ours, exact, rtol=0, atol=0.01 * exact.abs().max().item())
+    finally:
+        for handle in handles:
+            release_pool(handle)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -291,6 +316,36 @@ def test_what_the_network_has_not_is_refused(change, named):
         SettingError, match=rf"^--backend: tensorrt's engines with {named} \(Llama.*do not exist"
     ):
         installed.check_decoder(replace(config, **change), "float16")
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantised", "named"),
+    [
+        ("fp8", {}, "FP8"),
+        ("same", {"quant_method": "fp8"}, "FP8"),
+        ("same", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4"),
+    ],
+)
+def test_weights_in_fewer_bits_are_refused_before_they_are_read(
+    weights, quantised, named, library, tmp_path, monkeypatch
+):
+    """The checkpoint has no weights at all."""
+    monkeypatch.setattr(build, "check_settings", lambda *_: None)  # this machine has no GPU
+    config = tiny_config("llama")
+    config.architectures = ["LlamaForCausalLM"]
+    if quantised:
+        config.quantization_config = quantised
+    config.save_pretrained(tmp_path / "hf")
+    refused = rf"^--backend: tensorrt's engines with weights in {named} do not exist yet"
+    with pytest.raises(SettingError, match=refused):
+        build_engine(
+            tmp_path / "hf",
+            tmp_path / "engine",
+            backend="tensorrt",
+            dtype="float16",
+            device="cuda",
+            weights=weights,
+        )
 
 
 def test_an_old_tensorrt_is_refused(library):

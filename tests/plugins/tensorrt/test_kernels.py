@@ -18,8 +18,8 @@ from pensieve.builder.tensorrt.network import (
     Attributes,
 )
 from pensieve.builder.tensorrt.package import step_of
+from pensieve.plugins.attention import fp8_pool, kv_write_kernel
 from pensieve.plugins.attention import kernel as attention_kernel
-from pensieve.plugins.attention import kv_write_kernel
 from pensieve.plugins.attention.work_list import Capacity
 from pensieve.plugins.linear import norm_kernel
 from pensieve.plugins.tensorrt import kernels as ahead_of_time
@@ -60,15 +60,19 @@ def jit(monkeypatch):
 
 
 class Case:
-    def __init__(self, shape, folder, silu_width=0):
+    def __init__(self, shape, folder, silu_width=0, fp8=False):
         self.heads, self.kv_heads, self.head_dim, chunk, self.dims, self.dtype, self.capacity = (
             SHAPES[shape]
         )
-        self.pool = torch.zeros(2, LAYERS, 2, self.kv_heads, chunk, self.head_dim, dtype=self.dtype)
+        kind = fp8_pool.DTYPE if fp8 else self.dtype
+        width = fp8_pool.pool_width(self.head_dim, kind)
+        self.pool = torch.zeros(2, LAYERS, 2, self.kv_heads, chunk, width, dtype=kind)
         self.norms = NORMS[shape]
         heads = (self.heads, self.kv_heads, self.head_dim, self.dtype)
         self.work = attention_kernel.make_work_list(self.capacity, *heads, "cpu")
-        ahead_of_time.write_kernels(folder, self.pool, self.work, self.dims, self.norms, silu_width)
+        ahead_of_time.write_kernels(
+            folder, self.pool, self.work, self.dtype, self.dims, self.norms, silu_width
+        )
 
     def batch(self, tokens, blocks):
         qkv = torch.zeros(tokens, self.heads + 2 * self.kv_heads, self.head_dim, dtype=self.dtype)
@@ -95,9 +99,10 @@ def assert_same(ours, triton):
         assert not any(scratch)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["as the values", "fp8 KV"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_launch_is_the_jits(shape, library, jit, tmp_path):
-    case = Case(shape, tmp_path)
+def test_every_launch_is_the_jits(shape, fp8, library, jit, tmp_path):
+    case = Case(shape, tmp_path, fp8=fp8)
     kernels = library.load(tmp_path)
     jit.take()
     for tokens in sorted({1, 2, 16, 17, 64, case.capacity.tokens}):
