@@ -232,10 +232,21 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
     temperatures [D] float64, above 0. uniforms [D] float64 in [0, 1).
     """
     highest, likeliest = logits.max(dim=-1, keepdim=True)
-    weights = ((logits.double() - highest.double()) / temperatures.unsqueeze(1)).exp()
+    return _invert(_weights(logits, highest, temperatures), likeliest, uniforms)
+
+
+def _weights(logits: Tensor, highest: Tensor, temperatures: Tensor) -> Tensor:
+    """Probabilities in float64, times a factor that makes the likeliest token's 1. highest [D,
+    1]."""
+    return ((logits.double() - highest.double()) / temperatures.unsqueeze(1)).exp()
+
+
+def _invert(weights: Tensor, likeliest: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns the tokens [D] at which the sums of weights [D, vocab] pass `uniforms`. likeliest
+    [D, 1]."""
     reached = weights.cumsum(dim=-1)
     target = uniforms.unsqueeze(1) * reached[:, -1:]
-    token = torch.searchsorted(reached, target, right=True).clamp(max=logits.shape[1] - 1)
+    token = torch.searchsorted(reached, target, right=True).clamp(max=weights.shape[1] - 1)
     # Sums are rounded, so once in a very long while this is a token that must not be drawn.
     return torch.where(weights.gather(1, token) > 0.0, token, likeliest).squeeze(1)
 
@@ -255,17 +266,40 @@ def draw_filtered(
     top_ks [D] int64: the k likeliest tokens stay; 0 is off. min_ps [D] float64: tokens whose
     probability is below this share of the likeliest one's are removed. top_ps [D] float64: of the
     rest, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
-    most: no row keeps more tokens. Only so many logits are ordered.
+    most: no row keeps more tokens.
     """
-    most = min(most, logits.shape[1])
+    highest, likeliest = logits.max(dim=-1, keepdim=True)
+    weights = _weights(logits, highest, temperatures)
+    settings = top_ks, top_ps, min_ps
+    if most < logits.shape[1]:
+        lowest = lowest_kept(logits, temperatures, *settings, most)
+    elif logits.is_cuda:
+        # imported here because only CUDA installations have Triton
+        from ...plugins.sampling import kept_kernel
+
+        lowest = kept_kernel.lowest_kept(logits, weights, *settings)
+    else:
+        lowest = lowest_kept_of_few(logits, weights, temperatures, *settings)
+    return _invert(weights.where(logits >= lowest, 0.0), likeliest, uniforms)
+
+
+def lowest_kept(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    most: int,
+) -> Tensor:
+    """Returns the lowest logit that stays in each row, [D, 1]. Arguments as in `draw_filtered`;
+    `most` logits are ordered."""
     if most < logits.shape[1]:
         ordered = logits.topk(most, dim=-1).values
     else:
         ordered = logits.sort(dim=-1, descending=True).values
-    scaled = (ordered.double() - ordered[:, :1].double()) / temperatures.unsqueeze(1)
-    weights = scaled.exp()
-    ranks = torch.arange(most, device=logits.device)
-    last_ranks = torch.where(top_ks > 0, top_ks, most).unsqueeze(1)
+    weights = _weights(ordered, ordered[:, :1], temperatures)
+    ranks = torch.arange(ordered.shape[1], device=logits.device)
+    last_ranks = torch.where(top_ks > 0, top_ks, logits.shape[1]).unsqueeze(1)
     stays = (ranks < last_ranks) & (weights >= min_ps.unsqueeze(1)) & (weights > 0.0)
     weights = weights.where(stays, 0.0)
 
@@ -274,8 +308,37 @@ def draw_filtered(
     reached = weights.cumsum(dim=-1)
     stays &= reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
     last = stays.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    return ordered.gather(1, last)
+
+
+def lowest_kept_of_few(
+    logits: Tensor,
+    weights: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+) -> Tensor:
+    """Returns the same as `lowest_kept`, with less work where few tokens reach p: all logits are
+    ordered only of rows in which the likeliest MOST_LIMITED do not, or in which top-k counts.
+    weights [D, vocab] of all tokens.
+
+    It looks at the result, so it would wait for a GPU.
+    """
+    few = min(MOST_LIMITED, logits.shape[1])
+    ordered = logits.topk(few, dim=-1).values
+    total = weights.where(weights >= min_ps.unsqueeze(1), 0.0).sum(dim=-1, keepdim=True)
+    likely = _weights(ordered, ordered[:, :1], temperatures)
+    likely = likely.where(likely >= min_ps.unsqueeze(1), 0.0)
+    reached = likely.cumsum(dim=-1)
+    target = top_ps.unsqueeze(1) * total
+    last = (reached - likely < target).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     lowest = ordered.gather(1, last)
-    return draw(logits.masked_fill(logits < lowest, -torch.inf), temperatures, uniforms)
+    (unknown,) = ((reached[:, -1:] < target).squeeze(1) | (top_ks > 0)).nonzero(as_tuple=True)
+    if len(unknown):
+        settings = (each[unknown] for each in (temperatures, top_ks, top_ps, min_ps))
+        lowest[unknown] = lowest_kept(logits[unknown], *settings, logits.shape[1])
+    return lowest
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
