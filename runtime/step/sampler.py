@@ -336,8 +336,14 @@ def lowest_kept_of_few(
     lowest = ordered.gather(1, last)
     (unknown,) = ((reached[:, -1:] < target).squeeze(1) | (top_ks > 0)).nonzero(as_tuple=True)
     if len(unknown):
-        settings = (each[unknown] for each in (temperatures, top_ks, top_ps, min_ps))
-        lowest[unknown] = lowest_kept(logits[unknown], *settings, logits.shape[1])
+        lowest[unknown] = lowest_kept(
+            logits[unknown],
+            temperatures[unknown],
+            top_ks[unknown],
+            top_ps[unknown],
+            min_ps[unknown],
+            logits.shape[1],
+        )
     return lowest
 
 

@@ -30,7 +30,8 @@ SETTINGS = [
 
 
 def settings_of(rows):
-    temperatures, top_ks, top_ps, min_ps = zip(*(SETTINGS[row % len(SETTINGS)] for row in rows))
+    chosen = [SETTINGS[row % len(SETTINGS)] for row in rows]
+    temperatures, top_ks, top_ps, min_ps = zip(*chosen, strict=True)
     reals = {"dtype": torch.float64, "device": DEVICE}
     return (
         torch.tensor(temperatures, **reals),
