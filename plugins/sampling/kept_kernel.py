@@ -21,7 +21,7 @@ WARPS = 8
 def lowest_kept(
     logits: Tensor, weights: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
 ) -> Tensor:
-    """Returns the lowest logit that stays in each row, [D, 1] float32, as `sampler.lowest_kept`
+    """Returns the lowest logit that stays in each row, [D, 1] float32, as `filters.lowest_kept`
     does, but for the rounding of sums.
 
     logits [D, vocab] float32, weights [D, vocab] float64, the likeliest token's 1; both contiguous.

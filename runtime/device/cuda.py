@@ -32,7 +32,7 @@ from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
 from ..step.buffers import Shape, Shapes, Staging, StepBuffers, forward_batch
 from ..step.inputs import StepInputs
-from ..step.sampler import Scores, draw_filtered, make_sampler
+from ..step.sampler import Scores, make_sampler
 from ..system import give_up_after
 from .compressed_copies import CodedCopies
 from .cuda_api import CudaError, CudaRuntime
@@ -243,6 +243,7 @@ class CudaDevice:
         # imported here because only CUDA installations have Triton
         from ...plugins.attention.kernel import make_work_list
         from ...plugins.attention.work_list import Capacity
+        from ...plugins.sampling.compiled import compile_kernels
         from ...plugins.sampling.keep_kernel import keep_samples
 
         assert self._pool is not None
@@ -274,22 +275,12 @@ class CudaDevice:
             self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
             self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
             self._sampler = make_sampler(engine.vocab_size, "cuda", self._buffers.place)
-            self._compile_sampling()
+            compile_kernels(engine.vocab_size)
         torch.cuda.synchronize()  # pools are zeroed on another stream
         if not self._enforce_eager:
             self._capture(shapes)
         if self._host is not None:  # only now: a capture fails if another thread pins meanwhile
             self._host.grow()
-
-    def _compile_sampling(self) -> None:
-        """Compiles the kernels behind the forward pass now: later all streams would wait."""
-        ids = torch.zeros(1, dtype=torch.int64, device="cuda")
-        ones = torch.ones(1, dtype=torch.float64, device="cuda")
-        logits = torch.zeros(1, self._engine.vocab_size, device="cuda")
-        draw_filtered(logits, ones, ids, ones, ones, ones, most=self._engine.vocab_size)
-        tokens = self._results.take(1)
-        self._keep_samples(ids, ids, self._last_samples, tokens)
-        self._results.issued()
 
     def _capture(self, shapes: Shapes) -> None:
         rows = max(shape.rows for shape in shapes.captured)

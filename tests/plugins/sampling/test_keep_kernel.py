@@ -4,7 +4,9 @@ import torch
 from ..kernel_cases import CUDA, DEVICE, INTERPRETED, needs_kernels
 
 pytest.importorskip("triton")
+from pensieve.plugins.sampling.compiled import compile_kernels
 from pensieve.plugins.sampling.keep_kernel import keep_samples
+from pensieve.plugins.sampling.kept_kernel import lowest_kept
 
 from ..recording_driver import RecordingDriver
 
@@ -38,3 +40,16 @@ def test_one_kernel_serves_all_sizes_of_step(monkeypatch):
     launched = recording.take()
     assert [launch.grid[0] for launch in launched] == [1, 1, 1, 4]
     assert len({launch.image for launch in launched}) == 1
+
+
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="compiles where no kernel can run")
+@pytest.mark.parametrize("vocab", [1000, 49_152])
+def test_kernels_are_compiled_before_steps_need_them(vocab, monkeypatch):
+    recording = RecordingDriver(monkeypatch)
+    compile_kernels(vocab, "cpu")
+    before = {launch.image for launch in recording.take()}
+    ids = torch.zeros(5, dtype=torch.int64)
+    reals = torch.ones(5, dtype=torch.float64)
+    lowest_kept(torch.zeros(5, vocab), torch.ones(5, vocab).double(), ids, reals, reals)
+    keep_samples(ids, ids, torch.zeros(8, dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
+    assert {launch.image for launch in recording.take()} == before and len(before) == 2

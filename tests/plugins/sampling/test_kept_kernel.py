@@ -1,9 +1,9 @@
-"""The search for the lowest logit that filters keep, beside the sort of `sampler.lowest_kept`."""
+"""The search for the lowest logit that filters keep, beside the sort of `filters.lowest_kept`."""
 
 import pytest
 import torch
 
-from pensieve.runtime.step.sampler import lowest_kept
+from pensieve.runtime.step.filters import lowest_kept
 
 from ..kernel_cases import CUDA, DEVICE, INTERPRETED, needs_kernels
 

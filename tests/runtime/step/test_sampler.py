@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from pensieve.runtime.step.filters import lowest_kept, lowest_kept_of_few
 from pensieve.runtime.step.sampler import (
     Sampler,
     draw,
     draw_filtered,
-    lowest_kept,
-    lowest_kept_of_few,
     uniform,
 )
 from pensieve.runtime.step.sampling_inputs import Draws, FilteredDraws, SamplingInputs
