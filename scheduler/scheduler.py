@@ -427,7 +427,7 @@ class Scheduler:
             if count == row.begin or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, rows)
         if rows:
-            requests, tokens = _move_tokens(requests, tokens, rows)
+            _move_tokens(requests, tokens, rows)
         endings = self._write_behind.endings()
         return Applied(array("q", requests), array("i", tokens), (*rows.values(), *endings))
 
@@ -625,18 +625,14 @@ class Scheduler:
 
 def _move_tokens(
     requests: list[RequestId], tokens: list[int], rows: dict[RequestId, RowResult]
-) -> tuple[list[RequestId], list[int]]:
-    """Moves the tokens of these rows into their results. Returns the other requests and tokens."""
-    own: dict[RequestId, list[int]] = {request: [] for request in rows}
-    other_requests: list[RequestId] = []
-    other_tokens: list[int] = []
-    for request, token in zip(requests, tokens, strict=True):
-        if request in own:
-            own[request].append(token)
-        else:
-            other_requests.append(request)
-            other_tokens.append(token)
+) -> None:
+    """Moves the tokens of these rows into their results, out of the two lists."""
+    places = [place for place, request in enumerate(requests) if request in rows]
+    own: dict[RequestId, list[int]] = {}
+    for place in places:
+        own.setdefault(requests[place], []).append(tokens[place])
+    for place in reversed(places):
+        del requests[place], tokens[place]
     for request, row_tokens in own.items():
         if len(rows[request].tokens) < len(row_tokens):
             rows[request] = rows[request]._replace(tokens=tuple(row_tokens))
-    return other_requests, other_tokens

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, registered_group
 from ...scheduler.types import TokenLogprobs
+from .filters import lowest_logits, weights_of
 from .sampling_inputs import MOST_LIMITED, PenaltyStart, SamplingInputs
 
 # splitmix64 as signed 64-bit numbers: the step between two states, and the two multipliers of its
@@ -232,10 +233,15 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
     temperatures [D] float64, above 0. uniforms [D] float64 in [0, 1).
     """
     highest, likeliest = logits.max(dim=-1, keepdim=True)
-    weights = ((logits.double() - highest.double()) / temperatures.unsqueeze(1)).exp()
+    return _invert(weights_of(logits, highest, temperatures), likeliest, uniforms)
+
+
+def _invert(weights: Tensor, likeliest: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns the tokens [D] at which the sums of weights [D, vocab] pass `uniforms`. likeliest
+    [D, 1]."""
     reached = weights.cumsum(dim=-1)
     target = uniforms.unsqueeze(1) * reached[:, -1:]
-    token = torch.searchsorted(reached, target, right=True).clamp(max=logits.shape[1] - 1)
+    token = torch.searchsorted(reached, target, right=True).clamp(max=weights.shape[1] - 1)
     # Sums are rounded, so once in a very long while this is a token that must not be drawn.
     return torch.where(weights.gather(1, token) > 0.0, token, likeliest).squeeze(1)
 
@@ -255,27 +261,12 @@ def draw_filtered(
     top_ks [D] int64: the k likeliest tokens stay; 0 is off. min_ps [D] float64: tokens whose
     probability is below this share of the likeliest one's are removed. top_ps [D] float64: of the
     rest, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
-    most: no row keeps more tokens. Only so many logits are ordered.
+    most: no row keeps more tokens.
     """
-    most = min(most, logits.shape[1])
-    if most < logits.shape[1]:
-        ordered = logits.topk(most, dim=-1).values
-    else:
-        ordered = logits.sort(dim=-1, descending=True).values
-    scaled = (ordered.double() - ordered[:, :1].double()) / temperatures.unsqueeze(1)
-    weights = scaled.exp()
-    ranks = torch.arange(most, device=logits.device)
-    last_ranks = torch.where(top_ks > 0, top_ks, most).unsqueeze(1)
-    stays = (ranks < last_ranks) & (weights >= min_ps.unsqueeze(1)) & (weights > 0.0)
-    weights = weights.where(stays, 0.0)
-
-    # A rank stays while the ranks before it have not reached p. Weights fall, so a leading part
-    # stays.
-    reached = weights.cumsum(dim=-1)
-    stays &= reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
-    last = stays.sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    lowest = ordered.gather(1, last)
-    return draw(logits.masked_fill(logits < lowest, -torch.inf), temperatures, uniforms)
+    highest, likeliest = logits.max(dim=-1, keepdim=True)
+    weights = weights_of(logits, highest, temperatures)
+    lowest = lowest_logits(logits, weights, temperatures, top_ks, top_ps, min_ps, most)
+    return _invert(weights.where(logits >= lowest, 0.0), likeliest, uniforms)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ FORBIDDEN = -1e30
 drawn if a grammar, with minus infinity, allows no other."""
 
 MOST_LIMITED = 256
-"""The largest top_k of rows for which only so many logits are ordered."""
+"""The largest top_k of rows for which only so many logits are ordered. On a CPU so many are tried
+first for other rows."""
 
 NOTHING_FORBIDDEN: Mapping[int, Sequence[int]] = {}
 

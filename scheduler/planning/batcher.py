@@ -59,7 +59,7 @@ class Batcher:
                 continue
             generating = True
             drafts = row.drafts
-            if row.awaits_token:
+            if (row.constrained or drafts is not None) and row.awaits_token:
                 if row.constrained or (drafts is not None and drafts.checked > builder.applied):
                     continue
                 drafts = None
@@ -71,7 +71,7 @@ class Batcher:
             # After a check its newest token is not the device's last sample.
             behind_check = drafts is not None and drafts.checked == row.launched
             row.launched = step
-            if behind_check or row.id in chosen:
+            if behind_check or (chosen and row.id in chosen):
                 checked += self.drafting.plan(row, chosen, builder, self._extend)
             else:
                 generate.append(row.seat)

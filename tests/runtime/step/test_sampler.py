@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.runtime.step.sampler import Sampler, draw, draw_filtered, uniform
+from pensieve.runtime.step.filters import lowest_kept, lowest_kept_of_few
+from pensieve.runtime.step.sampler import (
+    Sampler,
+    draw,
+    draw_filtered,
+    uniform,
+)
 from pensieve.runtime.step.sampling_inputs import Draws, FilteredDraws, SamplingInputs
 
 MASK = 2**64 - 1
@@ -127,6 +133,32 @@ def test_filtered_draws_equal_their_twin(temperature, top_k, top_p, min_p, most,
         for i in range(rows)
     ]
     assert got.tolist() == expected
+
+
+@pytest.mark.parametrize("digits", [0, 1, 8], ids=["few values", "equal logits", "different"])
+def test_ordering_a_few_keeps_what_ordering_all_keeps(digits):
+    """In the first rows the likeliest 256 of 1,000 reach p, in the others they do not."""
+    settings = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.2, 1.0, 5.0)
+        for top_k, top_p, min_p in (
+            (0, 0.9, 0.0),
+            (0, 0.0, 0.0),
+            (0, 1.0, 0.3),
+            (0, 0.95, 0.01),
+            (0, 1.0, 0.0),
+            (300, 0.99, 0.0),
+        )
+    ]
+    generator = torch.Generator().manual_seed(digits)
+    logits = (3 * torch.randn(len(settings), 1000, generator=generator)).round(decimals=digits)
+    logits[::4, 200:] = -torch.inf  # as of a grammar
+    temperatures, *filters = arguments(*map(list, zip(*settings, strict=True)))
+    distances = logits.double() - logits.max(dim=-1, keepdim=True).values.double()
+    weights = (distances / temperatures.unsqueeze(1)).exp()
+    lowest = lowest_kept_of_few(logits, weights, temperatures, *filters)
+    expected = lowest_kept(logits, temperatures, *filters, 1000)
+    assert torch.equal(logits >= lowest, logits >= expected)
 
 
 def plain_twin(logits: np.ndarray, temperature: float, u: float) -> int:
