@@ -243,8 +243,7 @@ class CudaDevice:
         # imported here because only CUDA installations have Triton
         from ...plugins.attention.kernel import make_work_list
         from ...plugins.attention.work_list import Capacity
-        from ...plugins.sampling.compiled import compile_kernels
-        from ...plugins.sampling.keep_kernel import keep_samples
+        from ...plugins.kv_forms.host_copy_kernel import copy_words
 
         assert self._pool is not None
         _, _, _, kv_heads, chunk_tokens, _ = self._pool.shape
@@ -271,11 +270,10 @@ class CudaDevice:
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
             self._results = Staging(pinned=True)
-            self._keep_samples = keep_samples
+            self._copy_words = copy_words
             self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
             self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
             self._sampler = make_sampler(engine.vocab_size, "cuda", self._buffers.place)
-            compile_kernels(engine.vocab_size)
         torch.cuda.synchronize()  # pools are zeroed on another stream
         if not self._enforce_eager:
             self._capture(shapes)
@@ -358,8 +356,10 @@ class CudaDevice:
             drawn, scored = self._sampler.sample(
                 self._logits[: len(inputs.sample_rows)], inputs.sampling
             )
+            drawn = drawn.int()
+            self._last_samples.index_copy_(0, self._buffers.sample_seats, drawn)
             tokens = self._results.take(len(drawn))
-            self._keep_samples(drawn, self._buffers.sample_seats, self._last_samples, tokens)
+            self._copy_words(tokens, drawn)
             self._results.issued()
             scores = None
             # pinned buffers of torch's cache: not reused while referenced here or written on that

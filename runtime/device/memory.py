@@ -26,8 +26,8 @@ CUDA_ALLOWANCE = 2 * GIB
 themselves, and the staging buffers of copies in eight bits (`compressed_copies.HALF_BYTES`, four
 times)."""
 
-# Bytes for each logit, on top of the engine's own output. While its row is drawn: three float32 and
-# two ids (gathered, and the work space of `topk`), and the float64 arrays of
+# Bytes for each logit, on top of the engine's own output. While its row is drawn: three float32
+# (gathered, sorted, the sort's work space), two ids, and the float64 arrays of
 # `sampler.draw_filtered` (weights, their sums, comparisons). While its row is scored: two float32
 # (gathered, exponentiated).
 _DRAWN_LOGIT = 3 * 4 + 2 * 8 + 6 * 8

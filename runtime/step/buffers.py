@@ -1,14 +1,13 @@
 """The device memory from which a step reads its batch: fixed addresses, sizes from a short list,
 one upload.
 
-    | everything else | token ids | positions | slots | segments | sample rows | feeds | sharing |
-                       \\______________________ where the graphs read ____________________________/
+    | token ids | positions | slots | segments | sample rows | feeds | sharing | everything else |
+     \\______________ one copy, to where the graphs read ______________________/ \\_ another one _/
 
-The copy is from pinned memory. What is too large to stand in front has a buffer and a copy of its
-own.
+Both copies are from pinned memory.
 
-The graphs' parts begin with the inputs of `PackedBatch`, in its order. Each begins at a multiple of
-16 bytes, so kernels are compiled for one alignment.
+The first parts are the inputs of `PackedBatch`, in its order. Each begins at a multiple of 16
+bytes, so kernels are compiled for one alignment.
 
 Batches are padded to the next size of the list, so one captured graph serves them all: padded
 tokens have no segment and write no KV, padded segments have no queries, padded rows are never read.
@@ -21,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -217,7 +216,6 @@ _TYPES = {
     for one in (np.int32, np.int64, np.float32, np.float64)
 }
 _LEAST_CELLS = 32  # of the block table, in a layout: most steps change fewer
-_ROOM = 1 << 16  # words in front of the batch: 512 rows with filters and biases need a third
 
 
 class _Layout:
@@ -297,21 +295,21 @@ class StepBuffers:
             self._copy = copy_words
         self._staging = Staging(self._device.type == "cuda")
         largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
-        self._words = torch.zeros(_ROOM + largest.words, dtype=torch.int32, device=device)
-        self._batch = self._words[_ROOM:]
-        self._large = torch.empty(0, dtype=torch.int32, device=device)
+        self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
+        self._others = torch.empty(0, dtype=torch.int32, device=device)
+        self._typed: dict[np.dtype[Any], Tensor] = {}  # the same words in each type
         self._layout: _Layout | None = None
         self._views: list[Tensor] = []  # of the layout, on the device
         self._placed: dict[int, Tensor] = {}
 
     def batch(self, shape: Shape) -> StagedBatch[Tensor]:
         """The buffers of a batch of this shape; always at the same addresses."""
-        return batch_views(self._batch[: shape.words], shape)
+        return batch_views(self._words[: shape.words], shape)
 
     def idle(self, shape: Shape) -> StagedBatch[Tensor]:
         """A batch that writes nothing and attends to nothing."""
         batch = self.batch(shape)
-        self._batch.zero_()
+        self._words.zero_()
         for name, padding in PADDED:
             getattr(batch, name).fill_(padding)
         return batch
@@ -326,15 +324,13 @@ class StepBuffers:
         arrays = [inputs.sample_seats, *sampling]
         cells = inputs.block_cells
         layout = self._lay_out_others(len(cells), arrays)
-        staging = self._staging.take(layout.words + shape.words)
+        first = -(-shape.words // _ALIGNED_WORDS) * _ALIGNED_WORDS
+        staging = self._staging.take(first + layout.words)
         words = staging.numpy()
-        layout.write(words[: layout.words], [cells, inputs.block_slots, *arrays])
-        lay_out(inputs, shape, words[layout.words :])
-        if layout.words <= _ROOM:
-            self._copy(self._words[_ROOM - layout.words : _ROOM + shape.words], staging)
-        else:
-            self._copy(self._large[: layout.words], staging[: layout.words])
-            self._copy(self._batch[: shape.words], staging[layout.words :])
+        lay_out(inputs, shape, words[: shape.words])
+        layout.write(words[first:], [cells, inputs.block_slots, *arrays])
+        self._copy(self._words[: shape.words], staging[: shape.words])
+        self._copy(self._others[: layout.words], staging[first:])
         self._staging.issued()
         placed_cells, placed_slots, self.sample_seats, *placed = self._views
         self.block_cells = placed_cells[: len(cells)]
@@ -350,14 +346,11 @@ class StepBuffers:
         if self._layout is not None and self._layout.sizes == sizes:
             return self._layout
         self._layout = layout = _Layout(sizes, cells, arrays)
-        if layout.words > max(_ROOM, len(self._large)):
-            self._large = self._large.new_empty(2 * layout.words)
-        placed = self._words[_ROOM - layout.words : _ROOM]
-        if layout.words > _ROOM:
-            placed = self._large[: layout.words]
-        typed = {one: placed.view(of) for one, of in _TYPES.items()}  # the same words in each type
+        if layout.words > len(self._others):
+            self._others = self._others.new_empty(2 * layout.words)
+            self._typed = {one: self._others.view(of) for one, of in _TYPES.items()}
         self._views = [
-            typed[dtype][place] if len(shape) == 1 else typed[dtype][place].view(shape)
+            self._typed[dtype][place] if len(shape) == 1 else self._typed[dtype][place].view(shape)
             for (dtype, place), shape in zip(layout.places, layout.shapes, strict=True)
         ]
         return layout

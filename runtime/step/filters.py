@@ -1,7 +1,4 @@
-"""The least likely token that the filters of a row keep: top-k, min-p and top-p.
-
-Nothing is ordered that need not be. A GPU searches, because nobody may wait for what it finds.
-"""
+"""The least likely token that the filters of a row keep: top-k, min-p and top-p."""
 
 from __future__ import annotations
 
@@ -9,28 +6,6 @@ import torch
 from torch import Tensor
 
 from .sampling_inputs import MOST_LIMITED
-
-
-def lowest_logits(
-    logits: Tensor,
-    weights: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    min_ps: Tensor,
-    most: int,
-) -> Tensor:
-    """Returns the lowest logit that stays in each row, [D, 1]. weights [D, vocab] of all tokens;
-    the others as in `sampler.draw_filtered`."""
-    settings = top_ks, top_ps, min_ps
-    if most < logits.shape[1]:
-        return lowest_kept(logits, temperatures, *settings, most)
-    if logits.is_cuda:
-        # imported here because only CUDA installations have Triton
-        from ...plugins.sampling import kept_kernel
-
-        return kept_kernel.lowest_kept(logits, weights, *settings)
-    return lowest_kept_of_few(logits, weights, temperatures, *settings)
 
 
 def weights_of(logits: Tensor, highest: Tensor, temperatures: Tensor) -> Tensor:

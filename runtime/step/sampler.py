@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, registered_group
 from ...scheduler.types import TokenLogprobs
-from .filters import lowest_logits, weights_of
+from .filters import lowest_kept, lowest_kept_of_few, weights_of
 from .sampling_inputs import MOST_LIMITED, PenaltyStart, SamplingInputs
 
 # splitmix64 as signed 64-bit numbers: the step between two states, and the two multipliers of its
@@ -264,8 +264,13 @@ def draw_filtered(
     most: no row keeps more tokens.
     """
     highest, likeliest = logits.max(dim=-1, keepdim=True)
-    weights = weights_of(logits, highest, temperatures)
-    lowest = lowest_logits(logits, weights, temperatures, top_ks, top_ps, min_ps, most)
+    settings = top_ks, top_ps, min_ps
+    if logits.is_cuda or most < logits.shape[1]:
+        lowest = lowest_kept(logits, temperatures, *settings, min(most, logits.shape[1]))
+        weights = weights_of(logits, highest, temperatures)
+    else:
+        weights = weights_of(logits, highest, temperatures)
+        lowest = lowest_kept_of_few(logits, weights, temperatures, *settings)
     return _invert(weights.where(logits >= lowest, 0.0), likeliest, uniforms)
 
 

@@ -16,8 +16,6 @@ QUICK = (
     "linear/test_norm_kernel",
     "attention/test_kv_write_kernel",
     "kv_forms/test_host_copy_kernel",
-    "sampling/test_keep_kernel",
-    "sampling/test_kept_kernel",
 )
 LONG = (
     "attention/test_kernel",

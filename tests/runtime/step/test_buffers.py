@@ -12,7 +12,6 @@ import torch
 from pensieve.builder.forward_batch import NOT_WRITTEN, PACKED
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.device.cpu import CpuDevice
-from pensieve.runtime.step import buffers as step_buffers
 from pensieve.runtime.step.buffers import (
     STAGED_INPUTS,
     Shape,
@@ -137,13 +136,7 @@ def test_a_step_of_three_holes_in_parts_has_room():
     assert spans == [(8, 15), (15, 16), (31, 32), (47, 48)] and shape == Shape(4, 4, 1)
 
 
-@pytest.fixture(params=[1 << 16, 64], ids=["one copy", "two copies"])
-def room(request, monkeypatch):
-    """Words in front of the batch; 64 are too few for the other arrays."""
-    monkeypatch.setattr(step_buffers, "_ROOM", request.param)
-
-
-def test_a_batch_arrives_padded(room):
+def test_a_batch_arrives_padded():
     packer = StepPacker(SEATS, BLOCKS, CHUNK)
     shapes = Shapes(64, SEATS, CHUNK)
     buffers = StepBuffers(shapes, "cpu")
@@ -234,7 +227,7 @@ def test_an_idle_batch_writes_and_attends_to_nothing():
     )
 
 
-def test_the_sampler_reads_from_the_uploaded_buffer(room):
+def test_the_sampler_reads_from_the_uploaded_buffer():
     """Every wish, and a grammar's mask: the same tokens and scores as from the arrays
     themselves."""
     bits = np.full((1, -(-VOCAB // 32)), 0x0F0F0F0F, np.int32)
