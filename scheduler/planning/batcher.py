@@ -59,7 +59,7 @@ class Batcher:
                 continue
             generating = True
             drafts = row.drafts
-            if row.awaits_token:
+            if (row.constrained or drafts is not None) and row.awaits_token:
                 if row.constrained or (drafts is not None and drafts.checked > builder.applied):
                     continue
                 drafts = None
@@ -69,9 +69,9 @@ class Batcher:
             if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
             # After a check its newest token is not the device's last sample.
-            behind_check = drafts is not None and drafts.checked == row.launched
+            known = drafts is not None and (drafts.checked == row.launched or row.id in chosen)
             row.launched = step
-            if behind_check or row.id in chosen:
+            if known:
                 checked += self.drafting.plan(row, chosen, builder, self._extend)
             else:
                 generate.append(row.seat)
