@@ -55,23 +55,24 @@ class Batcher:
         chosen = self.drafting.choose(builder.applied)
         checked = list[RowId]()
         for row in tuple(self._queues.rows):
-            if row.spans or row.leaving or row.position > row.last_position:
+            position = row.position
+            if row.spans or row.leaving or position > row.last_position:
                 continue
             generating = True
             drafts = row.drafts
-            if (row.constrained or drafts is not None) and row.awaits_token:
-                if row.constrained or (drafts is not None and drafts.checked > builder.applied):
+            checks = False
+            if drafts is not None or row.constrained:
+                if not row.awaits_token:
+                    if drafts is not None:  # accepted drafts have moved the row on
+                        row.position = position = len(row.tokens) - 1
+                        # After a check its newest token is not the device's last sample.
+                        checks = drafts.checked == row.launched or row.id in chosen
+                elif drafts is None or row.constrained or drafts.checked > builder.applied:
                     continue
-                drafts = None
-            if drafts is not None:
-                row.position = len(row.tokens) - 1  # accepted drafts have moved the row on
-            position = row.position
             if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
-            # After a check its newest token is not the device's last sample.
-            known = drafts is not None and (drafts.checked == row.launched or row.id in chosen)
             row.launched = step
-            if known:
+            if checks:
                 checked += self.drafting.plan(row, chosen, builder, self._extend)
             else:
                 generate.append(row.seat)
