@@ -62,13 +62,13 @@ class Batcher:
             drafts = row.drafts
             checks = False
             if drafts is not None or row.constrained:
-                if not row.awaits_token:
-                    if drafts is not None:  # accepted drafts have moved the row on
-                        row.position = position = len(row.tokens) - 1
-                        # After a check its newest token is not the device's last sample.
-                        checks = drafts.checked == row.launched or row.id in chosen
-                elif drafts is None or row.constrained or drafts.checked > builder.applied:
-                    continue
+                if row.awaits_token:
+                    if drafts is None or row.constrained or drafts.checked > builder.applied:
+                        continue
+                elif drafts is not None:  # accepted drafts have moved the row on
+                    row.position = position = len(row.tokens) - 1
+                    # After a check its newest token is not the device's last sample.
+                    checks = drafts.checked == row.launched or row.id in chosen
             if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
             row.launched = step
@@ -220,11 +220,7 @@ class Batcher:
         rows = self._rows_with_spans()
         waiting = self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
-        if len(owners) < 2:
-            for row in rows:
-                self.take_spans(row, builder, builder.budget)
-            return
-        shares = dict.fromkeys(owners, -(-builder.budget // len(owners)))
+        shares = dict.fromkeys(owners, -(-builder.budget // max(1, len(owners))))
         for row in rows:
             owner = row.turn.request.owner
             budget = builder.budget
