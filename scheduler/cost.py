@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, inf
 
 from .config import SchedulerConfig
@@ -26,7 +27,7 @@ LEAD_STEPS = 3
 runs beside the next."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostProfile:
     """chunk_seconds     seconds for one chunk in a full batch, without attention
     attention            (context tokens, seconds for one chunk), ascending, at least one point
@@ -84,9 +85,19 @@ class CostProfile:
         if not (self.disk_read_bytes_per_s > 0 and self.disk_write_bytes_per_s > 0):
             raise SettingError("profile", "the disk's speeds must be above 0")
 
+    @cached_property
+    def _by_end(self) -> dict[int, float]:
+        """What `recompute` has returned for the ends of chunks."""
+        return {}
+
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
-        return self.chunk_seconds + self._at(self.attention, end)
+        seconds = self._by_end.get(end)
+        if seconds is None:
+            seconds = self.chunk_seconds + self._at(self.attention, end)
+            if end % self.chunk_tokens == 0:  # lengths of prompts would be too many
+                self._by_end[end] = seconds
+        return seconds
 
     def swap_in(self) -> float:
         """Seconds to copy one chunk from host to GPU."""

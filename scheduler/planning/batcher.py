@@ -55,23 +55,24 @@ class Batcher:
         chosen = self.drafting.choose(builder.applied)
         checked = list[RowId]()
         for row in tuple(self._queues.rows):
-            if row.spans or row.leaving or row.position > row.last_position:
+            position = row.position
+            if row.spans or row.leaving or position > row.last_position:
                 continue
             generating = True
             drafts = row.drafts
-            if (row.constrained or drafts is not None) and row.awaits_token:
-                if row.constrained or (drafts is not None and drafts.checked > builder.applied):
-                    continue
-                drafts = None
-            if drafts is not None:
-                row.position = len(row.tokens) - 1  # accepted drafts have moved the row on
-            position = row.position
+            checks = False
+            if drafts is not None or row.constrained:
+                if row.awaits_token:
+                    if drafts is None or row.constrained or drafts.checked > builder.applied:
+                        continue
+                elif drafts is not None:  # accepted drafts have moved the row on
+                    row.position = position = len(row.tokens) - 1
+                    # After a check its newest token is not the device's last sample.
+                    checks = drafts.checked == row.launched or row.id in chosen
             if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
-            # After a check its newest token is not the device's last sample.
-            behind_check = drafts is not None and drafts.checked == row.launched
             row.launched = step
-            if behind_check or (chosen and row.id in chosen):
+            if checks:
                 checked += self.drafting.plan(row, chosen, builder, self._extend)
             else:
                 generate.append(row.seat)
@@ -219,11 +220,7 @@ class Batcher:
         rows = self._rows_with_spans()
         waiting = self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
-        if len(owners) < 2:
-            for row in rows:
-                self.take_spans(row, builder, builder.budget)
-            return
-        shares = dict.fromkeys(owners, -(-builder.budget // len(owners)))
+        shares = dict.fromkeys(owners, -(-builder.budget // max(1, len(owners))))
         for row in rows:
             owner = row.turn.request.owner
             budget = builder.budget

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -40,6 +40,17 @@ def a_profile(attention=((64, 1.0), (128, 3.0), (256, 4.0)), **changes):
 )
 def test_attention_costs(context, attention):
     assert a_profile().recompute(context) == pytest.approx(10.0 + attention)
+
+
+def test_kept_costs_of_chunks_equal_those_of_new_profiles():
+    profile = a_profile()
+    used = [profile.recompute(end) for _ in range(2) for end in range(320)]
+    assert used == 2 * [a_profile().recompute(end) for end in range(320)]
+    limited = replace(profile, most_context=64)
+    assert limited.recompute(256) == limited.recompute(64) < profile.recompute(256)
+    assert limited != profile == a_profile()
+    assert asdict(profile) == asdict(a_profile())
+    assert len(profile._by_end) == 10  # not by the lengths of prompts
 
 
 def test_one_point_is_enough():
