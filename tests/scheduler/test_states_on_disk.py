@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.scheduler.kv import adoption
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.piece_keys import KEY_BYTES, piece_key, split_key
+from pensieve.scheduler.kv.piece_keys import COMPUTATION_BYTES, KEY_BYTES, Piece, piece_key, split_key
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
@@ -66,9 +66,11 @@ def written():
 
 def test_keys_of_pieces_are_those_of_no_chunk():
     key = ChunkKey(bytes(range(KEY_BYTES)))
-    keys = [piece_key(key, number) for number in range(1000)]
-    assert len({key, *keys}) == 1001 and sorted(keys) == keys
-    assert [split_key(one) for one in keys] == [(key, number) for number in range(1000)]
+    computations = [bytes([number] * COMPUTATION_BYTES) for number in range(3)]
+    pieces = [Piece(number, one) for one in computations for number in range(300)]
+    keys = [piece_key(key, piece) for piece in pieces]
+    assert len({key, *keys}) == 901 and sorted(keys) == keys
+    assert [split_key(one) for one in keys] == [(key, piece) for piece in pieces]
     assert split_key(key) == (key, None)
 
 
@@ -131,8 +133,45 @@ def test_a_piece_that_is_there_twice_replaces_no_other(written):
     assert written.pieces(24) == []
 
 
+def compute_again(served, end):
+    """The state is lost, computed again and written. Returns the records of both computations, in
+    the order of their pieces."""
+    before = [served.device.disk[slot] for slot in served.pieces(end)]
+    served.lose_states(end)
+    served.spans(PROMPT)
+    served.settle()
+    return before, [served.device.disk[slot] for slot in served.pieces(end)]
+
+
+def test_a_state_is_not_adopted_from_pieces_of_two_computations(written):
+    """A crash between the writes of the second one: their bits may differ."""
+    first, _ = compute_again(written, 24)
+    written.device.disk[written.pieces(24)[0]] = first[0]
+    written.restart()
+    assert written.ends == [16]
+    written.settle()
+    assert written.pieces(24) == []
+    assert written.spans(PROMPT) == [(16, 30)]
+
+
+@pytest.mark.parametrize("whole", ["first", "second", "both"])
+def test_a_whole_state_is_adopted_beside_pieces_of_another_computation(written, whole):
+    first, second = compute_again(written, 24)
+    for slot in written.pieces(24):
+        del written.device.disk[slot]
+    left = {"first": [*second[:1], *first], "second": [*first[1:], *second]}
+    records = left.get(whole, [*first, *second])
+    written.device.disk |= dict(enumerate(records, max(written.device.disk) + 1))
+    written.restart()
+    assert written.ends == [16, 24]
+    written.settle()
+    keys = {written.device.disk[slot][0] for slot in written.pieces(24)}
+    assert keys == {record[0] for record in (second if whole == "second" else first)}
+    assert written.spans(PROMPT) == [(24, 30)]
+
+
 def adopts_without_a_piece(monkeypatch, served):
-    monkeypatch.setattr(adoption, "_whole", lambda key, records, count: True)
+    monkeypatch.setattr(adoption, "_whole", lambda records, count: True)
     del served.device.disk[served.pieces(24)[0]]
 
 
@@ -155,8 +194,8 @@ def mixes_positions_up(monkeypatch, served):
     keys = {end: served.device.disk[served.pieces(end)[0]][0] for end in (16, 24)}
     for slot, other in zip(served.pieces(16), served.pieces(24), strict=True):
         for one, end in ((slot, 24), (other, 16)):
-            number = split_key(served.device.disk[one][0])[1]
-            served.change(one, key=piece_key(split_key(keys[end])[0], number), end=end)
+            piece = split_key(served.device.disk[one][0])[1]
+            served.change(one, key=piece_key(split_key(keys[end])[0], piece), end=end)
 
 
 @pytest.mark.parametrize(
