@@ -16,7 +16,14 @@ from pensieve.scheduler.kv.piece_keys import COMPUTATION_BYTES, KEY_BYTES, Piece
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
-from pensieve.scheduler.planning.state_lookup import _outside, _without
+from pensieve.scheduler.planning.state_lookup import (
+    _Amounts,
+    _amounts,
+    _outside,
+    _runs,
+    _spans,
+    _without,
+)
 from pensieve.scheduler.types import DISK, GPU, HOST, ChunkKey, Erasure, StoredRecord, Tier
 
 from .test_state_lookup import OTHER, PROMPT, States
@@ -381,6 +388,42 @@ def test_ranges_are_those_of_their_tokens():
         )
         chosen = [end for first, last in _outside(ends, runs, size) for end in ends[first:last]]
         assert chosen == [end for end, is_in in zip(ends, inside, strict=True) if not is_in]
+
+
+def test_amounts_of_ways_are_those_of_their_runs():
+    """Against the runs of each way, on random holes and states."""
+    random = Random(3)
+    for _ in range(500):
+        holes = random_ranges(random, 4)
+        begins = sorted({0, *random.sample(range(0, 240, 8), random.randint(0, 12))})
+
+        def of_run(run):
+            start, end = run
+            return _Amounts(end - start, start > 0, start % 7, end % 5)
+
+        def added(runs):
+            return tuple(map(sum, zip(*map(of_run, runs), strict=True)))
+
+        assert list(_amounts(holes, begins, 260, of_run)) == [
+            added(_runs(holes, begins, begin, 260)) for begin in begins
+        ]
+
+
+def test_spans_of_runs_are_those_of_all_holes():
+    random = Random(4)
+    for _ in range(500):
+        holes = random_ranges(random, 4)
+        start, end = sorted(random.sample(range(250), 2))
+        spans = list(_spans(holes, start, end))
+        assert [spans[0].start, *(span.end for span in spans)] == [
+            *(span.start for span in spans),
+            end,
+        ]
+        written = [token for span in spans for token in range(span.write_from, span.end)]
+        assert spans[0].start == start
+        assert written == [
+            token for hole in holes for token in range(*hole) if start <= token < end
+        ]
 
 
 def parted():
