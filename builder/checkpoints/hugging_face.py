@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,24 @@ from torch import Tensor
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
 from ..quantization import check_quantization
+from . import delta_parts, fused_experts
 from .architectures import GEMMA3, GPT_OSS, OPT, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, refusal
 from .config import DecoderConfig, Shard
-from .delta_parts import with_delta_parts
-from .fused_experts import Alternating, Concatenated, unfused
+from .fused_experts import Alternating, Concatenated
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
-from .sources import Source, SourcePart, Sources, layer_projections, tensor_of, whole
+from .sources import (
+    SafetensorsFile,
+    Source,
+    SourcePart,
+    Sources,
+    StoredPart,
+    check_shape,
+    in_file,
+    layer_projections,
+    stored_name,
+    tensor_of,
+    whole,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the start of the file that `git clone` leaves where Git LFS is missing
@@ -374,13 +386,13 @@ def read_weights(
     """
     files = _tensor_files(directory)
     if config.architecture == GPT_OSS:
-        files = unfused(files, Alternating)
+        files = fused_experts.unfused(files, Alternating, config)
     if unused := UNUSED.get(config.architecture):
         files = {name: file for name, file in files.items() if not unused.match(name)}
     if config.linear is not None:
-        files = with_delta_parts(files, config.linear)
+        files = delta_parts.with_delta_parts(files, config)
     if config.architecture == QWEN3_5_MOE:
-        files = unfused(files, Concatenated)
+        files = fused_experts.unfused(files, Concatenated, config)
     prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}
@@ -426,21 +438,21 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
     for path in weight_files(directory):
         try:
             # safetensors reports every file that it cannot open as missing
-            with path.open("rb") as opened:
-                pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+            with path.open("rb") as head:
+                pointer = head.read(len(LFS_POINTER)) == LFS_POINTER
             if pointer:
                 raise refusal(
                     f"{path} is a pointer of Git LFS; `git lfs pull` in {directory} gets the "
                     "weights"
                 )
-            file = safe_open(path, framework="pt")
+            opened = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise refusal(
                 f"{path} cannot be read: {error}; if its download was cut short, repeat it"
             ) from None
         except OSError as error:
             raise refusal(f"{path} cannot be read: {error}") from None
-        files |= dict.fromkeys(file.keys(), file)
+        files |= dict.fromkeys(opened.keys(), SafetensorsFile(path, opened))
     return files
 
 
@@ -457,12 +469,36 @@ def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfi
             raise refusal(
                 f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}"
             )
-    for kind, listed in (("missing", missing), ("unexpected", extra)):
-        if listed:
-            more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    listed = {
+        "missing": [*_own_names(missing, files, config)],
+        "unexpected": [stored_name(files, name) + in_file(files, name) for name in extra],
+    }
+    cures = {
+        "missing": "download the checkpoint again, or take the config.json that belongs to it",
+        "unexpected": "take the config.json that belongs to these weights",
+    }
+    for kind, all_names in listed.items():
+        if own := [*dict.fromkeys(all_names)]:
+            more = f" and {len(own) - 5} more" if len(own) > 5 else ""
             raise refusal(
-                f"{kind} tensors for {config.architecture}: {', '.join(listed[:5])}{more}"
+                f"{kind} tensors for {config.architecture}: {', '.join(own[:5])}{more}; "
+                f"{cures[kind]}"
             )
+
+
+def _own_names(
+    names: Sequence[str], files: Mapping[str, Any], config: DecoderConfig
+) -> Iterator[str]:
+    """The names that missing tensors of experts and of parts of linear attention would have in this
+    checkpoint."""
+    fuses = config.architecture in (GPT_OSS, QWEN3_5_MOE) and not any(
+        fused_experts.PART.fullmatch(name) and not isinstance(file, StoredPart)
+        for name, file in files.items()
+    )
+    for name in names:
+        if config.linear is not None:
+            name = delta_parts.fused_name(name, config.architecture)
+        yield fused_experts.fused_name(name) if fuses else name
 
 
 def _slice(files: Mapping[str, Any], name: str) -> Any:
@@ -513,23 +549,17 @@ def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
 
 def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8: bool) -> None:
     stored = _slice(files, source.name)
-    shape = tuple(stored.get_shape())
     dtype = stored.get_dtype()
     shapes = [source.shape]
     if target.endswith(".scale"):
         shapes += [(*source.shape, 1), (1,), ()]
-    if shape not in shapes:
-        raise refusal(
-            f"tensor {source.name} has the shape {list(shape)}; config.json asks for "
-            f"{list(source.shape)}"
-        )
+    check_shape(files, source.name, *shapes)
+    own = stored_name(files, source.name)
+    wrong = f"tensor {own} is {dtype}{in_file(files, source.name)}"
     if source.name.endswith(WORDS):
         if dtype != "I32":
-            raise refusal(
-                f"tensor {source.name} is {dtype}; the words of weights in int4 must be I32"
-            )
+            raise refusal(f"{wrong}; the words of weights in int4 must be I32")
     elif dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
         raise refusal(
-            f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) or "
-            "int4 are supported"
+            f"{wrong}; of quantised weights only layers in FP8 (e4m3) or int4 are supported"
         )

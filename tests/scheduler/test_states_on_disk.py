@@ -12,7 +12,13 @@ import pytest
 
 from pensieve.scheduler.kv import adoption
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.piece_keys import COMPUTATION_BYTES, KEY_BYTES, Piece, piece_key, split_key
+from pensieve.scheduler.kv.piece_keys import (
+    COMPUTATION_BYTES,
+    KEY_BYTES,
+    Piece,
+    piece_key,
+    split_key,
+)
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
