@@ -24,9 +24,11 @@ from .config import DecoderConfig, LinearAttention
 from .sources import StoredPart, check_shape
 
 PART = re.compile(
-    r"(?P<stem>.*\.linear_attn)\.(?P<module>in_proj|conv1d)_(?P<part>[qkvzba])\.weight"
+    r"(?P<stem>.*\.linear_attn)\.(?P<module>in_proj|conv1d)_(?P<part>[qkvzba])\.(?P<kind>weight\w*)"
 )
-FUSED = re.compile(r"(?P<stem>.*\.linear_attn)\.(?P<fused>in_proj_(qkvz?|ba)|conv1d)\.weight")
+FUSED = re.compile(
+    r"(?P<stem>.*\.linear_attn)\.(?P<fused>in_proj_(qkvz?|ba)|conv1d)\.(?P<kind>weight\w*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,15 @@ def with_delta_parts(files: Mapping[str, Any], config: DecoderConfig) -> dict[st
             continue
         periods, sizes = _layout(fused["fused"], linear)
         period = sum(sizes.values())
-        columns = (1, linear.conv_width) if fused["fused"] == "conv1d" else (config.hidden_size,)
-        check_shape(files, name, (periods * period, *columns))
         stored = file.get_slice(name)
+        columns = (1, linear.conv_width) if fused["fused"] == "conv1d" else (config.hidden_size,)
+        if fused["kind"] != "weight":  # scales, whose columns are checked with those of others
+            columns = tuple(stored.get_shape()[1:]) or (1,)
+        check_shape(files, name, (periods * period, *columns))
         first = 0
         for part, size in sizes.items():
             own = PartRows(name, file, stored, periods, period, first, size)
-            parts[f"{fused['stem']}.{part}.weight"] = own
+            parts[f"{fused['stem']}.{part}.{fused['kind']}"] = own
             first += size
     return parts
 
@@ -86,7 +90,7 @@ def fused_name(name: str, architecture: str) -> str:
     names = ("qkvz", "ba") if architecture == QWEN3_NEXT else ("qkv", "z", "b", "a")
     fused = next(fused for fused in names if part["part"] in fused)
     module = "conv1d" if part["module"] == "conv1d" else f"in_proj_{fused}"
-    return f"{part['stem']}.{module}.weight"
+    return f"{part['stem']}.{module}.{part['kind']}"
 
 
 def _layout(fused: str, linear: LinearAttention) -> tuple[int, dict[str, int]]:

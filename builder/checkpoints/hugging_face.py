@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
-from ..quantization import check_quantization
+from ..quantization import check_quantization, fp8_block
 from . import delta_parts, fused_experts
 from .architectures import GEMMA3, GPT_OSS, OPT, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, refusal
+from .block_scales import with_row_scales
 from .config import DecoderConfig, Shard
 from .fused_experts import Alternating, Concatenated
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
@@ -359,9 +360,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
             return self._int4[target]
         sources = self._wanted[target]
         if target.endswith(".scale"):
-            parts = [
-                source.cut(_output_scales(self._files, source), torch.float32) for source in sources
-            ]
+            parts = [source.cut(_scales(self._files, source), torch.float32) for source in sources]
         else:
             projection = target.removesuffix(".weight")
             own = dtype_of(target, self._dtype)
@@ -389,6 +388,11 @@ def read_weights(
         files = fused_experts.unfused(files, Alternating, config)
     if unused := UNUSED.get(config.architecture):
         files = {name: file for name, file in files.items() if not unused.match(name)}
+    quantization = read_json(directory / "config.json").get("quantization_config")
+    form = check_quantization(quantization)
+    block = fp8_block(quantization)
+    if block:
+        files = with_row_scales(files, block[0])
     if config.linear is not None:
         files = delta_parts.with_delta_parts(files, config)
     if config.architecture == QWEN3_5_MOE:
@@ -397,7 +401,7 @@ def read_weights(
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}
     stored: Sources = {}
-    if form := check_quantization(read_json(directory / "config.json").get("quantization_config")):
+    if form:
         projections = int4_projections(files, wanted, form)
         files = without_ignored(files, wanted, projections, form)
         wanted = {
@@ -407,7 +411,7 @@ def read_weights(
         }
         stored = stored_tensors(projections, form)
         int4 = Int4Weights(files, projections, form, dtype)
-    wanted |= _scale_sources(files, wanted)
+    wanted |= _scale_sources(files, wanted, block[1] if block else 0)
     _check_names(files, wanted | stored, config)
     check_tensors(files, wanted | stored)
     return CheckpointWeights(files, wanted, dtype, int4)
@@ -506,9 +510,9 @@ def _slice(files: Mapping[str, Any], name: str) -> Any:
     return files[name].get_slice(name)
 
 
-def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
+def _scale_sources(files: Mapping[str, Any], wanted: Sources, group: int) -> Sources:
     """The scales of the layers' projections with FP8 weights. Each has one tensor in a file for
-    each part."""
+    each part. `group`: inputs that share a scale; 0: all do."""
     scales: Sources = {}
     for projection, sources in layer_projections(wanted).items():
         in_fp8 = [
@@ -517,12 +521,17 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
         ]
         if any(in_fp8):
             if not all(in_fp8):
-                names = ", ".join(source.name for source in sources)
+                names = ", ".join(
+                    dict.fromkeys(
+                        stored_name(files, source.name) if source.name in files else source.name
+                        for source in sources
+                    )
+                )
                 raise refusal(
                     f"{names}: some are in FP8 and some are not, and they are one projection here"
                 )
             scales[f"{projection}.scale"] = tuple(
-                Source(_scale_name(files, source.name), source.parts[:1]) for source in sources
+                _scale_source(files, source, group) for source in sources
             )
     return scales
 
@@ -534,8 +543,23 @@ def _scale_name(files: Mapping[str, Any], weight: str) -> str:
     return inverse if inverse in files else f"{weight}_scale"
 
 
-def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:
-    """The scales of a whole tensor [rows]; the file may have one for all."""
+def _scale_source(files: Mapping[str, Any], weight: Source, group: int) -> Source:
+    if not group:
+        return Source(_scale_name(files, weight.name), weight.parts[:1])
+    if any(size % group for size in weight.parts[1]):
+        raise refusal(
+            f"{weight.name} has {weight.parts[1].full} inputs, of which a rank holds "
+            f"{weight.parts[1].size}; both must be multiples of the {group} inputs of a block: use "
+            "other --tensor-parallel, or the unquantised checkpoint"
+        )
+    return Source(f"{weight.name}_scale_inv", weight.by_group(group).parts)
+
+
+def _scales(files: Mapping[str, Any], source: Source) -> Any:
+    """The scales of a whole tensor: [rows], for which the file may have one, or [rows, groups],
+    read when they are indexed."""
+    if len(source.parts) == 2:
+        return _slice(files, source.name)
     return tensor_of(files, source.name).reshape(-1).expand(source.shape)
 
 
@@ -551,7 +575,7 @@ def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8:
     stored = _slice(files, source.name)
     dtype = stored.get_dtype()
     shapes = [source.shape]
-    if target.endswith(".scale"):
+    if target.endswith(".scale") and len(source.parts) == 1:
         shapes += [(*source.shape, 1), (1,), ()]
     check_shape(files, source.name, *shapes)
     own = stored_name(files, source.name)

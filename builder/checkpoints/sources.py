@@ -104,6 +104,15 @@ class StoredPart:
     def get_dtype(self) -> str:
         return str(self.stored.get_dtype())
 
+    def get_shape(self) -> list[int]:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Tensor:
+        raise NotImplementedError
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[tuple(slice(0, size) for size in self.get_shape())]
+
 
 def stored_name(files: Mapping[str, Any], name: str) -> str:
     """The checkpoint's own name of a tensor."""

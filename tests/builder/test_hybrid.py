@@ -600,8 +600,6 @@ def with_fused_experts(tensors):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quant_method": "fp8"}, "fp8 weights of linear attention"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4 weights of"),
     ],
 )
