@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..plugins.linear.fp8 import rounded, row_scales, widened
-from ..plugins.linear.fp8_format import FP8
+from ..plugins.linear.fp8 import rounded, row_scales
+from ..plugins.linear.fp8_format import FP8, widened
 from ..plugins.linear.int4 import widened as int4_widened
 from ..plugins.linear.int4_format import TILE_INPUTS, TILE_OUTPUTS, packed_shape
 from ..scheduler.types import SettingError

@@ -99,9 +99,9 @@ def unfused(
         if fused is None:
             apart[name] = file
             continue
-        outputs, inputs = 2 * config.mlp_size, config.hidden_size
-        if fused["projection"] == "down_proj":
-            outputs, inputs = config.hidden_size, config.mlp_size
+        is_down = fused["projection"] == "down_proj"
+        outputs = config.hidden_size if is_down else 2 * config.mlp_size
+        inputs = config.mlp_size if is_down else config.hidden_size
         weights = kind.stored_shape(config.experts, outputs, inputs)
         check_shape(files, name, (config.experts, outputs) if fused["bias"] else weights)
         stored = file.get_slice(name)

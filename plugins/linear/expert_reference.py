@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import torch_ops  # noqa: F401  register torch.ops.pensieve.silu_gate
 from . import norm_reference
-from .fp8 import widened
+from .fp8_format import widened
 
 
 class Experts(NamedTuple):

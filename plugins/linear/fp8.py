@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fp8_format import FP8, LEAST_SCALE, MOST
+from .fp8_format import FP8, LEAST_SCALE, MOST, widened
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MOST_WIDENED_ROWS = 64
@@ -35,15 +35,6 @@ def row_scales(x: Tensor) -> Tensor:
 def rounded(x: Tensor, scales: Tensor) -> Tensor:
     """x / scale in e4m3; scales [rows] float32, none smaller than the row's own."""
     return (x.float() / scales.unsqueeze(1)).to(FP8)
-
-
-def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the FP8 weights' values in `dtype`; scale [out], or [out, groups of
-    inputs]."""
-    if scale.dim() == 1:
-        return weight.to(dtype).mul_(scale.unsqueeze(1))
-    groups = weight.to(dtype).unflatten(1, (scale.shape[1], -1))
-    return groups.mul_(scale.unsqueeze(2)).flatten(1)
 
 
 def widening(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

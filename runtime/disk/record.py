@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from ...scheduler.kv.piece_keys import COMPUTATION_BYTES, Piece, piece_key, split_key
+from ...scheduler.kv.piece_keys import COMPUTATION_BYTES, StatePiece, piece_key, split_key
 from ...scheduler.types import ChunkKey
 
 PAGE = 4096
@@ -31,7 +31,7 @@ VERSION = 4
 _FIELDS = struct.Struct(f"<8sI32sI{COMPUTATION_BYTES}s32sqdQ")
 _CHECKSUMS = struct.Struct("<16s16s")  # of the record, and of the page before this checksum
 _CHECKED = _FIELDS.size + 16
-NO_PIECE = Piece(2**32 - 1, bytes(COMPUTATION_BYTES))  # in the header of KV
+NO_PIECE = StatePiece(2**32 - 1, bytes(COMPUTATION_BYTES))  # in the header of KV
 
 
 class Header(NamedTuple):
@@ -72,7 +72,7 @@ def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header
         return None
     if _checksum(page[:_CHECKED]) != own:
         return None
-    piece = Piece(*numbers)
+    piece = StatePiece(*numbers)
     return Header(ChunkKey(key) if piece == NO_PIECE else piece_key(key, piece), end, written)
 
 

@@ -10,7 +10,7 @@ KEY_BYTES = 32  # of a chunk's key
 COMPUTATION_BYTES = 8
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """number      of the piece in its state, from 0
     computation    random bytes, the same in all pieces of a state: a state of the same key that is
                    computed again has others, because its bits may differ
@@ -20,16 +20,16 @@ class Piece(NamedTuple):
     computation: bytes
 
 
-def piece_key(key: ChunkKey, piece: Piece) -> ChunkKey:
+def piece_key(key: ChunkKey, piece: StatePiece) -> ChunkKey:
     """The key of a state's piece. `key`: of the chunk that ends where the state does. No chunk of
     KV has such a key: it is longer."""
     return ChunkKey(key + piece.computation + piece.number.to_bytes(4, "big"))
 
 
-def split_key(key: ChunkKey) -> tuple[ChunkKey, Piece | None]:
+def split_key(key: ChunkKey) -> tuple[ChunkKey, StatePiece | None]:
     """The chunk's key and the piece, None for KV, of a key that `chunk_key` or `piece_key` made."""
     if len(key) <= KEY_BYTES:
         return key, None
     number = KEY_BYTES + COMPUTATION_BYTES
-    piece = Piece(int.from_bytes(key[number:], "big"), key[KEY_BYTES:number])
+    piece = StatePiece(int.from_bytes(key[number:], "big"), key[KEY_BYTES:number])
     return ChunkKey(key[:KEY_BYTES]), piece

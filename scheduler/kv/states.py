@@ -10,7 +10,7 @@ from ..config import StateConfig
 from ..types import HOST, ChunkKey
 from .chunk import Chunk, State
 from .chunk_store import ChunkStore
-from .piece_keys import COMPUTATION_BYTES, Piece, piece_key
+from .piece_keys import COMPUTATION_BYTES, StatePiece, piece_key
 
 
 class KeptStates:
@@ -38,7 +38,7 @@ class KeptStates:
         for number, (piece, slot) in enumerate(zip(pieces, host_slots, strict=True)):
             piece.state = state
             if state.key is not None:
-                piece.key = piece_key(state.key, Piece(number, computation))
+                piece.key = piece_key(state.key, StatePiece(number, computation))
             piece.tokens = 1  # nothing else of a piece is counted in tokens
             self._store.add_piece(piece, slot, state.pinned)
         if state.key is not None:

@@ -177,7 +177,8 @@ class StateLookup:
             computed = max(bisect_right(to_read, end) - first, 0)
             return _Amounts(end - start, start > base, below.get(start, 0), computed)
 
-        least, cheapest = inf, base
+        least = inf
+        cheapest = base
         for begin, of in zip(begins, _amounts(holes, begins, count, amounts), strict=True):
             chunks = len(to_read) - of.computed
             reads = chunks + of.pieces
@@ -185,7 +186,8 @@ class StateLookup:
             seconds += (chunks + of.swap_ins * self._config.chunks) * swap_in
             seconds += (self._lower.reading + reads) * read if reads else 0.0
             if seconds <= least:
-                least, cheapest = seconds, begin
+                least = seconds
+                cheapest = begin
         runs = _runs(holes, begins, cheapest, count)
         return _Way(least, runs, [states[start] for start, _ in runs if start > base])
 
@@ -353,7 +355,8 @@ def _outside(
 def _spans(holes: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[Span]:
     """The range [start, end) as spans. Each writes the KV of its last tokens, or of none."""
     for at in range(bisect_right(holes, start, key=itemgetter(1)), len(holes)):
-        hole, after = max(holes[at][0], start), min(holes[at][1], end)
+        hole = max(holes[at][0], start)
+        after = min(holes[at][1], end)
         if hole >= after:
             break
         yield Span(-1, start, after, hole, 0)

@@ -12,8 +12,8 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.hugging_face import SINGLE, read_json, read_weights
 from pensieve.builder.parity import whole_weights
-from pensieve.plugins.linear.fp8 import rounded, row_scales, widened
-from pensieve.plugins.linear.fp8_format import FP8, MOST
+from pensieve.plugins.linear.fp8 import rounded, row_scales
+from pensieve.plugins.linear.fp8_format import FP8, MOST, widened
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import ScatteredRunner, tiny_checkpoint

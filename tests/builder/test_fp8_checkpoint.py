@@ -16,8 +16,8 @@ from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import whole_weights
 from pensieve.builder.quantised import dequantised, names_in_fp8, projections
-from pensieve.plugins.linear.fp8 import rounded, row_scales, widened
-from pensieve.plugins.linear.fp8_format import FP8
+from pensieve.plugins.linear.fp8 import rounded, row_scales
+from pensieve.plugins.linear.fp8_format import FP8, widened
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint

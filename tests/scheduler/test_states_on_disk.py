@@ -15,7 +15,7 @@ from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.piece_keys import (
     COMPUTATION_BYTES,
     KEY_BYTES,
-    Piece,
+    StatePiece,
     piece_key,
     split_key,
 )
@@ -80,7 +80,7 @@ def written():
 def test_keys_of_pieces_are_those_of_no_chunk():
     key = ChunkKey(bytes(range(KEY_BYTES)))
     computations = [bytes([number] * COMPUTATION_BYTES) for number in range(3)]
-    pieces = [Piece(number, one) for one in computations for number in range(300)]
+    pieces = [StatePiece(number, one) for one in computations for number in range(300)]
     keys = [piece_key(key, piece) for piece in pieces]
     assert len({key, *keys}) == 901 and sorted(keys) == keys
     assert [split_key(one) for one in keys] == [(key, piece) for piece in pieces]
