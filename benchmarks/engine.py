@@ -16,11 +16,13 @@ and what is printed is rank 0's. Printed for each:
     build, load        seconds; of a compiled engine also its compiler's
     loading            peak GPU memory while it was opened, besides the weights' own bytes (random
                        weights are made one tensor at a time, so a tensor or two)
-    running            peak GPU memory while steps ran, besides weights and KV pool: activations, a
+    pool               KV, and the states of a model with linear attention
+    running            peak GPU memory while steps ran, besides weights and pool: activations, a
                        step's logits, graphs
-    generation         ms for a step, and the share of the minimum: weights and KV bytes at 4.25
-                       TB/s
-    prompt             ms for a step of one prompt
+    generation         ms for a step, and the least: weights and KV read, states read and written,
+                       at this run's copy rate; and the share of the least in the measured
+    prompt             the same for a step of one prompt; the least is the larger of that for its
+                       bytes and that for its products at this run's rate of them
 
 The last line is JSON.
 """
@@ -32,11 +34,13 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +50,7 @@ from torch import Tensor
 
 from pensieve.builder.build import build_engine, build_random_engine
 from pensieve.builder.checkpoints.config import Shard
-from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT, parameter_shapes
 from pensieve.builder.choices import WEIGHTS
 from pensieve.builder.forward_batch import ForwardBatch
 from pensieve.builder.parity import SeatSpan, batch_of
@@ -56,6 +60,7 @@ from pensieve.plugins.collectives.protocol import (
     register_group,
     release_group,
 )
+from pensieve.plugins.state.pool import StatePool
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.runtime.launch.ranks import take_share
@@ -278,11 +283,18 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 SHAPES = Path(__file__).parent / "shapes"
-FLOOR_BYTES_S = 4.25e12
 POOL_BYTES = 20 * 2**30
 PROMPT = 2048
 GENERATION = ("1x32", "64x32", "64x1024")  # rows x context
 REPEATS = 30
+
+
+class GpuRates(NamedTuple):
+    """Of this machine, in this run: bytes copied, read and written both counted, and operations of
+    products in bfloat16, a second."""
+
+    bytes_s: float
+    flop_s: float
 
 
 class GpuRow(NamedTuple):
@@ -303,6 +315,7 @@ class GpuRow(NamedTuple):
     step_ms: tuple[float, ...]
     floor_ms: tuple[float, ...]
     prompt_ms: float
+    prompt_floor_ms: float
 
 
 def bench_on_gpu(
@@ -312,6 +325,7 @@ def bench_on_gpu(
     weights: str,
     batches: Sequence[tuple[int, int]],
     directory: Path,
+    rates: GpuRates,
     kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
 ) -> GpuRow:
@@ -344,7 +358,9 @@ def bench_on_gpu(
     load_seconds = time.perf_counter() - start
     loading = torch.cuda.max_memory_allocated() - before
     compiled = engine.manifest.compiled
-    pool, running, steps, prompt = run(engine, batches, before)
+    floors = [floor_ms(engine, *batch, rates) for batch in batches]
+    prompt_floor = prompt_floor_ms(engine, rates)
+    pool, running, steps, prompt = run(engine, batches, before, [prompt_floor, *floors])
     return GpuRow(
         shape=config.stem,
         backend=backend,
@@ -358,14 +374,15 @@ def bench_on_gpu(
         pool_bytes=pool,
         running_beyond=running - engine.weight_bytes - pool,
         step_ms=tuple(steps),
-        floor_ms=tuple(floor_ms(engine, *batch) for batch in batches),
+        floor_ms=tuple(floors),
         prompt_ms=prompt,
+        prompt_floor_ms=prompt_floor,
     )
 
 
-def floor_ms(engine: Engine, rows: int, context: int) -> float:
-    """The time to read the KV that a layer's window reaches, and the weights, without those of
-    experts that no row chooses, if all are equally likely."""
+def floor_ms(engine: Engine, rows: int, context: int, rates: GpuRates) -> float:
+    """The time to read the KV that a layer's window reaches, to read and write states, and to read
+    the weights, without those of experts that no row chooses, if all are equally likely."""
     decoder = engine.manifest.decoder
     keys = sum(
         min(context, decoder.window(layer) or context)
@@ -373,6 +390,7 @@ def floor_ms(engine: Engine, rows: int, context: int) -> float:
         if not decoder.is_linear(layer)
     )
     kv = rows * keys * engine.chunk_bytes(CHUNK) // CHUNK // decoder.kv_layers
+    states = 0 if engine.state_shape is None else 2 * rows * engine.state_shape.nbytes
     # the share that a row does not choose
     others = 1 - decoder.experts_per_token / max(decoder.experts, 1)
     unread = (
@@ -380,55 +398,120 @@ def floor_ms(engine: Engine, rows: int, context: int) -> float:
         * others ** (rows - 1)
         * engine.dtype.itemsize
     )
-    return 1e3 * (engine.weight_bytes - unread + kv) / FLOOR_BYTES_S
+    return 1e3 * (read_bytes(engine) - unread + kv + states) / rates.bytes_s
+
+
+def prompt_floor_ms(engine: Engine, rates: GpuRates) -> float:
+    """The larger of two times: to read all weights and write the state behind the prompt; and to
+    compute the products of its tokens with the weights of layers."""
+    shapes = ends(engine)
+    outside = sum(math.prod(shape) for shape in shapes.values())
+    flop = 2 * PROMPT * (engine.active_parameters - outside)
+    state = 0 if engine.state_shape is None else engine.state_shape.nbytes
+    return 1e3 * max(flop / rates.flop_s, (read_bytes(engine) + state) / rates.bytes_s)
+
+
+def ends(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The shapes of this rank's embedding and, if it is another one, its head."""
+    manifest = engine.manifest
+    shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
+    return {name: shapes[name] for name in ("embed.weight", "head.weight") if name in shapes}
+
+
+def read_bytes(engine: Engine) -> int:
+    """Of weights, in a step of all experts: a few rows of an embedding that is not the head."""
+    shapes = ends(engine)
+    embedding = math.prod(shapes["embed.weight"]) if "head.weight" in shapes else 0
+    return engine.weight_bytes - embedding * engine.dtype.itemsize
 
 
 @torch.inference_mode()
 def run(
-    engine: Engine, batches: Sequence[tuple[int, int]], before: int
+    engine: Engine, batches: Sequence[tuple[int, int]], before: int, floors: Sequence[float]
 ) -> tuple[int, int, list[float], float]:
     """Returns (bytes of the pool, peak bytes besides those allocated before the engine,
-    milliseconds of each generation, of a prompt)."""
+    milliseconds of each generation, of a prompt). floors: of the prompt and of each generation."""
     slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
-    for rows, context in batches:
-        if rows * -(-context // CHUNK) > slots:
+    needed = [PROMPT // CHUNK, *(rows * -(-context // CHUNK) for rows, context in batches)]
+    for (rows, context), chunks in zip(batches, needed[1:], strict=True):
+        if chunks > slots:
             held = f"the pool of {POOL_BYTES >> 30} GiB"
             raise SettingError("--generation", f"{rows}x{context} has more KV than {held} holds")
+    states = None
+    if engine.state_shape is not None:
+        slots = max(needed)  # states take much of the room
+        states = state_records(engine, max(rows for rows, _ in batches), "cuda")
     pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.kv_dtype, device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    prompt = step_of(engine, pool, 1, PROMPT)(captured_ms)
-    times = [step_of(engine, pool, rows, 1, context)(captured_ms) for rows, context in batches]
+    times: list[float] = []
+    for (rows, new, context), floor in zip(
+        [(1, PROMPT, 0), *((rows, 1, context) for rows, context in batches)], floors, strict=True
+    ):
+        times.append(step_of(engine, pool, rows, new, context, states)(captured_ms))
+        name = f"prompt of {new}" if context == 0 else f"{rows} rows at {context}"
+        print(f"{name}: {shown(times[-1], floor)}", flush=True)
     torch.cuda.synchronize()
-    return pool.nbytes, torch.cuda.max_memory_allocated() - before, times, prompt
+    pool_bytes = pool.nbytes + (0 if states is None else states.nbytes)
+    peak = torch.cuda.max_memory_allocated() - before
+    return pool_bytes, peak, times[1:], times[0]
+
+
+def state_records(engine: Engine, rows: int, device: str) -> Tensor:
+    """Zeros for a state of each row, [rows, bytes]."""
+    assert engine.state_shape is not None
+    return torch.zeros(rows, engine.state_shape.nbytes, dtype=torch.uint8, device=device)
 
 
 def step_of(
-    engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0
+    engine: Engine,
+    pool: Tensor,
+    requests: int,
+    new: int,
+    context: int = 0,
+    records: Tensor | None = None,
 ) -> Callable[..., Any]:
-    """Returns a function that calls how(step) while the pool is registered."""
-    from pensieve.plugins.attention.kernel import (
-        make_work_list,  # imported here because only CUDA installations have Triton
+    """Returns a function that calls how(step) while the pool is registered. records: of states, at
+    least one for each request. A request without context begins at the zero state; all others
+    change their own states."""
+    batch = batch_for(requests, new, engine.vocab_size, context).map(
+        lambda part: part.to(pool.device)
     )
-    from pensieve.plugins.attention.work_list import Capacity
+    states = None
+    if records is not None:
+        assert engine.state_shape is not None
+        states = StatePool(records, engine.state_shape)
+        own = torch.arange(requests, dtype=torch.int32, device=pool.device)
+        batch = replace(batch, state_in=own if context else batch.state_in, state_out=own)
+    work = None
+    if pool.is_cuda:
+        from pensieve.plugins.attention.kernel import (
+            make_work_list,  # imported here because only CUDA installations have Triton
+        )
+        from pensieve.plugins.attention.work_list import Capacity
 
-    batch = batch_for(requests, new, engine.vocab_size, context).map(lambda part: part.cuda())
-    shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
-    capacity = Capacity(requests * new, requests, batch.block_table.shape[1] * CHUNK)
-    work = make_work_list(
-        capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype
-    )
+        shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
+        capacity = Capacity(requests * new, requests, batch.block_table.shape[1] * CHUNK)
+        work = make_work_list(
+            capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype
+        )
+        if states is not None:
+            states.make_work(requests * new, requests)
 
     def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
-        handle = register_pool(pool, work=work)
+        handle = register_pool(pool, work=work, states=states)
 
         def step() -> Tensor:
-            work.build(batch.segments, longest=new)  # like a device
+            if work is not None:  # like a device
+                work.build(batch.segments, longest=new)
+                if states is not None:
+                    states.list_work(batch.segments, batch.state_out, longest=new)
             return engine.forward(batch, handle)
 
         try:
             return how(step)
         finally:
-            torch.cuda.synchronize()
+            if pool.is_cuda:
+                torch.cuda.synchronize()
             release_pool(handle)
 
     return do
@@ -447,11 +530,13 @@ def captured_ms(step: Callable[[], Tensor]) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[3:]))
 
 
+def shown(ms: float, floor: float) -> str:
+    return f"{ms:.2f} ms, floor {floor:.2f} ({floor / ms:.0%})"
+
+
 def line(row: GpuRow) -> str:
     mib, gib = 2**20, 2**30
-    steps = [
-        f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True)
-    ]
+    steps = map(shown, row.step_ms, row.floor_ms)
     cells = (
         row.shape,
         f"{row.backend}, {row.dtype}, {row.weights}",
@@ -461,7 +546,7 @@ def line(row: GpuRow) -> str:
         f"{row.pool_bytes / gib:.2f}",
         f"{row.running_beyond / mib:.0f} MiB",
         *steps,
-        f"{row.prompt_ms:.1f}",
+        shown(row.prompt_ms, row.prompt_floor_ms),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -480,30 +565,42 @@ def bench_on_ranks(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def bench_gpu(args: argparse.Namespace, ranks: Ranks | None = None) -> dict[str, Any]:
     """See `compare`. ranks: as of `bench_on_gpu`."""
+    from .kernels import ceilings  # and Triton, which comes with CUDA only
+
     batches = [batch(text) for text in args.generation]
-    generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
+    limits = ceilings(torch.empty(2**28, dtype=torch.int8, device="cuda"))
+    rates = GpuRates(1e12 * limits["copy_tb_s"], 1e12 * limits["matrix_tflop_s"])
+    torch.cuda.empty_cache()
     print(
-        "| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running "
-        f"| {generation} | "
-        f"prompt of {PROMPT} |"
+        f"{torch.cuda.get_device_name()}: copies {limits['copy_tb_s']:.2f} TB/s, "
+        f"products {limits['matrix_tflop_s']:.0f} TFLOP/s",
+        flush=True,
     )
-    print("|---|---|---|---|---|---|---|" + "---|" * len(batches) + "---|")
+    generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
     rows = []
     for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
         with tempfile.TemporaryDirectory() as directory:
             config = SHAPES / f"{shape}.json"
             # rank 0's, if there are several
             place = Path(directory if ranks is None else ranks.gather(directory)[0])
-            how = (args.dtype, weights, batches, place, args.kv_cache_dtype)
+            how = (args.dtype, weights, batches, place, rates, args.kv_cache_dtype)
+            print(f"{shape}, {backend}, {weights}", flush=True)
             rows.append(bench_on_gpu(config, backend, *how, ranks))
             if ranks is not None:
                 ranks.gather(None)
         torch.cuda.empty_cache()
-        print(line(rows[-1]), flush=True)
+    print(
+        "| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running "
+        f"| {generation} | "
+        f"prompt of {PROMPT} |"
+    )
+    print("|---|---|---|---|---|---|---|" + "---|" * len(batches) + "---|")
+    print("\n".join(map(line, rows)))
     about = {
         "gpu": torch.cuda.get_device_name(),
         "ranks": args.tensor_parallel,
         "kv_cache_dtype": args.kv_cache_dtype,
+        **limits,
     }
     return {**about, "rows": [row._asdict() for row in rows]}
 

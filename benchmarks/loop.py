@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from pensieve.plugins.kv_forms.forms import Form
+from pensieve.plugins.state.pool import StateShape
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.device.protocol import Device, ForwardPass
 from pensieve.runtime.engine import Engine
@@ -61,8 +62,9 @@ class Timed(_Device):
     clock.
 
     Several executors may use it one after the other. Only the first one makes the pools and loads
-    the engine, so it must have the largest pools and the smallest layer groups. It is ended by
-    `end`, not by `close`. A later executor with fewer gates marks only those; the others stay open.
+    the engine, so it must have the largest pools and the smallest layer groups. With states all
+    have GPU pools of one size. It is ended by `end`, not by `close`. A later executor with fewer
+    gates marks only those; the others stay open.
     """
 
     def __init__(self) -> None:
@@ -104,6 +106,10 @@ class Timed(_Device):
         if tier not in self._allocated:
             super().allocate_pool(tier, shape, dtype, form, most)
             self._allocated.add(tier)
+
+    def keep_states(self, slots: int, shape: StateShape) -> None:
+        if not self._loaded:
+            super().keep_states(slots, shape)
 
     def load(
         self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int

@@ -55,6 +55,8 @@ TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_l
 # the bisection ends at this ratio of bounds; this share of its first guess is nearly no load
 CLOSE = 1.04
 IDLE = 2**-6
+# what arrives in a short run may exceed the rate at which tokens can be computed so many times
+MOST = 4.0
 
 
 def parser() -> CommandParser:
@@ -191,6 +193,12 @@ def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
         raise SettingError(
             "--measure-s, --margin", f"must be below --seconds ({args.seconds:g}), and below 1"
         )
+    if args.ramp_s > args.seconds - args.measure_s:
+        raise SettingError(
+            "--ramp-s",
+            f"must be at most --seconds less --measure-s ({args.seconds - args.measure_s:g}): "
+            "what comes later is not measured",
+        )
     loads = sorted(numbers(args.load, "--load", float))
     seeds = numbers(args.seeds, "--seeds", int)
     if not 0 < loads[0] <= loads[-1] < math.inf:
@@ -231,11 +239,24 @@ def largest_rate(
     seed: int,
 ) -> float:
     """Conversations/s at which one replica meets the targets. Raises SettingError if it never
-    does."""
+    does, or if the run is too short to tell: if it meets them with more than it can compute."""
     tiers = {"host_kv_bytes": str(sizes.host), "disk_kv_bytes": str(sizes.disk)}
     args = argparse.Namespace(**{**vars(args), **tiers})
 
+    sample = conversations(args, 10.0, seed)
+    sums = [sum(turn.input_tokens + turn.output_tokens for turn in one.turns) for one in sample]
+    tokens = sum(sums) / len(sample)
+    own_tokens = max(tokens - sum(one.system_tokens for one in sample) / len(sample), 1.0)
+    per_second = cost.chunk_tokens / cost.chunk_seconds  # in a full batch
+    most = MOST * per_second / own_tokens
+
     def good(rate: float) -> bool:
+        if rate > most:
+            raise SettingError(
+                "--seconds, --measure-s",
+                f"{rate:.3g} conversations/s, more than a replica can compute, miss no target in "
+                f"{args.seconds:g} s: take more seconds, or lower targets",
+            )
         sessions = conversations(args, rate, seed)
         figures = simulate_load(load_run(args, cost, sessions, rate, seed, states))
         if figures is None:
@@ -245,11 +266,7 @@ def largest_rate(
         limits = [(figures[name], getattr(args, name)) for name in TARGETS]
         return all(limit is None or value <= (1 - args.margin) * limit for value, limit in limits)
 
-    sample = conversations(args, 10.0, seed)
-    tokens = sum(
-        turn.input_tokens + turn.output_tokens for session in sample for turn in session.turns
-    ) / len(sample)
-    return bisect(good, cost.chunk_tokens / cost.chunk_seconds / tokens / 2)
+    return bisect(good, per_second / tokens / 2)
 
 
 def bisect(good: Callable[[float], bool], guess: float) -> float:

@@ -10,6 +10,7 @@ limits. Triton's model starts `pensieve serve` with the options and adds `--atta
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ NAMES = {"llmapi": "pensieve", "ensemble": "ensemble"}
 """The name of a model with these tensors, if the user gives none."""
 MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
 
-from pensieve.runtime.triton.model import TritonPythonModel
+{paths}from pensieve.runtime.triton.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
@@ -84,7 +85,7 @@ def write_model(
     directory = repository / name
     try:
         (directory / "1").mkdir(parents=True, exist_ok=True)
-        (directory / "1" / "model.py").write_text(MODEL, "utf-8")
+        (directory / "1" / "model.py").write_text(MODEL.format(paths=path_lines()), "utf-8")
         (directory / "config.pbtxt").write_text(model_config(name, options, tensors), "utf-8")
     except OSError as error:
         raise SettingError(
@@ -119,6 +120,19 @@ def checked(options: Sequence[str]) -> list[str]:
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]
 
 
+def python_paths() -> list[str]:
+    """The folders in PYTHONPATH. The stub of Triton's backend does not read it, and Triton may run
+    without it."""
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [str(Path(path).resolve()) for path in named if path]
+
+
+def path_lines() -> str:
+    """The lines of model.py with which the stub's Python finds the same packages."""
+    paths = python_paths()
+    return f"import sys\n\nsys.path[:0] = {paths!r}\n\n" if paths else ""
+
+
 def model_config(name: str, options: Sequence[str], tensors: str) -> str:
     """config.pbtxt in protobuf's text format, which accepts JSON strings."""
     from ..runtime.triton.tensor_sets import TENSOR_SETS  # and numpy
@@ -133,10 +147,13 @@ def model_config(name: str, options: Sequence[str], tensors: str) -> str:
         f'{{ name: "{name}" data_type: TYPE_{type_name} dims: {list(dims)} }}'
         for name, (type_name, dims) in kind.OUTPUTS.items()
     ]
-    # -E hides Triton's environment variables from the engine's Python.
+    if paths := python_paths():
+        python = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable, "-P"]
+    else:  # -E hides Triton's environment variables from the engine's Python
+        python = [sys.executable, "-E", "-P"]
     parameters = {
         "engine_command": json.dumps(
-            [sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options]
+            [*python, "-m", "pensieve.scripts.pensieve", "serve", *options]
         ),
         "tensors": tensors,
     }

@@ -41,7 +41,8 @@ from pensieve.scripts.command import check_least, exit_status
 
 from ..loop import LoopAnswer, random_ids
 from ..ranks import run_as_ranks
-from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences
+from .reuse import FLOAT32_TOLERANCE, Exact, differences
+from .reuse_ways import Asker
 
 if TYPE_CHECKING:
     from pensieve.runtime.ranks.mpi import Ranks

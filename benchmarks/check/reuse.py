@@ -7,18 +7,23 @@ another one has written them. The log probabilities of the first token and the t
 with the same weights in float32. No way may differ by more than twice the cold one's largest
 difference, or by 1e-4 from cold if engine and KV are float32. All ranks of an engine take part, but
 for the store; rank 0's device must hold the whole model in float32.
+
+With states, prompts also run without the KV of a leading part (`leading`) or of a part behind a
+state (`inner`). Then they run with nothing beside them: cold (`alone`), and from the GPU, from
+HOST, from both, and from DISK after a restart. These four must give the bits of `alone`. There is
+no shared store.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,14 +33,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from pensieve.builder.checkpoints.config import Shard
+from pensieve.builder.checkpoints.hugging_face import dtype_of
 from pensieve.builder.manifest import Manifest, weights_file
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import whole_weights
 from pensieve.builder.random_weights import random_weights
+from pensieve.builder.states import state_shape
 from pensieve.builder.weights import load_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, register_group
 from pensieve.plugins.kv_forms.forms import Form
+from pensieve.plugins.state.pool import StateShape
 from pensieve.runtime.device.protocol import Device, ForwardPass
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.launch import assemble
@@ -43,25 +53,40 @@ from pensieve.runtime.launch.ranks import take_share
 from pensieve.runtime.launch.sizing import host_form
 from pensieve.runtime.shared.config import DirectoryOptions, SharedConfig
 from pensieve.runtime.shared.store import SharedSettings
-from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.types import (
-    MOST_LOGPROBS,
-    InvariantError,
-    Sampling,
-    SettingError,
-    TokenLogprobs,
-)
+from pensieve.scheduler.config import SchedulerConfig, StateConfig
+from pensieve.scheduler.types import SettingError, TokenLogprobs
 from pensieve.scripts.command import add_kv_cache_dtype, check_least, exit_status
 
-from ..loop import Loop, LoopAnswer, Pools, make_device, random_ids, table
+from ..loop import LoopAnswer, make_device, random_ids, table
 from ..ranks import run_as_ranks
+from .reuse_ways import (
+    ALONE,
+    DISK,
+    SEATS,
+    WAYS,
+    WAYS_OF_RANKS,
+    WAYS_OF_STATES,
+    Ask,
+    Asker,
+    ReusePools,
+    Told,
+    ask_after_restart,
+    ask_again,
+    ask_alone,
+    ask_fetched,
+    ask_holes,
+    ask_partly,
+    ask_suspended,
+    check_reuse,
+    check_states,
+)
 
 if TYPE_CHECKING:
     from pensieve.runtime.ranks.mpi import Ranks
 
-SOURCES = ("gpu", "host", "shared", "recomputed", "new")
+SOURCES = ("gpu", "host", "disk", "shared", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
+STORE_BYTES = 2**40
 
 
 def differences(
@@ -82,7 +107,7 @@ class Way:
     from the cold one.
 
     `gaps`: between the probabilities of the two tokens at which a reply first differs; infinite if
-    one run lacks one of them.
+    one run lacks one of them. `other_bits`: replies whose bits differ, where they must not.
     """
 
     count: int = 0
@@ -90,6 +115,7 @@ class Way:
     to_float32: list[float] = field(default_factory=list)
     to_cold: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    other_bits: int = 0
 
     def add(self, answer: LoopAnswer, exact: LoopAnswer, cold: LoopAnswer) -> None:
         self.count += 1
@@ -116,6 +142,7 @@ class Way:
             "to_cold_mean": float(np.mean(self.to_cold)),
             "differing": len(self.gaps),
             "gap_max": max(self.gaps, default=0.0),
+            "other_bits": self.other_bits,
         }
 
 
@@ -130,227 +157,9 @@ def judge(ways: dict[str, Way], float32: bool) -> tuple[float, list[str]]:
     failed = []
     for name, way in ways.items():
         errors = [*way.to_float32, *way.gaps, *(way.to_cold if float32 else [])]
-        if not np.max(errors) <= tolerance:  # also true for NaN
+        if way.other_bits or not np.max(errors) <= tolerance:  # also true for NaN
             failed.append(name)
     return tolerance, failed
-
-
-WAYS_OF_RANKS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
-WAYS = (*WAYS_OF_RANKS, "fetched")
-SCORED = Sampling(logprobs=MOST_LOGPROBS)
-ROWS = 8  # rows that generate beside the prompt
-SHORT_REPLY = 4
-FETCHES = 5  # tries
-STORE_BYTES = 2**40
-LOAD_S = 2e-5  # assumed cost of loading a chunk; recomputing costs as much at a chosen context
-
-
-class ReusePools(Pools):
-    """`tokens`: the longest prompt's. Prompts run in turn are never found in the tier where they
-    were."""
-
-    def __init__(self, tokens: int, size: int):
-        self.size = size
-        self.tokens = tokens
-        self.row_prompt = max(size, tokens // 8)
-        self.row_reply = 3 * size
-        self.long_reply = 2 * size
-        self.longest = tokens + self.long_reply
-        self.seats = 2 * ROWS
-        self.batch = 1024
-        self.prompt = self.chunks(tokens + self.long_reply) + 1
-        self.rows = ROWS * (self.chunks(self.row_prompt + self.row_reply) + 1)
-        self.gpu = 3 * self.prompt + self.rows
-        # these evict all else from the GPU, even the first of themselves
-        self.histories = self.gpu // (tokens // size) + 3
-        self.host = (self.histories + 3) * self.prompt + self.rows
-        self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
-        # Beside prompt and rows with their first tokens there is room for one short history and its
-        # turn. While the prompt is answered each row grows by two chunks, which do not fit: one
-        # request must be suspended.
-        self.short_history = 4 * size
-        begun = ROWS * self.chunks(self.row_prompt + 1)
-        self.tight = self.chunks(tokens) + begun + self.chunks(self.short_history) + 4
-
-    def chunks(self, tokens: int) -> int:
-        return -(-tokens // self.size)
-
-
-class Asker(Loop):
-    """A loop for prompts one at a time; `tend` is called in each pass to keep other work going."""
-
-    def __init__(
-        self,
-        device: Device,
-        engine: ForwardPass,
-        config: SchedulerConfig,
-        loads_from: int,
-        seed: int,
-        make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
-    ):
-        """Chunks whose context ends below `loads_from` tokens are recomputed rather than loaded."""
-        attention = tuple(
-            (tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len)
-        )
-        cost = CostProfile(
-            config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S
-        )
-        super().__init__(device, engine, config, cost, seed, make_executor)
-        self.tend: Callable[[], None] = lambda: None  # called once a pass
-
-    def step(self) -> bool:
-        self.tend()
-        return super().step()
-
-    def ask(self, prompt: array[int], tokens: int) -> LoopAnswer:
-        answer = self.begin(prompt, tokens)
-        self.run_until(lambda: answer.done)
-        return answer
-
-    def begin(self, prompt: array[int], tokens: int) -> LoopAnswer:
-        """Runs the prompt with log probabilities. It has the lowest priority: if a row must be
-        suspended, it is this one."""
-        return self.add(prompt, tokens, SCORED, priority=1)
-
-    def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> LoopAnswer:
-        """InvariantError if no row is suspended between the reply's first token and its last."""
-        answer = self.begin(prompt, tokens)
-        self.run_until(lambda: bool(answer.tokens))
-        before = self.scheduler.stats().suspensions
-        self.run_until(lambda: answer.done)
-        if self.scheduler.stats().suspensions == before:
-            raise InvariantError("a reply was to be suspended, and was not")
-        return answer
-
-    def end(self) -> None:
-        """Finishes all requests. InvariantError if no chunk was copied meanwhile."""
-        self.tend = lambda: None
-        self.drain()
-        self.scheduler.check()
-        stats = self.scheduler.stats()
-        if not (stats.swapped_in and stats.swapped_out):
-            raise InvariantError(f"chunks were to be copied all the time, but {stats}")
-
-
-class Others:
-    """Rows that generate and histories that run in turn, for ever; set as an `Asker`'s `tend`."""
-
-    def __init__(self, asker: Asker, sizes: ReusePools, history: int):
-        self._asker = asker
-        self._sizes = sizes
-        self._histories = [asker.random_ids(history) for _ in range(sizes.histories)]
-        self._rows: list[LoopAnswer] = []
-        self._turn: LoopAnswer | None = None
-        self.turns = 0
-        self.renew = True
-        """True if rows that have ended are replaced."""
-
-    def __call__(self) -> None:
-        asker, sizes = self._asker, self._sizes
-        self._rows = [row for row in self._rows if not row.done]
-        while self.renew and len(self._rows) < ROWS:
-            self._rows.append(asker.add(asker.random_ids(sizes.row_prompt), sizes.row_reply))
-        if self._turn is None or self._turn.done:
-            history = self._histories[self.turns % len(self._histories)]
-            # New tokens fill a chunk that is copied out.
-            self._turn = asker.add(history + asker.random_ids(sizes.size), 1)
-            self.turns += 1
-
-    def turn(self, count: int) -> None:
-        end = self.turns + count
-        self._asker.run_until(lambda: self.turns >= end)
-
-    def all_rows(self) -> None:
-        """Runs until `ROWS` new rows generate."""
-        self.renew = False
-        self._asker.run_until(lambda: not self._rows)
-        self.renew = True
-        self._asker.run_until(
-            lambda: len(self._rows) == ROWS and all(row.tokens for row in self._rows)
-        )
-        self.renew = False
-
-
-# The ways.
-
-
-Told = Callable[[str, int, LoopAnswer], None]
-"""Takes each answer: its way, its prompt's number."""
-
-
-def check_reuse(way: str, answer: LoopAnswer, prompt: array[int], size: int) -> None:
-    """InvariantError if the prompt's KV has other sources than in this way."""
-    usage = answer.usage
-    full = len(prompt) // size * size
-    assert usage is not None  # with the first token
-    right = {
-        "cold": usage.new == len(prompt),
-        "gpu": usage.gpu == full,
-        "host": usage.host == full,
-        "partly": usage.host > 0 and usage.recomputed > 0 and usage.host + usage.recomputed == full,
-        "recomputed": usage.recomputed == full,
-        "suspended": usage.new == len(prompt),
-        "fetched": usage.shared == full,
-    }
-    if not right[way]:
-        raise InvariantError(
-            f"a prompt of {len(prompt)} tokens was to be found in the way {way!r}, but had {usage}"
-        )
-
-
-def ask_again(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
-    """Runs the prompts cold, on the GPU, on HOST; and at the end dropped by many other prompts."""
-    asker.tend = others = Others(asker, sizes, sizes.tokens)
-    others.turn(sizes.histories + 1)
-    for number, prompt in enumerate(prompts):
-        tell("cold", number, asker.ask(prompt, sizes.long_reply))
-        tell("gpu", number, asker.ask(prompt, SHORT_REPLY))
-        others.turn(sizes.histories)
-        tell("host", number, asker.ask(prompt, SHORT_REPLY))
-    flood = [asker.add(asker.random_ids(sizes.tokens), 1) for _ in range(sizes.flood)]
-    asker.run_until(lambda: all(answer.done for answer in flood))
-    for number, prompt in enumerate(prompts):
-        tell("recomputed", number, asker.ask(prompt, SHORT_REPLY))
-    asker.end()
-
-
-def ask_partly(asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told) -> None:
-    """On HOST, with a leading half that is faster recomputed than loaded: the spans of a prompt are
-    disjoint."""
-    asker.tend = others = Others(asker, sizes, sizes.tokens)
-    others.turn(sizes.histories + 1)
-    for number, prompt in enumerate(prompts):
-        asker.ask(prompt, 1)
-        others.turn(sizes.histories)
-        tell("partly", number, asker.ask(prompt, SHORT_REPLY))
-    asker.end()
-
-
-def ask_suspended(
-    asker: Asker, sizes: ReusePools, prompts: Sequence[array[int]], tell: Told
-) -> None:
-    """The GPU holds the prompt and the rows at their start. As the rows grow, the prompt must leave
-    until they end."""
-    asker.tend = others = Others(asker, sizes, sizes.short_history)
-    for number, prompt in enumerate(prompts):
-        others.all_rows()
-        tell("suspended", number, asker.ask_and_be_suspended(prompt, sizes.long_reply))
-    asker.end()
-
-
-def ask_fetched(make_asker: Callable[[], Asker], prompts: Sequence[array[int]], tell: Told) -> None:
-    """From the store, by a loop of its own for each prompt. A store that answers too late is asked
-    again: a busy machine may delay it."""
-    with closing(make_asker()) as writer:
-        for prompt in prompts:
-            writer.ask(prompt, 1)
-    for number, prompt in enumerate(prompts):
-        for _ in range(FETCHES):
-            with closing(make_asker()) as reader:
-                answer = reader.ask(prompt, SHORT_REPLY)
-            if answer.usage is not None and answer.usage.shared:
-                break
-        tell("fetched", number, answer)
 
 
 class Exact:
@@ -360,10 +169,15 @@ class Exact:
     def __init__(self, directory: Path, manifest: Manifest, dtype: torch.dtype = torch.float32):
         """dtype: another one, for comparison."""
         weights = whole_of(directory, manifest)
-        converted = {name: tensor.to(manifest.device, dtype) for name, tensor in weights.items()}
+        # one by one: all of them in both forms may not fit beside the engine
+        converted = {
+            name: weights.pop(name).to(manifest.device, dtype_of(name, dtype))
+            for name in [*weights]
+        }
         self.manifest = replace(manifest, tensor_parallel=1)
         self.vocab_size = manifest.vocab_size
         self.dtype = self.kv_dtype = dtype
+        self.state_shape = state_shape(Shard(self.manifest.decoder), dtype)
         self._decoder = Decoder.from_weights(manifest.decoder, converted)
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
@@ -384,19 +198,31 @@ def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, seed)
 
 
+def states_of(engine: Engine | Exact, size: int) -> StateConfig | None:
+    """The slots of states, in chunks of `size` tokens; None: the model has none."""
+    shape = engine.state_shape
+    if shape is None:
+        return None
+    record = math.prod(engine.kv_shape(1, size)) * engine.kv_dtype.itemsize
+    return StateConfig.of_size(shape.nbytes, record, size, SEATS)
+
+
 def in_float32(
     directory: Path, manifest: Manifest, sizes: ReusePools, prompts: Sequence[array[int]]
 ) -> list[LoopAnswer]:
     """The first token of each prompt with the same weights; frees the memory afterwards."""
+    exact = Exact(directory, manifest)
     config = replace(
         sizes.config(),
         max_model_len=sizes.tokens + 1,
         gpu_kv_chunks=sizes.prompt + 1,
         host_kv_chunks=1,
         reuse=False,
+        states=states_of(exact, sizes.size),
     )
     device = assemble.make_device(manifest.device, enforce_eager=True)  # used only for a short time
-    asker = Asker(device, Exact(directory, manifest), config, sizes.size, 0)
+    make = partial(Executor, states=exact.state_shape)
+    asker = Asker(device, exact, config, sizes.size, 0, make)
     try:
         return [asker.ask(prompt, 1) for prompt in prompts]
     finally:
@@ -420,10 +246,13 @@ def measure(
     """Runs every way, with HOST in that form, and a store in a folder of `store` (default: where
     temporary files are). All ranks call it, if there are several; the others than rank 0 get empty
     ways. InvariantError if a way did not occur."""
+    started = time.perf_counter()
     dice = np.random.default_rng(seed)
-    # Lengths differ, and none is a multiple of the chunk size.
-    lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
-    sizes = ReusePools(max(lengths), size)
+    states = states_of(engine, size)
+    lengths = prompt_lengths(tokens, repetitions, size, states)
+    if states is not None and min(lengths) < (least := 3 * states.multiple - 1):
+        raise SettingError("--tokens", f"with states prompts have at least {least + 1} tokens")
+    sizes = ReusePools(max(lengths), size, states)
     prompts = [random_ids(dice, engine.vocab_size, length) for length in lengths]
     if sizes.longest > engine.manifest.max_model_len:
         raise SettingError(
@@ -441,72 +270,140 @@ def measure(
         register_group(TENSOR_PARALLEL, group)
     if engine.manifest.device == "cuda":
         torch.cuda.empty_cache()
-    ways = {way: Way() for way in (WAYS if ranks is None else WAYS_OF_RANKS)}
-    cold: dict[int, LoopAnswer] = {}
+    names: Sequence[str] = WAYS if ranks is None else WAYS_OF_RANKS
+    if states is not None:
+        names = [way for way in WAYS_OF_STATES if ranks is None or way != DISK]
+    ways = {way: Way() for way in names}
+    first: dict[str, dict[int, LoopAnswer]] = {"cold": {}, ALONE: {}}
 
     def tell(way: str, number: int, answer: LoopAnswer) -> None:
-        check_reuse(way, answer, prompts[number], size)
-        if way == "cold":
-            cold[number] = answer
-        ways[way].add(answer, exact[number], cold[number])
+        if states is None:
+            check_reuse(way, answer, prompts[number], size)
+        else:
+            check_states(way, answer, prompts[number], sizes)
+        if way in first:
+            first[way][number] = answer
+        ways[way].add(answer, exact[number], first["cold"][number])
+        if way.startswith(ALONE):
+            alone = first[ALONE][number]
+            same = (answer.tokens, answer.logprobs) == (alone.tokens, alone.logprobs)
+            ways[way].other_bits += not same
+        if ways[way].count == repetitions:
+            worst = max(ways[way].to_float32)
+            seconds = time.perf_counter() - started
+            print(f"{seconds:.1f} s: {way}, at most {worst:.4f} from float32", flush=True)
 
     config = replace(sizes.config(), copies_may_fail=form is not None and form.is_exact is not None)
     tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(sizes.longest)))
-    runs = (
-        (ask_again, config, size),
-        (ask_partly, config, sizes.tokens // 2),
-        (ask_suspended, tight, size),
-    )
-    make = partial(make_executor, ranks, form)
-    device = make_device(engine.manifest.device)  # graphs are captured once for all three
+    make = partial(make_executor, ranks, form, engine.state_shape)
+    device = make_device(engine.manifest.device)  # graphs are captured once for all pools
+
+    def run_one(number: int, ask: Ask, own: SchedulerConfig, loads_from: int) -> None:
+        if ranks is not None and ranks.rank:
+            follow_one(ranks, device, engine, own, form)
+            return
+        asker = Asker(device, engine, own, loads_from, seed + number, make)
+        ask(asker, sizes, prompts, tell)
+        asker.executor.close()
+
     try:
-        for number, (ask, own, loads_from) in enumerate(runs, start=1):
-            if ranks is not None and ranks.rank:
-                follow_one(ranks, device, engine, own, form)
-                continue
-            asker = Asker(device, engine, own, loads_from, seed + number, make)
-            ask(asker, sizes, prompts, tell)
-            asker.executor.close()
-        if ranks is None:
-            sharing = replace(config, shared_min_tokens=size)
-            with TemporaryDirectory(dir=store) as folder:
-                options = DirectoryOptions(Path(folder), STORE_BYTES)
-                settings = SharedSettings(SharedConfig(options), "", sizes.host)
-                share = partial(Executor, host_form=form, shared=settings)
-                ask_fetched(
-                    lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell
-                )
+        run_one(1, ask_again, config, size)
+        if states is None:
+            run_one(2, ask_partly, config, sizes.tokens // 2)
+            run_one(3, ask_suspended, tight, size)
+            if ranks is None:
+                ask_store(device, engine, config, sizes, prompts, tell, seed, form, store)
+        else:
+            run_one(2, ask_holes, config, 1)
+            run_one(3, ask_alone, config, 1)
+            if ranks is None:
+                ask_disk(device, engine, config, sizes, prompts, tell, seed, store)
+            device.end()
+            device = make_device(engine.manifest.device)  # states lie at the end of its own pool
+            run_one(4, ask_suspended, tight, size)
     finally:
         device.end()
     return ways
 
 
+def ask_store(
+    device: Device,
+    engine: Engine,
+    config: SchedulerConfig,
+    sizes: ReusePools,
+    prompts: Sequence[array[int]],
+    tell: Told,
+    seed: int,
+    form: Form | None,
+    folder: Path | None,
+) -> None:
+    """`ask_fetched`, with a store in that folder."""
+    sharing = replace(config, shared_min_tokens=sizes.size)
+    with TemporaryDirectory(dir=folder) as name:
+        options = DirectoryOptions(Path(name), STORE_BYTES)
+        settings = SharedSettings(SharedConfig(options), "", sizes.host)
+        share = partial(Executor, host_form=form, shared=settings)
+        ask_fetched(lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell)
+
+
+def ask_disk(
+    device: Device,
+    engine: Engine,
+    config: SchedulerConfig,
+    sizes: ReusePools,
+    prompts: Sequence[array[int]],
+    tell: Told,
+    seed: int,
+    folder: Path | None,
+) -> None:
+    """`ask_after_restart`, with a disk in that folder."""
+    slots = len(prompts) * (sizes.prompt + sizes.state_chunks(sizes.tokens))
+    own = replace(config, disk_kv_chunks=slots, prefetch=False)
+    with TemporaryDirectory(dir=folder) as name:
+        disk = DiskSettings(Path(name), slots, engine.manifest.fingerprint)
+        make = partial(Executor, disk=disk, states=engine.state_shape)
+        ask_after_restart(lambda: Asker(device, engine, own, 1, seed + 4, make), prompts, tell)
+
+
+def prompt_lengths(
+    tokens: int, repetitions: int, size: int, states: StateConfig | None
+) -> list[int]:
+    """They differ, and none is a multiple of the chunk size. With states they are one less and one
+    more than a multiple of the tokens at which states are kept, or have a chunk behind it."""
+    if states is None:
+        return [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
+    multiple = tokens // states.multiple * states.multiple
+    return [multiple + (1, -1, size + 1)[number % 3] for number in range(repetitions)]
+
+
 def make_executor(
     ranks: Ranks | None,
     form: Form | None,
+    states: StateShape | None,
     device: Device,
     engine: ForwardPass,
     config: SchedulerConfig,
 ) -> Executor:
     """Rank 0's, after all reports to the previous one have arrived; or that of the only rank."""
     if ranks is None:
-        return Executor(device, engine, config, host_form=form)
+        return Executor(device, engine, config, host_form=form, states=states)
     # imported here because it imports MPI
     from pensieve.runtime.ranks.executor import RankedExecutor
 
     ranks.gather(None)
     deque(ranks.reports(), maxlen=0)
-    return RankedExecutor(ranks, device, engine, config, host_form=form)
+    return RankedExecutor(ranks, device, engine, config, host_form=form, states=states)
 
 
 def follow_one(
-    ranks: Ranks, device: Device, engine: ForwardPass, config: SchedulerConfig, form: Form | None
+    ranks: Ranks, device: Device, engine: Engine, config: SchedulerConfig, form: Form | None
 ) -> None:
     """Follows rank 0's next executor until it is closed."""
     from pensieve.runtime.ranks.executor import follow
 
     ranks.gather(None)
-    follow(ranks, Executor(device, engine, config, host_form=form))
+    states = engine.state_shape
+    follow(ranks, Executor(device, engine, config, host_form=form, states=states))
 
 
 def parser() -> argparse.ArgumentParser:

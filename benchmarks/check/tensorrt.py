@@ -5,9 +5,10 @@ python -m benchmarks.check.tensorrt [--directory DIR]
 Needs two GPUs, TensorRT and a checkout. Small Llama and OPT engines in float32, and eight layers of
 Llama-2-13B's in float16, are built, then checked by `check.ranks` (replies and log probabilities,
 in the serving mode) and `check.reuse` (with KV from every tier). Tests serve small engines with
-`pensieve serve` and behind Triton Inference Server. At the end steps of Llama-2-13B's shape are
-timed for each backend: to build it takes a GPU with 100 GB. What a part says is printed. The last
-lines say which parts failed.
+`pensieve serve`, and behind Triton Inference Server: replies, streams, cancelling, statistics and
+metrics. Without the server of `make triton-server` that part is skipped. At the end steps of
+Llama-2-13B's shape are timed for each backend: to build it takes a GPU with 100 GB. What a part
+says is printed. The last lines say which parts failed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "benchmarks" / "shapes"
 LARGE = "llama-2-13b-gqa"
-TESTS = ("tests/builder/test_tensorrt_gpu.py", "tests/end_to_end/test_tensorrt_ranks.py")
+SERVED = "tests/end_to_end/test_tensorrt_ranks.py"
+TESTS = ("tests/builder/test_tensorrt_gpu.py", SERVED)
+TRITON = Path(sys.prefix) / "triton-server"
+"""The folder that `make triton-server` fills."""
 SMALL = {  # of the shapes: two layers, a head of 64 for each rank's KV
     "opt-13b": ("hidden_size=256", "word_embed_proj_dim=256", "ffn_dim=1024"),
     LARGE: ("hidden_size=256", "intermediate_size=704", "num_key_value_heads=2"),
@@ -34,8 +38,11 @@ BOTH = ("num_hidden_layers=2", "num_attention_heads=4", "vocab_size=2000")
 
 
 class CheckPart(NamedTuple):
+    """`missing`: what is not here, and so the part is skipped."""
+
     name: str
     command: tuple[str, ...]
+    missing: str = ""
 
 
 def parts(directory: Path) -> Iterator[CheckPart]:
@@ -59,7 +66,10 @@ def parts(directory: Path) -> Iterator[CheckPart]:
         name = f"check.reuse {Path(engine).name}"
         command = (*module, "benchmarks.check.reuse", "--tokens", "1000", *on_gpu, engine)
         yield CheckPart(name, command)
-    yield CheckPart("tests", (*module, "pytest", "-q", "-rs", "-m", "gpu", *TESTS))
+    test = (*module, "pytest", "-q", "-rs", "-m", "gpu", "-k")
+    yield CheckPart("tests", (*test, "not BehindTriton", *TESTS))
+    missing = "" if TRITON.exists() else f"no tritonserver in {TRITON}: run `make triton-server`"
+    yield CheckPart("triton", (*test, "BehindTriton", SERVED), missing)
     how = ("--backends", "reference", "inductor", "tensorrt", "--dtype", "float16")
     rows = ("--generation", "1x64", "64x64", "256x64", "--tensor-parallel", "2")
     yield CheckPart("times", (*module, "benchmarks.engine", "gpu", "--shapes", LARGE, *how, *rows))
@@ -81,6 +91,9 @@ def run_all(commands: Iterator[CheckPart]) -> int:
     told = []
     failed = False
     for part in commands:
+        if part.missing:
+            told.append(f"SKIP {part.name}: {part.missing}")
+            continue
         print(f"== {part.name}: {shlex.join(part.command)}", flush=True)
         began = time.perf_counter()
         status = subprocess.run(part.command, cwd=ROOT).returncode

@@ -8,13 +8,22 @@ import pytest
 import torch
 
 from benchmarks import engine as bench_engine
-from benchmarks.engine import CHUNK, RequestPart, batch_for, batch_of_parts, chat_steps, slots_of
+from benchmarks.engine import (
+    CHUNK,
+    GpuRates,
+    RequestPart,
+    batch_for,
+    batch_of_parts,
+    chat_steps,
+    slots_of,
+)
 from pensieve.builder.build import build_random_engine
 from pensieve.plugins.attention import cpu as cpu_attention
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import GEMMA3_SHAPE, QWEN3_MOE_SHAPE, tiny_checkpoint
 
+RATES = GpuRates(bytes_s=4e12, flop_s=1e15)
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "max_position_embeddings": 16384,
@@ -105,7 +114,9 @@ def test_weights_and_pool_are_there_once(backend, weights, tmp_path, monkeypatch
     config = tmp_path / "small.json"
     config.write_text(json.dumps(SHAPE))
     monkeypatch.setattr(bench_engine, "POOL_BYTES", 2**31)
-    row = bench_engine.bench_on_gpu(config, backend, "bfloat16", weights, [(4, 64)], tmp_path)
+    row = bench_engine.bench_on_gpu(
+        config, backend, "bfloat16", weights, [(4, 64)], tmp_path, RATES
+    )
     assert row.weight_bytes > 2**28 and row.pool_bytes > 2**30
     assert row.loading_beyond < row.weight_bytes / 2
     assert row.running_beyond < row.pool_bytes / 4
@@ -129,7 +140,7 @@ def test_a_generation_beyond_the_pool_is_refused():
     with pytest.raises(
         SettingError, match=r"^--generation: 640x33 has more KV than the pool of 20 GiB holds"
     ):
-        bench_engine.run(engine, [(640, 32), (640, 33)], 0)
+        bench_engine.run(engine, [(640, 32), (640, 33)], 0, [])
 
 
 def test_the_floor_has_the_experts_that_rows_choose(tmp_path):
@@ -139,15 +150,15 @@ def test_the_floor_has_the_experts_that_rows_choose(tmp_path):
     )
     build_random_engine(tmp_path / "config.json", tmp_path / "engine")
     engine = open_engine(tmp_path / "engine")
+    embedding = 160 * 64  # only rows of it are read
     experts = engine.manifest.layers * 8 * 3 * 64 * 32
     for rows, read in ((1, 3), (2, 3 + 3 * 5 / 8), (1000, 8)):
         size = (
-            4 * (engine.parameters - experts + experts * read / 8)
+            4 * (engine.parameters - embedding - experts + experts * read / 8)
             + rows * 10 * engine.chunk_bytes(32) // 32
         )
-        assert bench_engine.floor_ms(engine, rows, 10) == pytest.approx(
-            1e3 * size / bench_engine.FLOOR_BYTES_S
-        )
+        floor = bench_engine.floor_ms(engine, rows, 10, RATES)
+        assert floor == pytest.approx(1e3 * size / RATES.bytes_s)
 
 
 def test_the_floor_has_the_kv_that_windows_reach(tmp_path):
@@ -159,9 +170,50 @@ def test_the_floor_has_the_kv_that_windows_reach(tmp_path):
     engine = open_engine(tmp_path / "engine")
     for context, keys in ((10, 20), (100, 113)):
         size = engine.weight_bytes + 3 * keys * engine.chunk_bytes(32) // 32 // 2
-        assert bench_engine.floor_ms(engine, 3, context) == pytest.approx(
-            1e3 * size / bench_engine.FLOOR_BYTES_S
-        )
+        floor = bench_engine.floor_ms(engine, 3, context, RATES)
+        assert floor == pytest.approx(1e3 * size / RATES.bytes_s)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("hybrid")
+    tiny_checkpoint("qwen3-5", directory)
+    build_random_engine(directory / "config.json", directory / "engine", dtype="float32")
+    return open_engine(directory / "engine")
+
+
+def test_the_floor_has_the_states_of_rows(hybrid):
+    """All of them read and written, of a prompt one written. One of four layers has KV."""
+    weights = hybrid.weight_bytes - 4 * 160 * 64
+    state = hybrid.state_shape.nbytes
+    size = weights + 3 * (10 * hybrid.chunk_bytes(32) // 32 + 2 * state)
+    assert bench_engine.floor_ms(hybrid, 3, 10, RATES) == pytest.approx(1e3 * size / RATES.bytes_s)
+    prompt = 1e3 * (weights + state) / RATES.bytes_s
+    fast_products = RATES._replace(flop_s=1e18)
+    assert bench_engine.prompt_floor_ms(hybrid, fast_products) == pytest.approx(prompt)
+    slow_products = RATES._replace(flop_s=1e3)
+    products = 2 * bench_engine.PROMPT * (hybrid.parameters - 2 * 160 * 64)
+    assert bench_engine.prompt_floor_ms(hybrid, slow_products) == pytest.approx(products)
+
+
+def test_steps_change_the_states_of_their_rows(hybrid):
+    """A prompt begins at the zero state whenever it runs; a row that generates goes on."""
+    pool = torch.zeros(hybrid.kv_shape(6, CHUNK))
+    records = bench_engine.state_records(hybrid, 4, "cpu")
+
+    def twice(step):
+        return step().clone(), records.clone(), step(), records.clone()
+
+    prompt = bench_engine.step_of(hybrid, pool, 1, 70, records=records)
+    logits, state, again, state_again = prompt(twice)
+    assert torch.equal(logits, again) and torch.equal(state, state_again)
+    assert state[0].any() and not state[1:].any()
+    generation = bench_engine.step_of(hybrid, pool, 3, 1, 40, records)
+    logits, state, again, state_again = generation(twice)
+    assert all(not torch.equal(*pair) for pair in zip(logits, again, strict=True))
+    changed = [not torch.equal(*pair) for pair in zip(state, state_again, strict=True)]
+    assert changed == [True, True, True, False] and not state[3].any()
 
 
 @pytest.mark.parametrize("text", ["64", "x32", "0x32", "64x", "axb"])

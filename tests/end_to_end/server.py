@@ -105,6 +105,13 @@ class Server:
         return [float(values[name]) for name in names]
 
 
+def wait_for(condition, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never became true"
+        time.sleep(0.05)
+
+
 def gap_of(token):
     """Between the logprobs of the two likeliest tokens in its place."""
     best, second = token["top_logprobs"]

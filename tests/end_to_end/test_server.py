@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.runtime.observe.vllm_metrics import COPIED
 
-from .server import HTTP, Hog, Server
+from .server import HTTP, Hog, Server, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -285,13 +284,6 @@ def test_a_wrong_setting_stops_the_start_and_is_named(tmp_path, capsys, options,
         == 2
     )
     assert setting in capsys.readouterr().err
-
-
-def wait_for(condition, seconds=120):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it never became true"
-        time.sleep(0.05)
 
 
 def test_a_conversation_outgrows_the_context(server):

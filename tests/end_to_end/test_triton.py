@@ -4,23 +4,21 @@ gRPC and HTTP."""
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Listener
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from pensieve.scripts.pensieve import main
 
-from .server import HTTP, Server
-from .test_server import wait_for
+from .server import Server, wait_for
+from .triton_client import Client, grpc
 from .triton_server import TritonServer, needs_triton
 
 pytestmark = pytest.mark.slow
-
-grpc = pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
 
 TURNS = 10
 SECONDS = 120
@@ -40,13 +38,6 @@ SAY = (
     "'AF_UNIX').send({!r})"
 )
 BROKEN = {"refused": SAY.format("--some-setting: is wrong"), "silent": "raise SystemExit(7)"}
-DTYPES = {
-    "BYTES": np.object_,
-    "BOOL": np.bool_,
-    "FP32": np.float32,
-    "INT32": np.int32,
-    "UINT64": np.uint64,
-}
 
 
 @pytest.fixture(scope="module")
@@ -67,87 +58,6 @@ def http(tmp_path_factory):
     yield server
     server.process.kill()
     server.process.wait()
-
-
-class Client:
-    """A gRPC client with one stream."""
-
-    def __init__(self, server):
-        self._client = grpc.InferenceServerClient(server.grpc)
-        self._heard = SimpleQueue()
-        self._client.start_stream(lambda result, error: self._heard.put((result, error)))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._client.stop_stream()
-        self._client.close()
-
-    def send(self, request_id="", sequence_id=0, **inputs):
-        """A request with these inputs: text, numbers, truth values, or lists of them."""
-        self._client.async_stream_infer(
-            "pensieve",
-            [
-                tensor(name, value if isinstance(value, list) else [value])
-                for name, value in inputs.items()
-            ],
-            request_id=request_id,
-            sequence_id=sequence_id,
-        )
-
-    def next(self):
-        """The next response. Raises InferenceServerException if it is an error."""
-        result, error = self._heard.get(timeout=SECONDS)
-        if error is not None:
-            raise error
-        return result
-
-    def reply(self):
-        """All responses up to the last one: token ids, text, the last one."""
-        ids = []
-        text = ""
-        while True:
-            result = self.next()
-            ids += result.as_numpy("output_ids").tolist()
-            text += result.as_numpy("text_output")[0].decode()
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                return ids, text, result
-
-    def refusal(self):
-        with pytest.raises(grpc.InferenceServerException) as caught:
-            self.next()
-        return str(caught.value)
-
-    def cancel(self):
-        """All that is open on the stream, and the stream."""
-        self._client.stop_stream(cancel_requests=True)
-
-
-def tensor(name, values):
-    kinds = {
-        str: "BYTES",
-        bool: "BOOL",
-        float: "FP32",
-        int: "UINT64" if name.endswith("seed") else "INT32",
-    }
-    kind = kinds[type(values[0])]
-    if kind == "BYTES":
-        values = [text.encode() for text in values]
-    tensor_input = grpc.InferInput(name, [len(values)], kind)
-    tensor_input.set_data_from_numpy(np.array(values, dtype=DTYPES[kind]))
-    return tensor_input
-
-
-def events(server, **inputs):
-    """The events of HTTP's generate_stream, each as soon as it comes."""
-    address = f"{server.url}/v2/models/pensieve/generate_stream"
-    with HTTP.stream(
-        "POST", address, json={"streaming": True, **inputs}, timeout=SECONDS
-    ) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                yield json.loads(line[6:])
 
 
 def by_ids(server, turn, history):
@@ -178,7 +88,7 @@ def by_text(server, turn, replies):
         sampling_param_max_tokens=20,
     )
     ids = []
-    for event in events(server, **inputs, **first, **GREEDY):
+    for event in server.events(**inputs, **first, **GREEDY):
         new = event["output_ids"]  # Triton writes a list of one as its one element
         ids += new if isinstance(new, list) else [new]
     return [*replies, ids]
@@ -321,7 +231,7 @@ def test_cancelling_in_mid_stream_frees_everything(triton, way):
     before = triton.metric(aborted, missing=0.0)
     endless = dict(input_ids=[45] * 20, streaming=True, sampling_param_max_tokens=1500, **GREEDY)
     if way == "HTTP client gone":
-        stream = events(triton, **endless)
+        stream = triton.events(**endless)
         next(stream)
         stream.close()
     else:
@@ -406,3 +316,14 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     assert [
         name for name, path in given.items() if f"--{name}={tmp_path / path}" not in written
     ] == []
+
+
+def test_packages_in_pythonpath_are_found_by_the_stub_and_by_the_engine(tmp_path, monkeypatch):
+    """The stub ignores the variable, and Triton may be started without it."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:/elsewhere")
+    assert main(["triton-repository", "--output", str(tmp_path / "models"), "--engine=demo"]) == 0
+    model = (tmp_path / "models" / "pensieve" / "1" / "model.py").read_text()
+    assert f"sys.path[:0] = ['{tmp_path}', '/elsewhere']\n\nfrom pensieve" in model
+    command = [sys.executable, "-P", "-m", "pensieve.scripts.pensieve", "serve", "--engine=demo"]
+    words = json.dumps(["env", f"PYTHONPATH={tmp_path}:/elsewhere", *command])
+    assert json.dumps(words) in (tmp_path / "models" / "pensieve" / "config.pbtxt").read_text()

@@ -17,8 +17,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from .server import HTTP
-from .test_server import wait_for
+from .server import HTTP, wait_for
 from .triton_server import TritonServer, needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]

@@ -15,13 +15,12 @@ import pytest
 from pensieve.builder.build import build_engine
 from tests.models import tiny_checkpoint
 
-from .server import HTTP, Server
-from .test_server import wait_for
+from .behind_triton import CACHE, BehindTriton, by_serve, small_checkpoint, turns, whole
+from .server import HTTP, Server, wait_for
 from .triton_server import TritonServer, needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]
 
-CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-num-seqs", 4)
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=pensieve")
 LONG = dict(
     streaming=True,
@@ -105,32 +104,39 @@ def test_a_rank_that_dies_ends_requests_and_the_model_is_not_ready(triton, engin
     wait_for(lambda: not processes_of(engine))
 
 
+class TestCompiledOpt(BehindTriton):
+    """An engine that a compiler made, beside one of the reference backend and one rank."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("opt")
+        small_checkpoint("opt", folder / "hf")
+        build_engine(folder / "hf", folder / "two", backend="inductor", tensor_parallel=2)
+        build_engine(folder / "hf", folder / "one")
+        return folder
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def expected(cls, folder):
+        with Server(folder / "state", *CACHE, engine=folder / "one") as server:
+            return turns(by_serve(server))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def triton(cls, folder, tmp_path_factory):
+        directory = tmp_path_factory.mktemp("triton")
+        options = ("--engine", folder / "two", "--state-dir", directory / "state", *CACHE)
+        with TritonServer(directory, *options) as server:
+            yield server
+
+
 def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_path):
     """Two conversations at once, turn by turn; then the same prompts at `pensieve serve`."""
-    inputs = dict(
-        sampling_param_max_tokens=12, sampling_param_temperature=0.0, sampling_param_ignore_eos=True
-    )
-
-    def by_triton(name):
-        return turns(
-            lambda ids: triton.post(input_ids=ids, conversation_id=name, **inputs).json()[
-                "output_ids"
-            ]
-        )
-
     with ThreadPoolExecutor(2) as threads:
-        one, two = threads.map(by_triton, ["one", "two"])
-    body = dict(
-        model="engine", max_tokens=12, temperature=0, ignore_eos=True, return_token_ids=True
-    )
+        one, two = threads.map(turns, [whole(triton, "one"), whole(triton, "two")])
     with Server(tmp_path, *CACHE, engine=engine) as server:
-
-        def by_http(ids):
-            return server.post("/v1/completions", prompt=ids, **body).json()["choices"][0][
-                "token_ids"
-            ]
-
-        assert one == two == turns(by_http)
+        assert one == two == turns(by_serve(server))
 
 
 def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_path):
@@ -144,13 +150,3 @@ def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_
         assert process.wait(60) == 2
         with pytest.raises(EOFError):
             connection.recv()
-
-
-def turns(reply, count=4):
-    """Replies of a conversation in which every prompt is the whole history."""
-    history = list(range(5, 45))
-    replies = []
-    for turn in range(count):
-        replies.append(reply(history))
-        history += [*replies[-1], 50 + turn, 60 + turn]
-    return replies

@@ -17,9 +17,10 @@ import sys
 import sysconfig
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import httpx
 import pytest
@@ -73,9 +74,9 @@ class TritonServer:
                 / "1"
                 / "model.py"
             )
-            source.write_text(
-                f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}"
-            )
+            text = source.read_text()
+            ours = f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\nfrom pensieve."
+            source.write_text(text.replace("from pensieve.", ours, 1))
         for model, program in broken.items():
             change_engine(
                 directory / "repository" / model / "config.pbtxt", [sys.executable, "-c", program]
@@ -174,6 +175,15 @@ class TritonServer:
 
     def post(self, path: str = "generate", seconds: float = 120, **inputs) -> httpx.Response:
         return HTTP.post(f"{self.url}/v2/models/{self._name}/{path}", json=inputs, timeout=seconds)
+
+    def events(self, **inputs) -> Iterator[dict[str, Any]]:
+        """The events of HTTP's generate_stream, each as soon as it comes."""
+        address = f"{self.url}/v2/models/{self._name}/generate_stream"
+        body = {"streaming": True, **inputs}
+        with HTTP.stream("POST", address, json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line[6:])
 
     def metric(self, name: str, missing: float | None = None) -> float:
         """The value of one sample of Triton's /metrics, named with its labels; of an unknown one

@@ -68,6 +68,20 @@ def test_targets_that_an_idle_replica_misses_are_named():
         plan.bisect(lambda rate: False, guess=1.0)
 
 
+@pytest.mark.parametrize("shape", ["llama-3-8b", "qwen3.5-9b"])
+def test_a_run_too_short_to_miss_a_target_is_named(shape, capsys):
+    """A request that still waits at the end counts for no target."""
+    options = ["--config", str(SHAPES / f"{shape}.json"), "--synthetic", "sharegpt", "--load", "1"]
+    options += ["--seconds", "3", "--measure-s", "2", "--ttft-ms-p95", "3000", "--seeds", "0"]
+    assert plan.main([*options, "--ramp-s", "1", "--jobs", "1"]) == 2
+    told = capsys.readouterr().err
+    assert "--seconds, --measure-s: " in told
+    assert "more than a replica can compute, miss no target in 3 s" in told
+    assert plan.main(options) == 2
+    message = "--ramp-s: must be at most --seconds less --measure-s (1)"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("load", [0.2, 1.0, 3.0, 70.0])
 def test_the_fullest_replica_has_no_more_than_it_can_serve(load):
     count = plan.replicas(load, rate=1.0)

@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from benchmarks.check import reuse
-from benchmarks.check.reuse import SOURCES, WAYS, WAYS_OF_RANKS, Way, judge
+from benchmarks.check.reuse import SOURCES, Way, judge, states_of
+from benchmarks.check.reuse_ways import DISK, WAYS, WAYS_OF_RANKS, WAYS_OF_STATES
 from benchmarks.loop import LoopAnswer
 from pensieve.builder.build import build_engine
 from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.plan import Lane
-from pensieve.scheduler.types import TokenLogprobs, Usage
+from pensieve.scheduler.types import Tier, TokenLogprobs, Usage
 from tests.benchmarks.test_ranks import json_lines
-from tests.models import tiny_checkpoint
+from tests.models import save_random, tiny_checkpoint, tiny_config
 
 SMALL = ["--tokens", "80", "--repetitions", "2", "--chunk-tokens", "8"]
+WITH_STATES = ["--tokens", "192", "--repetitions", "3", "--chunk-tokens", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,66 @@ def test_all_ways_agree_on_two_ranks(checkpoint, tmp_path):
     build_engine(checkpoint, tmp_path / "engine", dtype="float32", tensor_parallel=2)
     lines = json_lines("benchmarks.check.reuse", "--engine", tmp_path / "engine", *SMALL)
     assert list(lines[-1]["ways"]) == list(WAYS_OF_RANKS) and lines[-1]["passed"]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("hybrid")
+    config = tiny_config("qwen3-5")
+    # so large that a prompt leaves states only where it ends and parts
+    config.linear_num_value_heads = 8
+    config.linear_value_head_dim = 64
+    save_random(config, directory, gain=1.0)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_ways_of_states_agree(hybrid, dtype, tmp_path, capsys):
+    build_engine(hybrid, tmp_path / "engine", dtype=dtype)
+    assert reuse.main(["--engine", str(tmp_path / "engine"), *WITH_STATES]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["passed"] and list(told["ways"]) == list(WAYS_OF_STATES)
+    assert all(way["count"] == 3 for way in told["ways"].values())
+    assert told["ways"]["alone-half"]["tokens"]["gpu"] and told["ways"][DISK]["tokens"]["disk"]
+
+
+@pytest.mark.slow
+def test_all_ways_of_states_agree_on_two_ranks(hybrid, tmp_path):
+    build_engine(hybrid, tmp_path / "engine", dtype="float32", tensor_parallel=2)
+    lines = json_lines("benchmarks.check.reuse", "--engine", tmp_path / "engine", *WITH_STATES)
+    assert lines[-1]["passed"]
+    assert list(lines[-1]["ways"]) == [way for way in WAYS_OF_STATES if way != DISK]
+
+
+@pytest.mark.slow
+def test_a_state_of_which_a_piece_does_not_come_back_is_detected(
+    hybrid, tmp_path, capsys, monkeypatch
+):
+    """It is the last piece of every state, on its way to the last slots of the GPU's pool."""
+    build_engine(hybrid, tmp_path / "engine", dtype="float32")
+    states = states_of(open_engine(tmp_path / "engine"), 8)
+    copy = CpuDevice.copy
+
+    def incomplete(self, lane, sources, targets, layers):
+        if lane is Lane.IN:
+            behind = len(self._pools[Tier.GPU]) - targets
+            lost = (behind <= states.slots * states.chunks) & (behind % states.chunks == 1)
+            sources, targets = sources[~lost], targets[~lost]
+        copy(self, lane, sources, targets, layers)
+
+    monkeypatch.setattr(CpuDevice, "copy", incomplete)
+    assert reuse.main(["--engine", str(tmp_path / "engine"), *WITH_STATES]) == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ways = told["ways"]
+    assert ways["alone-host"]["other_bits"] and ways["host"]["to_float32_max"] > told["tolerance"]
+
+
+def test_a_prompt_with_states_is_long_enough_for_holes(hybrid, tmp_path, capsys):
+    build_engine(hybrid, tmp_path / "engine", dtype="float32")
+    assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL]) == 2
+    assert "--tokens: with states prompts have at least 192 tokens" in capsys.readouterr().err
 
 
 def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(
@@ -106,6 +169,11 @@ def test_replies_are_compared_up_to_the_first_differing_token():
     unseen = Way()
     unseen.add(answer(1, 5), answer(1), answer(1, 4))
     assert unseen.gaps == [inf]
+
+
+def test_other_bits_fail():
+    way = Way(1, to_float32=[0.0], to_cold=[0.0], other_bits=1)
+    assert judge({"cold": Way(1, to_float32=[1.0]), "alone-host": way}, False)[1] == ["alone-host"]
 
 
 @pytest.mark.parametrize("float32", [False, True])

@@ -8,6 +8,7 @@ from benchmarks.check.tensorrt import CheckPart
 from pensieve.builder.build import build_random_engine
 from pensieve.builder.manifest import Manifest
 from pensieve.scripts import build_engine
+from tests.end_to_end.triton_server import PACKAGES
 
 
 def test_all_commands_have_options_that_exist(tmp_path):
@@ -44,3 +45,13 @@ def test_what_fails_is_told_at_the_end(capfd):
     assert [line for line in lines if line.startswith("part")] == ["part 3", "part 0"]
     assert [line.split(" (")[0] for line in lines[-2:]] == ["FAIL one", "PASS two"]
     assert tensorrt.run_all(iter([CheckPart("two", command(0))])) == 0
+
+
+def test_a_part_without_its_server_is_skipped_with_a_sentence(capfd):
+    fails = (sys.executable, "-c", "raise SystemExit(1)")
+    assert tensorrt.run_all(iter([CheckPart("three", fails, "no server in /here")])) == 0
+    assert capfd.readouterr().out == "SKIP three: no server in /here\n"
+
+
+def test_the_server_is_looked_for_where_the_tests_find_it():
+    assert tensorrt.TRITON == PACKAGES
