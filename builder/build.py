@@ -46,7 +46,7 @@ from .manifest import (
 )
 from .parity import check_quantisation
 from .quantised import QuantisedWeights, names_in_fp8, names_in_int4, projections, stored_as
-from .quantization import check_quantization
+from .quantization import check_quantization, fp8_block
 from .random_weights import random_weights
 from .tensorrt.installed import check_decoder, tensorrt_version
 from .verify import intact_engine
@@ -121,8 +121,10 @@ def build_engine(
     if backend == "tensorrt":
         check_decoder(decoder, dtype)
     _check_quantised(weights, backend, decoder)
-    form = check_quantization(hf_config.get("quantization_config"))
-    if (decoder.linear or backend == "tensorrt") and hf_config.get("quantization_config"):
+    quantization = hf_config.get("quantization_config")
+    form = check_quantization(quantization)
+    block = fp8_block(quantization)
+    if form or (quantization and backend == "tensorrt"):
         _check_quantised("int4" if form else "fp8", backend, decoder, "--checkpoint")
     packed = weights == "same" and device == "cuda" and backend != "tensorrt"
     read = _reader(checkpoint, decoder, dtype, packed)
@@ -132,7 +134,7 @@ def build_engine(
     in_int4 = names_in_int4(rounded[0])
     setting = "--checkpoint" if weights == "same" else "--weights"
     _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder, setting)
-    group = 0
+    group = block[1] if block else 0
     if in_int4:
         group = form.group if form else BLOCK
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
@@ -244,12 +246,18 @@ def _check_quantised(
             "--backend",
             f"tensorrt's engines with weights in {kind} do not exist yet: use inductor",
         )
+    in_checkpoint = setting == "--checkpoint" and weights == "fp8"
     for part, there in (("experts", decoder.experts), ("linear attention", decoder.linear)):
-        if weights != "same" and there:
+        if weights != "same" and there and not in_checkpoint:
             raise SettingError(
                 setting,
-                f"{weights} weights of {part} ({decoder.architecture}) are not supported yet",
+                f"{weights} weights of {part} ({decoder.architecture}) are not supported yet; take "
+                "the unquantised checkpoint, or one in FP8",
             )
+    if in_checkpoint and decoder.experts and backend != "reference":
+        raise SettingError(
+            "--backend", f"{backend} has no FP8 weights of experts yet; take reference"
+        )
 
 
 def _check_linear(decoder: DecoderConfig, backend: str, weights: str) -> None:

@@ -284,6 +284,8 @@ class SparseMLP(nn.Module):
         self.down = nn.Linear(
             shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias
         )
+        for weights in (self.up, self.down):  # scales of weights in FP8
+            weights.register_parameter("scale", None)
         self.shared = None
         if config.shared_expert_size:
             # of one rank: the ranks' results are added with those of the experts
@@ -298,7 +300,16 @@ class SparseMLP(nn.Module):
             shares = shares / shares.sum(dim=-1, keepdim=True)
         up, down = self.up, self.down
         y = torch.ops.pensieve.experts(
-            x, chosen, shares, up.weight, down.weight, up.bias, down.bias, *self.gate
+            x,
+            chosen,
+            shares,
+            up.weight,
+            down.weight,
+            up.bias,
+            down.bias,
+            *self.gate,
+            up.scale,
+            down.scale,
         )
         if self.shared:
             y += self.shared_gate(x).sigmoid() * self.shared(x)

@@ -3,8 +3,9 @@ values.
 
 The projections of the layers, which are nearly all of the weights, are rounded to e4m3 with a
 float32 scale for each output; embeddings, head, norms and biases are unchanged. A projection `p` in
-FP8 is two tensors, `p.weight` and `p.scale`. Ranks that divide a projection's columns share the
-scales of whole rows, so together they hold the same model.
+FP8 is two tensors, `p.weight` and `p.scale`; that of a checkpoint may have scales for groups of
+inputs. Ranks that divide a projection's columns share the scales of whole rows, so together they
+hold the same model.
 
 In int4 (`plugins/linear/int4.py`) it is `p.weight`, whose numbers are packed, and `p.scales_zeros`.
 """
@@ -16,8 +17,8 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..plugins.linear.fp8 import rounded, row_scales, widened
-from ..plugins.linear.fp8_format import FP8
+from ..plugins.linear.fp8 import rounded, row_scales
+from ..plugins.linear.fp8_format import FP8, widened
 from ..plugins.linear.int4 import widened as int4_widened
 from ..plugins.linear.int4_format import TILE_INPUTS, TILE_OUTPUTS, packed_shape
 from ..scheduler.types import SettingError
@@ -42,13 +43,14 @@ def stored_as(
     group: int = 0,
 ) -> dict[str, Stored]:
     """The stored form of each parameter of one rank's Decoder. `in_fp8`, `in_int4`: the names of
-    projections; `group`: inputs that share a scale in int4."""
+    projections; `group`: inputs that share a scale, 0: all do."""
     stored = {}
     for name, shape in parameter_shapes(config, ranks).items():
         projection = name.removesuffix(".weight")
         if projection in in_fp8:
             stored[name] = Stored(shape, FP8)
-            stored[f"{projection}.scale"] = Stored(shape[:1], torch.float32)
+            scales = (shape[0], shape[1] // group) if group else shape[:1]
+            stored[f"{projection}.scale"] = Stored(scales, torch.float32)
         elif projection in in_int4:
             if shape[0] % TILE_OUTPUTS or shape[1] % max(group, TILE_INPUTS):
                 raise SettingError(

@@ -2,7 +2,8 @@
 
 FP8: projections have e4m3 weights with a scale for each output, or one for a whole tensor:
 `compressed-tensors` in the formats float-quantized and (without scales of activations)
-naive-quantized, and `fbgemm_fp8` and `fp8` (without blocks) of transformers and vLLM. The files
+naive-quantized, and `fbgemm_fp8` and `fp8` of transformers and vLLM, this one also with a scale for
+each block of outputs and inputs. The files
 show which tensors are in FP8. Activations always get their own scales, token by token, even if the
 checkpoint has others or none.
 
@@ -51,8 +52,6 @@ def check_quantization(settings: Mapping[str, Any] | None) -> Int4 | None:
         )
     if method not in METHODS:
         raise _refusal(f"quant_method {method!r} is not supported; known are {', '.join(METHODS)}")
-    if settings.get("weight_block_size"):
-        raise _blocks(f"weight_block_size {settings['weight_block_size']}")
     if settings.get("kv_cache_scheme"):
         raise _refusal("a kv_cache_scheme is not supported")
     if method == "awq":
@@ -60,6 +59,19 @@ def check_quantization(settings: Mapping[str, Any] | None) -> Int4 | None:
     if method == "gptq":
         return _check_gptq(settings)
     return _check_compressed_tensors(settings) if method == "compressed-tensors" else None
+
+
+def fp8_block(settings: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """The outputs and inputs of a block of weights in FP8 that has a scale; None: there are no such
+    blocks. SettingError for a block that is no pair of sizes."""
+    block = (settings or {}).get("weight_block_size")
+    if not block:
+        return None
+    if not (
+        isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
+    ):
+        raise _refusal(f"weight_block_size must be two sizes, not {block!r}")
+    return block[0], block[1]
 
 
 def _check_awq(settings: Mapping[str, Any]) -> Int4:
@@ -167,11 +179,8 @@ def _check_packed(name: str, group: Mapping[str, Any], weights: Mapping[str, Any
 
 def _blocks(setting: str) -> SettingError:
     return _refusal(
-        f"{setting} is not supported: its scales are for blocks, and a product here has a scale "
-        "for each output; take "
-        "a checkpoint with a scale for each tensor or channel, or round the unquantised one: "
-        "pensieve serve "
-        "--quantization fp8, build_engine --weights fp8"
+        f"{setting} is not supported; take a checkpoint with a scale for each tensor or channel, "
+        "one with the quant_method fp8 and a weight_block_size, or the unquantised one"
     )
 
 

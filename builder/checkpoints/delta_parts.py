@@ -19,33 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .architectures import refusal
-from .config import LinearAttention
+from .architectures import QWEN3_NEXT
+from .config import DecoderConfig, LinearAttention
+from .sources import StoredPart, check_shape
 
-FUSED = re.compile(r"(?P<stem>.*\.linear_attn)\.(?P<fused>in_proj_(qkvz?|ba)|conv1d)\.weight")
+PART = re.compile(
+    r"(?P<stem>.*\.linear_attn)\.(?P<module>in_proj|conv1d)_(?P<part>[qkvzba])\.(?P<kind>weight\w*)"
+)
+FUSED = re.compile(
+    r"(?P<stem>.*\.linear_attn)\.(?P<fused>in_proj_(qkvz?|ba)|conv1d)\.(?P<kind>weight\w*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class PartRows:
-    """Like a tensor that safetensors opened: its shape is known, and it is read when it is indexed.
+class PartRows(StoredPart):
+    """`size` of every `period` rows of the stored tensor, the first of them at `first`."""
 
-    It has `size` of every `period` rows of the stored tensor, the first of them at `first`.
-    """
-
-    stored: Any
     periods: int
     period: int
     first: int
     size: int
 
-    def get_slice(self, name: str) -> PartRows:
-        return self
-
     def get_shape(self) -> list[int]:
         return [self.periods * self.size, *self.stored.get_shape()[1:]]
-
-    def get_dtype(self) -> str:
-        return str(self.stored.get_dtype())
 
     def __getitem__(self, index: Any) -> Tensor:
         rows, *others = index
@@ -60,30 +56,41 @@ class PartRows:
         return torch.cat(pieces)
 
 
-def with_delta_parts(files: Mapping[str, Any], linear: LinearAttention) -> dict[str, Any]:
+def with_delta_parts(files: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """For each tensor name the file that contains it, as given, with the parts of fused tensors
-    apart. Raises SettingError that names a tensor with a wrong number of rows."""
+    apart. Raises SettingError that names a tensor with a wrong shape."""
+    linear = config.linear
+    assert linear is not None
     parts: dict[str, Any] = {}
     for name, file in files.items():
         fused = FUSED.fullmatch(name)
         if fused is None:
             parts[name] = file
             continue
-        stored = file.get_slice(name)
         periods, sizes = _layout(fused["fused"], linear)
         period = sum(sizes.values())
-        rows, *_ = shape = stored.get_shape()
-        if rows != periods * period:
-            raise refusal(
-                f"tensor {name} has the shape {list(shape)}; config.json asks for "
-                f"{periods * period} rows"
-            )
+        stored = file.get_slice(name)
+        columns = (1, linear.conv_width) if fused["fused"] == "conv1d" else (config.hidden_size,)
+        if fused["kind"] != "weight":  # scales, whose columns are checked with those of others
+            columns = tuple(stored.get_shape()[1:]) or (1,)
+        check_shape(files, name, (periods * period, *columns))
         first = 0
         for part, size in sizes.items():
-            own = PartRows(stored, periods, period, first, size)
-            parts[f"{fused['stem']}.{part}.weight"] = own
+            own = PartRows(name, file, stored, periods, period, first, size)
+            parts[f"{fused['stem']}.{part}.{fused['kind']}"] = own
             first += size
     return parts
+
+
+def fused_name(name: str, architecture: str) -> str:
+    """The name of the tensor in which the architecture's checkpoints have the part of this name."""
+    part = PART.fullmatch(name)
+    if part is None:
+        return name
+    names = ("qkvz", "ba") if architecture == QWEN3_NEXT else ("qkv", "z", "b", "a")
+    fused = next(fused for fused in names if part["part"] in fused)
+    module = "conv1d" if part["module"] == "conv1d" else f"in_proj_{fused}"
+    return f"{part['stem']}.{module}.{part['kind']}"
 
 
 def _layout(fused: str, linear: LinearAttention) -> tuple[int, dict[str, int]]:

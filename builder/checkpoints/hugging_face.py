@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,26 @@ from torch import Tensor
 
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
-from ..quantization import check_quantization
+from ..quantization import check_quantization, fp8_block
+from . import delta_parts, fused_experts
 from .architectures import GEMMA3, GPT_OSS, OPT, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, refusal
+from .block_scales import with_row_scales
 from .config import DecoderConfig, Shard
-from .delta_parts import with_delta_parts
-from .fused_experts import Alternating, Concatenated, unfused
+from .fused_experts import Alternating, Concatenated
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
-from .sources import Source, SourcePart, Sources, layer_projections, tensor_of, whole
+from .sources import (
+    SafetensorsFile,
+    Source,
+    SourcePart,
+    Sources,
+    StoredPart,
+    check_shape,
+    in_file,
+    layer_projections,
+    stored_name,
+    tensor_of,
+    whole,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the start of the file that `git clone` leaves where Git LFS is missing
@@ -347,9 +360,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
             return self._int4[target]
         sources = self._wanted[target]
         if target.endswith(".scale"):
-            parts = [
-                source.cut(_output_scales(self._files, source), torch.float32) for source in sources
-            ]
+            parts = [source.cut(_scales(self._files, source), torch.float32) for source in sources]
         else:
             projection = target.removesuffix(".weight")
             own = dtype_of(target, self._dtype)
@@ -374,18 +385,23 @@ def read_weights(
     """
     files = _tensor_files(directory)
     if config.architecture == GPT_OSS:
-        files = unfused(files, Alternating)
+        files = fused_experts.unfused(files, Alternating, config)
     if unused := UNUSED.get(config.architecture):
         files = {name: file for name, file in files.items() if not unused.match(name)}
+    quantization = read_json(directory / "config.json").get("quantization_config")
+    form = check_quantization(quantization)
+    block = fp8_block(quantization)
+    if block:
+        files = with_row_scales(files, block[0])
     if config.linear is not None:
-        files = with_delta_parts(files, config.linear)
+        files = delta_parts.with_delta_parts(files, config)
     if config.architecture == QWEN3_5_MOE:
-        files = unfused(files, Concatenated)
+        files = fused_experts.unfused(files, Concatenated, config)
     prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}
     stored: Sources = {}
-    if form := check_quantization(read_json(directory / "config.json").get("quantization_config")):
+    if form:
         projections = int4_projections(files, wanted, form)
         files = without_ignored(files, wanted, projections, form)
         wanted = {
@@ -395,7 +411,7 @@ def read_weights(
         }
         stored = stored_tensors(projections, form)
         int4 = Int4Weights(files, projections, form, dtype)
-    wanted |= _scale_sources(files, wanted)
+    wanted |= _scale_sources(files, wanted, block[1] if block else 0)
     _check_names(files, wanted | stored, config)
     check_tensors(files, wanted | stored)
     return CheckpointWeights(files, wanted, dtype, int4)
@@ -426,21 +442,21 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
     for path in weight_files(directory):
         try:
             # safetensors reports every file that it cannot open as missing
-            with path.open("rb") as opened:
-                pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+            with path.open("rb") as head:
+                pointer = head.read(len(LFS_POINTER)) == LFS_POINTER
             if pointer:
                 raise refusal(
                     f"{path} is a pointer of Git LFS; `git lfs pull` in {directory} gets the "
                     "weights"
                 )
-            file = safe_open(path, framework="pt")
+            opened = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise refusal(
                 f"{path} cannot be read: {error}; if its download was cut short, repeat it"
             ) from None
         except OSError as error:
             raise refusal(f"{path} cannot be read: {error}") from None
-        files |= dict.fromkeys(file.keys(), file)
+        files |= dict.fromkeys(opened.keys(), SafetensorsFile(path, opened))
     return files
 
 
@@ -457,12 +473,36 @@ def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfi
             raise refusal(
                 f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}"
             )
-    for kind, listed in (("missing", missing), ("unexpected", extra)):
-        if listed:
-            more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    listed = {
+        "missing": [*_own_names(missing, files, config)],
+        "unexpected": [stored_name(files, name) + in_file(files, name) for name in extra],
+    }
+    cures = {
+        "missing": "download the checkpoint again, or take the config.json that belongs to it",
+        "unexpected": "take the config.json that belongs to these weights",
+    }
+    for kind, all_names in listed.items():
+        if own := [*dict.fromkeys(all_names)]:
+            more = f" and {len(own) - 5} more" if len(own) > 5 else ""
             raise refusal(
-                f"{kind} tensors for {config.architecture}: {', '.join(listed[:5])}{more}"
+                f"{kind} tensors for {config.architecture}: {', '.join(own[:5])}{more}; "
+                f"{cures[kind]}"
             )
+
+
+def _own_names(
+    names: Sequence[str], files: Mapping[str, Any], config: DecoderConfig
+) -> Iterator[str]:
+    """The names that missing tensors of experts and of parts of linear attention would have in this
+    checkpoint."""
+    fuses = config.architecture in (GPT_OSS, QWEN3_5_MOE) and not any(
+        fused_experts.PART.fullmatch(name) and not isinstance(file, StoredPart)
+        for name, file in files.items()
+    )
+    for name in names:
+        if config.linear is not None:
+            name = delta_parts.fused_name(name, config.architecture)
+        yield fused_experts.fused_name(name) if fuses else name
 
 
 def _slice(files: Mapping[str, Any], name: str) -> Any:
@@ -470,9 +510,9 @@ def _slice(files: Mapping[str, Any], name: str) -> Any:
     return files[name].get_slice(name)
 
 
-def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
+def _scale_sources(files: Mapping[str, Any], wanted: Sources, group: int) -> Sources:
     """The scales of the layers' projections with FP8 weights. Each has one tensor in a file for
-    each part."""
+    each part. `group`: inputs that share a scale; 0: all do."""
     scales: Sources = {}
     for projection, sources in layer_projections(wanted).items():
         in_fp8 = [
@@ -481,12 +521,17 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
         ]
         if any(in_fp8):
             if not all(in_fp8):
-                names = ", ".join(source.name for source in sources)
+                names = ", ".join(
+                    dict.fromkeys(
+                        stored_name(files, source.name) if source.name in files else source.name
+                        for source in sources
+                    )
+                )
                 raise refusal(
                     f"{names}: some are in FP8 and some are not, and they are one projection here"
                 )
             scales[f"{projection}.scale"] = tuple(
-                Source(_scale_name(files, source.name), source.parts[:1]) for source in sources
+                _scale_source(files, source, group) for source in sources
             )
     return scales
 
@@ -498,8 +543,23 @@ def _scale_name(files: Mapping[str, Any], weight: str) -> str:
     return inverse if inverse in files else f"{weight}_scale"
 
 
-def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:
-    """The scales of a whole tensor [rows]; the file may have one for all."""
+def _scale_source(files: Mapping[str, Any], weight: Source, group: int) -> Source:
+    if not group:
+        return Source(_scale_name(files, weight.name), weight.parts[:1])
+    if any(size % group for size in weight.parts[1]):
+        raise refusal(
+            f"{weight.name} has {weight.parts[1].full} inputs, of which a rank holds "
+            f"{weight.parts[1].size}; both must be multiples of the {group} inputs of a block: use "
+            "other --tensor-parallel, or the unquantised checkpoint"
+        )
+    return Source(f"{weight.name}_scale_inv", weight.by_group(group).parts)
+
+
+def _scales(files: Mapping[str, Any], source: Source) -> Any:
+    """The scales of a whole tensor: [rows], for which the file may have one, or [rows, groups],
+    read when they are indexed."""
+    if len(source.parts) == 2:
+        return _slice(files, source.name)
     return tensor_of(files, source.name).reshape(-1).expand(source.shape)
 
 
@@ -513,23 +573,17 @@ def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
 
 def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8: bool) -> None:
     stored = _slice(files, source.name)
-    shape = tuple(stored.get_shape())
     dtype = stored.get_dtype()
     shapes = [source.shape]
-    if target.endswith(".scale"):
+    if target.endswith(".scale") and len(source.parts) == 1:
         shapes += [(*source.shape, 1), (1,), ()]
-    if shape not in shapes:
-        raise refusal(
-            f"tensor {source.name} has the shape {list(shape)}; config.json asks for "
-            f"{list(source.shape)}"
-        )
+    check_shape(files, source.name, *shapes)
+    own = stored_name(files, source.name)
+    wrong = f"tensor {own} is {dtype}{in_file(files, source.name)}"
     if source.name.endswith(WORDS):
         if dtype != "I32":
-            raise refusal(
-                f"tensor {source.name} is {dtype}; the words of weights in int4 must be I32"
-            )
+            raise refusal(f"{wrong}; the words of weights in int4 must be I32")
     elif dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
         raise refusal(
-            f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) or "
-            "int4 are supported"
+            f"{wrong}; of quantised weights only layers in FP8 (e4m3) or int4 are supported"
         )

@@ -110,17 +110,22 @@ def launches(
         kernels.append(Launch(_route, (count,), (chosen, order, table, pairs, blocks), settings))
     gated = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    up = (x, of.up, of.up_bias, order, table, gated, of.limit, of.slope)
+    up_scale, up_groups = _groups(of.up_scale)
+    down_scale, down_groups = _groups(of.down_scale)
+    up = (x, of.up, up_scale, of.up_bias, order, table, gated, of.limit, of.slope)
     settings = dict(
         OUTPUTS=width,
         INPUTS=hidden,
         OWN=own,
         CLAMPED=of.limit != 0,
+        GROUPS=up_groups,
         **_settings(tiles.rows, tiles.up, 2, x),
     )
     kernels.append(Launch(_up, (blocks * triton.cdiv(width, tiles.up.outputs),), up, settings))
-    down = (gated, of.down, of.down_bias, order, table, results)
-    settings = dict(OUTPUTS=hidden, INPUTS=width, **_settings(tiles.rows, tiles.down, 1, x))
+    down = (gated, of.down, down_scale, of.down_bias, order, table, results)
+    settings = dict(
+        OUTPUTS=hidden, INPUTS=width, GROUPS=down_groups, **_settings(tiles.rows, tiles.down, 1, x)
+    )
     kernels.append(
         Launch(_down, (blocks * triton.cdiv(hidden, tiles.down.outputs),), down, settings)
     )
@@ -128,6 +133,39 @@ def launches(
     grid = (tokens, triton.cdiv(hidden, block))
     settings = dict(HIDDEN=hidden, OWN=own, BLOCK=block)
     return [*kernels, Launch(_add, grid, (results, shares, y), settings)]
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`fp8.widening` of few tokens: the last product of one expert, which all tokens have chosen.
+    ValueError if a tensor is not contiguous."""
+    if not all(tensor.is_contiguous() for tensor in (x, weight, scale)):
+        raise ValueError("x, the weight and its scales must be contiguous")
+    tokens, inputs = x.shape
+    results = torch.empty((tokens, len(weight)), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return results
+    tiles = tiles_for(tokens, 1, tokens)
+    blocks = triton.cdiv(tokens, tiles.rows)
+    if tiles.rows == 1:
+        order = table = torch.zeros(tokens, dtype=torch.int64, device=x.device)
+    else:
+        order = torch.arange(tokens, dtype=torch.int32, device=x.device)
+        firsts = tiles.rows * torch.arange(blocks, dtype=torch.int32, device=x.device)
+        ends = (firsts + tiles.rows).clamp_max(tokens)
+        table = torch.stack((torch.zeros_like(firsts), firsts, ends), dim=1)
+    _, groups = _groups(scale)
+    settings = dict(
+        OUTPUTS=len(weight), INPUTS=inputs, GROUPS=groups, **_settings(tiles.rows, tiles.down, 1, x)
+    )
+    arguments = (x, weight, scale, bias, order, table, results)
+    grid = (blocks * triton.cdiv(len(weight), tiles.down.outputs),)
+    Launch(_down, grid, arguments, settings).run()
+    return results
+
+
+def _groups(scale: Tensor | None) -> tuple[Tensor | None, int]:
+    """The scales of a weight, and those of a row."""
+    return scale, 1 if scale is None or scale.dim() == 1 else scale.shape[1]
 
 
 def _settings(rows: int, tile: ExpertTile, matrices: int, x: Tensor) -> dict[str, int]:
@@ -206,10 +244,16 @@ def _block(order, table, block, ROWS: tl.constexpr):
         return expert, place, tl.load(order + place, mask=there, other=0), there
 
 
+@triton.jit
+def _widened(weights, scales, mask, dtype: tl.constexpr):
+    """The values of a tile of weights in FP8. scales: pointers."""
+    return (weights.to(tl.float32) * tl.load(scales, mask=mask, other=0.0)).to(dtype)
+
+
 @triton.jit(do_not_specialize=["limit", "slope"])
-def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, OWN: tl.constexpr,
-        CLAMPED: tl.constexpr):  # fmt: skip
+def _up(x, up, scale, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr,
+        INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+        OWN: tl.constexpr, CLAMPED: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     """BLOCK gated values of each row of a block. OWN: experts of a token."""
     tiles = tl.cdiv(OUTPUTS, BLOCK)
     block = tl.program_id(0) // tiles
@@ -248,6 +292,11 @@ def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, I
             mask = has_output & (first + weight_inputs < INPUTS)
         gates = tl.load(gate_at + first, mask=mask, other=0.0)
         values = tl.load(value_at + first, mask=mask, other=0.0)
+        if scale is not None:
+            group = (first + weight_inputs) // (INPUTS // GROUPS)
+            scales = scale + (expert.to(tl.int64) * (2 * OUTPUTS) + weights) * GROUPS + group
+            gates = _widened(gates, scales, mask, row.dtype)
+            values = _widened(values, scales + OUTPUTS * GROUPS, mask, row.dtype)
         if ROWS == 1:
             gate += gates.to(tl.float32) * row.to(tl.float32)
             value += values.to(tl.float32) * row.to(tl.float32)
@@ -280,6 +329,7 @@ def _up(x, up, bias, order, table, gated, limit, slope, OUTPUTS: tl.constexpr, I
 def _down(
     gated,
     down,
+    scale,
     bias,
     order,
     table,
@@ -289,6 +339,7 @@ def _down(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """BLOCK outputs of each row of a block."""
     tiles = tl.cdiv(OUTPUTS, BLOCK)
@@ -318,12 +369,15 @@ def _down(
     for first in range(0, INPUTS, STEP):
         if INPUTS % STEP == 0:
             row = tl.load(row_at + first, mask=has_row, other=0.0)
-            values = tl.load(weight_at + first, mask=has_output, other=0.0)
+            mask = has_output
         else:
             row = tl.load(row_at + first, mask=has_row & (first + row_inputs < INPUTS), other=0.0)
-            values = tl.load(
-                weight_at + first, mask=has_output & (first + weight_inputs < INPUTS), other=0.0
-            )
+            mask = has_output & (first + weight_inputs < INPUTS)
+        values = tl.load(weight_at + first, mask=mask, other=0.0)
+        if scale is not None:
+            group = (first + weight_inputs) // (INPUTS // GROUPS)
+            scales = scale + (expert.to(tl.int64) * OUTPUTS + weights) * GROUPS + group
+            values = _widened(values, scales, mask, row.dtype)
         if ROWS == 1:
             total += values.to(tl.float32) * row.to(tl.float32)
         else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import torch_ops  # noqa: F401  register torch.ops.pensieve.silu_gate
 from . import norm_reference
+from .fp8_format import widened
 
 
 class Experts(NamedTuple):
@@ -24,6 +25,18 @@ class Experts(NamedTuple):
     down_bias: Tensor | None = None
     limit: float = 0.0
     slope: float = 0.0
+    up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+    def widened(self, dtype: torch.dtype) -> Experts:
+        """With the values of weights in FP8."""
+        if self.up_scale is None and self.down_scale is None:
+            return self
+        up, down = (
+            weight if scale is None else widened(weight, scale, dtype)
+            for weight, scale in ((self.up, self.up_scale), (self.down, self.down_scale))
+        )
+        return self._replace(up=up, down=down, up_scale=None, down_scale=None)
 
     def by_expert(self) -> tuple[Tensor, Tensor]:
         """up as [experts, 2 * width, hidden] and down as [experts, hidden, width]."""

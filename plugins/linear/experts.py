@@ -1,7 +1,7 @@
 """The experts of a sparse MLP, as a torch operation:
 
     torch.ops.pensieve.experts(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0,
-    slope=0) -> y
+    slope=0, up_scale=None, down_scale=None) -> y
 
     x       [T, hidden]
     chosen  [T, k] int64, the experts of each token; shares [T, k] float32, their weights
@@ -9,6 +9,7 @@
     down    [experts * hidden, width]
     biases  of up's and down's rows, or None
     limit   0: the gate is that of `silu_gate`; else that of `clamped_gate`, with this slope
+    scales  of weights in FP8, [rows] or [rows, groups of inputs], or None
     y       [T, hidden]: the sum over a token's experts of share * down (gate(up x)), summed in
             float32
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .expert_reference import Experts, grouped, one_by_one
+from .fp8 import OLDEST_CAPABILITY, capability
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # tensor cores multiply these exactly
 ALIGNED = 16  # torch's grouped product reads rows of multiples of so many bytes
@@ -31,23 +33,27 @@ torch.library.define(
     "pensieve::experts",
     "(Tensor x, Tensor chosen, Tensor shares, Tensor up, Tensor down, Tensor? up_bias=None, "
     "Tensor? down_bias=None, "
-    "float limit=0.0, float slope=0.0) -> Tensor",
+    "float limit=0.0, float slope=0.0, Tensor? up_scale=None, Tensor? down_scale=None) -> Tensor",
 )
 
 
 @torch.library.impl("pensieve::experts", "cpu")
 def _experts_cpu(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
-    experts = Experts(*of)
+    experts = Experts(*of).widened(x.dtype)
     return (grouped if _aligned(x, experts) else one_by_one)(x, chosen, shares, experts)
 
 
 @torch.library.impl("pensieve::experts", "cuda")
 def _experts_cuda(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
     experts = Experts(*of)
-    if x.dtype not in KERNEL_DTYPES or not (
-        experts.up.is_contiguous() and experts.down.is_contiguous()
+    in_fp8 = experts.up_scale is not None or experts.down_scale is not None
+    old = in_fp8 and capability() < OLDEST_CAPABILITY
+    if (
+        old
+        or x.dtype not in KERNEL_DTYPES
+        or not (experts.up.is_contiguous() and experts.down.is_contiguous())
     ):
-        return one_by_one(x, chosen, shares, experts)
+        return one_by_one(x, chosen, shares, experts.widened(x.dtype))
     from . import expert_kernel  # imported here because only CUDA installations have Triton
 
     return expert_kernel.experts(x, chosen, shares, experts)

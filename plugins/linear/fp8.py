@@ -1,10 +1,12 @@
-"""Projections with FP8 (e4m3) weights and a scale for each output, as a torch operation:
+"""Projections with FP8 (e4m3) weights and a scale for each output, or for each output and group of
+inputs, as a torch operation:
 
     torch.ops.pensieve.fp8_linear(x, weight, scale, bias) -> y   y = x (weight * scale)^T + bias
 
-On a GPU of compute capability 9.0 or newer, in bfloat16, the product itself runs in FP8: each
-token's activations are rounded to e4m3 with their own scale (`in_fp8`). Elsewhere weights are
-converted before an ordinary product (`widening`), which saves memory and no time.
+On a GPU of compute capability 9.0 or newer, in bfloat16, the product with a scale for each output
+itself runs in FP8: each token's activations are rounded to e4m3 with their own scale (`in_fp8`).
+Elsewhere weights are converted before an ordinary product (`widening`), which saves memory and no
+time.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fp8_format import FP8, LEAST_SCALE, MOST
+from .fp8_format import FP8, LEAST_SCALE, MOST, widened
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+MOST_WIDENED_ROWS = 64
+"""Tokens up to which weights with scales of groups are widened by the product itself."""
 OLDEST_CAPABILITY = (9, 0)
 DIVISOR = 16  # both dimensions of a weight for FP8 products must be multiples of it
 
@@ -32,15 +37,9 @@ def rounded(x: Tensor, scales: Tensor) -> Tensor:
     return (x.float() / scales.unsqueeze(1)).to(FP8)
 
 
-def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the FP8 weights' values in `dtype`. On a GPU the FP8 product works without this
-    copy."""
-    return weight.to(dtype).mul_(scale.unsqueeze(1))
-
-
 def widening(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in x's dtype; x [T, in], weight [out, in] e4m3, scale [out] float32, bias
-    [out]."""
+    """The product in x's dtype; x [T, in], weight [out, in] e4m3, scale [out] or [out, groups]
+    float32, bias [out]."""
     return F.linear(x, widened(weight, scale, x.dtype), bias)
 
 
@@ -59,8 +58,15 @@ torch.library.impl("pensieve::fp8_linear", "cpu", widening)
 
 @torch.library.impl("pensieve::fp8_linear", "cuda")
 def _fp8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    old = capability() < OLDEST_CAPABILITY
+    if scale.dim() > 1:
+        if old or x.dtype not in KERNEL_DTYPES or len(x) > MOST_WIDENED_ROWS:
+            return widening(x, weight, scale, bias)
+        from . import expert_kernel  # imported here because only CUDA installations have Triton
+
+        return expert_kernel.linear(x.contiguous(), weight, scale, bias)
     divided = weight.shape[0] % DIVISOR == weight.shape[1] % DIVISOR == 0
-    if not (divided and x.dtype == torch.bfloat16 and _capability() >= OLDEST_CAPABILITY):
+    if old or not (divided and x.dtype == torch.bfloat16):
         return widening(x, weight, scale, bias)
     # imported here because only CUDA installations have Triton
     from . import fp8_kernel as fp8_linear_kernel
@@ -74,5 +80,5 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()

@@ -223,6 +223,7 @@ def gated_delta(
             EXACT=exact,
             num_warps=scan.warps,
             num_stages=scan.stages,
+            EPS=NORM_EPS,
             **sizes,
         )
     programs = len(segments)
@@ -399,7 +400,8 @@ def _inverse(lower, PIECE: tl.constexpr, BLOCK: tl.constexpr, PRODUCTS: tl.const
 def _scan(q, k, v, beta, inverse, scores, factors, matrices, out, segments, state_in, state_out,
           counts, longs, q_stride, k_stride, v_stride, tokens, slot_stride, COLUMNS: tl.constexpr,
           HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr,
-          VALUE_DIM: tl.constexpr, PIECE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+          VALUE_DIM: tl.constexpr, PIECE: tl.constexpr, EXACT: tl.constexpr,
+          EPS: tl.constexpr):  # fmt: skip
     """One program for a segment's pieces, a head, and COLUMNS columns of the state."""
     kind = out.dtype.element_ty
     products: tl.constexpr = "tf32x3" if EXACT else "tf32"
@@ -449,6 +451,11 @@ def _scan(q, k, v, beta, inverse, scores, factors, matrices, out, segments, stat
         result += tl.dot(score, change.to(kind), input_precision=products)
         result_place = (token[:, None] * HEADS + head) * VALUE_DIM + column[None, :]
         tl.store(out + result_place, result.to(kind), mask=wanted)
+        if kind == tl.float16:  # its exponents have no room for the factors of keys of any length
+            wide = own.to(tl.float32)
+            length_factor = tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
+            own = (wide * length_factor[:, None]).to(kind)
+            change_factor /= length_factor
         scaled = (change * change_factor[:, None]).to(kind)
         state = state * kept + tl.dot(tl.trans(own), scaled, input_precision=products)
     if behind >= 0:

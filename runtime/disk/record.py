@@ -8,8 +8,8 @@ that is torn, has flipped bits, or is left from the slot's previous record is ne
 one's.
 
 XXH3 of 128 bits, computed without the interpreter's lock: several threads work side by side. The
-checksum need not tell keys apart: the whole key, a SHA-256 and the piece's number, is in the header
-and is compared.
+checksum need not tell keys apart: the whole key, a SHA-256 and the piece's number and computation,
+is in the header and is compared.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from ...scheduler.kv.piece_keys import piece_key, split_key
+from ...scheduler.kv.piece_keys import COMPUTATION_BYTES, StatePiece, piece_key, split_key
 from ...scheduler.types import ChunkKey
 
 PAGE = 4096
 """Bytes. O_DIRECT requires offsets, lengths and addresses to be multiples of this."""
 
 _MAGIC = b"pensieve"
-VERSION = 3
-_FIELDS = struct.Struct("<8sI32sI32sqdQ")
+VERSION = 4
+_FIELDS = struct.Struct(f"<8sI32sI{COMPUTATION_BYTES}s32sqdQ")
 _CHECKSUMS = struct.Struct("<16s16s")  # of the record, and of the page before this checksum
 _CHECKED = _FIELDS.size + 16
-NO_PIECE = 2**32 - 1  # the number in the header of KV
+NO_PIECE = StatePiece(2**32 - 1, bytes(COMPUTATION_BYTES))  # in the header of KV
 
 
 class Header(NamedTuple):
@@ -56,8 +56,9 @@ def pack_header(
     """The page before `payload` ([bytes] uint8). `origin`: the 32 bytes of
     `RecordOrigin.digest`."""
     chunk_key, piece = split_key(key)
-    number = NO_PIECE if piece is None else piece
-    fields = _FIELDS.pack(_MAGIC, VERSION, chunk_key, number, origin, end, written, len(payload))
+    fields = _FIELDS.pack(
+        _MAGIC, VERSION, chunk_key, *(piece or NO_PIECE), origin, end, written, len(payload)
+    )
     head = fields + _checksum(fields, payload.data)
     return (head + _checksum(head)).ljust(PAGE, b"\0")
 
@@ -65,14 +66,14 @@ def pack_header(
 def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header | None:
     """Returns the page's fields, or None unless the page is complete and belongs to a record of
     this origin and size."""
-    magic, version, key, number, written_by, end, written, size = _FIELDS.unpack_from(page)
+    magic, version, key, *numbers, written_by, end, written, size = _FIELDS.unpack_from(page)
     _, own = _CHECKSUMS.unpack_from(page, _FIELDS.size)
     if (magic, version, written_by, size) != (_MAGIC, VERSION, origin, payload):
         return None
     if _checksum(page[:_CHECKED]) != own:
         return None
-    key = ChunkKey(key) if number == NO_PIECE else piece_key(key, number)
-    return Header(key, end, written)
+    piece = StatePiece(*numbers)
+    return Header(ChunkKey(key) if piece == NO_PIECE else piece_key(key, piece), end, written)
 
 
 def payload_intact(page: bytes | memoryview, payload: np.ndarray) -> bool:

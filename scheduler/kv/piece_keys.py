@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..types import ChunkKey
 
 KEY_BYTES = 32  # of a chunk's key
+COMPUTATION_BYTES = 8
 
 
-def piece_key(key: ChunkKey, number: int) -> ChunkKey:
-    """The key of a state's piece, numbered from 0. `key`: of the chunk that ends where the state
-    does. No chunk of KV has such a key: it is longer."""
-    return ChunkKey(key + number.to_bytes(4, "big"))
+class StatePiece(NamedTuple):
+    """number      of the piece in its state, from 0
+    computation    random bytes, the same in all pieces of a state: a state of the same key that is
+                   computed again has others, because its bits may differ
+    """
+
+    number: int
+    computation: bytes
 
 
-def split_key(key: ChunkKey) -> tuple[ChunkKey, int | None]:
-    """The chunk's key and the piece's number, None for KV, of a key that `chunk_key` or `piece_key`
-    made."""
+def piece_key(key: ChunkKey, piece: StatePiece) -> ChunkKey:
+    """The key of a state's piece. `key`: of the chunk that ends where the state does. No chunk of
+    KV has such a key: it is longer."""
+    return ChunkKey(key + piece.computation + piece.number.to_bytes(4, "big"))
+
+
+def split_key(key: ChunkKey) -> tuple[ChunkKey, StatePiece | None]:
+    """The chunk's key and the piece, None for KV, of a key that `chunk_key` or `piece_key` made."""
     if len(key) <= KEY_BYTES:
         return key, None
-    return ChunkKey(key[:KEY_BYTES]), int.from_bytes(key[KEY_BYTES:], "big")
+    number = KEY_BYTES + COMPUTATION_BYTES
+    piece = StatePiece(int.from_bytes(key[number:], "big"), key[KEY_BYTES:number])
+    return ChunkKey(key[:KEY_BYTES]), piece

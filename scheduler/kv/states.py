@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from ..config import StateConfig
 from ..types import HOST, ChunkKey
 from .chunk import Chunk, State
 from .chunk_store import ChunkStore
-from .piece_keys import piece_key
+from .piece_keys import COMPUTATION_BYTES, StatePiece, piece_key
 
 
 class KeptStates:
@@ -33,18 +34,16 @@ class KeptStates:
     def keep(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
         """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
         state.pieces = pieces
+        computation = secrets.token_bytes(COMPUTATION_BYTES)
         for number, (piece, slot) in enumerate(zip(pieces, host_slots, strict=True)):
             piece.state = state
-            piece.key = None if state.key is None else piece_key(state.key, number)
+            if state.key is not None:
+                piece.key = piece_key(state.key, StatePiece(number, computation))
             piece.tokens = 1  # nothing else of a piece is counted in tokens
             self._store.add_piece(piece, slot, state.pinned)
         if state.key is not None:
             self.by_key[state.key] = state
         self.kept += 1
-
-    def has(self, key: ChunkKey) -> bool:
-        """True if a state of the key has pieces, even if it is unwanted."""
-        return self._store.find(piece_key(key, 0)) is not None
 
     def can_swap_in(self, state: State) -> bool:
         """True if the state is on HOST, and known to be complete where copies may fail."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from math import inf
+from operator import add, itemgetter
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
@@ -49,6 +51,16 @@ class _Way(NamedTuple):
     seconds: float
     runs: list[tuple[int, int]]
     states: list[State]
+
+
+class _Amounts(NamedTuple):
+    """Of ranges that are computed. swap_ins: states at their starts; pieces: of these, those that
+    are read; computed: chunks that need not be read."""
+
+    tokens: int
+    swap_ins: int
+    pieces: int
+    computed: int
 
 
 class StateLookup:
@@ -153,26 +165,31 @@ class StateLookup:
         chunks with the ends `to_read`, as far as it does not compute them, and as many pieces of a
         state as `below` says."""
         count = len(turn.tokens)
-        begins = [base, *states]
+        latest = turn.scored if turn.unscored else count - 1
+        begins = [base, *(end for end in states if end <= latest)]
         token = (1 + rows) * self._cost.recompute(count) / self._size
         read = self._cost.read()
         swap_in = self._cost.swap_in()
-        # all positions from the first that is not scored yet are computed
-        latest = turn.scored if turn.unscored else count - 1
-        way = _Way(inf, [], [])
-        for begin in begins:
-            if begin > latest:
-                break
-            runs = _runs(holes, begins, begin, count)
-            starts = [start for start, _ in runs if start > base]
-            chunks = sum(end - first for first, end in _outside(to_read, runs, self._size))
-            reads = chunks + sum(below.get(start, 0) for start in starts)
-            seconds = sum(end - start for start, end in runs) * token
-            seconds += (chunks + len(starts) * self._config.chunks) * swap_in
+
+        def amounts(run: tuple[int, int]) -> _Amounts:
+            start, end = run
+            first = bisect_left(to_read, start + self._size)
+            computed = max(bisect_right(to_read, end) - first, 0)
+            return _Amounts(end - start, start > base, below.get(start, 0), computed)
+
+        least = inf
+        cheapest = base
+        for begin, of in zip(begins, _amounts(holes, begins, count, amounts), strict=True):
+            chunks = len(to_read) - of.computed
+            reads = chunks + of.pieces
+            seconds = of.tokens * token
+            seconds += (chunks + of.swap_ins * self._config.chunks) * swap_in
             seconds += (self._lower.reading + reads) * read if reads else 0.0
-            if seconds <= way.seconds:
-                way = _Way(seconds, runs, [states[start] for start in starts])
-        return way
+            if seconds <= least:
+                least = seconds
+                cheapest = begin
+        runs = _runs(holes, begins, cheapest, count)
+        return _Way(least, runs, [states[start] for start, _ in runs if start > base])
 
     def likely(self, turn: Turn, conversation: Conversation | None) -> Sequence[Chunk]:
         """The pieces of the state from which the turn's last span will most likely begin."""
@@ -260,12 +277,45 @@ def _runs(
     positions of all states, ascending."""
     runs: list[tuple[int, int]] = []
     for start, end in [*((a, min(b, begin)) for a, b in holes if a < begin), (begin, count)]:
-        start = begins[bisect_right(begins, start) - 1]
-        if runs and start <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((start, end))
+        _extend(runs, begins[bisect_right(begins, start) - 1], end)
     return runs
+
+
+def _extend(runs: list[tuple[int, int]], start: int, end: int) -> None:
+    """The range is computed too. It neither starts nor ends before the last one."""
+    if runs and start <= runs[-1][1]:
+        runs[-1] = (runs[-1][0], end)
+    else:
+        runs.append((start, end))
+
+
+def _amounts(
+    holes: Sequence[tuple[int, int]],
+    begins: Sequence[int],
+    count: int,
+    of_run: Callable[[tuple[int, int]], _Amounts],
+) -> Iterator[_Amounts]:
+    """The sums of `of_run` over `_runs`, for each of the begins. The runs of the holes before it
+    are those of the begin before and further ones, so all begins together read each hole twice."""
+    closed = _Amounts(0, 0, 0, 0)  # of all runs before the last one
+    runs: list[tuple[int, int]] = []  # the last run, or none
+    at = 0
+    for begin in begins:
+        while at < len(holes) and holes[at][1] <= begin:
+            start, end = holes[at]
+            _extend(runs, begins[bisect_right(begins, start) - 1], end)
+            if len(runs) > 1:
+                closed = _sum(closed, of_run(runs.pop(0)))
+            at += 1
+        last = [*runs]
+        if at < len(holes) and holes[at][0] < begin:
+            _extend(last, begins[bisect_right(begins, holes[at][0]) - 1], begin)
+        _extend(last, begin, count)
+        yield reduce(_sum, map(of_run, last), closed)
+
+
+def _sum(some: _Amounts, more: _Amounts) -> _Amounts:
+    return _Amounts(*map(add, some, more))
 
 
 def _without(
@@ -304,11 +354,13 @@ def _outside(
 
 def _spans(holes: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[Span]:
     """The range [start, end) as spans. Each writes the KV of its last tokens, or of none."""
-    for hole, after in holes:
-        hole, after = max(hole, start), min(after, end)
-        if hole < after:
-            yield Span(-1, start, after, hole, 0)
-            start = after
+    for at in range(bisect_right(holes, start, key=itemgetter(1)), len(holes)):
+        hole = max(holes[at][0], start)
+        after = min(holes[at][1], end)
+        if hole >= after:
+            break
+        yield Span(-1, start, after, hole, 0)
+        start = after
     if start < end:
         yield Span(-1, start, end, end, 0)
 

@@ -16,8 +16,8 @@ from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import whole_weights
 from pensieve.builder.quantised import dequantised, names_in_fp8, projections
-from pensieve.plugins.linear.fp8 import rounded, row_scales, widened
-from pensieve.plugins.linear.fp8_format import FP8
+from pensieve.plugins.linear.fp8 import rounded, row_scales
+from pensieve.plugins.linear.fp8_format import FP8, widened
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
@@ -257,10 +257,6 @@ def group(**changes):
     [
         ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"bits": 8}, "quant_method None"),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            r"weight_block_size \[128, 128\].*scales are for blocks.*--quantization fp8",
-        ),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (COMPRESSED | {"format": "int-quantized"}, "format 'int-quantized' of group_0"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -269,11 +265,11 @@ def group(**changes):
         (group(symmetric=False), "not symmetric floats of 8 bits"),
         (
             group(strategy="block"),
-            "strategy 'block' of group_0.*scales are for blocks.*--quantization fp8",
+            "strategy 'block' of group_0 is not supported; take .* a weight_block_size, or the un",
         ),
         (
             group(strategy="group", group_size=128),
-            "strategy 'group' of group_0.*scales are for blocks",
+            "strategy 'group' of group_0 is not supported",
         ),
         (
             group(strategy=None),

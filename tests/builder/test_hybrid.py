@@ -3,6 +3,7 @@ carried through slots."""
 
 import json
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -537,15 +538,68 @@ def test_fused_rows_that_do_not_fit_are_refused(tmp_path):
     name = "model.layers.1.linear_attn.in_proj_ba.weight"
     tensors[name] = tensors[name][:7].clone()
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(SettingError, match=rf"{name} has the shape \[7, 64\].*asks for 8 rows"):
+    with pytest.raises(SettingError, match=rf"{name} has the shape \[7, 64\].*for \[8, 64\]"):
         build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+
+
+DELTA = "model.layers.1.linear_attn"
+EXPERTS = "model.layers.2.mlp.experts"
+NEXT = (f"{DELTA}.in_proj_qkvz.weight", f"{DELTA}.in_proj_ba.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("qwen3-5", [f"{DELTA}.{x}.weight" for x in ("in_proj_qkv", "in_proj_z", "conv1d")]),
+        ("qwen3-5-moe", [f"{DELTA}.in_proj_qkv.weight", f"{EXPERTS}.gate_up_proj"]),
+        ("qwen3-5-moe", [f"{EXPERTS}.down_proj", "model.layers.0.mlp.shared_expert_gate.weight"]),
+        ("qwen3-next", [*NEXT, f"{EXPERTS}.3.up_proj.weight"]),
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "misshapen", "unexpected"])
+def test_damaged_tensors_are_named_as_in_the_checkpoint(kind, names, damage, tmp_path):
+    """Each error names one tensor, or the missing or unexpected ones of one, its file, and a
+    cure."""
+    checkpoint = tmp_path / "checkpoint"
+    save_random(tiny_config(kind), checkpoint)
+    (path,) = checkpoint.glob("*.safetensors")
+    whole = load_file(path)
+    if kind == "qwen3-5-moe":
+        whole = with_fused_experts(whole)
+    for name in names:
+        tensors = dict(whole)
+        if damage == "missing":
+            del tensors[name]
+            error = f"missing tensors for [^ ]*: {name}; download the checkpoint again"
+        elif damage == "misshapen":
+            tensors[name] = tensors[name][..., :-1].contiguous()
+            error = f"tensor {name} has the shape .* in {path.name}; .*: take the config.json"
+        else:
+            other = re.sub(r"layers\.\d+", "layers.99", name)
+            tensors[other] = tensors[name].clone()
+            error = f"unexpected tensors for [^ ]*: {other} in {path.name}; take the config.json"
+        save_file(tensors, path, {"format": "pt"})
+        with pytest.raises(SettingError, match=error):
+            build_engine(checkpoint, tmp_path / "engine")
+
+
+def with_fused_experts(tensors):
+    """As published checkpoints of Qwen3.5 have them."""
+    stems = {name.split(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}
+    fused = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for stem in sorted(stems):
+        gate, up, down = (
+            torch.stack([tensors[f"{stem}.{expert}.{part}_proj.weight"] for expert in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        fused[f"{stem}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        fused[f"{stem}.down_proj"] = down
+    return fused
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quant_method": "fp8"}, "fp8 weights of linear attention"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4 weights of"),
     ],
 )

@@ -62,7 +62,10 @@ class StateDriver(Driver):
 
     def restart(self, *args, **settings):
         super().restart(*args, **settings)
-        self.counts["states adopted"] += len(self.scheduler._states.kept.by_key)
+        states = self.scheduler._states.kept.by_key.values()
+        self.counts["states adopted"] += len(states)
+        for state in states:
+            assert len({split_key(piece.key)[1].computation for piece in state.pieces}) == 1
 
     def drain(self):
         super().drain()

@@ -12,11 +12,24 @@ import pytest
 
 from pensieve.scheduler.kv import adoption
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.piece_keys import KEY_BYTES, piece_key, split_key
+from pensieve.scheduler.kv.piece_keys import (
+    COMPUTATION_BYTES,
+    KEY_BYTES,
+    StatePiece,
+    piece_key,
+    split_key,
+)
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
-from pensieve.scheduler.planning.state_lookup import _outside, _without
+from pensieve.scheduler.planning.state_lookup import (
+    _Amounts,
+    _amounts,
+    _outside,
+    _runs,
+    _spans,
+    _without,
+)
 from pensieve.scheduler.types import DISK, GPU, HOST, ChunkKey, Erasure, StoredRecord, Tier
 
 from .test_state_lookup import OTHER, PROMPT, States
@@ -66,9 +79,11 @@ def written():
 
 def test_keys_of_pieces_are_those_of_no_chunk():
     key = ChunkKey(bytes(range(KEY_BYTES)))
-    keys = [piece_key(key, number) for number in range(1000)]
-    assert len({key, *keys}) == 1001 and sorted(keys) == keys
-    assert [split_key(one) for one in keys] == [(key, number) for number in range(1000)]
+    computations = [bytes([number] * COMPUTATION_BYTES) for number in range(3)]
+    pieces = [StatePiece(number, one) for one in computations for number in range(300)]
+    keys = [piece_key(key, piece) for piece in pieces]
+    assert len({key, *keys}) == 901 and sorted(keys) == keys
+    assert [split_key(one) for one in keys] == [(key, piece) for piece in pieces]
     assert split_key(key) == (key, None)
 
 
@@ -131,8 +146,45 @@ def test_a_piece_that_is_there_twice_replaces_no_other(written):
     assert written.pieces(24) == []
 
 
+def compute_again(served, end):
+    """The state is lost, computed again and written. Returns the records of both computations, in
+    the order of their pieces."""
+    before = [served.device.disk[slot] for slot in served.pieces(end)]
+    served.lose_states(end)
+    served.spans(PROMPT)
+    served.settle()
+    return before, [served.device.disk[slot] for slot in served.pieces(end)]
+
+
+def test_a_state_is_not_adopted_from_pieces_of_two_computations(written):
+    """A crash between the writes of the second one: their bits may differ."""
+    first, _ = compute_again(written, 24)
+    written.device.disk[written.pieces(24)[0]] = first[0]
+    written.restart()
+    assert written.ends == [16]
+    written.settle()
+    assert written.pieces(24) == []
+    assert written.spans(PROMPT) == [(16, 30)]
+
+
+@pytest.mark.parametrize("whole", ["first", "second", "both"])
+def test_a_whole_state_is_adopted_beside_pieces_of_another_computation(written, whole):
+    first, second = compute_again(written, 24)
+    for slot in written.pieces(24):
+        del written.device.disk[slot]
+    left = {"first": [*second[:1], *first], "second": [*first[1:], *second]}
+    records = left.get(whole, [*first, *second])
+    written.device.disk |= dict(enumerate(records, max(written.device.disk) + 1))
+    written.restart()
+    assert written.ends == [16, 24]
+    written.settle()
+    keys = {written.device.disk[slot][0] for slot in written.pieces(24)}
+    assert keys == {record[0] for record in (second if whole == "second" else first)}
+    assert written.spans(PROMPT) == [(24, 30)]
+
+
 def adopts_without_a_piece(monkeypatch, served):
-    monkeypatch.setattr(adoption, "_whole", lambda key, records, count: True)
+    monkeypatch.setattr(adoption, "_whole", lambda records, count: True)
     del served.device.disk[served.pieces(24)[0]]
 
 
@@ -155,8 +207,8 @@ def mixes_positions_up(monkeypatch, served):
     keys = {end: served.device.disk[served.pieces(end)[0]][0] for end in (16, 24)}
     for slot, other in zip(served.pieces(16), served.pieces(24), strict=True):
         for one, end in ((slot, 24), (other, 16)):
-            number = split_key(served.device.disk[one][0])[1]
-            served.change(one, key=piece_key(split_key(keys[end])[0], number), end=end)
+            piece = split_key(served.device.disk[one][0])[1]
+            served.change(one, key=piece_key(split_key(keys[end])[0], piece), end=end)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +394,42 @@ def test_ranges_are_those_of_their_tokens():
         )
         chosen = [end for first, last in _outside(ends, runs, size) for end in ends[first:last]]
         assert chosen == [end for end, is_in in zip(ends, inside, strict=True) if not is_in]
+
+
+def test_amounts_of_ways_are_those_of_their_runs():
+    """Against the runs of each way, on random holes and states."""
+    random = Random(3)
+    for _ in range(500):
+        holes = random_ranges(random, 4)
+        begins = sorted({0, *random.sample(range(0, 240, 8), random.randint(0, 12))})
+
+        def of_run(run):
+            start, end = run
+            return _Amounts(end - start, start > 0, start % 7, end % 5)
+
+        def added(runs):
+            return tuple(map(sum, zip(*map(of_run, runs), strict=True)))
+
+        assert list(_amounts(holes, begins, 260, of_run)) == [
+            added(_runs(holes, begins, begin, 260)) for begin in begins
+        ]
+
+
+def test_spans_of_runs_are_those_of_all_holes():
+    random = Random(4)
+    for _ in range(500):
+        holes = random_ranges(random, 4)
+        start, end = sorted(random.sample(range(250), 2))
+        spans = list(_spans(holes, start, end))
+        assert [spans[0].start, *(span.end for span in spans)] == [
+            *(span.start for span in spans),
+            end,
+        ]
+        written = [token for span in spans for token in range(span.write_from, span.end)]
+        assert spans[0].start == start
+        assert written == [
+            token for hole in holes for token in range(*hole) if start <= token < end
+        ]
 
 
 def parted():

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from pensieve.plugins.linear.expert_reference import Experts, one_by_one
+from pensieve.plugins.linear.fp8 import widening
+from pensieve.plugins.linear.fp8_format import FP8, MOST
 
 from ..kernel_cases import CUDA, DEVICE, error, needs_kernels
 
@@ -80,6 +82,47 @@ def test_the_kernels_compute_what_the_twin_does(route, kind, tiles):
     inputs = case(ROUTES[route][:tokens], kind, dtype)
     y = expert_kernel.experts(*inputs, TILES[tiles])
     assert y.dtype == dtype and error(y, one_by_one(*inputs)) <= TOLERANCE[dtype]
+
+
+def in_groups(weight, group):
+    """In FP8: the numbers, and a scale for each output and group of inputs."""
+    groups = weight.float().unflatten(1, (-1, group))
+    scales = groups.abs().amax(dim=2) / MOST
+    return (groups / scales.unsqueeze(2)).flatten(1).to(FP8), scales
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("group", [8, None], ids=["groups of 8", "rows"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_weights_in_fp8_are_widened_as_by_the_twin(route, group, tiles):
+    dtype = torch.float32 if not CUDA or TILES[tiles].rows == 1 else HALF
+    tokens = 9 if TILES[tiles].rows == 1 else 70
+    x, chosen, shares, of = case(ROUTES[route][:tokens], "silu, biases", dtype)
+    up, up_scale = in_groups(of.up, group or HIDDEN)
+    down, down_scale = in_groups(of.down, group or WIDTH)
+    if group is None:
+        up_scale, down_scale = up_scale.flatten(), down_scale.flatten()
+    of = of._replace(up=up, down=down, up_scale=up_scale, down_scale=down_scale)
+    y = expert_kernel.experts(x, chosen, shares, of, TILES[tiles])
+    assert error(y, one_by_one(x, chosen, shares, of.widened(dtype))) <= TOLERANCE[dtype]
+    wrong = of._replace(up_scale=up_scale.flip(0)).widened(dtype)
+    assert error(y, one_by_one(x, chosen, shares, wrong)) > 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [0, 1, 2, 17, 40, 64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_projection_in_fp8_with_groups_is_that_of_its_twin(tokens, biased):
+    dice = torch.Generator(DEVICE).manual_seed(2)
+    weight = torch.randn(72, 96, generator=dice, device=DEVICE)
+    x = torch.randn(tokens, 96, generator=dice, device=DEVICE).to(HALF)
+    bias = torch.randn(72, generator=dice, device=DEVICE).to(HALF) if biased else None
+    numbers, scales = in_groups(weight, 32)
+    y = expert_kernel.linear(x, numbers, scales, bias)
+    twin = widening(x, numbers, scales, bias)
+    assert y.shape == twin.shape and y.dtype == HALF
+    assert not tokens or error(y, twin) <= TOLERANCE[HALF]
 
 
 @needs_kernels

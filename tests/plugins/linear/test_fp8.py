@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.plugins.linear import fp8 as fp8_linear
-from pensieve.plugins.linear.fp8 import in_fp8, rounded, row_scales, widened
-from pensieve.plugins.linear.fp8_format import FP8, MOST
+from pensieve.plugins.linear.fp8 import in_fp8, rounded, row_scales
+from pensieve.plugins.linear.fp8_format import FP8, MOST, widened
 
 from ..kernel_cases import CUDA, DEVICE, needs_kernels
 

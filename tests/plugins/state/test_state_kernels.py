@@ -196,6 +196,22 @@ def test_keys_that_repeat_stay_exact(dtype):
     assert error(ours.matrices, twin.matrices) <= within
 
 
+@pytest.mark.parametrize("length", [1e4, 1.0, 1e-2, 1e-4])
+def test_keys_of_any_length_of_float16(length):
+    """Keys divided by their lengths are neither too small nor too large for it, and nor is a
+    change of the state."""
+    spans = [(0, 130, 6, 6), (130, 131, 3, 3)]
+    tokens = tokens_of(spans, torch.float16)
+    tokens.q *= length
+    tokens.k *= length
+    tokens.v *= 100.0
+    ours, twin = (
+        run(tokens, spans, new_pool(torch.float16, SHAPE, DEVICE)) for run in (KernelRun, TwinRun)
+    )
+    assert error(ours.delta, twin.delta.double()) <= 1e-2
+    assert error(ours.matrices, twin.matrices) <= 2e-3
+
+
 def test_strong_decays_stay_finite():
     spans = [(0, 100, 6, 6)]
     tokens = tokens_of(spans)

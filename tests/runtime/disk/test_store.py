@@ -17,7 +17,7 @@ from pensieve.runtime.disk import segments as disk_files
 from pensieve.runtime.disk.record import PAGE, record_bytes
 from pensieve.runtime.disk.segments import SystemCalls, aligned_buffer
 from pensieve.runtime.disk.store import DiskSettings, DiskStore
-from pensieve.scheduler.kv.piece_keys import piece_key
+from pensieve.scheduler.kv.piece_keys import StatePiece, piece_key
 from pensieve.scheduler.plan import Promotion, Spill, TierReport, TierWork
 from pensieve.scheduler.types import InvariantError, SettingError
 
@@ -242,13 +242,16 @@ def test_a_torn_write_is_found(tmp_path, whole):
 
 
 def test_pieces_of_one_state_and_its_chunk_are_not_taken_for_each_other(tier, tmp_path):
-    keys = [key(3), piece_key(key(3), 0), piece_key(key(3), 1)]
+    first = bytes(range(8))
+    pieces = [StatePiece(0, first), StatePiece(1, first), StatePiece(1, first[::-1])]
+    keys = [key(3), *(piece_key(key(3), piece) for piece in pieces)]
     tier.begin(spills=[Spill(slot, slot, one, 64) for slot, one in enumerate(keys)])
-    assert tier.finished() == report(spilled=(0, 1, 2))
-    for others in (keys[1:] + keys[:1], keys[2:] + keys[:2]):
-        assert tier.load(range(3), keys=others) == report(failed=(0, 1, 2))
-    assert tier.load(range(3), keys=keys) == report(promoted=(0, 1, 2))
-    assert (tier.host[:3] == tier.content[:3]).all()
+    assert tier.finished() == report(spilled=(0, 1, 2, 3))
+    for first in range(1, 4):
+        others = keys[first:] + keys[:first]
+        assert tier.load(range(4), keys=others) == report(failed=(0, 1, 2, 3))
+    assert tier.load(range(4), keys=keys) == report(promoted=(0, 1, 2, 3))
+    assert (tier.host[:4] == tier.content[:4]).all()
     tier.store.close()
     with Tier(tmp_path, tier.host.shape[1]) as again:
         records = again.store.records()
