@@ -627,12 +627,10 @@ def _move_tokens(
     requests: list[RequestId], tokens: list[int], rows: dict[RequestId, RowResult]
 ) -> None:
     """Moves the tokens of these rows into their results, out of the two lists."""
-    places = [place for place, request in enumerate(requests) if request in rows]
     own: dict[RequestId, list[int]] = {}
-    for place in places:
-        own.setdefault(requests[place], []).append(tokens[place])
-    for place in reversed(places):
-        del requests[place], tokens[place]
+    for place in reversed(range(len(requests))):
+        if requests[place] in rows:
+            own.setdefault(requests.pop(place), []).insert(0, tokens.pop(place))
     for request, row_tokens in own.items():
         if len(rows[request].tokens) < len(row_tokens):
             rows[request] = rows[request]._replace(tokens=tuple(row_tokens))
