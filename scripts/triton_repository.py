@@ -148,7 +148,8 @@ def model_config(name: str, options: Sequence[str], tensors: str) -> str:
         for name, (type_name, dims) in kind.OUTPUTS.items()
     ]
     if paths := python_paths():
-        python = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable, "-P"]
+        hidden = ["-u", "PYTHONHOME", "-u", "PYTHONSTARTUP"]
+        python = ["env", *hidden, f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable, "-P"]
     else:  # -E hides Triton's environment variables from the engine's Python
         python = [sys.executable, "-E", "-P"]
     parameters = {

@@ -325,5 +325,6 @@ def test_packages_in_pythonpath_are_found_by_the_stub_and_by_the_engine(tmp_path
     model = (tmp_path / "models" / "pensieve" / "1" / "model.py").read_text()
     assert f"sys.path[:0] = ['{tmp_path}', '/elsewhere']\n\nfrom pensieve" in model
     command = [sys.executable, "-P", "-m", "pensieve.scripts.pensieve", "serve", "--engine=demo"]
-    words = json.dumps(["env", f"PYTHONPATH={tmp_path}:/elsewhere", *command])
+    hidden = ["-u", "PYTHONHOME", "-u", "PYTHONSTARTUP"]
+    words = json.dumps(["env", *hidden, f"PYTHONPATH={tmp_path}:/elsewhere", *command])
     assert json.dumps(words) in (tmp_path / "models" / "pensieve" / "config.pbtxt").read_text()
