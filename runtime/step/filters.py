@@ -50,18 +50,21 @@ def lowest_kept_of_few(
     top_ps: Tensor,
     min_ps: Tensor,
 ) -> Tensor:
-    """Returns the same as `lowest_kept`, with less work where few tokens reach p: all logits are
-    ordered only of rows in which the likeliest MOST_LIMITED do not, or in which top-k counts.
-    weights [D, vocab] of all tokens.
+    """Returns the same as `lowest_kept`, but for the rounding of sums, with less work where few
+    tokens reach p: all logits are ordered only of rows in which the likeliest MOST_LIMITED do not,
+    or in which top-k counts. weights [D, vocab] of all tokens.
 
     It looks at the result, so it would wait for a GPU.
     """
     few = min(MOST_LIMITED, logits.shape[1])
     ordered = logits.topk(few, dim=-1).values
-    total = weights.where(weights >= min_ps.unsqueeze(1), 0.0).sum(dim=-1, keepdim=True)
     likely = weights_of(ordered, ordered[:, :1], temperatures)
     likely = likely.where(likely >= min_ps.unsqueeze(1), 0.0)
     reached = likely.cumsum(dim=-1)
+    # Not `sum`: its rounding depends on the number of rows.
+    all_reached = weights.where(weights >= min_ps.unsqueeze(1), 0.0).cumsum(dim=-1)
+    # If the last of the few is removed, no other token stays, and these are all.
+    total = reached[:, -1:].where(likely[:, -1:] == 0.0, all_reached[:, -1:])
     target = top_ps.unsqueeze(1) * total
     last = (reached - likely < target).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     lowest = ordered.gather(1, last)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pensieve.runtime.step import filters
 from pensieve.runtime.step.filters import lowest_kept, lowest_kept_of_few
 from pensieve.runtime.step.sampler import (
     Sampler,
@@ -145,8 +146,8 @@ def test_ordering_a_few_keeps_what_ordering_all_keeps(digits):
             (0, 0.9, 0.0),
             (0, 0.0, 0.0),
             (0, 1.0, 0.3),
+            (0, 1.0, 0.05),
             (0, 0.95, 0.01),
-            (0, 1.0, 0.0),
             (300, 0.99, 0.0),
         )
     ]
@@ -159,6 +160,18 @@ def test_ordering_a_few_keeps_what_ordering_all_keeps(digits):
     lowest = lowest_kept_of_few(logits, weights, temperatures, *filters)
     expected = lowest_kept(logits, temperatures, *filters, 1000)
     assert torch.equal(logits >= lowest, logits >= expected)
+
+
+def test_rows_whose_few_are_all_that_stays_are_not_ordered(monkeypatch):
+    """With min-p alone, however the sums of the few and of all are rounded."""
+    monkeypatch.setattr(filters, "lowest_kept", None)
+    generator = torch.Generator().manual_seed(1)
+    logits = 5 * torch.randn(200, 5000, generator=generator)
+    temperatures, *settings = arguments([1.0] * 200, [0] * 200, [1.0] * 200, [0.05] * 200)
+    highest = logits.max(dim=-1, keepdim=True).values
+    weights = filters.weights_of(logits, highest, temperatures)
+    lowest = lowest_kept_of_few(logits, weights, temperatures, *settings)
+    assert torch.equal(logits >= lowest, weights >= 0.05)
 
 
 def plain_twin(logits: np.ndarray, temperature: float, u: float) -> int:
