@@ -134,7 +134,7 @@ def build_engine(
     in_int4 = names_in_int4(rounded[0])
     setting = "--checkpoint" if weights == "same" else "--weights"
     _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder, setting)
-    group = block[1] if block else 0
+    group = block[1] if block and in_fp8 else 0
     if in_int4:
         group = form.group if form else BLOCK
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
@@ -162,7 +162,7 @@ def build_engine(
             size,
             target=target,
             fp8=bool(in_fp8),
-            int4=group,
+            group=group,
         )
         if there := intact_engine(output, manifest.fingerprint):
             manifest = there
@@ -252,7 +252,8 @@ def _check_quantised(
             raise SettingError(
                 setting,
                 f"{weights} weights of {part} ({decoder.architecture}) are not supported yet; take "
-                "the unquantised checkpoint, or one in FP8",
+                "the unquantised checkpoint without --weights, or one in FP8 with --backend "
+                "reference",
             )
     if in_checkpoint and decoder.experts and backend != "reference":
         raise SettingError(
@@ -359,7 +360,7 @@ def build_random_engine(
         size,
         target=target,
         fp8=fp8,
-        int4=int4,
+        group=int4,
     )
     make = partial(random_weights, decoder, torch_dtype, device, seed)
     with _beside(output, say) as aside:

@@ -88,7 +88,8 @@ class Manifest:
     target      the target of its compiled code, as in `host_target.this_target`; "" for the
                 reference backend
     fp8         projections are in FP8 (all, unless the checkpoint was already quantised)
-    int4        inputs that share a scale in the checkpoint's projections in int4; 0: there are none
+    group       inputs that share a scale in the checkpoint's projections: in int4, or in FP8 with a
+                scale for each block; 0: otherwise
     kv_layout   dimensions of the KV pool, one contiguous record per slot; the chunk size is the
                 runtime's choice
     weight_bytes  of one rank
@@ -106,10 +107,15 @@ class Manifest:
     weight_bytes: int
     target: str = ""
     fp8: bool = False
-    int4: int = 0
+    group: int = 0
     kv_layout: tuple[str, ...] = KV_LAYOUT
     quantisation: Quantisation | None = None
     compiled: Compiled | None = None
+
+    @property
+    def int4(self) -> int:
+        """Inputs that share a scale in projections in int4; 0: there are none."""
+        return 0 if self.fp8 else self.group
 
     @property
     def architecture(self) -> str:

@@ -21,9 +21,35 @@ from ..builder.random_weights import random_weights
 from ..builder.states import state_shape
 from ..builder.weights import load_weights, weights_digest
 from ..plugins.attention import fp8_pool
+from ..plugins.linear import fp8
 from ..scheduler.types import SettingError
 
+EXPERTS = ("mlp.up.weight", "mlp.down.weight")  # of a mixture's layer
 FP8_CAPABILITY = (8, 9)  # Ada: the first GPUs that convert e4m3
+
+
+def widened_values(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The most weights of this rank that a step widens at a time, on the engine's device. shapes:
+    those of its parameters."""
+    if not (manifest.fp8 or manifest.group):
+        return 0
+    experts = [0, 0]  # of one layer: `up` and `down`, which are widened together
+    largest = 0
+    for name, shape in shapes.items():
+        if name.startswith("layers.") and name.endswith(".weight"):
+            values = math.prod(shape)
+            part = name.split(".", 2)[2]
+            if manifest.decoder.experts and part in EXPERTS:
+                place = EXPERTS.index(part)
+                experts[place] = max(experts[place], values)
+            else:
+                largest = max(largest, values)
+    if manifest.int4:
+        return largest
+    if manifest.device == "cuda" and fp8.runs_in_kernels(getattr(torch, manifest.dtype)):
+        # of blocks in a long step; a scale for each output has products in bfloat16 alone
+        return largest if manifest.group or manifest.dtype != "bfloat16" else 0
+    return max(largest, sum(experts))
 
 
 class Engine:
@@ -40,11 +66,7 @@ class Engine:
         # that one token uses
         self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)
         self.weight_bytes = manifest.weight_bytes  # of this rank
-        largest = max(
-            math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.")
-        )
-        # of int4, for a long step
-        self.widened_bytes = largest * self.dtype.itemsize if manifest.int4 else 0
+        self.widened_bytes = widened_values(manifest, shapes) * self.dtype.itemsize
         # None: the model has no states
         self.state_shape = state_shape(
             Shard(manifest.decoder, manifest.tensor_parallel), self.dtype
@@ -106,7 +128,7 @@ def open_engine(
             rank,
             shard.ranks,
             manifest.fp8,
-            manifest.int4,
+            manifest.group,
         )
     return Engine(manifest, _decoder(directory, manifest, weights), kv_cache_dtype)
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sources import StoredPart
+from .architectures import refusal
+from .sources import StoredPart, in_file
 
 END = ".weight_scale_inv"
 
@@ -24,9 +25,7 @@ class RowScales(StoredPart):
     rows: int
 
     def get_shape(self) -> list[int]:
-        blocks, groups = self.stored.get_shape()
-        fits = blocks == -(-self.outputs // self.rows)
-        return [self.outputs if fits else blocks * self.rows, groups]
+        return [self.outputs, self.stored.get_shape()[1]]
 
     def __getitem__(self, index: Any) -> Tensor:
         outputs, groups = index
@@ -45,7 +44,15 @@ def with_row_scales(files: Mapping[str, Any], rows: int) -> dict[str, Any]:
         weight = name.removesuffix("_scale_inv")
         if name.endswith(END) and weight in files:
             stored = file.get_slice(name)
-            if len(stored.get_shape()) == 2:
+            shape = stored.get_shape()
+            if len(shape) == 2:
                 outputs = files[weight].get_slice(weight).get_shape()[0]
+                blocks = -(-outputs // rows)
+                if shape[0] != blocks:
+                    raise refusal(
+                        f"tensor {name} has the shape {list(shape)}{in_file(files, name)}; "
+                        f"{outputs} outputs in blocks of {rows} need {blocks} rows: take the "
+                        "config.json that belongs to these weights"
+                    )
                 scales[name] = RowScales(name, file, stored, outputs, rows)
     return scales

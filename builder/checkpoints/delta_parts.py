@@ -56,6 +56,18 @@ class PartRows(StoredPart):
         return torch.cat(pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class OfAll(StoredPart):
+    """A scale of the whole stored tensor, which all its parts have."""
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.get_shape())
+
+    def get_tensor(self, name: str) -> Tensor:
+        scale: Tensor = self.file.get_tensor(self.name)
+        return scale
+
+
 def with_delta_parts(files: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """For each tensor name the file that contains it, as given, with the parts of fused tensors
     apart. Raises SettingError that names a tensor with a wrong shape."""
@@ -72,7 +84,12 @@ def with_delta_parts(files: Mapping[str, Any], config: DecoderConfig) -> dict[st
         stored = file.get_slice(name)
         columns = (1, linear.conv_width) if fused["fused"] == "conv1d" else (config.hidden_size,)
         if fused["kind"] != "weight":  # scales, whose columns are checked with those of others
-            columns = tuple(stored.get_shape()[1:]) or (1,)
+            shape = tuple(stored.get_shape())
+            if shape in ((), (1,)):  # one for all parts
+                for part in sizes:
+                    parts[f"{fused['stem']}.{part}.{fused['kind']}"] = OfAll(name, file, stored)
+                continue
+            columns = shape[1:]
         check_shape(files, name, (periods * period, *columns))
         first = 0
         for part, size in sizes.items():

@@ -515,20 +515,23 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources, group: int) -> Sou
     each part. `group`: inputs that share a scale; 0: all do."""
     scales: Sources = {}
     for projection, sources in layer_projections(wanted).items():
-        in_fp8 = [
-            source.name in files and _slice(files, source.name).get_dtype() == IN_FP8
+        dtypes = {  # a missing one is told later
+            stored_name(files, source.name): _slice(files, source.name).get_dtype()
             for source in sources
-        ]
-        if any(in_fp8):
-            if not all(in_fp8):
-                names = ", ".join(
-                    dict.fromkeys(
-                        stored_name(files, source.name) if source.name in files else source.name
-                        for source in sources
-                    )
-                )
+            if source.name in files
+        }
+        in_fp8 = [name for name, dtype in dtypes.items() if dtype == IN_FP8]
+        if in_fp8:
+            others = [name for name in dtypes if name not in in_fp8]
+            if others:
                 raise refusal(
-                    f"{names}: some are in FP8 and some are not, and they are one projection here"
+                    f"{in_fp8[0]} is in FP8 and {others[0]} is not, and they are one projection "
+                    "here: take the unquantised checkpoint"
+                )
+            if projection.endswith((".router", ".shared_gate")):
+                raise refusal(
+                    f"{in_fp8[0]} is in FP8, in which routers and gates of experts do not run: "
+                    "take a checkpoint that leaves them out, or the unquantised one"
                 )
             scales[f"{projection}.scale"] = tuple(
                 _scale_source(files, source, group) for source in sources
@@ -546,11 +549,18 @@ def _scale_name(files: Mapping[str, Any], weight: str) -> str:
 def _scale_source(files: Mapping[str, Any], weight: Source, group: int) -> Source:
     if not group:
         return Source(_scale_name(files, weight.name), weight.parts[:1])
-    if any(size % group for size in weight.parts[1]):
+    inputs = weight.parts[1]
+    if any(size % group for size in inputs):
+        name = stored_name(files, weight.name)
+        if inputs.full % group:
+            raise refusal(
+                f"{name} has {inputs.full} inputs, no multiple of the {group} inputs of a block: "
+                "take the unquantised checkpoint"
+            )
         raise refusal(
-            f"{weight.name} has {weight.parts[1].full} inputs, of which a rank holds "
-            f"{weight.parts[1].size}; both must be multiples of the {group} inputs of a block: use "
-            "other --tensor-parallel, or the unquantised checkpoint"
+            f"{name} has {inputs.full} inputs, of which a rank would hold {inputs.size}, no "
+            f"multiple of the {group} inputs of a block: use other --tensor-parallel, or the "
+            "unquantised checkpoint"
         )
     return Source(f"{weight.name}_scale_inv", weight.by_group(group).parts)
 

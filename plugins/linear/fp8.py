@@ -79,6 +79,11 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def runs_in_kernels(dtype: torch.dtype) -> bool:
+    """Whether the GPU multiplies most weights in FP8 as they are, in a step of this dtype."""
+    return dtype in KERNEL_DTYPES and capability() >= OLDEST_CAPABILITY
+
+
 @cache
 def capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()

@@ -67,16 +67,18 @@ def quantised_checkpoint(kind, directory, block=BLOCK):
     return meant
 
 
-def quantised_by_rows(kind, directory):
-    """With a scale for each output, and linear attention left out, as llm-compressor writes it."""
+def quantised_by_rows(kind, directory, left_out=".linear_attn.", shape=(-1, 1)):
+    """With a scale for each output, and linear attention left out, as llm-compressor writes it;
+    or with a scale for each tensor. `shape`: of the stored scales."""
     tiny_checkpoint(kind, directory)
     tensors, meant = {}, {}
     for name, weight in load_file(directory / SINGLE).items():
         tensors[name] = meant[name] = weight
-        if CONVERTED.fullmatch(name) and ".linear_attn." not in name:
-            scale = row_scales(weight)
-            tensors[name], tensors[f"{name}_scale"] = rounded(weight, scale), scale.unsqueeze(1)
-            meant[name] = widened(tensors[name], scale, torch.float32)
+        if CONVERTED.fullmatch(name) and left_out not in name:
+            scale = row_scales(weight if -1 in shape else weight.view(1, -1))
+            each = scale.expand(len(weight))
+            tensors[name], tensors[f"{name}_scale"] = rounded(weight, each), scale.reshape(shape)
+            meant[name] = widened(tensors[name], each, torch.float32)
     save_file(tensors, directory / SINGLE)
     alter_config(directory, COMPRESSED)
     return meant
@@ -119,6 +121,49 @@ def test_ranks_read_the_values_of_the_checkpoint(kind, quantise, tmp_path):
         assert all(torch.equal(whole[name], expected[name]) for name in whole)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (-1,), (-1, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3-5", "qwen3-next"])
+def test_parts_of_linear_attention_have_the_scales_of_their_fused_tensor(kind, shape, tmp_path):
+    meant = quantised_by_rows(kind, tmp_path / "fp8", "nothing", shape)
+    twin_of(tmp_path / "fp8", meant, tmp_path / "twin")
+    config, expected = read(tmp_path / "twin")
+    for ranks in (1, 2):
+        parts = [read(tmp_path / "fp8", rank, ranks)[1] for rank in range(ranks)]
+        whole = whole_weights(config, parts)
+        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("gate", ["gate", "shared_expert_gate"])
+def test_routers_and_gates_in_fp8_are_refused(gate, tmp_path):
+    quantised_by_rows("qwen3-5-moe", tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    name = next(name for name in tensors if name.endswith(f".mlp.{gate}.weight"))
+    scale = row_scales(tensors[name])
+    tensors |= {name: rounded(tensors[name], scale), f"{name}_scale": scale.unsqueeze(1)}
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(SettingError, match=rf"{re.escape(name)} is in FP8, in which routers"):
+        read(tmp_path)
+
+
+def test_a_missing_expert_in_fp8_is_told_as_missing(tmp_path):
+    quantised_by_rows("qwen3-moe", tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    name = next(name for name in tensors if name.endswith(".experts.2.up_proj.weight"))
+    save_file(
+        {each: tensor for each, tensor in tensors.items() if name not in each}, tmp_path / SINGLE
+    )
+    with pytest.raises(SettingError, match=rf"missing tensors for \w+: {re.escape(name)}"):
+        read(tmp_path)
+
+
+def test_blocks_of_a_checkpoint_without_fp8_are_no_groups(tmp_path):
+    """An unquantised checkpoint whose config.json still has the blocks."""
+    tiny_checkpoint("llama", tmp_path / "hf")
+    alter_config(tmp_path / "hf", {"quant_method": "fp8", "weight_block_size": BLOCK})
+    manifest = build_engine(tmp_path / "hf", tmp_path / "engine").manifest
+    assert (manifest.fp8, manifest.group, manifest.int4) == (False, 0, 0)
+
+
 @by_kind_and_layout
 def test_an_engine_computes_what_its_twin_in_float32_does(kind, quantise, tmp_path):
     meant = quantise(kind, tmp_path / "fp8")
@@ -144,7 +189,7 @@ def test_blocks_that_ranks_would_divide_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.BLOCK", [24, 32])
     quantised_checkpoint("qwen3-5-moe", tmp_path, [24, 32])
     with pytest.raises(
-        SettingError, match=r"has 96 inputs, of which a rank holds 48.*32 inputs of"
+        SettingError, match=r"has 96 inputs, of which a rank would hold 48.*32 inputs of"
     ):
         read(tmp_path, 0, 2)
 

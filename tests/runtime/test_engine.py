@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from pensieve.builder.build import build_engine
 from pensieve.builder.inductor.host_target import this_target
 from pensieve.builder.manifest import PACKAGE, WEIGHTS, Compiled, Manifest, Parity, files_digest
+from pensieve.plugins.linear import fp8
 from pensieve.runtime import engine as engine_module
-from pensieve.runtime.engine import open_engine
+from pensieve.runtime.engine import open_engine, widened_values
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
 
@@ -177,3 +179,39 @@ def test_no_manifest(directory):
     path.unlink()
     assert "is no engine" in refusal(directory)
     assert "is no engine" in refusal(directory / "nowhere")
+
+
+SHAPES = {
+    "embedding.weight": (1000, 64),
+    "layers.0.attention.out.weight": (10, 3),
+    "layers.0.mlp.up.weight": (40, 5),
+    "layers.0.mlp.down.weight": (30, 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("capability", "in_fp8", "group", "dtype", "values"),
+    [
+        ((9, 0), False, 0, "bfloat16", 0),
+        ((9, 0), True, 0, "bfloat16", 0),
+        ((9, 0), True, 0, "float16", 30),
+        ((9, 0), True, 8, "bfloat16", 30),
+        ((9, 0), True, 8, "float32", 350),
+        ((8, 0), True, 0, "bfloat16", 350),
+        ((8, 0), True, 8, "bfloat16", 350),
+    ],
+)
+def test_memory_is_kept_for_weights_that_a_step_widens(
+    monkeypatch, capability, in_fp8, group, dtype, values
+):
+    """The experts' kernel widens none, and elsewhere both of a layer are widened."""
+    monkeypatch.setattr(fp8, "capability", lambda: capability)
+    manifest = SimpleNamespace(
+        fp8=in_fp8,
+        group=group,
+        int4=0,
+        dtype=dtype,
+        device="cuda",
+        decoder=SimpleNamespace(experts=4),
+    )
+    assert widened_values(manifest, SHAPES) == values
