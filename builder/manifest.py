@@ -17,7 +17,7 @@ from .. import __version__
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, LinearAttention, Rotary, Shard
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"  # of an engine with one rank
 PACKAGE = "decoder.pt2"  # AOTInductor's
