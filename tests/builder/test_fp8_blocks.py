@@ -16,6 +16,7 @@ from pensieve.plugins.linear.fp8 import rounded, row_scales
 from pensieve.plugins.linear.fp8_format import FP8, MOST, widened
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
+from tests.compiled import needs_compiler
 from tests.models import ScatteredRunner, tiny_checkpoint
 
 from .test_fp8_checkpoint import COMPRESSED, alter_config
@@ -221,6 +222,7 @@ def test_rounding_it_again_is_refused(tmp_path):
         build_engine(tmp_path / "fp8", tmp_path / "engine", weights="fp8")
 
 
+@needs_compiler
 def test_experts_in_fp8_need_the_reference_backend(tmp_path):
     quantised_checkpoint("qwen3-moe", tmp_path / "fp8")
     with pytest.raises(SettingError, match=r"--backend.*FP8 weights of experts.*take reference"):
