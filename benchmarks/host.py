@@ -12,8 +12,6 @@ idle between steps.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +34,6 @@ from .scheduler import StagingDevice
 GPU_BYTES = 80 * GIB
 POLL_S = 30e-6  # as a GPU's device waits
 PAUSE_S = 0.05  # a longer time without a step is a time without requests
-SHOWN = 60  # functions of a profile
 
 
 class TimedTicket(Ticket):
@@ -110,18 +107,10 @@ class TimedDevice(StagingDevice):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.host", description=__doc__.partition("\n")[0])
     parser.add_argument("--step-ms", type=float, default=1.0, metavar="MS", help="of the device")
-    parser.add_argument("--profile", metavar="FILE", help="of the loop's thread")
     options, words = parser.parse_known_args(argv)
     device = cast(Device, TimedDevice(options.step_ms / 1e3))
     assemble.make_device = lambda *_: device
-    if options.profile is None:
-        return pensieve.main(["serve", *words])
-    profile = cProfile.Profile()
-    try:
-        return profile.runcall(pensieve.main, ["serve", *words])
-    finally:
-        profile.dump_stats(options.profile)
-        pstats.Stats(options.profile).sort_stats("tottime").print_stats(SHOWN)
+    return pensieve.main(["serve", *words])
 
 
 if __name__ == "__main__":

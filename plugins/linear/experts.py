@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .expert_reference import Experts, grouped, one_by_one
-from .fp8 import OLDEST_CAPABILITY, capability
+from .fp8 import runs_in_kernels
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # tensor cores multiply these exactly
 ALIGNED = 16  # torch's grouped product reads rows of multiples of so many bytes
@@ -47,9 +47,8 @@ def _experts_cpu(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
 def _experts_cuda(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
     experts = Experts(*of)
     in_fp8 = experts.up_scale is not None or experts.down_scale is not None
-    old = in_fp8 and capability() < OLDEST_CAPABILITY
     if (
-        old
+        (in_fp8 and not runs_in_kernels(x.dtype))
         or x.dtype not in KERNEL_DTYPES
         or not (experts.up.is_contiguous() and experts.down.is_contiguous())
     ):

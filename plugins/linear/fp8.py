@@ -58,15 +58,14 @@ torch.library.impl("pensieve::fp8_linear", "cpu", widening)
 
 @torch.library.impl("pensieve::fp8_linear", "cuda")
 def _fp8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    old = capability() < OLDEST_CAPABILITY
     if scale.dim() > 1:
-        if old or x.dtype not in KERNEL_DTYPES or len(x) > MOST_WIDENED_ROWS:
+        if not runs_in_kernels(x.dtype) or len(x) > MOST_WIDENED_ROWS:
             return widening(x, weight, scale, bias)
         from . import expert_kernel  # imported here because only CUDA installations have Triton
 
         return expert_kernel.linear(x.contiguous(), weight, scale, bias)
     divided = weight.shape[0] % DIVISOR == weight.shape[1] % DIVISOR == 0
-    if old or not (divided and x.dtype == torch.bfloat16):
+    if not (divided and x.dtype == torch.bfloat16 and runs_in_kernels(x.dtype)):
         return widening(x, weight, scale, bias)
     # imported here because only CUDA installations have Triton
     from . import fp8_kernel as fp8_linear_kernel
@@ -80,7 +79,7 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def runs_in_kernels(dtype: torch.dtype) -> bool:
-    """Whether the GPU multiplies most weights in FP8 as they are, in a step of this dtype."""
+    """Whether there are kernels for weights in FP8 on this GPU, in a step of this dtype."""
     return dtype in KERNEL_DTYPES and capability() >= OLDEST_CAPABILITY
 
 

@@ -54,8 +54,13 @@ class _Way(NamedTuple):
 
 
 class _Amounts(NamedTuple):
-    """Of ranges that are computed. swap_ins: states at their starts; pieces: of these, those that
-    are read; computed: chunks that need not be read."""
+    """What a row must do for some ranges of tokens.
+
+    tokens    to compute
+    swap_ins  states at the ranges' starts
+    pieces    pieces of these states that are read from disk
+    computed  chunks inside the ranges, which need not be read
+    """
 
     tokens: int
     swap_ins: int

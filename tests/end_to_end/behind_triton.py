@@ -1,4 +1,4 @@
-"""What an engine does behind the real Triton Inference Server, whatever its backend and device."""
+"""Tests of an engine behind the real Triton Inference Server, for every backend and device."""
 
 from __future__ import annotations
 
