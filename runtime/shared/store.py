@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 0.5  # of a call, beside twice its predicted time
 ERRORS = 3  # failures one after the other that switch the tier off
 OFF_S = 5.0  # seconds from going off to a probe
-TRIAL_AGAIN_S = 300.0  # from a missed deadline, which lowers the believed speed, to a new trial
+TRIAL_AGAIN_S = 120.0
+"""Seconds until a new trial, once the store is believed slower. A store that is believed slow is
+not read, so only a trial can tell that it is fast again."""
+SLOWED = 0.5  # of the speed that the last trial found
 LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
@@ -172,6 +175,7 @@ class SharedStore:
         self._report = TierReport(self.tier)
         self._pages: list[np.ndarray] = []
         self._speeds = {kind: _Speed(self._payload, FIRST_SPEED) for kind in (Spill, Promotion)}
+        self._tried = dict.fromkeys(self._speeds, FIRST_SPEED)  # what the last trial found
         self._key_speeds = {finds: _Speed(1, FIRST_KEYS) for finds in (True, False)}
         # by lane, the latest deadline of a question that a thread has begun
         self._patience = {True: 0.0, False: 0.0}
@@ -367,6 +371,7 @@ class SharedStore:
             )
             for kind, speed in ((Promotion, trial.read), (Spill, trial.write)):
                 self._speeds[kind].assume(payload, speed)
+                self._tried[kind] = speed
 
     def _find(self, question: _Question) -> None:
         if not self._start_questions(question, most=1):
@@ -445,6 +450,8 @@ class SharedStore:
             self._speeds[kind].moved(len(done) * (PAGE + self._payload))
             if not self._in_progress(kind):
                 self._speeds[kind].ends(self._calls.clock())
+                if self._speeds[kind].value < SLOWED * self._tried[kind]:
+                    self._try_later()
         self._end_work(transfer.work, done)
 
     def _end_work(self, work: list[Spill] | list[Promotion], done: set[int]) -> None:
@@ -495,9 +502,7 @@ class SharedStore:
                 # Late calls say little: one may have hung. So a slow store is learned in halves,
                 # and a trial finds out whether it is fast again.
                 self._speeds[type(transfer.work[0])].halve()
-                if not self._trial_due:
-                    self._trial_due = True
-                    self._calls.later(TRIAL_AGAIN_S, self.measure)
+                self._try_later()
             if transfer.started:
                 slots = tuple(work.slot for work in transfer.work)
                 self._report = self._report._replace(late=self._report.late + slots)
@@ -507,6 +512,11 @@ class SharedStore:
                 continue  # given up meanwhile
             self._answer(question, ())
             self._missed()
+
+    def _try_later(self) -> None:
+        if not self._trial_due:
+            self._trial_due = True
+            self._calls.later(TRIAL_AGAIN_S, self.measure)
 
     def _due(self, question: _Question) -> float:
         """Until a thread begins it, the deadline follows those that it waits for."""

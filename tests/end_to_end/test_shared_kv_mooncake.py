@@ -33,7 +33,7 @@ NEW = 9
 SIZES = ("--chunk-tokens", 16, "--gpu-kv-chunks", 200, "--host-kv-chunks", 200)
 HUNG = 30.0  # seconds until Mooncake itself gives up
 STORED = 3.0  # seconds until another conversation is tried: a failure may have lost records
-PATIENCE = 180.0
+PATIENCE = 300.0  # a store that is believed slow is tried again after two minutes
 REJECTED = 'pensieve:kv_shared_faults_total{kind="rejected"}'
 
 
