@@ -368,11 +368,13 @@ def _comparable(record: Record) -> tuple[str, ...]:
         "each its own" if size is None else f"{size / 2**30:.1f} GiB"
         for size in (record["gpu_kv_bytes"], record["host_kv_bytes"])
     )
+    ranks = record.get("ranks", 1)
     return (
         record["workload"],
         record["title"],
-        record["machine"]["name"],
-        f"KV on the GPU {gpu}, on the host {host}",
+        *([record["model"]] if "model" in record else ()),
+        record["machine"]["name"] if ranks == 1 else f"{ranks} of {record['machine']['name']}",
+        f"KV on the GPU {gpu}, on the host {host}{'' if ranks == 1 else ', for each of them'}",
         f"Pensieve {record['versions']['pensieve']}",
         f"windows of {result['seconds']:g} s",
         f"promise {record['slo']}",

@@ -274,9 +274,9 @@ def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeyp
     for server, (name, kv_type) in zip(
         run._servers, [("engine", "auto"), ("engine-fp8", "fp8"), ("engine", "auto")], strict=True
     ):
-        engine = tmp_path / "work" / "agents" / name
+        engine = str(tmp_path / "work" / "agents-shape" / name)
         assert profiled[engine] == kv_type
-        assert str(engine) in run.command(server, tmp_path)[0]
+        assert engine in run.command(server, tmp_path)[0]
     assert len(profiled) == 2
 
 
