@@ -138,7 +138,7 @@ def shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": [architecture.replace("ForCausalLM", "ForConditionalGeneration")],
         "model_type": model_type,
         "dtype": "bfloat16",
-        "tie_word_embeddings": config["tie_word_embeddings"],
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "text_config": dict(config),
         "vision_config": {"model_type": model_type, **vision},
     }
