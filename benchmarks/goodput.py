@@ -69,7 +69,7 @@ class Judged(NamedTuple):
     broken            the bounds that do not hold
     too_few           kinds of samples of which there are too few to say that the rate holds
     per_second        means over the windows: output tokens, prompt tokens, requests sent and done
-    found             share of the prompts' tokens whose KV the server had, by its replies' `usage`;
+    cached_share      share of the prompts' tokens whose KV the server had, by its replies' `usage`;
                       None: it does not tell
     open              requests in the server at the windows' starts and ends, in all
     session_s         of the whole sessions that ended at every server, without think times
@@ -85,7 +85,7 @@ class Judged(NamedTuple):
     later_p95: float | None
     token_p90: float | None
     per_second: PerSecond
-    found: float | None
+    cached_share: float | None
     open: tuple[int, int]
     session_s: tuple[float, ...]
     longest_wait: float
@@ -177,7 +177,7 @@ def _judged(
             mean("sent_per_s"),
             mean("completed_per_s"),
         ),
-        found=_found(results),
+        cached_share=_cached_share(results),
         open=(
             sum(result["open_at_start"] for result in results),
             sum(result["open_at_end"] for result in results),
@@ -188,7 +188,7 @@ def _judged(
     )
 
 
-def _found(results: Sequence[Record]) -> float | None:
+def _cached_share(results: Sequence[Record]) -> float | None:
     """Of the replies that ended, over the prompts whose first token came."""
     if any(result["cached_tokens"] is None for result in results):
         return None
@@ -310,7 +310,7 @@ def _cells(each: Judged) -> list[str]:
         f"{_shown(each.first_p95, '.2f')}, {_shown(each.later_p95, '.2f')}",
         _shown(each.token_p90, ".1f"),
         f"{per_second.output_tokens:,.0f}, {per_second.prompt_tokens:,.0f}",
-        "-" if each.found is None else f"{100 * each.found:.0f}",
+        "-" if each.cached_share is None else f"{100 * each.cached_share:.0f}",
         f"{per_second.sent:.2f}, {per_second.done:.2f}",
         f"{each.open[0]}, {each.open[1]}",
         _session_cell(each.session_s),

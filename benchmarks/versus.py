@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 from pensieve.builder.checkpoints.hugging_face import read_json
 from pensieve.runtime.launch.options import parse_bytes
+from pensieve.runtime.launch.options import parser as serve_parser
 from pensieve.runtime.launch.settings import default_state_dir
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status
@@ -249,6 +250,8 @@ class Versus:
         for server in self._servers:
             for name in ("--kv-cache-dtype", "--quantization"):
                 server.option(name, "")  # SettingError without its value
+            if server.package is None:
+                serve_parser().parse_args(server.options)  # ends the process if one is wrong
         self._text = workload.shape is None
         needed: list[str] = []
         if self._text:

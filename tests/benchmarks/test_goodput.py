@@ -151,8 +151,8 @@ def test_servers_stay_in_the_order_of_their_first_record():
 def test_the_share_of_prompts_that_was_found_is_pooled():
     records = [record(0.15, cached_tokens=900), record(0.15, seed=1, prompt_tokens=2000)]
     (unknown,) = judge(records, PROMISE)
-    assert unknown.found is None, "a window does not tell"
+    assert unknown.cached_share is None, "a window does not tell"
     records[1]["result"]["cached_tokens"] = 600
     (each,) = judge(records, PROMISE)
-    assert each.found == 0.5
+    assert each.cached_share == 0.5
     assert "| 400, 30,000 | 50 | 1.60, 1.50 |" in "\n".join(goodput_table(records, PROMISE))

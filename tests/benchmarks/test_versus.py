@@ -86,6 +86,23 @@ def test_the_readmes_command_has_all_that_its_workload_needs():
     assert WORKLOADS[args.workload].load or args.trace == Path("TRACE")
 
 
+def test_the_comparisons_of_the_benchmarks_page_can_be_run(tmp_path):
+    page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text()
+    rows = [line for line in page.splitlines() if "| `--workload" in line]
+    trace = tmp_path / "TRACE"
+    trace.touch()
+    sites = ["--vllm", str(make_site(tmp_path / "vllm"))]
+    sites += ["--sglang", str(make_site(tmp_path / "sglang", "sglang", "0.5.17"))]
+    for row in rows:
+        words = shlex.split(row.split("| `")[1].split("`")[0].replace("TRACE", str(trace)))
+        bench = Versus(parser().parse_args([*sites, *words]))
+        assert {server.package for server in bench._servers} == {None, "vllm", "sglang"}
+        for server in bench._servers:
+            command, _ = bench.command(server, tmp_path)
+            assert command[len(command) - len(server.options) :] == server.options
+    assert len(rows) == 4
+
+
 def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     words = ["--servers", "pensieve", "vllm"]
     bench = Versus(parser().parse_args([*options, *words]))
@@ -198,7 +215,8 @@ def test_a_hybrid_is_given_as_the_opponents_know_it(hybrid, tmp_path, monkeypatc
 
 def test_a_hybrids_states_and_kv_share_the_bytes(hybrid, tmp_path):
     bench = Versus(parser().parse_args(hybrid))
-    shape, size = bench._model.shape, 200 * 2**20
+    shape = bench._model.shape
+    size = 200 * 2**20
     assert shape.state_bytes > 0
     ours, _ = bench.command(ComparedServer.read("pensieve"), tmp_path)
     states = StateConfig.of_size(shape.state_bytes, 32 * shape.token_bytes, 32, 256)
@@ -329,6 +347,9 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
     ):
         assert main([*options, *words]) == 2
         assert error in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*options, "--servers", "pensieve:--no-such-option"])
+    assert "there is no option --no-such-option" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 
