@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pensieve.plugins.collectives.cuda import OFF
 from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulation.models import ModelShape, shape_of
@@ -176,10 +177,16 @@ class Installation(NamedTuple):
         return cls(python, variables, json.loads(completed.stdout))
 
 
-# Of vLLM: its sampler would be compiled at the start, and greedy sampling needs none.
+# Ranks sum without NVLink multicast, as Pensieve's do. Of vLLM: its sampler would be compiled at the
+# start, and greedy sampling needs none.
 VARIABLES = {
-    "vllm": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    "vllm": {
+        **OFF,
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",  # the other one uses multicast
+    },
     "sglang": {
+        **OFF,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "FLASHINFER_DISABLE_VERSION_CHECK": "1",

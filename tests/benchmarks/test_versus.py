@@ -21,6 +21,7 @@ from benchmarks.report import BEGIN, END, read_runs, write_report
 from benchmarks.versus import Versus, main, parser
 from benchmarks.workloads import WORKLOADS
 from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.plugins.collectives.cuda import OFF
 from pensieve.scheduler.config import StateConfig
 from tests.benchmarks.fake_vllm import make_site
 from tests.models import LLAMA_SHAPE, QWEN3_5_SHAPE
@@ -181,6 +182,9 @@ def test_two_ranks_divide_the_model_of_every_server(options, tmp_path, monkeypat
     alone, _ = one.command(ComparedServer.read("sglang"), tmp_path)
     theirs, _ = two.command(ComparedServer.read("sglang"), tmp_path)
     assert value(theirs, "--tp-size") == "2" and "--tp-size" not in alone
+    for name in ("vllm", "sglang"):
+        variables = two._variables(ComparedServer.read(name))
+        assert OFF.items() <= variables.items(), "Pensieve's ranks are without multicast too"
     assert int(value(theirs, "--max-total-tokens")) == 2 * int(value(alone, "--max-total-tokens"))
     assert value(theirs, "--hicache-ratio") == value(alone, "--hicache-ratio")
 
