@@ -177,8 +177,8 @@ class Installation(NamedTuple):
         return cls(python, variables, json.loads(completed.stdout))
 
 
-# Ranks sum without NVLink multicast, as Pensieve's do. Of vLLM: its sampler would be compiled at the
-# start, and greedy sampling needs none.
+# Ranks sum without NVLink multicast, as Pensieve's do. vLLM's sampler would be compiled first, and
+# greedy sampling needs none.
 VARIABLES = {
     "vllm": {
         **OFF,
@@ -201,7 +201,10 @@ def pensieve_command(
     words = [*SERVE, "--engine", str(engine), "--device", model.device]
     words += ["--state-dir", str(state), "--shutdown-timeout", "1"]
     if model.gpu_bytes is not None:
-        size = model.gpu_bytes - _seats_bytes(server, model)
+        size = model.gpu_bytes - (of_seats := _seats_bytes(server, model))
+        if size <= 0:
+            message = f"the states of running requests alone take {of_seats} bytes"
+            raise SettingError("--gpu-kv-bytes", message)
         words += ["--gpu-kv-bytes", str(size)]
     words += ["--host-kv-bytes", str(model.host_bytes)]
     words += ["--max-num-seqs", str(model.max_num_seqs)]

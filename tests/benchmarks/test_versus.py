@@ -23,6 +23,7 @@ from benchmarks.workloads import WORKLOADS
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.plugins.collectives.cuda import OFF
 from pensieve.scheduler.config import StateConfig
+from pensieve.scheduler.types import SettingError
 from tests.benchmarks.fake_vllm import make_site
 from tests.models import LLAMA_SHAPE, QWEN3_5_SHAPE
 
@@ -226,6 +227,8 @@ def test_a_hybrids_states_and_kv_share_the_bytes(hybrid, tmp_path):
     states = StateConfig.of_size(shape.state_bytes, 32 * shape.token_bytes, 32, 256)
     of_states = states.slots * states.chunks * 32 * shape.token_bytes
     assert int(value(ours, "--gpu-kv-bytes")) == size - of_states > 0
+    with pytest.raises(SettingError, match="--gpu-kv-bytes: the states of running requests alone"):
+        bench.command(ComparedServer.read("pensieve:--max-num-seqs 9999"), tmp_path)
     theirs, _ = bench.command(ComparedServer.read("sglang"), tmp_path)
     slots = int(value(theirs, "--max-mamba-cache-size"))
     tokens = int(value(theirs, "--max-total-tokens"))
