@@ -139,7 +139,6 @@ def scheduler_config(
 def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
     """SettingError names an option that is not built for a model with states."""
     for name in (
-        "speculate",
         "overflow",
         "kv_cache_dtype",
         "lower_tier_kv",

@@ -81,9 +81,11 @@ class Batcher:
             row.position = position + 1
         if self._states is not None:
             for row_id, position in zip(samples, positions, strict=True):
-                self._states.generate(self._queues.by_id[row_id], position, builder)
+                row = self._queues.by_id[row_id]
+                slots = self._states.generate(row, position, position + 1, builder)
+                builder.generate_states.append(slots)
         samples += checked
-        builder.budget -= len(samples)
+        builder.budget -= builder.tokens
         if generating and self._config.target_ms_per_token is not None:
             self._limit(builder, self._config.target_ms_per_token / 1e3)
 
