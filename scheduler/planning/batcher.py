@@ -81,9 +81,7 @@ class Batcher:
             row.position = position + 1
         if self._states is not None:
             for row_id, position in zip(samples, positions, strict=True):
-                row = self._queues.by_id[row_id]
-                slots = self._states.generate(row, position, position + 1, builder)
-                builder.generate_states.append(slots)
+                self._states.generate(self._queues.by_id[row_id], position, builder)
         samples += checked
         builder.budget -= builder.tokens
         if generating and self._config.target_ms_per_token is not None:

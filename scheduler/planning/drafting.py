@@ -278,7 +278,7 @@ class Drafting:
             builder.span_states.append(
                 self._states.check_drafts(row, builder)
                 if drafts
-                else self._states.generate(row, start, position + 1, builder)
+                else self._states.reply(row, start, position + 1, builder)
             )
         builder.spans.append(Span(row.seat, start, position + count, position, count))
         builder.span_rows.append(row)

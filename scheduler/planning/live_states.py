@@ -223,7 +223,11 @@ class LiveStates:
             self._keep(row, State(end, written, key, modest=modest))
         return read, written
 
-    def generate(
+    def generate(self, row: RunningTurn, position: int, builder: PlanBuilder) -> None:
+        """The plan computes the row's token at `position`."""
+        builder.generate_states.append(self.reply(row, position, position + 1, builder))
+
+    def reply(
         self, row: RunningTurn, start: int, end: int, builder: PlanBuilder
     ) -> tuple[int, int]:
         """The plan computes the row's token at `end - 1`, and again those from `start` on. Returns

@@ -113,15 +113,15 @@ def drafts_taken_for_tokens(monkeypatch):
 
 def accepted_tokens_twice(monkeypatch):
     """The state has seen the tokens that the row's next span computes again."""
-    generate = LiveStates.generate
+    reply = LiveStates.reply
 
     def stays(self, row, start, end, builder):
-        slots = generate(self, row, start, end, builder)
+        slots = reply(self, row, start, end, builder)
         if end - start > 1:
             row.state.at = start
         return slots
 
-    monkeypatch.setattr(LiveStates, "generate", stays)
+    monkeypatch.setattr(LiveStates, "reply", stays)
 
 
 def accepted_tokens_never(monkeypatch):
