@@ -145,7 +145,7 @@ def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
         "kv_shared_config",
         "kv_events_config",
     ):
-        if settings.changed(name) and getattr(settings, name) not in (0, "off", RECOMPUTE, "auto"):
+        if settings.changed(name) and getattr(settings, name) not in (0, RECOMPUTE, "auto"):
             raise SettingError(
                 flag(name),
                 f"is not supported yet for linear attention ({manifest.architecture}); leave it "

@@ -215,9 +215,10 @@ class Drafting:
         free -= min(JOINING, len(queues.waiting) + len(queues.swapping_in))
         if self._states is None:
             return min(free, (self._budget - rows) // 2)
-        half = (self._budget - self._seats) // 2
-        # a check of n drafts leaves at most 1 + n tokens
-        return min(free, (half - sum(map(self._again, queues.rows))) // 2)
+        left = self._budget - self._seats
+        again = sum(map(self._again, queues.rows))
+        # a check of n drafts leaves at most 1 + n tokens more to be computed again
+        return min(free, left // 2 - again, left - again - rows)
 
     def _rates(self, watched: Sequence[RunningTurn]) -> Rates | None:
         """Returns None if no drafts can pay: there is no room, or even drafts that all come true
