@@ -368,7 +368,12 @@ def parser() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("--data", type=Path, required=True, metavar="FILE", help="conversations, one a line")
     option("--tokenizer", required=True, metavar="FILE", help="a model's tokenizer.json")
-    option("--profile", type=Path, metavar="FILE", help="costs of steps (default: measured, or estimated with states)")
+    option(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="costs of steps (default: measured, or estimated if there are states)",
+    )
     option("--engine", type=Path, metavar="DIR", help="(default: simulated)")
     option("--device", default="cpu", choices=("cpu", "cuda"), help="(default %(default)s)")
     option("--rows", type=int, nargs="+", default=[1, 8, 32, 64], help="(default 1 8 32 64)")

@@ -39,7 +39,7 @@ class Rates(NamedTuple):
 
     rows, context  rows past their prompts, and their mean context
     prompt         tokens of prompts beside them
-    again          tokens that the rows compute a second time, because drafts before them came true
+    lag            tokens that the rows compute again, because their states are so far behind
     room           drafts that the step can check
     token          seconds that the rows add to a step without drafts, for each of its tokens: a
                    token more saves so much, less `draft` if the row has a state
@@ -49,7 +49,7 @@ class Rates(NamedTuple):
     rows: int
     context: int
     prompt: int
-    again: int
+    lag: int
     room: int
     token: float
     draft: float
@@ -96,7 +96,7 @@ class Drafting:
         rates = self._rates(rows)
         if rates is None:
             return False
-        expected = checked = later = 0.0
+        expected = checked = lag = 0.0
         left_out = 0
         for row in rows:
             drafts = row.drafts
@@ -109,12 +109,12 @@ class Drafting:
             count, true = drafts.coming(left, row.awaits_token, rates.least)
             checked += count
             expected += true
-            later += min(count, 1) * self._later(row)
+            lag += min(count, 1) * self._lag_behind(row)
         if left_out == rates.rows and not rates.prompt:
             return not self._queues.waiting  # without them there is nothing else to plan
         # The plan behind the checks waits as well. If this one waits behind checks, that is counted
         # as the next one's.
-        return self._pays(rates, expected, checked, 1 if left_out else 2, later, left_out)
+        return self._pays(rates, expected, checked, 1 if left_out else 2, lag, left_out)
 
     def choose(self, applied: int) -> Mapping[RowId, array[int]]:
         """Returns the drafts that the next plan checks, of rows whose newest token is known; none
@@ -138,30 +138,31 @@ class Drafting:
             least = max(least, 0.1) ** 0.5
             counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
         room = rates.room
-        expected = later = 0.0
+        expected = lag = 0.0
         chosen = {}
         for (row, drafts, left), count in zip(open_rows, counts, strict=True):
             count = min(count, room)
             if count:
                 chosen[row.id] = left[:count]
                 expected += drafts.expected(count)
-                later += self._later(row)
+                lag += self._lag_behind(row)
                 room -= count
-        return chosen if self._pays(rates, expected, rates.room - room, 1, later) else {}
+        return chosen if self._pays(rates, expected, rates.room - room, 1, lag) else {}
 
     def _most_drafts(self, row: RunningTurn) -> int:
         most = row.last_position + 1 - len(row.tokens)
         return most if self._states is None else min(most, self._states.most_drafts(row))
 
-    def _again(self, row: RunningTurn) -> int:
-        """How many tokens the row's next span computes a second time."""
+    def _lag(self, row: RunningTurn) -> int:
+        """How many tokens the row's next span computes again: those between its state and its
+        newest token, because a check does not move the state."""
         if row.state is None or row.spans:
             return 0
         return max(0, len(row.tokens) - 1 - row.state.at)
 
-    def _later(self, row: RunningTurn) -> int:
-        """How many tokens a check leaves to be computed again, besides accepted drafts."""
-        return 0 if row.state is None else self._again(row) + 1
+    def _lag_behind(self, row: RunningTurn) -> int:
+        """The row's lag behind a check, without the drafts that come true."""
+        return 0 if row.state is None else self._lag(row) + 1
 
     def _pays(
         self,
@@ -169,13 +170,13 @@ class Drafting:
         expected: float,
         drafts: float,
         waits: int,
-        later: float = 0,
+        lag: float = 0,
         left_out: int = 0,
     ) -> bool:
         """True if so many drafts, of which `expected` come true, save more seconds than they cost.
 
         They save the seconds of the tokens that they give, and of those of rows that would be left
-        out. They cost a longer step, `later` tokens that a later step computes again, and `waits`
+        out. They cost a longer step, `lag` tokens that a later step computes again, and `waits`
         times a turnaround, in which the device idles.
         """
         if not drafts or not expected:
@@ -183,9 +184,9 @@ class Drafting:
         if drafts > rates.room:
             expected, drafts = expected * rates.room / drafts, rates.room
         step = self._timing.step
-        known = rates.prompt + rates.again
-        added = step(known, rates.rows, rates.context, round(drafts)) + later * rates.draft
-        added -= step(known, rates.rows - left_out, rates.context)
+        others = rates.prompt + rates.lag
+        added = step(others, rates.rows, rates.context, round(drafts)) + lag * rates.draft
+        added -= step(others, rates.rows - left_out, rates.context)
         return (expected + left_out) * rates.token > added + waits * self._timing.turnaround
 
     def _watched(self, applied: int) -> list[RunningTurn]:
@@ -216,9 +217,9 @@ class Drafting:
         if self._states is None:
             return min(free, (self._budget - rows) // 2)
         left = self._budget - self._seats
-        again = sum(map(self._again, queues.rows))
-        # a check of n drafts leaves at most 1 + n tokens more to be computed again
-        return min(free, left // 2 - again, left - again - rows)
+        lag = sum(map(self._lag, queues.rows))
+        # a check of n drafts adds at most 1 + n tokens to it
+        return min(free, left // 2 - lag, left - lag - rows)
 
     def _rates(self, watched: Sequence[RunningTurn]) -> Rates | None:
         """Returns None if no drafts can pay: there is no room, or even drafts that all come true
@@ -236,16 +237,16 @@ class Drafting:
         without = step(prompt, rows, context)
         token = (without - step(prompt, 0, 0)) / rows
         some = min(room, 4 * rows)
-        again = 0
+        lag = 0
         if self._states is not None:
-            again = sum(map(self._again, seated))
-            without = step(prompt + again, rows, context)
-        draft = max(0.0, step(prompt + again, rows, context, some) - without) / some
+            lag = sum(map(self._lag, seated))
+            without = step(prompt + lag, rows, context)
+        draft = max(0.0, step(prompt + lag, rows, context, some) - without) / some
         if self._states is not None:
-            token -= draft
+            token -= draft  # the token is computed again
         if room * (token - draft) <= self._timing.turnaround:
             return None
-        return Rates(rows, context, prompt, again, room, token, draft)
+        return Rates(rows, context, prompt, lag, room, token, draft)
 
     # -- their spans
 

@@ -171,7 +171,7 @@ def test_drafts_that_come_true_in_part(model, right, length, monkeypatch):
     chatter.scheduler.conversations.fork("c", "d", time.monotonic())
     for name in ("c", "d"):
         begins = chatter.scheduler.stats().states["swapped_in"]
-        chatter.talk(truth + [9], 1, name)
+        chatter.talk([*truth, 9], 1, name)
         assert chatter.scheduler.stats().states["swapped_in"] > begins
     chatter.executor.close()
 
@@ -236,7 +236,7 @@ def test_an_error_is_found(model, mutate, monkeypatch):
     """By the check of each plan."""
     mutate(monkeypatch)
     propose(monkeypatch, guesses(model[1], 8))
-    with pytest.raises(InvariantError, match="behind drafts|of other tokens"):
+    with pytest.raises(InvariantError, match=r"behind drafts|of other tokens"):
         LogitsChatter(model, 4, gpu_kv_chunks=60, host_kv_chunks=300).run(24)
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from pensieve.scheduler.config import SchedulerConfig, StateConfig
 from pensieve.scheduler.plan import StepResult
-from pensieve.scheduler.planning.drafting import Drafting
 from pensieve.scheduler.planning.live_states import LiveStates
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import InvariantError, Request, RequestId
 
-from .draft_policy import always_draft, decide_by_chance
+from .draft_policy import decide_by_chance
 from .harness import profile
 from .test_drafting import KeyedDriver
 from .test_states import OPERATIONS, StateDriver, drawn
@@ -90,6 +89,41 @@ def test_everything_happened(event, totals):
     if totals["runs"] < FAST:
         pytest.skip("only some of the runs were selected")
     assert totals[event], sorted(totals.items())
+
+
+def waiting_to_draft(states):
+    """Drafting, and the rates of the next step, of two rows whose first tokens are applied."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            gpu_kv_chunks=40,
+            host_kv_chunks=0,
+            max_model_len=100,
+            max_num_batched_tokens=256,
+            chunk_tokens=8,
+            speculate="lookup",
+            states=states,
+        ),
+        profile(),
+    )
+    for number in (1, 2):
+        scheduler.add(Request(RequestId(number), array("i", range(9)), 20), 0.0)
+    plan = scheduler.next_plan(0.0)
+    scheduler.apply(StepResult(plan.step, plan.samples, (5, 5)), 0.0)
+    drafting = scheduler._batcher.drafting
+    return drafting, drafting._rates(drafting._watched(1))
+
+
+def test_the_second_computation_of_accepted_tokens_counts():
+    _, plain = waiting_to_draft(None)
+    drafting, rates = waiting_to_draft(StateConfig(2, 65, spacing=64))
+    assert rates.token == pytest.approx(plain.token - plain.draft) and rates.least > plain.least
+    drafting._timing.turnaround = 0.0
+    drafts = 4
+    just = drafts * rates.draft / rates.token  # they pay if more come true
+    assert drafting._pays(rates, 1.01 * just, drafts, 1)
+    assert not drafting._pays(rates, 0.99 * just, drafts, 1)
+    assert not drafting._pays(rates, 1.01 * just, drafts, 1, lag=1)
+    assert drafting._pays(rates, 1.01 * just + rates.draft / rates.token, drafts, 1, lag=1)
 
 
 # -- mutants: each error is found

@@ -146,7 +146,13 @@ def test_the_span_behind_a_check_begins_nowhere_else(packer, start):
     packer.pack(check(3, 5, -1))
     with pytest.raises(InvariantError, match="a state of other tokens"):
         packer.pack(
-            of(4, spans=[Span(0, start, 9, 8, 1)], token_ids=range(9 - start), read=[1], written=[1])
+            of(
+                4,
+                spans=[Span(0, start, 9, 8, 1)],
+                token_ids=range(9 - start),
+                read=[1],
+                written=[1],
+            )
         )
 
 
