@@ -99,7 +99,7 @@ class Batcher:
         if not (self._queues.waiting or self._queues.swapping_in or self._rows_with_spans()):
             return
         cost = self._cost
-        rows = max(1, len(builder.samples))
+        rows = max(1, builder.tokens)
         least = self._config.chunk_tokens
         context = builder.rows_context() + 1
         fit = cost.most_tokens(seconds, builder.budget, rows, context)
