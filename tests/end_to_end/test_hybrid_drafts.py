@@ -202,7 +202,7 @@ def test_replies_of_random_conversations(model, disturbed, host, monkeypatch):
 def test_replies_of_suspended_requests(model, monkeypatch):
     propose(monkeypatch, guesses(model[1], 8))
     chatter = LogitsChatter(model, 9, gpu_kv_chunks=29, host_kv_chunks=200, **TIGHT)
-    chatter.run(24, events=("suspended", *EVENTS))
+    chatter.run(12, events=("suspended", *EVENTS))
 
 
 def test_replies_across_restarts_with_a_disk(model, tmp_path, monkeypatch):
