@@ -38,6 +38,7 @@ class SharedTier:
     deleted     erasures since the start, one for each key
     answers     answers to finds that nobody has taken yet, by number
     read_s      seconds to read one record, as measured
+    arriving    chunks whose reads have begun, the earliest first; whoever needs them takes them
     """
 
     tier = Tier.SHARED
@@ -50,6 +51,7 @@ class SharedTier:
         self.paused_until = 0.0
         self.read_s = inf
         self.answers: dict[int, tuple[bool, ...]] = {}
+        self.arriving: deque[Chunk] = deque()
         self._slots = count()
         self._moves: dict[int, Move] = {}
         self._writes: defaultdict[ChunkKey, set[int]] = defaultdict(set)  # slots by key
@@ -95,6 +97,7 @@ class SharedTier:
     def begin_read(self, chunk: Chunk, host: int) -> Move:
         move = self._begin(chunk, host, chunk.slots[SHARED], spills=False)
         self._promotions.append(Promotion(move.slot, host, move.key))
+        self.arriving.append(chunk)
         return move
 
     def _begin(self, chunk: Chunk, host: int, slot: int, spills: bool) -> Move:
