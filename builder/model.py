@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from ..plugins import torch_ops  # noqa: F401  register torch.ops.pensieve
 from ..plugins.collectives.protocol import TENSOR_PARALLEL
-from ..plugins.linear import experts  # noqa: F401  register torch.ops.pensieve
-from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve
-from ..plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve
+from ..plugins.linear import experts, fp8, int4, norm_ops  # noqa: F401  register torch.ops.pensieve
 from ..plugins.linear.cpu_packed import can_pack, linear, packed
 from ..plugins.linear.int4_format import packed_shape
 from ..plugins.state import ops as state_ops  # noqa: F401  register torch.ops.pensieve
