@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -169,21 +169,6 @@ def _multi_token_attention_cuda(
 
 
 @torch.library.register_fake("pensieve::write_kv")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 @torch.library.register_fake("pensieve::multi_token_attention")
-def _(
-    q: Tensor,
-    segments: Tensor,
-    block_table: Tensor,
-    pool: int,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _(q: Tensor, *of: Any) -> Tensor:
     return q.new_empty(q.shape)
