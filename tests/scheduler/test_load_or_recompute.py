@@ -142,7 +142,7 @@ def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
             cost = replace(H200, disk_read_bytes_per_s=times * break_even_disk(H200, history))
         else:
             # of one copy, not two
-            even = replace(H200, link_bytes_per_s=INSTANTLY).break_even_disk(history)
+            even = break_even_disk(replace(H200, link_bytes_per_s=INSTANTLY), history)
             cost = replace(H200, link_bytes_per_s=times * even, disk_read_bytes_per_s=INSTANTLY)
         loaded, computed, chosen = all_ways(cost, history)
         assert chosen.first_token <= 1.1 * min(loaded.first_token, computed.first_token), times
