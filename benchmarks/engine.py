@@ -65,7 +65,8 @@ from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import Engine, open_engine
 from pensieve.runtime.launch.ranks import take_share
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import CostProfile, analytic_profile
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
 from pensieve.scheduler.types import SettingError

@@ -28,7 +28,8 @@ from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import LinearAttention, Shard
 from pensieve.builder.checkpoints.hugging_face import read_json
 from pensieve.builder.forward_batch import NO_STATE, ForwardBatch
-from pensieve.builder.model import GatedDelta, LayerInputs
+from pensieve.builder.layers.gated_delta import GatedDelta
+from pensieve.builder.layers.parts import LayerInputs
 from pensieve.builder.states import state_shape
 from pensieve.plugins.state.pool import StatePool
 from pensieve.plugins.torch_ops import register_pool, release_pool

@@ -50,6 +50,7 @@ from pensieve.runtime.measure.profile import hardware
 from pensieve.runtime.measure.step_bench import CopyTime
 from pensieve.scheduler.config import SAVE_MODES, SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.cost_estimate import break_even_disk
 from pensieve.scheduler.types import InvariantError, SettingError, Usage
 from pensieve.scripts.command import check_least, exit_status
 
@@ -429,7 +430,7 @@ def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
         "disk_read_gb_per_s": cost.disk_read_bytes_per_s / 1e9,
         "kv_bytes_per_token": size / tiers.tokens,
         "predicted_recompute_s_per_token": recompute / tiers.tokens,
-        "predicted_break_even_gb_per_s": cost.break_even_disk(tiers.tokens) / 1e9,
+        "predicted_break_even_gb_per_s": break_even_disk(cost, tiers.tokens) / 1e9,
         "break_even_gb_per_s": size / 1e9 / spared,
     }
 

@@ -245,6 +245,9 @@ def code_digest() -> str:
         "checkpoints/config",
         "quantised",
         "model",
+        "layers/gated_delta",
+        "layers/parts",
+        "layers/sparse_mlp",
         "random_weights",
     )
     names += ("forward_batch",)

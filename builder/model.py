@@ -8,148 +8,38 @@ it knows which rank it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple, Self
+from collections.abc import Mapping
+from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..plugins import torch_ops  # noqa: F401  register torch.ops.pensieve
 from ..plugins.collectives.protocol import TENSOR_PARALLEL
-from ..plugins.linear import experts  # noqa: F401  register torch.ops.pensieve
-from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve
-from ..plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve
-from ..plugins.linear.cpu_packed import can_pack, linear, packed
-from ..plugins.linear.int4_format import packed_shape
-from ..plugins.state import ops as state_ops  # noqa: F401  register torch.ops.pensieve
+from ..plugins.linear.cpu_packed import linear
 from .checkpoints.config import DecoderConfig, Shard
 from .forward_batch import ForwardBatch
+from .layers.gated_delta import GatedDelta
+from .layers.parts import (
+    MLP,
+    LayerInputs,
+    Projection,
+    RowParallelProjection,
+    VocabularyEmbedding,
+    hidden_norm,
+    rms_norm,
+)
+from .layers.sparse_mlp import SparseMLP
+from .quantised import expect_quantised
 
 # An exported decoder takes the batch as it is; compiled code takes its tensors, in the same order.
 torch.export.register_dataclass(ForwardBatch, serialized_type_name="pensieve.ForwardBatch")
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-
-class Norm(nn.Module):
-    """RMS norm or layer norm, accumulated in float32; the caller chooses its parameters."""
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        rms: bool,
-        weight: bool = True,
-        bias: bool = False,
-        plus_one: bool = False,
-    ):
-        super().__init__()
-        self.eps = eps
-        self.rms = rms
-        self.plus_one = plus_one
-        self.weight = nn.Parameter(torch.empty(size)) if weight else None
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.pensieve.norm(x, self.weight, self.bias, self.eps, self.rms, self.plus_one)
-
-    def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns (norm of x + change, x + change) in one pass; None: no change."""
-        if change is None:
-            return self(x), x
-        return torch.ops.pensieve.add_norm(
-            x, change, self.weight, self.bias, self.eps, self.rms, self.plus_one
-        )
-
-
-def rms_norm(config: DecoderConfig, size: int) -> Norm:
-    return Norm(size, config.norm_eps, rms=True, plus_one=config.norm_plus_one)
-
-
-def hidden_norm(config: DecoderConfig) -> Norm:
-    if config.norm == "rms":
-        return rms_norm(config, config.hidden_size)
-    return Norm(
-        config.hidden_size,
-        config.norm_eps,
-        rms=False,
-        weight=config.norm_affine,
-        bias=config.norm_affine,
-    )
 
 
 def rotary_frequencies(config: DecoderConfig) -> Tensor:
     """[rotaries, R / 2] float64, on the CPU; [1, 0] for learned positions."""
     frequencies = [rotary.frequencies() for rotary in config.rotaries] or [[]]
     return torch.tensor(frequencies, dtype=torch.float64, device="cpu")
-
-
-class LayerInputs(NamedTuple):
-    """What every layer gets: the inputs of `Decoder.forward`, and the result of
-    `Decoder.rotary`."""
-
-    batch: ForwardBatch
-    rotary: Tensor
-    pool: int
-
-
-def summed(x: Tensor, ranks: int) -> Tensor:
-    """The sum of the ranks' partial results."""
-    return x if ranks == 1 else torch.ops.pensieve.all_reduce(x, TENSOR_PARALLEL)
-
-
-class VocabularyEmbedding(nn.Embedding):
-    """Embeddings of tokens; a rank holds its part of the vocabulary."""
-
-    def __init__(self, shard: Shard):
-        super().__init__(shard.vocab_rows, shard.config.embedding_size)
-        self.ranks = shard.ranks
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        if self.ranks == 1:
-            return super().forward(token_ids)
-        share = torch.ops.pensieve.vocabulary_embed(token_ids, self.weight, TENSOR_PARALLEL)
-        return summed(share, self.ranks)
-
-
-class Projection(nn.Linear):
-    """A projection of a layer. With a scale for each output its weight is in FP8, with scales and
-    zeros of groups in int4: `Decoder.from_weights` sets this up."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool):
-        super().__init__(inputs, outputs, bias)
-        self.register_parameter("scale", None)
-        self.register_parameter("scales_zeros", None)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its weight is in the model's dtype."""
-        return self.scale is None and self.scales_zeros is None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scales_zeros is not None:
-            return torch.ops.pensieve.int4_linear(x, self.weight, self.scales_zeros, self.bias)
-        if self.scale is not None:
-            return torch.ops.pensieve.fp8_linear(x, self.weight, self.scale, self.bias)
-        return linear(x, self.weight, self.bias)
-
-
-class RowParallelProjection(Projection):
-    """A projection whose input is divided among the ranks: their partial results are added."""
-
-    def __init__(self, shard: Shard, inputs: int, bias: bool):
-        super().__init__(inputs, shard.config.hidden_size, bias)
-        self.ranks = shard.ranks
-
-    def forward(self, x: Tensor) -> Tensor:
-        return summed(super().forward(x), self.ranks)
 
 
 class Attention(nn.Module):
@@ -199,121 +89,6 @@ class Attention(nn.Module):
         if self.gated:
             o = o * gate.sigmoid()
         return self.out(o.flatten(1))
-
-
-class GatedDelta(nn.Module):
-    """Linear attention: the gated delta rule behind a causal convolution."""
-
-    def __init__(self, shard: Shard, layer: int):
-        super().__init__()
-        config = shard.config
-        linear = shard.linear
-        assert linear is not None  # the layer is linear
-        self.place = config.place(layer)  # in a state
-        self.parts = linear.parts
-        self.key_dim, self.value_dim = linear.key_dim, linear.value_dim
-        values = linear.value_heads * linear.value_dim
-        self.split = (linear.channels, values)
-        self.qkvz = Projection(config.hidden_size, sum(self.split), bias=False)
-        self.ba = Projection(config.hidden_size, 2 * linear.value_heads, bias=False)
-        self.conv = nn.Parameter(torch.empty(linear.channels, 1, linear.conv_width))
-        # float32 in every model
-        self.a_log = nn.Parameter(torch.empty(linear.value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(linear.value_heads))
-        self.norm = Norm(linear.value_dim, config.norm_eps, rms=True)
-        self.out = RowParallelProjection(shard, values, bias=False)
-
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        batch, pool = inputs.batch, inputs.pool
-        states = batch.segments, batch.state_in, batch.state_out, pool, self.place
-        qkv, z = self.qkvz(x).split(self.split, dim=1)
-        b, a = self.ba(x).float().chunk(2, dim=1)
-        q, k, v = torch.ops.pensieve.causal_conv(qkv, self.conv, *states).split(self.parts, dim=1)
-        decay = -self.a_log.exp() * F.softplus(a + self.dt_bias)
-        o = torch.ops.pensieve.gated_delta(
-            q.unflatten(1, (-1, self.key_dim)),
-            k.unflatten(1, (-1, self.key_dim)),
-            v.unflatten(1, (-1, self.value_dim)),
-            decay,
-            b.sigmoid(),
-            *states,
-        )
-        gate = F.silu(z.unflatten(1, (-1, self.value_dim)).float())
-        return self.out((self.norm(o) * gate).to(x.dtype).flatten(1))
-
-
-class MLP(nn.Module):
-    def __init__(self, shard: Shard, size: int):
-        """size: the width on a rank."""
-        super().__init__()
-        config = shard.config
-        self.gated = config.gated
-        self.activation = ACTIVATIONS[config.activation]
-        self.silu_gated = config.silu_gated
-        width = 2 * size if config.gated else size  # gate, then up
-        self.up = Projection(config.hidden_size, width, bias=config.mlp_bias)
-        self.down = RowParallelProjection(shard, size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.silu_gated:
-            return self.down(torch.ops.pensieve.silu_gate(x))
-        if self.gated:
-            gate, up = x.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * up)
-        return self.down(self.activation(x))
-
-
-class SparseMLP(nn.Module):
-    """Experts, each a gated MLP. The router chooses some for each token, and weights their
-    results. A shared expert takes part in every token, with a weight of its own."""
-
-    def __init__(self, shard: Shard):
-        super().__init__()
-        config = shard.config
-        self.ranks = shard.ranks
-        self.per_token = config.experts_per_token
-        self.sum_to_1 = config.experts_sum_to_1
-        self.gate = (config.gate_limit, config.gate_slope)
-        self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
-        # Each is the rows of all experts (plugins/linear/experts.py), so it is stored and divided
-        # like a projection.
-        self.up = nn.Linear(
-            config.hidden_size, config.experts * 2 * shard.mlp_size, bias=config.mlp_bias
-        )
-        self.down = nn.Linear(
-            shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias
-        )
-        for weights in (self.up, self.down):  # scales of weights in FP8
-            weights.register_parameter("scale", None)
-        self.shared = None
-        if config.shared_expert_size:
-            # of one rank: the ranks' results are added with those of the experts
-            self.shared = MLP(Shard(config), shard.shared_expert_size)
-            self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares, chosen = (
-            self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token, sorted=False)
-        )
-        if self.sum_to_1:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        up, down = self.up, self.down
-        y = torch.ops.pensieve.experts(
-            x,
-            chosen,
-            shares,
-            up.weight,
-            down.weight,
-            up.bias,
-            down.bias,
-            *self.gate,
-            up.scale,
-            down.scale,
-        )
-        if self.shared:
-            y += self.shared_gate(x).sigmoid() * self.shared(x)
-        return summed(y, self.ranks)
 
 
 class Layer(nn.Module):
@@ -368,12 +143,11 @@ class Decoder(nn.Module):
         self.project_out = (
             nn.Linear(config.hidden_size, config.embedding_size, bias=False) if projected else None
         )
-        if config.rotary is None:
-            self.positions: nn.Embedding | None = nn.Embedding(
-                config.max_positions + config.position_offset, config.hidden_size
-            )
-        else:
-            self.positions = None
+        self.positions = (
+            nn.Embedding(config.max_positions + config.position_offset, config.hidden_size)
+            if config.rotary is None
+            else None
+        )
         self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
         self.layers = nn.ModuleList(Layer(shard, i) for i in range(config.layers))
         self.norm = hidden_norm(config) if config.final_norm else None
@@ -392,21 +166,7 @@ class Decoder(nn.Module):
         int4."""
         with torch.device("meta"):
             decoder = cls(config, ranks)
-            for name in weights:
-                module, _, kind = name.rpartition(".")
-                if kind in ("scale", "scales_zeros"):
-                    projection = decoder.get_submodule(module)
-                    setattr(
-                        projection,
-                        kind,
-                        nn.Parameter(torch.empty_like(weights[name], device="meta"), False),
-                    )
-                    if kind == "scales_zeros":
-                        assert isinstance(projection, Projection)
-                        shape = packed_shape(projection.out_features, projection.in_features)
-                        projection.weight = nn.Parameter(
-                            torch.empty(shape, dtype=torch.int32), False
-                        )
+            expect_quantised(decoder, weights)
         decoder.load_state_dict(weights, assign=True)
         embeddings = weights["embed.weight"]
         decoder.to(embeddings.device)  # only `frequencies` is left to move
@@ -415,26 +175,6 @@ class Decoder(nn.Module):
             config.embedding_factor, dtype=embeddings.dtype
         ).item()
         return decoder.eval().requires_grad_(False)
-
-    def pack(self) -> None:
-        """Puts weights into the order that this CPU multiplies fastest, where it has one.
-
-        Embeddings that are also the head's weight are then kept twice. A packed decoder cannot be
-        exported.
-        """
-        if not can_pack(self.embed.weight.dtype):
-            return
-        if self.head is None:
-            rows, width = self.embed.weight.shape
-            self.head = nn.Linear(width, rows, bias=False, device="meta")
-            self.head.weight = self.embed.weight
-        projections = [
-            module
-            for module in self.modules()
-            if isinstance(module, Projection) and module.is_plain
-        ]
-        for module in (self.head, *projections):
-            module.weight = nn.Parameter(packed(module.weight), requires_grad=False)
 
     def rotary(self, positions: Tensor) -> Tensor:
         """Returns [rotaries, T, R] float32, for each of `config.rotaries`: cosines, then sines, of

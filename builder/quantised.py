@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..plugins.linear.fp8 import rounded, row_scales
 from ..plugins.linear.fp8_format import FP8, widened
@@ -24,6 +24,7 @@ from ..plugins.linear.int4_format import TILE_INPUTS, TILE_OUTPUTS, packed_shape
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig
 from .checkpoints.hugging_face import dtype_of, parameter_shapes
+from .layers.parts import Projection
 from .weights import Stored
 
 PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
@@ -125,3 +126,19 @@ def dequantised(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif kind not in ("scale", "scales_zeros"):
             wide[name] = tensor.float()
     return wide
+
+
+def expect_quantised(decoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Gives the decoder's projections the parameters, on the meta device, that these weights of one
+    rank fill: those that have a scale are in FP8, those with scales and zeros in int4."""
+    for name, tensor in weights.items():
+        module, _, kind = name.rpartition(".")
+        if kind not in ("scale", "scales_zeros"):
+            continue
+        projection = decoder.get_submodule(module)
+        setattr(projection, kind, nn.Parameter(torch.empty_like(tensor, device="meta"), False))
+        if kind == "scales_zeros":
+            assert isinstance(projection, Projection)
+            shape = packed_shape(projection.out_features, projection.in_features)
+            form = torch.empty(shape, dtype=torch.int32, device="meta")
+            projection.weight = nn.Parameter(form, requires_grad=False)

@@ -1,5 +1,5 @@
-"""Our operations as torch operations: `torch.ops.pensieve.write_kv`, `.multi_token_attention`,
-norms and the SiLU gate.
+"""The operations on KV as torch operations: `torch.ops.pensieve.write_kv` and
+`.multi_token_attention`.
 
 A pool is named by a *handle*, an int: the compiler cannot see into the operations, and they change
 none of their tensors. So no backend clones gigabytes or reorders around an alias. The attention of
@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .attention import cpu as cpu_attention
 from .attention.cpu import StepPlans
-from .linear import norm_reference
 from .state.pool import StatePool
 
 if TYPE_CHECKING:
@@ -170,105 +169,6 @@ def _multi_token_attention_cuda(
 
 
 @torch.library.register_fake("pensieve::write_kv")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 @torch.library.register_fake("pensieve::multi_token_attention")
-def _(
-    q: Tensor,
-    segments: Tensor,
-    block_table: Tensor,
-    pool: int,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _(q: Tensor, *of: Any) -> Tensor:
     return q.new_empty(q.shape)
-
-
-# Norms and gate use no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
-
-torch.library.define(
-    "pensieve::norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> Tensor",
-)
-torch.library.define(
-    "pensieve::add_norm",
-    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) "
-    "-> (Tensor, Tensor)",
-)
-torch.library.define("pensieve::silu_gate", "(Tensor x) -> Tensor")
-
-torch.library.impl("pensieve::norm", "cpu", norm_reference.norm)
-torch.library.impl("pensieve::add_norm", "cpu", norm_reference.add_norm)
-torch.library.impl("pensieve::silu_gate", "cpu", norm_reference.silu_gate)
-
-
-@torch.library.impl("pensieve::norm", "cuda")
-def _norm_cuda(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    plus_one: bool = False,
-) -> Tensor:
-    from .linear import norm_kernel
-
-    return norm_kernel.norm(x, weight, bias, eps, rms, plus_one)
-
-
-@torch.library.impl("pensieve::add_norm", "cuda")
-def _add_norm_cuda(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:
-    from .linear import norm_kernel
-
-    return norm_kernel.add_norm(x, y, weight, bias, eps, rms, plus_one)
-
-
-@torch.library.impl("pensieve::silu_gate", "cuda")
-def _silu_gate_cuda(x: Tensor) -> Tensor:
-    from .linear import norm_kernel
-
-    return norm_kernel.silu_gate(x)
-
-
-@torch.library.register_fake("pensieve::norm")
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    plus_one: bool = False,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("pensieve::add_norm")
-def _(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@torch.library.register_fake("pensieve::silu_gate")
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // 2)

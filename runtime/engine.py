@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..builder.checkpoints.config import Shard
 from ..builder.checkpoints.hugging_face import active_parameters, parameter_shapes
+from ..builder.cpu_packing import pack
 from ..builder.forward_batch import Forward, ForwardBatch
 from ..builder.inductor.host_target import why_not_here
 from ..builder.inductor.package import Package, laid_out
@@ -137,7 +138,7 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
     if manifest.backend == "reference":
         decoder = Decoder.from_weights(manifest.decoder, weights, manifest.tensor_parallel)
         if manifest.device == "cpu":
-            decoder.pack()
+            pack(decoder)
         return decoder
     path = directory / manifest.package
     try:

@@ -34,6 +34,7 @@ from .disk.store import DiskSettings, DiskStore
 from .shared.open import open_engine
 from .shared.store import SharedSettings, SharedStore
 from .step.bad_words import BadWords
+from .step.logprobs import rows_with_logprobs
 from .step.reusing_packer import ReusingPacker
 from .step.sampler import Scores
 from .step.sampling_inputs import Mask, SamplingInputs
@@ -225,7 +226,11 @@ class Executor:
         self._bad_words.advance(plan.samples, tokens)
         completed = self._transfers.completed()
         lower = self._lower_reports(plan, failed)
-        rows = {} if launched.scores is None else _with_logprobs(launched, tokens, launched.scores)
+        rows = {}
+        if launched.scores is not None:
+            rows = rows_with_logprobs(
+                plan, launched.inputs, launched.scored_rows, tokens, launched.scores
+            )
         rows |= {
             row: RowResult(row.request, error=RequestError(ErrorKind.INTERNAL, STUCK))
             for row in stuck
@@ -294,28 +299,3 @@ class Executor:
         # first, because their threads use the HOST pool
         idle = [store.close() for store in self._stores.values()]
         self._device.close(host_in_use=not all(idle))
-
-
-def _with_logprobs(
-    launched: _Launched, tokens: Sequence[int], scores: Scores
-) -> dict[RowId, RowResult]:
-    """The results of rows with log probabilities. The scores are those of samples, then those of
-    prompts, span by span."""
-    plan = launched.plan
-    wanted = launched.inputs.scores
-    assert wanted is not None
-    entries = scores.entries(wanted.tops.tolist())
-    rows: dict[RowId, RowResult] = {}
-    for at, entry in zip(wanted.rows.tolist(), entries, strict=False):
-        row = plan.samples[at]
-        rows[row] = RowResult(row.request, (tokens[at],), logprobs=(entry,))
-    begin = len(wanted.rows)
-    # A prompt's last piece may be its last token, which has no next prompt token to score.
-    spans = [span for span in plan.spans if span.scores] if plan.scored else []
-    for span, row in zip(spans, launched.scored_rows, strict=True):
-        end = begin + span.end - span.start - span.samples
-        row_result = rows.get(row, RowResult(row.request))
-        prompt_logprobs = (*row_result.prompt_logprobs, *entries[begin:end])
-        rows[row] = row_result._replace(prompt_logprobs=prompt_logprobs)
-        begin = end
-    return rows

@@ -13,18 +13,14 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf
+from math import inf
 
-from .config import SchedulerConfig
-from .plan import StepPlan, mean_contexts
+from .plan import StepPlan
+from .plan_contexts import mean_contexts
 from .types import SettingError
 
 Points = tuple[tuple[int, float], ...]
 """(tokens, seconds), ascending by tokens."""
-
-LEAD_STEPS = 3
-"""Steps from the plan of a copy-out until its GPU slot is free: two are in flight, and the copy
-runs beside the next."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,16 @@ class CostProfile:
         seconds = [self.chunk_seconds, self.step_base_seconds, *(cost for _, cost in curves)]
         if not all(0 <= cost < inf for cost in seconds):
             raise SettingError("profile", f"seconds must be finite and not negative, not {seconds}")
-        if not all(
-            speed > 0 for speed in (self.link_bytes_per_s, self._out_bytes_per_s, self.chunk_bytes)
-        ):
-            raise SettingError("profile", "the link's speeds and a chunk's bytes must be above 0")
-        if not (self.disk_read_bytes_per_s > 0 and self.disk_write_bytes_per_s > 0):
-            raise SettingError("profile", "the disk's speeds must be above 0")
+        above_0 = (
+            self.link_bytes_per_s,
+            self._out_bytes_per_s,
+            self.disk_read_bytes_per_s,
+            self.disk_write_bytes_per_s,
+            self.chunk_bytes,
+        )
+        if not all(number > 0 for number in above_0):
+            message = "the speeds of link and disk and a chunk's bytes must be above 0, not "
+            raise SettingError("profile", f"{message}{above_0}")
 
     @cached_property
     def _by_end(self) -> dict[int, float]:
@@ -115,13 +115,6 @@ class CostProfile:
         """Seconds to write one chunk to disk."""
         return self.chunk_bytes / self.disk_write_bytes_per_s
 
-    def break_even_disk(self, tokens: int) -> float:
-        """Bytes/s from which reading a history of `tokens` tokens from disk and copying it in is
-        faster than computing it, on an idle GPU; infinity: never."""
-        ends = range(self.chunk_tokens, tokens + 1, self.chunk_tokens)
-        spared = sum(map(self.recompute, ends)) - len(ends) * self.swap_in()
-        return len(ends) * self.chunk_bytes / spared if spared > 0 else inf
-
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
         """Predicted seconds of a step with `tokens` known tokens, whose mean context is `context`,
         and `rows` rows that generate one token each, with mean context `rows_context`."""
@@ -134,16 +127,6 @@ class CostProfile:
             self.step_base_seconds
             + (tokens + rows) / self.chunk_tokens * self.chunk_seconds
             + attention
-        )
-
-    def most_tokens(self, seconds: float, most: int, rows: int, rows_context: int) -> int:
-        """Returns how many known tokens without context, at most `most`, a step of `seconds`
-        seconds has beside the rows that generate; -1 if the rows alone take longer."""
-        return (
-            bisect_right(
-                range(most + 1), seconds, key=lambda n: self.step(n, 0, rows, rows_context)
-            )
-            - 1
         )
 
     def token_attention(self, context: int) -> float:
@@ -187,80 +170,3 @@ def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
         return points[-1][1] * (tokens / points[-1][0] if points[-1][0] else 1.0)
     (left_tokens, left), (right_tokens, above) = points[right - 1], points[right]
     return left + (above - left) * (tokens - left_tokens) / (right_tokens - left_tokens)
-
-
-def swap_out_chunks(cost: CostProfile, config: SchedulerConfig) -> int:
-    """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time, as far as
-    HOST has room for copies."""
-    share = config.swap_out_below
-    if share is None:
-        share = propose_swap_out_below(cost, config)
-    return int(share * config.gpu_kv_chunks)
-
-
-def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
-    """Returns the default of `--swap-out-below`, at which slots are freed in time: a share of the
-    GPU slots, in whole percents.
-
-    A full batch takes c chunks a second, of prompts or of generated tokens (the larger rate).
-    Copying out frees s chunks a second. The free and reclaimable slots must last
-
-    * until the first copies are done: c times LEAD_STEPS full steps and the copying of one step's
-      chunks;
-    * if s < c, also for the deficit while the longest context is computed: 1 - s / c of its chunks.
-
-    They come on top of `--generation-reserve`, below which no new request joins. The formula
-    assumes short contexts: full steps are fastest then, and take the most slots.
-    """
-    step_chunks = config.max_num_batched_tokens / config.chunk_tokens
-    step_seconds = cost.step(config.max_num_batched_tokens)
-    generation_seconds = cost.step(0, rows=config.max_num_seqs)
-    if not step_seconds or not generation_seconds:
-        return 1.0  # slots are taken faster than any link frees them
-    generated = config.max_num_seqs / config.chunk_tokens / generation_seconds
-    taken = max(step_chunks / step_seconds, generated)
-    lead = LEAD_STEPS * step_seconds + step_chunks * cost.swap_out()
-    behind = max(0.0, 1 - 1 / cost.swap_out() / taken) * config.chunks(config.max_model_len)
-    share = config.generation_reserve + (taken * lead + behind) / config.gpu_kv_chunks
-    return min(1.0, ceil(round(100 * share, 6)) / 100)
-
-
-def analytic_profile(
-    *,
-    chunk_tokens: int,
-    parameters: int,
-    layers: int,
-    attention_width: int,
-    chunk_bytes: int,
-    max_context: int,
-    flops_per_s: float,
-    link_bytes_per_s: float,
-    step_base_seconds: float,
-    windows: Sequence[int] = (),
-) -> CostProfile:
-    """An estimate from the model's shape: two operations for each parameter and token, four for
-    each context token and channel.
-
-    `attention_width` is query heads x head size; `chunk_bytes` one chunk's KV; `windows` each
-    layer's most context tokens, 0: all. Empty: no layer has a window.
-    """
-    contexts = [chunk_tokens]
-    while contexts[-1] < max_context:
-        contexts.append(2 * contexts[-1])
-    contexts = sorted(
-        {*contexts, *(window for window in windows if chunk_tokens < window < contexts[-1])}
-    )
-    per_context = 4 * attention_width * chunk_tokens / flops_per_s
-
-    def read(context: int) -> int:
-        """The context tokens of all layers."""
-        return sum(min(context, window or context) for window in windows or [0] * layers)
-
-    return CostProfile(
-        chunk_tokens=chunk_tokens,
-        chunk_seconds=2 * parameters * chunk_tokens / flops_per_s,
-        attention=tuple((context, per_context * read(context)) for context in contexts),
-        step_base_seconds=step_base_seconds,
-        chunk_bytes=chunk_bytes,
-        link_bytes_per_s=link_bytes_per_s,
-    )

@@ -22,14 +22,14 @@ from dataclasses import replace
 
 from .config import SchedulerConfig
 from .context_window import check_length
-from .cost import CostProfile, swap_out_chunks
+from .cost import CostProfile
 from .draft_timing import DraftTiming
 from .invariants import check_requests, check_states, check_store
 from .kv.chunk import Chunk
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
-from .kv.moves import report_moves, slot_counts
+from .kv.moves import report_moves, store_counts
 from .kv.retention import eviction_policy
 from .kv.states import KeptStates
 from .kv.stats import SchedulerStats
@@ -50,6 +50,7 @@ from .planning.queues import RequestQueues
 from .planning.sharing import Sharing
 from .planning.state_lookup import StateLookup
 from .planning.write_behind import WriteBehind
+from .swap_out_mark import swap_out_chunks
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
 from .types import (
@@ -168,7 +169,7 @@ class Scheduler:
         self._ended_grammars: list[RequestId] = []
         # by arrival; entries that have a seat or have ended are skipped
         self._timing_out: deque[Turn] = deque()
-        self._swapped_in = self._swapped_out = 0
+        self._copied = [0] * len(Lane)  # chunks, by lane
         self._last_out = 0  # ticket of the last swap-out
         self.awaits_result = False
         self._most_marked = swap_out_chunks(cost, config)
@@ -238,9 +239,8 @@ class Scheduler:
             patience is not None
             and self._timing_out
             and self._timing_out[0].arrived + patience <= now
+            and self.work.left > 0
         ):
-            if self.work.left <= 0:
-                break
             self.work.spend(1)
             turn = self._timing_out.popleft()
             if turn.queued is None and self._turns.get(turn.request.id) is turn:
@@ -374,12 +374,10 @@ class Scheduler:
         self._ended_grammars.clear()
         self._step = step
         self._inflight.append((plan, builder.span_rows))
-        self._last_out = max(
-            (copy.ticket for copy in plan.copies if copy.lane is Lane.OUT), default=self._last_out
-        )
-        swapped_in, swapped_out = copies.moved()
-        self._swapped_in += swapped_in
-        self._swapped_out += swapped_out
+        for batch in plan.copies:
+            self._copied[batch.lane] += len(batch.sources)
+            if batch.lane is Lane.OUT:
+                self._last_out = batch.ticket
         return plan
 
     def apply(self, result: StepResult, now: float, took: float | None = None) -> Applied:
@@ -456,7 +454,6 @@ class Scheduler:
         return len(self._inflight)
 
     def stats(self) -> SchedulerStats:
-        store = self._store
         queues = self._queues
         drafting = self._batcher.drafting
         return SchedulerStats(
@@ -466,22 +463,12 @@ class Scheduler:
             drafts=drafting.checks,
             drafted=drafting.drafted,
             accepted=drafting.accepted,
-            dropped=store.dropped,
-            swapped_in=self._swapped_in,
-            swapped_out=self._swapped_out,
+            swapped_in=self._copied[Lane.IN],
+            swapped_out=self._copied[Lane.OUT],
             conversations=len(self.conversations),
-            slots=slot_counts(store),
-            evictions=store.evictions.by_tier_and_reason(),
-            eviction_values=store.evictions.by_value(),
-            eviction_value_sum=store.evictions.value_sum,
             choices=self._admission.choices.by_choice(),
-            regret_tokens=store.regret_tokens,
-            spilled=sum(lower.spilled for lower in store.lower.local),
-            promoted=sum(lower.promoted for lower in store.lower.local),
-            failed_writes=sum(lower.failed_writes for lower in store.lower.local),
-            failed_reads=sum(lower.failed_reads for lower in store.lower.local),
-            bad_copies=store.bad_copies,
             states={} if self._states is None else self._states.kept.counts(),
+            **store_counts(self._store),
         )
 
     def check(self) -> None:

@@ -73,9 +73,7 @@ class RequestError(ValueError):
         self.subject = subject
         self.code = code
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[RequestError], tuple[ErrorKind, str, str | None, str | None]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return RequestError, (self.kind, self.message, self.subject, self.code)
 
 
@@ -149,12 +147,17 @@ class RowId(NamedTuple):
 MOST_LOGPROBS = 20  # the limit of OpenAI and vLLM
 
 
+def check_field(allowed: bool, name: str, rule: str, value: object) -> None:
+    """Raises RequestError (INVALID) if the field's value is not allowed: it "must" follow the
+    rule."""
+    if not allowed:
+        raise RequestError(ErrorKind.INVALID, f"{name} must {rule}, not {value}", name)
+
+
 def check_logprobs(count: int | None, name: str) -> None:
     """Raises RequestError (INVALID) if that many of the likeliest tokens cannot be reported."""
-    if count is not None and not 0 <= count <= MOST_LOGPROBS:
-        raise RequestError(
-            ErrorKind.INVALID, f"{name} must be between 0 and {MOST_LOGPROBS}, not {count}", name
-        )
+    allowed = count is None or 0 <= count <= MOST_LOGPROBS
+    check_field(allowed, name, f"be between 0 and {MOST_LOGPROBS}", count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,6 @@ class Sampling:
     logit_bias              (token id, number to add to its logit)
     logprobs                None, or the number of likeliest tokens whose log probabilities are
                             reported, besides the drawn token's
-    grammar                 the grammar that the reply must follow, in the form of
     grammar                 the grammar that the reply must follow, in the form of
                             `runtime/step/grammar.py`
     bad_words               sequences of tokens: the last one is not drawn behind the others, unless
@@ -193,42 +195,18 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise RequestError(
-                ErrorKind.INVALID,
-                f"temperature must be between 0 and 100, not {self.temperature}",
-                "temperature",
-            )
-        if self.top_k < 0:
-            raise RequestError(
-                ErrorKind.INVALID, f"top_k must not be negative, not {self.top_k}", "top_k"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(
-                ErrorKind.INVALID, f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise RequestError(
-                ErrorKind.INVALID, f"seed must be between 0 and 2**63 - 1, not {self.seed}", "seed"
-            )
-        if not 0.0 <= self.min_p <= 1.0:
-            raise RequestError(
-                ErrorKind.INVALID, f"min_p must be between 0 and 1, not {self.min_p}", "min_p"
-            )
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise RequestError(
-                ErrorKind.INVALID,
-                "repetition_penalty must be above 0 and at most 100, not "
-                f"{self.repetition_penalty}",
-                "repetition_penalty",
-            )
+        temperature, top_p, min_p = self.temperature, self.top_p, self.min_p
+        check_field(0.0 <= temperature <= 100.0, "temperature", "be between 0 and 100", temperature)
+        check_field(self.top_k >= 0, "top_k", "not be negative", self.top_k)
+        check_field(0.0 < top_p <= 1.0, "top_p", "be above 0 and at most 1", top_p)
+        check_field(0 <= self.seed < 2**63, "seed", "be between 0 and 2**63 - 1", self.seed)
+        check_field(0.0 <= min_p <= 1.0, "min_p", "be between 0 and 1", min_p)
+        penalty = self.repetition_penalty
+        within = 0.0 < penalty <= 100.0
+        check_field(within, "repetition_penalty", "be above 0 and at most 100", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise RequestError(
-                    ErrorKind.INVALID,
-                    f"{name} must be between -2 and 2, not {getattr(self, name)}",
-                    name,
-                )
+            penalty = getattr(self, name)
+            check_field(-2.0 <= penalty <= 2.0, name, "be between -2 and 2", penalty)
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
             raise RequestError(
                 ErrorKind.INVALID,
@@ -289,8 +267,8 @@ class Request:
     confirm         the turn is committed only when `Scheduler.finish` confirms the reply's length
                     (the front end may cut the reply at a stop string)
     prompt_logprobs None, or the number of likeliest tokens whose log probabilities are reported for
-    each prompt token
-                    but the first, besides its own: the whole prompt is computed again
+                    each prompt token but the first, besides its own: the whole prompt is computed
+                    again
     choice          number of this reply among several replies to one prompt; the prompt's tokens
                     are counted with choice 0
     truncate        the context may outgrow the model's length: then its leading tokens are no
@@ -326,23 +304,14 @@ class Request:
     def __post_init__(self) -> None:
         if not len(self.prompt):
             raise RequestError(ErrorKind.INVALID, "the prompt is empty", "prompt")
-        if self.max_tokens < 1:
-            raise RequestError(
-                ErrorKind.INVALID,
-                f"max_tokens must be at least 1, not {self.max_tokens}",
-                "max_tokens",
-            )
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise RequestError(
-                ErrorKind.INVALID,
-                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not "
-                f"{self.min_tokens}",
-                "min_tokens",
-            )
+        most, least, expected = self.max_tokens, self.min_tokens, self.expect_next_s
+        check_field(most >= 1, "max_tokens", "be at least 1", most)
+        check_field(
+            0 <= least <= most, "min_tokens", f"be between 0 and max_tokens ({most})", least
+        )
         check_logprobs(self.prompt_logprobs, "prompt_logprobs")
-        if self.expect_next_s is not None and not 0.0 <= self.expect_next_s < inf:
-            message = f"expect_next_s must be 0 or more seconds, not {self.expect_next_s}"
-            raise RequestError(ErrorKind.INVALID, message, "expect_next_s")
+        allowed = expected is None or 0.0 <= expected < inf
+        check_field(allowed, "expect_next_s", "be 0 or more seconds", expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ def test_the_reading_path_is_short():
     """Its files exist, and together they have at most as many tokens as its page says."""
     files = reading_path()
     assert len(files) > 20
-    assert tokens(files) <= 47_600
+    assert tokens(files) <= 43_500
 
 
 def test_every_file_that_a_page_names_exists():

@@ -13,9 +13,9 @@ FOLDERS = ("scheduler", "plugins", "builder", "runtime", "scripts", "benchmarks"
 
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
-    "scheduler.types scheduler.declaration scheduler.plan scheduler.context_window "
-    "scheduler.config scheduler.cost "
-    "scheduler.step_timing scheduler.draft_timing scheduler.work",
+    "scheduler.types scheduler.declaration scheduler.plan scheduler.plan_contexts "
+    "scheduler.context_window scheduler.config scheduler.cost scheduler.cost_estimate "
+    "scheduler.swap_out_mark scheduler.step_timing scheduler.draft_timing scheduler.work",
     "scheduler.kv",
     "scheduler.turns",
     "scheduler.planning",

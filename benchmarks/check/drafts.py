@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.plan import StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request, RequestId, SettingError

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import KEEP, RECOMPUTE
-from pensieve.scheduler.cost import CostProfile, analytic_profile
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.sim.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
 from pensieve.scheduler.types import Usage
 from pensieve.scripts.command import result_line

@@ -19,7 +19,8 @@ from ...plugins.tensorrt.library import AllReduce, Library, Step, load_library, 
 from ...plugins.torch_ops import KVPool, pool_of
 from ...scheduler.types import InvariantError
 from ..checkpoints.config import DecoderConfig, Shard
-from ..model import Decoder, LayerInputs
+from ..layers.parts import LayerInputs
+from ..model import Decoder
 from .network import BATCH_INPUTS, layer_inputs
 
 MOST_TOKENS = 4096

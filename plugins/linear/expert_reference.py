@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import torch_ops  # noqa: F401  register torch.ops.pensieve.silu_gate
-from . import norm_reference
+from . import norm_ops, norm_reference  # noqa: F401  register torch.ops.pensieve.silu_gate
 from .fp8_format import widened
 
 

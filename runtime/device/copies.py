@@ -25,26 +25,21 @@ class TicketBook:
     def __init__(self, lane: Lane):
         self.lane = lane
         self.completed = 0
-        self._issued = 0
+        self.issued = 0  # the last ticket
         self._pending: dict[int, Ticket] = {}  # ascending
 
-    @property
-    def issued(self) -> int:
-        """The last ticket."""
-        return self._issued
-
     def enter(self, number: int, ticket: Ticket) -> None:
-        if number <= self._issued:
+        if number <= self.issued:
             raise InvariantError(
-                f"ticket {number} on lane {self.lane.name} comes after ticket {self._issued}"
+                f"ticket {number} on lane {self.lane.name} comes after ticket {self.issued}"
             )
-        self._issued = number
+        self.issued = number
         self._pending[number] = ticket
 
     def find(self, number: int) -> Ticket | None:
         """Returns the device ticket to wait for until ticket `number` is complete; None if it is
         known to be complete."""
-        if number > self._issued:
+        if number > self.issued:
             raise InvariantError(
                 f"ticket {number} on lane {self.lane.name} is waited for before it is issued"
             )
@@ -113,7 +108,11 @@ class Transfers:
         tickets = []
         for batch in plan.copies:
             self._wait(batch.lane, self._after(batch, plan))
-            ticket = self._issue_gated(batch) if batch.gated else self._issue_whole(batch)
+            if batch.gated:
+                ticket = self._issue_gated(batch)
+            else:
+                self._device.copy(batch.lane, *_arrays(batch), self._layers)
+                ticket = self._device.mark(batch.lane)
             self._books[batch.lane].enter(batch.ticket, ticket)
             self._copied[batch.lane] += len(batch.sources) * self._chunk_bytes
             if batch.lane is Lane.OUT and self._is_exact is not None:
@@ -135,10 +134,6 @@ class Transfers:
         if batch.ticket <= needed:
             return batch.after
         return batch.after._replace(swap_in=self._books[Lane.IN].issued)
-
-    def _issue_whole(self, batch: CopyBatch) -> Ticket:
-        self._device.copy(batch.lane, *_arrays(batch), self._layers)
-        return self._device.mark(batch.lane)
 
     def _issue_gated(self, batch: CopyBatch) -> Ticket:
         if batch.lane is not Lane.IN:

@@ -35,7 +35,7 @@ from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
 from ..system import give_up_after
 from .compressed_copies import CodedCopies
-from .cuda_api import CudaError, CudaRuntime
+from .cuda_api import CudaError, CudaRuntime, check_gpu
 from .cuda_graphs import StepGraphs
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned_memory import PinnedPool, Records
@@ -50,7 +50,6 @@ CAPTURE_SECONDS = 600.0
 """Seconds. On a machine's first start this includes the compilation of every kernel."""
 
 POLL_SECONDS = 30e-6
-OLDEST_CAPABILITY = (8, 0)  # Ampere
 
 
 class CudaTicket(Ticket):
@@ -91,7 +90,7 @@ class CudaDevice:
 
         SettingError if there is no suitable GPU.
         """
-        _check_gpu()
+        check_gpu()
         self._runtime = CudaRuntime()
         self._runtime.use_device(torch.cuda.current_device())
         self._copy = self._runtime.copy_batch if batched_copies else self._runtime.copy_each
@@ -418,19 +417,3 @@ def _reached(event: torch.cuda.Event) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def _check_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise SettingError(
-            "--device", "torch finds no NVIDIA GPU here, or has none of its libraries; use cpu"
-        )
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST_CAPABILITY:
-        wanted, actual = (
-            ".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability)
-        )
-        name = torch.cuda.get_device_name()
-        raise SettingError(
-            "--device", f"cuda needs compute capability {wanted} or newer, and {name} has {actual}"
-        )

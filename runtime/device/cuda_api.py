@@ -19,6 +19,7 @@ from cuda.bindings import runtime as cuda
 from ...scheduler.types import SettingError
 
 MOST_ENTRIES = 1024  # entries of a batched copy; with tens of thousands, some drivers hang
+OLDEST_CAPABILITY = (8, 0)  # Ampere
 _OLDEST = 13000  # the first version whose cudaMemcpyBatchAsync has this signature
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _BATCH_SIGNATURE: list[Any] = [
@@ -46,6 +47,23 @@ class _CopyAttributes(ctypes.Structure):
         (name, ctypes.c_int)
         for name in ("order", "source", "source_id", "target", "target_id", "flags")
     ]
+
+
+def check_gpu() -> None:
+    """SettingError if torch finds no GPU, or an older one than the kernels need."""
+    if not torch.cuda.is_available():
+        raise SettingError(
+            "--device", "torch finds no NVIDIA GPU here, or has none of its libraries; use cpu"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        wanted, actual = (
+            ".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability)
+        )
+        name = torch.cuda.get_device_name()
+        raise SettingError(
+            "--device", f"cuda needs compute capability {wanted} or newer, and {name} has {actual}"
+        )
 
 
 class CudaRuntime:

@@ -18,7 +18,8 @@ from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
 from ...plugins.state.pool import ALIGNMENT, StateShape
 from ...scheduler.config import SchedulerConfig, StateConfig
 from ...scheduler.context_window import KEEP, RECOMPUTE
-from ...scheduler.cost import CostProfile, analytic_profile
+from ...scheduler.cost import CostProfile
+from ...scheduler.cost_estimate import analytic_profile, break_even_disk
 from ...scheduler.declaration import flag
 from ...scheduler.planning.plan_builder import MOST_SCORED
 from ...scheduler.types import SettingError, Tier
@@ -319,7 +320,7 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
     if speed is None:
         log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
         return cost
-    pays = {tokens: cost.break_even_disk(tokens) / 1e9 for tokens in (cost.chunk_tokens, longest)}
+    pays = {tokens: break_even_disk(cost, tokens) / 1e9 for tokens in (cost.chunk_tokens, longest)}
     log.info(
         "%s: reads %.2f GB/s, writes %.2f GB/s; on an idle device reading %s",
         directory,

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.cost import CostProfile, Points, propose_swap_out_below
+from ...scheduler.cost import CostProfile, Points
+from ...scheduler.swap_out_mark import propose_swap_out_below
 from ...scheduler.types import SettingError
 from ..engine import Engine
 from ..executor import GROUP_LAYERS

@@ -124,9 +124,10 @@ class StepPacker:
         sample_rows = q_ends.repeat(samples) - before
         # the positions of the tokens to be drawn
         drawn = ends.repeat(samples) - before + np.int32(1)
-        scored_rows, scored_seats = (
-            scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
-        )
+        scored_seats: Sequence[int] = ()
+        if plan.scored:
+            scored_rows, scored_seats = scored(spans, q_ends[generated:])
+            sample_rows = np.concatenate((sample_rows, scored_rows))
         return StepInputs(
             generated=generated,
             token_ids=token_ids,
@@ -136,7 +137,7 @@ class StepPacker:
             ),
             segments=segments,
             sharing=self._prefixes.order(seats[:generated], segments[:generated, 3]),
-            sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
+            sample_rows=sample_rows,
             state_in=state_in,
             state_out=state_out,
             sample_seats=sample_seats,

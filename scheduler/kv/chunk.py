@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from operator import attrgetter
@@ -35,21 +36,24 @@ class ChunkSet(Protocol):
     def discard(self, chunk: Chunk) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Move:
-    """A spill to a tier below HOST or a promotion from it, in progress. `key`: `erased_with`.
-    `host` and `slot`: in HOST and in that tier. `chunk` is None after it was dropped: then the
-    move owns both slots. `late`: its deadline is over, and no request waits for it."""
+    """A spill to a tier below HOST or a promotion from it, in progress.
 
-    __slots__ = ("chunk", "host", "key", "late", "slot", "spills", "tier")
+    chunk       None after it was dropped: then the move owns both slots
+    key         `Chunk.erased_with`
+    host, slot  in HOST and in that tier
+    spills      otherwise it is a promotion
+    late        its deadline is over, and no request waits for it
+    """
 
-    def __init__(self, tier: Tier, chunk: Chunk, key: ChunkKey, host: int, slot: int, spills: bool):
-        self.tier = tier
-        self.chunk: Chunk | None = chunk
-        self.key = key
-        self.host = host
-        self.slot = slot
-        self.spills = spills
-        self.late = False
+    tier: Tier
+    chunk: Chunk | None
+    key: ChunkKey
+    host: int
+    slot: int
+    spills: bool
+    late: bool = False
 
 
 class VictimGroup:

@@ -9,7 +9,6 @@ computed twice side by side.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
@@ -26,6 +25,7 @@ from ..types import (
 )
 from .chunk import NEVER, NO_SLOT, NOWHERE, Chunk, ChunkSet, Move, OrderedSet, State
 from .context import KeyedContext
+from .dropped_keys import DroppedKeys
 from .lower_tiers import LowerTier, lower_tiers
 from .retention import EvictionPolicy
 from .slots import SlotPool
@@ -52,6 +52,8 @@ class ChunkStore:
     bad_copies      failed copies on HOST, since the start
     dropped         chunks dropped since the start
     regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
+    late_host_slots
+                    HOST slots that this plan still reads; they are free with the next one
     lose_state      called with a state of which a piece has been dropped
     delete_state    called with a key whose chunk is deleted; returns the pieces of the state there
     """
@@ -82,12 +84,11 @@ class ChunkStore:
         self.lose_state: Callable[[State], None] = _no_state
         self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = _no_pieces
         self._private: dict[Chunk, None] = {}
-        self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
-        self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
-        self._most_forgotten = 4 * (config.gpu_kv_chunks + config.most_host_kv_chunks) + sum(
-            lower.count for lower in self.lower
+        lower_slots = sum(lower.count for lower in self.lower)
+        self._forgotten = DroppedKeys(
+            4 * (config.gpu_kv_chunks + config.most_host_kv_chunks) + lower_slots
         )
-        self._late_host_slots: list[int] = []
+        self.late_host_slots: list[int] = []
         self._last_stamp = 0.0
 
     # -- looking up
@@ -151,7 +152,7 @@ class ChunkStore:
         if owner is None:
             chunk.key = key
             self._by_key[key] = chunk
-            self._regret(self._forgotten.pop(key, NEVER))
+            self._regret(self._forgotten.pop(key))
             del self._private[chunk]
             return chunk
         if owner.slots[GPU] != NO_SLOT:
@@ -277,7 +278,7 @@ class ChunkStore:
             chunk.key = key
             chunk.tokens = self.chunk_tokens
             self._by_key[key] = chunk
-            chunk.dropped_at = self._forgotten.pop(key, NEVER)
+            chunk.dropped_at = self._forgotten.pop(key)
         if chunk.slots[SHARED] == NO_SLOT:
             chunk.slots[SHARED] = self.shared.new_slot()
         return chunk
@@ -410,15 +411,15 @@ class ChunkStore:
     def release_host_late(self, chunk: Chunk) -> None:
         """Does what `release_host` does, for a copy that this plan's swap-in still reads. Nothing
         else in this plan may take the slot."""
-        self._late_host_slots.append(chunk.slots[HOST])
+        self.late_host_slots.append(chunk.slots[HOST])
         chunk.slots[HOST] = NO_SLOT
         self.update_victim_set(chunk)
         self._count_if_dropped(chunk)
 
     def end_plan(self) -> None:
-        for slot in self._late_host_slots:
+        for slot in self.late_host_slots:
             self.host.give(slot)
-        self._late_host_slots.clear()
+        self.late_host_slots.clear()
 
     def drop(self, chunk: Chunk) -> None:
         """Removes an idle chunk from every tier."""
@@ -488,12 +489,7 @@ class ChunkStore:
         gone = self._by_key.pop(chunk.key, None)
         if gone is None or chunk.state is not None or chunk.dropped_at == NEVER:
             return
-        self._forgotten[chunk.key] = chunk.dropped_at
-        self._in_order.append((chunk.key, chunk.dropped_at))
-        if len(self._in_order) > self._most_forgotten:
-            key, dropped_at = self._in_order.popleft()
-            if self._forgotten.get(key) == dropped_at:
-                del self._forgotten[key]
+        self._forgotten.add(chunk.key, chunk.dropped_at)
 
     def _regret(self, dropped_at: float) -> None:
         if self.now - dropped_at <= REGRET_S:
@@ -593,10 +589,6 @@ class ChunkStore:
                     copies.discard(chunk)
 
     # -- checks
-
-    @property
-    def late_host_slots(self) -> Iterable[int]:
-        return self._late_host_slots
 
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()

@@ -1,7 +1,9 @@
-"""Parts of the chunk store: the ends of moves to and from the tiers below HOST, and all slots
-counted."""
+"""Parts of the chunk store: the ends of moves to and from the tiers below HOST, and what it
+counts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ..plan import StepResult
 from ..types import GPU, HOST, LABELS
@@ -62,3 +64,21 @@ def slot_counts(store: ChunkStore) -> dict[str, dict[str, int]]:
         slots = {"free": lower.room, "copy": copies, "idle": idle[lower.tier]}
         counts[LABELS[lower.tier]] = slots | {"moving": lower.count - sum(slots.values())}
     return counts
+
+
+def store_counts(store: ChunkStore) -> dict[str, Any]:
+    """The store's counters and gauges, by the fields of `SchedulerStats`."""
+    lower = store.lower.local
+    return {
+        "slots": slot_counts(store),
+        "dropped": store.dropped,
+        "evictions": store.evictions.by_tier_and_reason(),
+        "eviction_values": store.evictions.by_value(),
+        "eviction_value_sum": store.evictions.value_sum,
+        "regret_tokens": store.regret_tokens,
+        "bad_copies": store.bad_copies,
+        "spilled": sum(tier.spilled for tier in lower),
+        "promoted": sum(tier.promoted for tier in lower),
+        "failed_writes": sum(tier.failed_writes for tier in lower),
+        "failed_reads": sum(tier.failed_reads for tier in lower),
+    }

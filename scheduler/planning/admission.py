@@ -73,9 +73,9 @@ class Admission:
         link = self.link_chunks(builder)
         for row in list(self._queues.swapping_in):
             link = self._swap_in(row, builder, link)
-        joined = [*self._queues.joined()]
-        if builder.budget <= 0 or len(joined) >= self._config.max_num_seqs:
+        if builder.budget <= 0 or self._queues.full:
             return
+        joined = [*self._queues.joined()]
         for tried, turn in enumerate(self._order.candidates(joined, builder.now)):
             if tried == MOST_TRIED:
                 builder.polls = True
@@ -101,11 +101,7 @@ class Admission:
                 return
             self._order.joins(turn, work)
             link = self._swap_in(self._reserve(turn, needs, builder), builder, link)
-            if (
-                builder.budget <= 0
-                or len(self._queues.rows) + len(self._queues.swapping_in)
-                >= self._config.max_num_seqs
-            ):
+            if builder.budget <= 0 or self._queues.full:
                 return
 
     def _needs_or_key(self, turn: Turn, builder: PlanBuilder) -> RequestNeeds | ChunkKey:

@@ -17,6 +17,7 @@ from ..types import GPU, RowId
 from .drafting import Drafting
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
+from .step_limit import limit_prompts
 
 
 class Batcher:
@@ -84,36 +85,13 @@ class Batcher:
                 self._states.generate(self._queues.by_id[row_id], position, builder)
         samples += checked
         builder.budget -= builder.tokens
-        if generating and self._config.target_ms_per_token is not None:
-            self._limit(builder, self._config.target_ms_per_token / 1e3)
-
-    def _limit(self, builder: PlanBuilder, seconds: float) -> None:
-        """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds`
-        seconds, and to no less than a chunk.
-
-        The budget is the tokens without context that fit. A token with context takes longer. It
-        counts as more than one if it takes longer than `seconds` divided by the budget. If a step's
-        time grows at least in proportion to its tokens, as measured steps' times do, no mixture is
-        predicted to take longer than `seconds`.
-        """
-        if not (self._queues.waiting or self._queues.swapping_in or self._rows_with_spans()):
-            return
-        cost = self._cost
-        rows = max(1, builder.tokens)
-        least = self._config.chunk_tokens
-        context = builder.rows_context() + 1
-        fit = cost.most_tokens(seconds, builder.budget, rows, context)
-        builder.least, builder.budget = (
-            least + len(builder.token_ids),
-            min(builder.budget, max(fit, least)),
-        )
-        base = cost.step(0, 0, rows, context)
-        if fit > least and seconds > base:
-            filled = cost.step(fit, 0, rows, context) - base
-            free = seconds - base
-            builder.weigh = lambda context: max(
-                1.0, (filled + fit * cost.token_attention(context)) / free
-            )
+        target = self._config.target_ms_per_token
+        if (
+            generating
+            and target is not None
+            and (self._queues.waiting or self._queues.swapping_in or self._rows_with_spans())
+        ):
+            limit_prompts(builder, self._cost, target / 1e3, self._config.chunk_tokens)
 
     def _extend(self, row: RunningTurn, builder: PlanBuilder, end: int) -> bool:
         """Takes slots for the row's positions below `end`, or fewer if its window or the pool ends
@@ -218,8 +196,8 @@ class Batcher:
         The rest of the budget is for requests that join, then for any row.
         """
         rows = self._rows_with_spans()
-        waiting = self._queues.waiting
-        owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
+        turns = chain((row.turn for row in rows), self._queues.waiting)
+        owners = {turn.request.owner for turn in turns}
         shares = dict.fromkeys(owners, -(-builder.budget // max(1, len(owners))))
         for row in rows:
             owner = row.turn.request.owner

@@ -7,12 +7,10 @@ A lookup changes no state. If the request fits, it later gets all its slots at o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 
-from ..context_window import RECOMPUTE, ContextWindow
+from ..context_window import ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_keys import ChunkKeys
@@ -23,6 +21,7 @@ from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
 from ..turns.turn import Turn
 from ..types import GPU, HOST, LABELS, TIERS, ChunkKey, Tier, Usage
+from .context_starts import ContextStarts
 from .state_lookup import NeedsReads, StateLookup, StateNeeds, overlaps
 
 LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
@@ -106,6 +105,7 @@ class CacheLookup:
         self._reuse = reuse
         self._chunk_keys = chunk_keys
         self._windows = windows
+        self._starts = ContextStarts(store, chunk_tokens, reuse, chunk_keys, windows)
 
     def must_wait(self, key: ChunkKey) -> bool:
         """True while a row computes that chunk or swaps it in, while it is promoted, and
@@ -203,54 +203,17 @@ class CacheLookup:
         its last position sees; else it begins a new context. After the turn's first seat its start
         is fixed, because the reply depends on it.
         """
-        windows = self._windows
-        last = len(turn.tokens) - 1
-        others: Sequence[int] = ()
-        if windows is None or last < windows.length:
-            anew = 0
-        elif turn.usage is not None and windows.mode != RECOMPUTE:
-            anew = turn.context_start
-        else:
-            *others, anew = windows.context_starts(last, turn.context_start)
-        for context_start in self._computed_starts(turn, others):
-            request_needs = self._needs_from(
-                turn, conversation, rows, context_start, most=last - anew
-            )
+        starts, anew = self._starts.of(turn)
+        most = len(turn.tokens) - 1 - anew
+        for context_start in starts:
+            request_needs = self._needs_from(turn, conversation, rows, context_start, most)
             if request_needs is not None and not (
-                isinstance(request_needs, RequestNeeds) and request_needs.computed > last - anew
+                isinstance(request_needs, RequestNeeds) and request_needs.computed > most
             ):
                 return request_needs
         needs = self._needs_from(turn, conversation, rows, anew)
         assert needs is not None
         return needs
-
-    def _keys(self, turn: Turn, context_start: int, end: int) -> list[ChunkKey]:
-        """The turn's keys from that context start, at least up to position `end`."""
-        if context_start == turn.context_start or not self._reuse:
-            return turn.keys
-        keys = turn.key_chains.setdefault(context_start, [])
-        self._chunk_keys.extend(keys, context_start, turn.request.salt, turn.tokens, end)
-        return keys
-
-    def _computed_starts(self, turn: Turn, starts: Sequence[int]) -> Iterator[int]:
-        """Yields the turn's context start, and those where any context began. This looks at one
-        chunk of each, before keys are made for all chunks."""
-        first_keys = turn.first_keys
-        pending = self._store.pending
-        had_kv = self._store.was_computed
-        for start in starts:
-            if start == turn.context_start:
-                yield start
-                continue
-            if not self._reuse:
-                continue
-            key = first_keys.get(start)
-            if key is None:
-                key = first_keys[start] = self._chunk_keys.first(
-                    start, turn.request.salt, turn.tokens
-                )
-            if key in pending or had_kv(key):
-                yield start
 
     def _needs_from(
         self,
@@ -265,7 +228,7 @@ class CacheLookup:
         size = self._chunk_tokens
         count = len(turn.tokens)
         windows = self._windows
-        keys = self._keys(turn, context_start, count)
+        keys = self._starts.keys(turn, context_start)
         view = _View(
             turn,
             conversation,
@@ -276,16 +239,12 @@ class CacheLookup:
         end = count
         overflows = False
         if windows is not None and count > windows.length:
-            if (
-                most < inf
-                and view.tail is None
-                and not self._sees_any(turn, keys, windows.start(count - 1, context_start))
-            ):
+            view.seen = windows.start(count - 1, context_start)
+            if most < inf and view.tail is None and not self._starts.has_any(turn, keys, view.seen):
                 return None
-            start = windows.reach(count - 1, context_start, partial(self._first_missing, view))
+            start = self._starts.reach(turn, context_start, keys, view.tail, view.tail_tokens)
             end = min(count, windows.end(start))
             overflows = True
-            view.seen = windows.start(count - 1, context_start)
             view.first = start // size
         view.held = -(-end // size) - view.first
 
@@ -338,31 +297,6 @@ class CacheLookup:
                 view.tail = None
                 view.tail_tokens = 0
         return self._needs(view, hits, had_kv, to_read, rows)
-
-    def _sees_any(self, turn: Turn, keys: list[ChunkKey], start: int) -> bool:
-        """True if any chunk from position `start` on is available without computing it."""
-        return any(
-            self._there(turn, keys[index])
-            for index in range(start // self._chunk_tokens, len(keys))
-        )
-
-    def _first_missing(self, view: _View, position: int) -> int:
-        """Returns the first position, from `position` (a chunk's first) on, whose KV must be
-        computed (see `ContextWindow.reach`)."""
-        size = self._chunk_tokens
-        count = len(view.turn.tokens)
-        for index in range(position // size, -(-count // size)):
-            if not (index < len(view.keys) and self._there(view.turn, view.keys[index])):
-                ours = view.tail is not None and view.tail.end == (index + 1) * size
-                return index * size + (view.tail_tokens if ours else 0)
-        return count
-
-    def _there(self, turn: Turn, key: ChunkKey) -> bool:
-        """True if this chunk of a context that overflows is available without computing it."""
-        if key in self._store.pending:
-            return True
-        chunk = self._store.find(key)
-        return chunk is not None and chunk.resident and (turn.promotes or not unread(chunk))
 
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, context_start: int

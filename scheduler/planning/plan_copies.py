@@ -93,13 +93,6 @@ class StepCopies:
             if name in copies and copies[name].sources
         )
 
-    def moved(self) -> tuple[int, int]:
-        """Chunks swapped in and out so far."""
-        copies = vars(self)
-        order = ("gated", "early", "evictions", "swap_outs_ahead")
-        sizes = [len(copies.get(name, ())) for name in order]
-        return sizes[0] + sizes[1], sizes[2] + sizes[3]
-
 
 class LaneCopies:
     """One batch while it is built."""
@@ -116,9 +109,6 @@ class LaneCopies:
         self._after = [0] * len(Lane)
         self.sources: array[int] = array("i")
         self.targets: array[int] = array("i")
-
-    def __len__(self) -> int:
-        return len(self.sources)
 
     def add(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies `sources[i]` to `targets[i]`."""

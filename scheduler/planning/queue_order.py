@@ -157,7 +157,7 @@ class QueueOrder:
         seconds."""
         held = self._held
         priority = turn.order[0]
-        owner_seats = self._held[turn.request.owner]
+        owner_seats = held[turn.request.owner]
         for other in self._waiting:
             if other.order >= turn.order:
                 return

@@ -48,6 +48,11 @@ class RequestQueues:
     def empty(self) -> bool:
         return not (self.rows or self.swapping_in)
 
+    @property
+    def full(self) -> bool:
+        """True if no seat is left for another request."""
+        return len(self.rows) + len(self.swapping_in) >= self.seats
+
     # -- the queue
 
     def enqueue(self, turn: Turn) -> None:

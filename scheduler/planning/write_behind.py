@@ -17,6 +17,7 @@ from ..kv.lower_tiers import LowerTier, LowerTiers
 from ..plan import Lane
 from ..types import GPU, HOST, Request, RowResult
 from .eviction import Evictor
+from .spills import spill, spill_ahead
 
 LINK_PIECE_S = 2e-3  # link time in a step for staged copies, seconds
 WRITES_AHEAD_S = 0.1  # seconds of writing in progress at most; a read may wait this long
@@ -120,7 +121,7 @@ class TierWriter:
             self._copied.popleft()
             self._leave(chunk)
             if wanted:
-                evictor.spill(chunk, self._lower)
+                spill(evictor, chunk, self._lower)
 
     def _end_staging(self) -> None:
         """Releases HOST copies that were made only to be written, unless their chunks have left
@@ -229,7 +230,8 @@ class WriteBehind(TierWriter):
         else:
             self._write_copied(evictor)
             self._copy_out(evictor)
-            self._short = not evictor.spill_ahead(
+            self._short = not spill_ahead(
+                evictor,
                 self._lower,
                 max(1, int(HOST_BUFFER * self._store.host.count)),
                 self._most_writes - self._lower.writing,

@@ -23,7 +23,7 @@ from ...runtime.launch.options import parse_bytes
 from ...runtime.launch.settings import DEFAULT_HOST_KV
 from ...runtime.shared.config import SharedConfig
 from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig, SchedulerSettings, StateConfig
-from ...scheduler.cost import CostProfile, propose_swap_out_below
+from ...scheduler.cost import CostProfile
 from ...scheduler.declaration import flag
 from ...scheduler.sim.simulator import (
     Open,
@@ -35,6 +35,7 @@ from ...scheduler.sim.simulator import (
     longest_context,
     percentile,
 )
+from ...scheduler.swap_out_mark import propose_swap_out_below
 from ...scheduler.types import Applied, RequestId, SettingError, Usage
 from ..command import check_least, numbers
 from .arrivals import Arrival, plan_arrivals

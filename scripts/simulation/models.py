@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from ...builder.checkpoints.architectures import decoder_config
 from ...builder.checkpoints.config import Shard
 from ...scheduler.config import StateConfig
-from ...scheduler.cost import CostProfile, analytic_profile
+from ...scheduler.cost import CostProfile
+from ...scheduler.cost_estimate import analytic_profile
 from ...scheduler.types import SettingError
 
 ELEMENT_BYTES = 2  # bf16 weights and KV

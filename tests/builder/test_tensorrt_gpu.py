@@ -15,8 +15,8 @@ import torch
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.inductor.compile_worker import engine_weights
+from pensieve.builder.layers.parts import LayerInputs
 from pensieve.builder.manifest import PLAN, Manifest
-from pensieve.builder.model import LayerInputs
 from pensieve.builder.parity import CHUNK, MOST_CONTEXT, random_batches
 from pensieve.plugins.tensorrt.installation import find_tensorrt
 from pensieve.plugins.torch_ops import register_pool, release_pool

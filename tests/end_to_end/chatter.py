@@ -21,7 +21,7 @@ from pensieve.runtime.executor import Executor
 from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig, StateConfig
 from pensieve.scheduler.context_window import RECOMPUTE, ContextWindow
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import GREEDY, Request, Sampling
 

@@ -25,7 +25,7 @@ from pensieve.runtime.service import Service
 from pensieve.runtime.step.grammar import Grammars
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.step_timing import StepTiming

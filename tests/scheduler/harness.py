@@ -11,7 +11,7 @@ from random import Random
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import RECOMPUTE
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.kv.chunk_keys import NO_KEY
 from pensieve.scheduler.kv.disk_tier import DiskTier
 from pensieve.scheduler.kv.piece_keys import split_key

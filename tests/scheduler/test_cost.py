@@ -7,13 +7,11 @@ from functools import partial
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import (
-    CostProfile,
-    analytic_profile,
-    propose_swap_out_below,
-    swap_out_chunks,
-)
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.cost_estimate import analytic_profile, break_even_disk
+from pensieve.scheduler.planning.step_limit import most_tokens
 from pensieve.scheduler.sim.simulator import simulate
+from pensieve.scheduler.swap_out_mark import propose_swap_out_below, swap_out_chunks
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulate import parser, plan_runs
 
@@ -140,8 +138,8 @@ def test_at_the_break_even_a_history_is_read_as_quickly_as_it_is_computed():
     # 0.25 s each to copy in
     chunks = 4
     computed = 10.5 + 11 + 12 + 13
-    assert cost.break_even_disk(140) == pytest.approx(4000 / (computed - chunks * 0.25))
-    assert a_profile(link_bytes_per_s=1000 / 11).break_even_disk(64) == math.inf
+    assert break_even_disk(cost, 140) == pytest.approx(4000 / (computed - chunks * 0.25))
+    assert break_even_disk(a_profile(link_bytes_per_s=1000 / 11), 64) == math.inf
 
 
 def test_a_measured_step_is_read_off_its_curve():
@@ -162,7 +160,7 @@ def test_the_tokens_that_fit_are_as_many_as_one_after_the_other_finds(rows, meas
     profile = a_profile(**MEASURED) if measured else a_profile()
     for tenths in range(1600):
         fitting = [n for n in range(100) if profile.step(n, 0, rows, 96) <= tenths / 10]
-        assert profile.most_tokens(tenths / 10, 99, rows, 96) == len(fitting) - 1
+        assert most_tokens(profile, tenths / 10, 99, rows, 96) == len(fitting) - 1
 
 
 def test_unmeasured_rows_cost_their_share_of_a_chunk():

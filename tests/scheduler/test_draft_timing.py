@@ -8,7 +8,8 @@ import pytest
 
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.draft_timing import FIRST_TURNAROUND, DraftTiming
-from pensieve.scheduler.plan import Span, mean_contexts
+from pensieve.scheduler.plan import Span
+from pensieve.scheduler.plan_contexts import mean_contexts
 from tests.runtime.fake_engine import plan, span
 
 # 5 ms and 20 us a token; a row's attention 1 us a context token, a known token's half of it

@@ -15,6 +15,7 @@ import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.cost_estimate import break_even_disk
 from pensieve.scheduler.plan import Lane, StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.sim.simulator import (
@@ -138,10 +139,10 @@ def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
     """HOST is a disk without delay behind a link that is slow."""
     for times in AROUND:
         if tier == "disk":
-            cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
+            cost = replace(H200, disk_read_bytes_per_s=times * break_even_disk(H200, history))
         else:
             # of one copy, not two
-            even = replace(H200, link_bytes_per_s=INSTANTLY).break_even_disk(history)
+            even = break_even_disk(replace(H200, link_bytes_per_s=INSTANTLY), history)
             cost = replace(H200, link_bytes_per_s=times * even, disk_read_bytes_per_s=INSTANTLY)
         loaded, computed, chosen = all_ways(cost, history)
         assert chosen.first_token <= 1.1 * min(loaded.first_token, computed.first_token), times
@@ -154,7 +155,7 @@ def test_beside_rows_it_is_the_delay_of_all_that_counts():
     ended meanwhile."""
     rows, history = 8, 2048
     for times in (0.5 / (1 + rows), 0.8 / (1 + rows), 1.25 / (1 + rows), 0.5):
-        cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
+        cost = replace(H200, disk_read_bytes_per_s=times * break_even_disk(H200, history))
         loaded, computed, chosen = all_ways(cost, history, rows=rows, reply=200)
         assert chosen.total <= 1.01 * min(loaded.total, computed.total), times
     assert chosen.usage.disk == history and computed.total > 1.02 * chosen.total
@@ -163,7 +164,7 @@ def test_beside_rows_it_is_the_delay_of_all_that_counts():
 def test_what_is_measured_wrongly_costs_no_more_than_the_error():
     """A disk that is believed to be a tenth faster, or slower, than it is."""
     for times in (0.8, 0.95, 1.05, 1.25):
-        cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(8192))
+        cost = replace(H200, disk_read_bytes_per_s=times * break_even_disk(H200, 8192))
         better = min(way.first_token for way in all_ways(cost, 8192))
         for error in (0.9, 1.1):
             believed = replace(cost, disk_read_bytes_per_s=error * cost.disk_read_bytes_per_s)

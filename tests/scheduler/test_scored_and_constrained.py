@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.plan import Span, StepResult
 from pensieve.scheduler.planning.lookup import _scoring
 from pensieve.scheduler.planning.plan_builder import MOST_SCORED

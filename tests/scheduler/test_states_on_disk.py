@@ -22,6 +22,7 @@ from pensieve.scheduler.kv.piece_keys import (
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
+from pensieve.scheduler.planning.spills import spill, spill_ahead
 from pensieve.scheduler.planning.state_lookup import (
     _Amounts,
     _amounts,
@@ -468,9 +469,9 @@ def test_a_piece_that_goes_with_its_sibling_is_not_written(ahead):
         for chunk in store.resident_chunks():
             if chunk not in (read, copied) and not chunk.users and chunk.slots[HOST] != NO_SLOT:
                 store.release_host(chunk)
-        evictor.spill_ahead(lower, store.host.free + 1, 1)
+        spill_ahead(evictor, lower, store.host.free + 1, 1)
     else:
-        evictor.spill(copied, lower)
+        spill(evictor, copied, lower)
     assert all(spill.host != NO_SLOT for spill in lower._spills)
     assert not ahead or not copied.resident or copied.moving is None
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.check import cluster
 from benchmarks.check.cluster import main
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from tests.benchmarks.fake_completions import CompletionsServer
 
 SMALL = ["--rate", "4", "--seconds", "3", "--warm-up-s", "0.5"]

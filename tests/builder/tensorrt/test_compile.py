@@ -20,8 +20,9 @@ from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import Rotary
 from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
 from pensieve.builder.inductor.compile_worker import report
+from pensieve.builder.layers.parts import LayerInputs
 from pensieve.builder.manifest import PLAN, files_digest
-from pensieve.builder.model import Decoder, LayerInputs
+from pensieve.builder.model import Decoder
 from pensieve.builder.parity import CHUNK, check_parity, check_ranks, random_batches
 from pensieve.builder.tensorrt import compile as compile_tensorrt
 from pensieve.builder.tensorrt import installed

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pensieve.plugins import torch_ops  # noqa: F401  registers torch.ops.pensieve
-from pensieve.plugins.linear import norm_reference
+from pensieve.plugins.linear import norm_ops, norm_reference  # noqa: F401  registers the operations
 
 from ..kernel_cases import CUDA, DEVICE, needs_kernels
 

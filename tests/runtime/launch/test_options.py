@@ -29,7 +29,7 @@ from pensieve.runtime.launch.sizing import (
 from pensieve.runtime.offline.settings import read_settings
 from pensieve.scheduler.config import SPARE_STATES
 from pensieve.scheduler.context_window import OVERFLOW_MODES
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.types import SettingError
 
 

@@ -32,7 +32,7 @@ from pensieve.runtime.measure.profile import (
 )
 from pensieve.runtime.measure.step_bench import STEPS_IN_FLIGHT, UNCOUNTED, CopyTime, StepBench
 from pensieve.scheduler.config import SchedulerConfig, SchedulerSettings
-from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.profile_engine import main

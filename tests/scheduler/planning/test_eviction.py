@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.planning.spills import spill, spill_ahead
 from pensieve.scheduler.types import GPU, HOST, InvariantError, Tier
 
 from ..harness import Harness
@@ -30,7 +31,11 @@ def test_slots_that_cost_nothing_go_first():
     evictor.take_gpu_slots(3)
     assert not refused_by_host.resident and only.slots[GPU] != NO_SLOT and not copies.batches()
     evictor.take_gpu_slots(4)
-    assert only.slots[GPU] == NO_SLOT and only.slots[HOST] != NO_SLOT and len(copies.evictions) == 1
+    assert (
+        only.slots[GPU] == NO_SLOT
+        and only.slots[HOST] != NO_SLOT
+        and len(copies.evictions.sources) == 1
+    )
     check(store)
 
 
@@ -82,7 +87,7 @@ def test_a_copy_out_never_displaces_the_copy_of_an_idle_chunk_of_lower_value(act
     evictor.swap_out_ahead(available=4, most=9)
     assert (copied.slots[HOST] == NO_SLOT, saved.slots[HOST] != NO_SLOT) == (displaced, displaced)
     assert saved.refused_by_host is not displaced
-    assert len(copies.swap_outs_ahead) == displaced
+    assert len(copies.swap_outs_ahead.sources) == displaced
     check(store)
 
 
@@ -92,7 +97,7 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
         chunks = [idle(store, end=SIZE * (1 + index), now=1.0) for index in range(4)]
         copies, evictor = an_evictor(store, now=10.0)
         evictor.swap_out_ahead(available, most)
-        assert len(copies.swap_outs_ahead) == expected
+        assert len(copies.swap_outs_ahead.sources) == expected
         assert [chunk.slots[HOST] != NO_SLOT for chunk in chunks] == [
             index < expected for index in range(4)
         ], "leading first"
@@ -112,7 +117,7 @@ def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
         store.touch(copy, 1.0, place=(0, 1) if awaited else None)
     only = idle(store, now=5.0, on_gpu=False)
     _, evictor = an_evictor(store, now=10.0)
-    assert evictor.spill_ahead(store.lower[0], spare=2, most=9)
+    assert spill_ahead(evictor, store.lower[0], spare=2, most=9)
     assert (only.moving is not None) is awaited
     check(store)
 
@@ -246,7 +251,11 @@ def test_nothing_gives_way_to_what_is_worth_the_same():
     kept, refused_by_host = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
     copies, evictor = an_evictor(store, now=10.0)
     evictor.swap_out_ahead(available=2, most=1)
-    assert kept.resident and refused_by_host.refused_by_host and not len(copies.swap_outs_ahead)
+    assert (
+        kept.resident
+        and refused_by_host.refused_by_host
+        and not len(copies.swap_outs_ahead.sources)
+    )
     check(store)
 
 
@@ -256,7 +265,7 @@ def test_no_record_gives_way_to_what_is_worth_the_same():
     record(store, kept)
     store.release_host(kept)
     _, evictor = an_evictor(store, now=10.0)
-    evictor.spill(refused, store.lower[0])
+    spill(evictor, refused, store.lower[0])
     assert kept.slots[Tier.DISK] >= 0 and refused.moving is None
     check(store)
 

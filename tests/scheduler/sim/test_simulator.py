@@ -18,8 +18,8 @@ from pensieve.scheduler.plan import (
     StepPlan,
     StepResult,
     Tickets,
-    mean_contexts,
 )
+from pensieve.scheduler.plan_contexts import mean_contexts
 from pensieve.scheduler.sim.fast_forward import FastForwardScheduler
 from pensieve.scheduler.sim.simulator import (
     Session,
