@@ -144,7 +144,6 @@ def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
         "kv_cache_dtype",
         "lower_tier_kv",
         "kv_shared_config",
-        "kv_events_config",
     ):
         if settings.changed(name) and getattr(settings, name) not in (0, "off", RECOMPUTE, "auto"):
             raise SettingError(

@@ -79,8 +79,9 @@ class ChunkStore:
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
-        self.lose_state: Callable[[State], None] = _no_state
-        self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = _no_pieces
+        # unless the model has states:
+        self.lose_state: Callable[[State], None] = lambda _: None
+        self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = lambda _: ()
         self._private: dict[Chunk, None] = {}
         self._forgotten: dict[ChunkKey, float] = {}  # dropped chunks, and when they were dropped
         self._in_order: deque[tuple[ChunkKey, float]] = deque()  # the same, the earliest first
@@ -169,6 +170,10 @@ class ChunkStore:
     def name(self, context: KeyedContext, first: int, end: int) -> None:
         """The context's chunks number `first` up to `end` are in use. `NotedChunkStore` notes
         it."""
+
+    def note_state(self, key: ChunkKey, end: int) -> None:
+        """A state after `end` tokens is found by the key from now on; 0: none is.
+        `NotedChunkStore` notes it."""
 
     def note_deletion(self) -> None:
         """The chunks of a conversation whose time is over are dropped. `NotedChunkStore` notes
@@ -601,13 +606,3 @@ class ChunkStore:
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
-
-
-# The model has no states:
-
-
-def _no_state(_: State) -> None: ...
-
-
-def _no_pieces(_: ChunkKey) -> Sequence[Chunk]:
-    return ()

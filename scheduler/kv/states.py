@@ -41,8 +41,7 @@ class KeptStates:
                 piece.key = piece_key(state.key, StatePiece(number, computation))
             piece.tokens = 1  # nothing else of a piece is counted in tokens
             self._store.add_piece(piece, slot, state.pinned)
-        if state.key is not None:
-            self.by_key[state.key] = state
+        self._find_by_key(state)
         self.kept += 1
 
     def can_swap_in(self, state: State) -> bool:
@@ -88,8 +87,7 @@ class KeptStates:
 
     def adopt(self, state: State, pieces: list[Chunk]) -> None:
         """An earlier process left the state, which has a key, in a lower tier."""
-        assert state.key is not None
-        self.by_key[state.key] = state
+        self._find_by_key(state)
         state.pieces = pieces
         for piece in pieces:
             piece.state = state
@@ -108,6 +106,12 @@ class KeptStates:
             if piece.resident:
                 self._store.drop(piece)
 
+    def _find_by_key(self, state: State) -> None:
+        if state.key is not None:
+            self.by_key[state.key] = state
+            self._store.note_state(state.key, state.end)
+
     def _lose_key(self, state: State) -> None:
         if state.key is not None and self.by_key.get(state.key) is state:
             del self.by_key[state.key]
+            self._store.note_state(state.key, 0)

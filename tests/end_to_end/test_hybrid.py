@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -25,7 +26,10 @@ from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
 from tests.models import save_random, tiny_config
 
+from ..runtime.kv_events.routers import LlmDDouble
+from ..runtime.kv_events.test_publisher import Subscriber
 from .chatter import TIGHT, Chatter
+from .server import Server, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -265,16 +269,54 @@ def test_what_is_not_built_for_states_is_refused_by_name(model, options):
     assert refused.value.setting == flag(name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_shared_config": '{"engine": "directory", "path": "kv", "max_bytes": 1000000}'},
-        {"kv_events_config": '{"enable_kv_cache_events": true}'},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_servers_and_routers_share_is_refused_for_states(options):
-    settings = ServeSettings("demo", **options)
+def test_a_router_is_promised_what_the_next_request_gets(model, tmp_path):
+    """In host memory there is room for some of the states."""
+    directory, _ = model
+    torch.manual_seed(11)
+    prompts = [torch.randint(3, 160, (length,)).tolist() for length in (63, 129, 150, 200, 260)]
+    ends = dict(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    options = dict(
+        kv_events_config=json.dumps({"enable_kv_cache_events": True, **ends}),
+        chunk_tokens=32,
+        gpu_kv_chunks=100,
+        host_kv_chunks=20,
+        served_model_name="demo",
+    )
+    words = [word for name, value in options.items() for word in (flag(name), value)]
+    promised = []
+    with Server(tmp_path, *words, engine=directory) as server:
+        line = next(line for line in server.log if "KV events at" in line)
+        endpoint, replay_endpoint = re.findall(r"tcp://[\d.:]+", line)
+        subscriber = Subscriber(SimpleNamespace(endpoint=endpoint, replay_endpoint=replay_endpoint))
+
+        def score(tokens):
+            router = LlmDDouble()
+            for _, number, payload in subscriber.replay(0):
+                router.take(number, payload)
+            return 32 * router.score(tokens, 32)[-1]
+
+        def cached(tokens):
+            body = dict(prompt=tokens, max_tokens=1, ignore_eos=True)
+            usage = server.post("/v1/completions", **body).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        for prompt in prompts:
+            cached(prompt)
+        for prompt in prompts:
+            other = torch.randint(3, 160, (130,)).tolist()
+            cached(other)
+            wait_for(lambda other=other: score(other) == 128)  # so all before it is told
+            promised.append(score(prompt))
+            assert cached(prompt) == promised[-1]
+        subscriber.close()
+    assert min(promised[1:]) == 0 and max(promised) > 64, promised
+
+
+def test_what_servers_share_is_refused_for_states():
+    settings = ServeSettings(
+        "demo",
+        kv_shared_config='{"engine": "directory", "path": "kv", "max_bytes": 1000000}',
+    )
     with pytest.raises(SettingError, match="not supported yet for linear attention"):
         refuse_for_states(settings, SimpleNamespace(architecture="Qwen3_5ForCausalLM"))
 
