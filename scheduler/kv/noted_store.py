@@ -99,7 +99,7 @@ class NotedChunkStore(ChunkStore):
         if end:
             self._states[key] = end
         else:
-            del self._states[key]
+            self._states.pop(key, None)  # it may never have been told
 
     def note_deletion(self) -> None:
         self._deleted = True
