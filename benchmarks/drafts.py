@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 from pensieve.runtime.launch.assemble import make_device
 from pensieve.runtime.loop import EngineLoop, StepExecutor
-from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.config import SPARE_STATES, SchedulerConfig, StateConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
@@ -53,6 +53,7 @@ from .check.drafts import replies, sampled_positions
 from .clients import load_encode
 
 SPARE = 1.1  # GPU chunks by those of the rows' longest contexts
+HELD_STATES = 4  # of each row, on HOST
 PROFILE_SECONDS = 0.1  # for each of some 50 points
 TEXTS = ("recorded", "misleading")
 
@@ -280,17 +281,20 @@ class ReplayedRows:
         return Counted(loop.clock(), self._executor.steps, self._tokens, loop.scheduler)
 
 
-def config_for(args: argparse.Namespace, chunk_tokens: int) -> SchedulerConfig:
-    """The same pools for all runs: those of the most rows."""
+def config_for(
+    args: argparse.Namespace, chunk_tokens: int, states: StateConfig | None
+) -> SchedulerConfig:
+    """The same pools for all runs: those of the most rows. HOST has room for states only."""
     chunks = -(-args.context // chunk_tokens) * max(args.rows)
     return SchedulerConfig(
         gpu_kv_chunks=int(SPARE * chunks) + args.max_num_seqs,
-        host_kv_chunks=0,
+        host_kv_chunks=0 if states is None else HELD_STATES * max(args.rows) * states.chunks,
         max_model_len=args.context,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         chunk_tokens=chunk_tokens,
         generation_reserve=0.0,
+        states=states,
     )
 
 
@@ -299,7 +303,10 @@ class Simulated:
 
     def __init__(self, args: argparse.Namespace):
         self.cost, _ = read_profile(args.profile)
-        self.config = config_for(args, self.cost.chunk_tokens)
+        states = None
+        if args.state_chunks:
+            states = StateConfig(args.state_chunks, args.max_num_seqs + SPARE_STATES)
+        self.config = config_for(args, self.cost.chunk_tokens, states)
         self.vocab_size = sys.maxunicode
         self._host = 1e-3 * args.host_ms, 1e-6 * args.host_us_per_row
 
@@ -316,6 +323,7 @@ class Real:
 
     def __init__(self, args: argparse.Namespace):
         from pensieve.runtime.engine import open_engine
+        from pensieve.runtime.launch.sizing import estimated_cost
         from pensieve.runtime.measure.profile import profile_engine
         from pensieve.runtime.measure.step_bench import StepBench
 
@@ -323,8 +331,18 @@ class Real:
 
         self._engine = open_engine(args.engine, args.device)
         self.vocab_size = self._engine.vocab_size
-        self.config = config = config_for(args, args.chunk_tokens)
-        if args.profile is None:
+        size = args.chunk_tokens
+        shape = self._engine.state_shape
+        states = None
+        if shape is not None:
+            record = self._engine.chunk_bytes(size)
+            states = StateConfig.of_size(shape.nbytes, record, size, args.max_num_seqs)
+        self.config = config = config_for(args, size, states)
+        if args.profile is not None:
+            self.cost, _ = read_profile(args.profile)
+        elif states is not None:
+            self.cost = estimated_cost(self._engine, config)
+        else:
             seats = max(config.max_num_seqs, config.max_num_batched_tokens // config.chunk_tokens)
             needed = seats + config.chunks(config.max_model_len)
             pools = replace(
@@ -333,14 +351,13 @@ class Real:
             device = make_device(args.device)
             with StepBench(device, self._engine, pools, PROFILE_SECONDS) as bench:
                 self.cost = profile_engine(bench, self._engine, lambda _: None).cost
-        else:
-            self.cost, _ = read_profile(args.profile)
         self._device = loop.make_device(args.device)
 
     def executor(self, config: SchedulerConfig) -> tuple[Closable, Clock]:
         from pensieve.runtime.executor import Executor
 
-        return Executor(self._device, self._engine, config), time.monotonic
+        states = self._engine.state_shape
+        return Executor(self._device, self._engine, config, states=states), time.monotonic
 
     def close(self) -> None:
         self._device.end()
@@ -351,7 +368,12 @@ def parser() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("--data", type=Path, required=True, metavar="FILE", help="conversations, one a line")
     option("--tokenizer", required=True, metavar="FILE", help="a model's tokenizer.json")
-    option("--profile", type=Path, metavar="FILE", help="costs of steps (default: measured)")
+    option(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="costs of steps (default: measured, or estimated if there are states)",
+    )
     option("--engine", type=Path, metavar="DIR", help="(default: simulated)")
     option("--device", default="cpu", choices=("cpu", "cuda"), help="(default %(default)s)")
     option("--rows", type=int, nargs="+", default=[1, 8, 32, 64], help="(default 1 8 32 64)")
@@ -362,6 +384,12 @@ def parser() -> argparse.ArgumentParser:
     option("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     option("--max-num-seqs", type=int, default=256, help="(default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=1024, help="(default %(default)s)")
+    option(
+        "--state-chunks",
+        type=int,
+        metavar="N",
+        help="simulated: chunks of KV in the bytes of a recurrent state (default: it has none)",
+    )
     option("--chunk-tokens", type=int, default=32, help="of --engine (default %(default)s)")
     option(
         "--host-ms",

@@ -69,6 +69,8 @@ class Judged(NamedTuple):
     broken            the bounds that do not hold
     too_few           kinds of samples of which there are too few to say that the rate holds
     per_second        means over the windows: output tokens, prompt tokens, requests sent and done
+    cached_share      share of the prompts' tokens whose KV the server had, by its replies' `usage`;
+                      None: it does not tell
     open              requests in the server at the windows' starts and ends, in all
     session_s         of the whole sessions that ended at every server, without think times
     """
@@ -83,6 +85,7 @@ class Judged(NamedTuple):
     later_p95: float | None
     token_p90: float | None
     per_second: PerSecond
+    cached_share: float | None
     open: tuple[int, int]
     session_s: tuple[float, ...]
     longest_wait: float
@@ -174,6 +177,7 @@ def _judged(
             mean("sent_per_s"),
             mean("completed_per_s"),
         ),
+        cached_share=_cached_share(results),
         open=(
             sum(result["open_at_start"] for result in results),
             sum(result["open_at_end"] for result in results),
@@ -182,6 +186,14 @@ def _judged(
         longest_wait=max([*first, *later, *_waits(results, "joined", 0.0)], default=0.0),
         errors=errors,
     )
+
+
+def _cached_share(results: Sequence[Record]) -> float | None:
+    """Of the replies that ended, over the prompts whose first token came."""
+    if any(result["cached_tokens"] is None for result in results):
+        return None
+    prompts = sum(result["prompt_tokens"] for result in results)
+    return sum(result["cached_tokens"] for result in results) / prompts if prompts else None
 
 
 def _waits(results: Sequence[Record], turn: str, bound_s: float) -> list[float]:
@@ -254,6 +266,7 @@ TITLES = (
     "TTFT p95, s: first, later turns",
     "ms/token p90",
     "tokens/s: output, prompt",
+    "prompt found, %",
     "req/s: sent, done",
     "open at start, end",
     "sessions that ended everywhere: mean, p95, s (number)",
@@ -275,6 +288,11 @@ def goodput_table(records: Sequence[Record], promise: Promise) -> list[str]:
     lines += [f"| {' | '.join(_cells(each))} |" for each in judged]
     if any(each.sessions < ENOUGH_SESSIONS for each in judged):
         lines += ["", f"Rows with fewer than {ENOUGH_SESSIONS} sessions are weak evidence."]
+    if any("fp8" in each.server for each in judged):
+        lines += [
+            "",
+            "Rows with `fp8` round weights or KV to eight bits; the others round neither.",
+        ]
     return lines
 
 
@@ -292,6 +310,7 @@ def _cells(each: Judged) -> list[str]:
         f"{_shown(each.first_p95, '.2f')}, {_shown(each.later_p95, '.2f')}",
         _shown(each.token_p90, ".1f"),
         f"{per_second.output_tokens:,.0f}, {per_second.prompt_tokens:,.0f}",
+        "-" if each.cached_share is None else f"{100 * each.cached_share:.0f}",
         f"{per_second.sent:.2f}, {per_second.done:.2f}",
         f"{each.open[0]}, {each.open[1]}",
         _session_cell(each.session_s),

@@ -161,7 +161,7 @@ def predictions(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     chunks = args.tokens // cost.chunk_tokens
     ends = range(cost.chunk_tokens, args.tokens + 1, cost.chunk_tokens)
     return {
-        "fetched_ms": 1e3 * chunks * (cost.chunk_bytes / trial.read + cost.swap_in()),
+        "fetched_ms": 1e3 * chunks * max(cost.chunk_bytes / trial.read, cost.swap_in()),
         "computed_ms": 1e3 * sum(map(cost.recompute, ends)),
         "store_gb_per_s": trial.read / 1e9,
     }

@@ -368,11 +368,14 @@ def _comparable(record: Record) -> tuple[str, ...]:
         "each its own" if size is None else f"{size / 2**30:.1f} GiB"
         for size in (record["gpu_kv_bytes"], record["host_kv_bytes"])
     )
+    ranks = record.get("ranks", 1)  # older records have neither this nor the model
     return (
         record["workload"],
         record["title"],
-        record["machine"]["name"],
-        f"KV on the GPU {gpu}, on the host {host}",
+        *([record["model"]] if "model" in record else ()),
+        record["machine"]["name"] + (f", {ranks} for each server" if ranks > 1 else ""),
+        f"KV on {'the' if ranks == 1 else 'each'} GPU {gpu}, on the host {host}"
+        + (" for each GPU" if ranks > 1 else ""),
         f"Pensieve {record['versions']['pensieve']}",
         f"windows of {result['seconds']:g} s",
         f"promise {record['slo']}",

@@ -4,7 +4,8 @@
 
 Changes to SGLang 0.5.17: random weights are drawn as `vllm_server.py` draws them. /v1/completions
 works with --skip-tokenizer-init: events have token_ids and an empty text, where SGLang raises
-KeyError 'text'. Configurations that the installed Transformers has already may be registered again.
+KeyError 'text'. With that option a model that takes images needs no files of an image processor.
+Configurations that the installed Transformers has already may be registered again.
 
 This file runs in SGLang's environment and uses nothing of Pensieve. A process that SGLang starts
 imports it again.
@@ -32,6 +33,7 @@ from sglang.srt.model_loader import loader  # noqa: E402
 
 weights_of_sglang = loader.initialize_dummy_weights
 requests_of_sglang = TokenizerManager.generate_request
+processors_of_sglang = TokenizerManager.init_tokenizer_and_processor
 
 
 def initialize(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +65,15 @@ async def generate(self: Any, obj: Any, request: Any = None) -> AsyncIterator[An
         yield content
 
 
+def prepare(self: Any) -> None:
+    """SGLang's tokenizer and image processor; with --skip-tokenizer-init neither."""
+    if self.server_args.skip_tokenizer_init:
+        self.model_config.is_multimodal = False
+    processors_of_sglang(self)
+
+
 loader.initialize_dummy_weights = initialize
+TokenizerManager.init_tokenizer_and_processor = prepare
 TokenizerManager.generate_request = generate
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ bytes, one after the other.
 Servers: `pensieve`, `vllm` (no offload), `vllm-offload` (its OffloadingConnector, with replies),
 `vllm-simple-offload` (its SimpleCPUOffloadConnector), `sglang` (its hierarchical cache),
 `sglang-gpu` (without). Rates of one server alone stand behind an @ (vllm@4,5), more of its own
-options behind a colon: "pensieve:--queue-order arrival".
+options behind a colon: "pensieve:--queue-order arrival", "vllm@4:--stream-interval 8". The table
+shows them. With `--quantization fp8` Pensieve's engine is built so. --tensor-parallel divides the
+model of every server. --dry-run prints all commands and starts none.
 
 Each server starts once and serves all rates. Every window has other token ids, so it finds no KV of
 an earlier one. That KV takes room until it is evicted. A result is appended to --output as soon as
@@ -33,12 +35,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.builder.checkpoints.hugging_face import read_json
 from pensieve.runtime.launch.options import parse_bytes
+from pensieve.runtime.launch.options import parser as serve_parser
 from pensieve.runtime.launch.settings import default_state_dir
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.command import exit_status
@@ -47,9 +50,11 @@ from .compared import (
     ComparedServer,
     Installation,
     SharedModel,
+    is_hybrid,
     pensieve_command,
     sglang_command,
     sglang_variables,
+    shared_config,
     vllm_command,
 )
 from .goodput import ENOUGH_SESSIONS, Promise
@@ -164,13 +169,21 @@ def parser() -> argparse.ArgumentParser:
         "--gpu-kv-bytes",
         default="38147MiB",
         metavar="SIZE",
-        help="of each server; `all`: what each takes by its defaults (default %(default)s)",
+        help="KV and states on each GPU of each server; `all`: what each takes by its defaults "
+        "(default %(default)s)",
     )
     option(
         "--host-kv-bytes",
         default="64GiB",
         metavar="SIZE",
-        help="of each but `vllm` and `sglang-gpu` (default %(default)s)",
+        help="on the host, for each GPU, of each but `vllm` and `sglang-gpu` (default %(default)s)",
+    )
+    option(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs of each server (default %(default)s)",
     )
     option("--shape", type=Path, metavar="FILE", help="a config.json (default: the workload's)")
     option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
@@ -188,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="for all of it; other rates are left out",
     )
+    option("--dry-run", action="store_true", help="print the commands of a run, and start nothing")
     report = parser.add_argument_group("instead of a run, what runs have appended")
     report.add_argument(
         "--report", type=Path, nargs="+", metavar="FILE", help="print the table of these"
@@ -215,6 +229,15 @@ def tell(args: argparse.Namespace) -> None:
     print(write_report(read_runs(args.report), args.page, args.plot))
 
 
+class EngineKind(NamedTuple):
+    """What an engine of Pensieve is built with, and the type of KV that its costs are measured
+    with."""
+
+    directory: Path
+    weights: str
+    kv_type: str
+
+
 class Versus:
     """One run: a workload, servers and rates."""
 
@@ -225,7 +248,10 @@ class Versus:
         self._deadline = time.monotonic() + args.seconds
         self._servers = [ComparedServer.read(text) for text in args.servers]
         for server in self._servers:
-            server.option("--kv-cache-dtype", "auto")  # SettingError without its value
+            for name in ("--kv-cache-dtype", "--quantization"):
+                server.option(name, "")  # SettingError without its value
+            if server.package is None:
+                serve_parser().parse_args(server.options)  # ends the process if one is wrong
         self._text = workload.shape is None
         needed: list[str] = []
         if self._text:
@@ -255,9 +281,12 @@ class Versus:
                 "max_position_embeddings": workload.max_model_len,
             }
         self._output = args.output or Path(f"versus-{time.strftime('%Y-%m-%d')}.jsonl")
+        name = args.workload if args.shape is None else f"{args.workload}-{args.shape.stem}"
+        name += f"-{args.tensor_parallel}-ranks" if args.tensor_parallel > 1 else ""
+        self._work = args.work / name
         every_byte = args.gpu_kv_bytes == ALL_MEMORY
         self._model = SharedModel(
-            directory=args.checkpoint if self._text else args.work / args.workload,
+            directory=args.checkpoint if self._text else self._work,
             random=not self._text,
             config=config,
             dtype="bfloat16" if args.device == "cuda" else "float32",
@@ -265,6 +294,7 @@ class Versus:
             gpu_bytes=None if every_byte else parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes"),
             host_bytes=parse_bytes(args.host_kv_bytes, "--host-kv-bytes"),
             max_num_seqs=workload.max_num_seqs,
+            ranks=args.tensor_parallel,
         )
         self._installations = {
             package: Installation.of(package, getattr(args, package))
@@ -278,17 +308,22 @@ class Versus:
         }
 
     def run(self) -> int:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end too
         args = self._args
+        if args.dry_run:
+            self._tell()
+            return 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end too
         self._make_model()
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # its CUDA context ends with it
             machine = pool.apply(measure_machine, (args.device,))
         print(f"{args.workload}:", json.dumps(machine), flush=True)
         if args.device == "cuda":
-            use_memory(self._model.host_bytes + PIECE)
+            use_memory(self._model.host_bytes * self._model.ranks + PIECE)
         about = {
             "run": secrets.token_hex(4),
             "workload": args.workload,
+            "model": self._model_name,
+            "ranks": self._model.ranks,
             "title": args.title,
             "slo": self._promise,
             "gpu_kv_bytes": self._model.gpu_bytes,
@@ -304,32 +339,88 @@ class Versus:
         return 1 if missing else 0
 
     def _make_model(self) -> None:
-        """Pensieve's engine, on a GPU with its costs. Random weights: one config.json for all."""
-        model = self._model
-        self._args.work.mkdir(parents=True, exist_ok=True)
-        weights: tuple[str | Path, ...] = ("--checkpoint", model.directory)
-        if model.random:
-            model.directory.mkdir(parents=True, exist_ok=True)
-            (model.directory / "config.json").write_text(json.dumps(model.config, indent=1))
-            weights = ("--random-weights", "--config", model.directory / "config.json")
-        for engine, kv_type in {
-            self._engine(server) for server in self._servers if server.kind == "pensieve"
-        }:
-            run("pensieve.scripts.build_engine", *weights, "--output", engine,
-                "--backend", "reference", "--dtype", model.dtype,
-                "--device", model.device)  # fmt: skip
-            if model.device == "cuda" and not (engine / "profile.json").exists():
-                run("pensieve.scripts.profile_engine", "--engine", engine,
-                    "--device", model.device, "--seconds", 0.02,
-                    "--max-num-seqs", model.max_num_seqs,
-                    "--kv-cache-dtype", kv_type)  # fmt: skip
+        """Pensieve's engines, on a GPU with their costs; one config.json for random weights."""
+        self._work.mkdir(parents=True, exist_ok=True)
+        if self._model.random:
+            text = json.dumps(shared_config(self._model.config), indent=1)
+            (self._work / "config.json").write_text(text)
+        for engine in self._engines():
+            run(*self._build(engine))
+            if self._is_profiled and not (engine.directory / "profile.json").exists():
+                run(*self._profile(engine))
 
-    def _engine(self, server: ComparedServer) -> tuple[Path, str]:
-        """The engine's directory and its pool's `--kv-cache-dtype`: the profile in it is measured
-        with that type."""
+    @property
+    def _is_profiled(self) -> bool:
+        """`pensieve profile` refuses states."""
+        return self._model.device == "cuda" and not is_hybrid(self._model.config)
+
+    def _build(self, engine: EngineKind) -> list[str]:
+        model = self._model
+        words = ["pensieve.scripts.build_engine"]
+        if model.random:
+            words += ["--random-weights", "--config", str(model.directory / "config.json")]
+        else:
+            words += ["--checkpoint", str(model.directory)]
+        words += ["--output", str(engine.directory), "--backend", "reference"]
+        words += ["--dtype", model.dtype, "--device", model.device]
+        words += ["--weights", engine.weights] if engine.weights else []
+        return words + (["--tensor-parallel", str(model.ranks)] if model.ranks > 1 else [])
+
+    def _profile(self, engine: EngineKind) -> list[str]:
+        words = ["pensieve.scripts.profile_engine", "--engine", str(engine.directory)]
+        words += ["--device", self._model.device, "--seconds", "0.02"]
+        words += ["--max-num-seqs", str(self._model.max_num_seqs)]
+        return [*words, "--kv-cache-dtype", engine.kv_type]
+
+    def _engines(self) -> list[EngineKind]:
+        ours = [self._engine(server) for server in self._servers if server.kind == "pensieve"]
+        return list(dict.fromkeys(ours))
+
+    def _engine(self, server: ComparedServer) -> EngineKind:
+        weights = server.option("--quantization", "")
         kv_type = server.option("--kv-cache-dtype", "auto")
         name = "engine" if kv_type == "auto" else f"engine-{kv_type}"
-        return self._args.work / self._args.workload / name, kv_type
+        name += f"-weights-{weights}" if weights else ""
+        return EngineKind(self._work / name, weights, kv_type)
+
+    @property
+    def _model_name(self) -> str:
+        if self._text:
+            return str(self._model.directory.absolute().name)
+        return Path(self._args.shape or str(self._workload.shape)).stem
+
+    def _tell(self) -> None:
+        """Prints what a run would call, and how long its windows take at most."""
+        for engine in self._engines():
+            print(shlex.join(["python", "-m", *self._build(engine)]))
+            if self._is_profiled:
+                print(shlex.join(["python", "-m", *self._profile(engine)]))
+        windows = 0
+        for server in self._servers:
+            command, _ = self.command(server, Path("STATE"))
+            variables = [
+                f"{name}={value}"
+                for name, value in self._variables(server).items()
+                if name != "PATH"
+            ]
+            print(f"\n# {server.shown}")
+            print(shlex.join(["env", *variables, *command] if variables else command))
+            rates = server.rates or self._rates
+            for load in self._loads(server, rates):
+                print(shlex.join(["python", "-m", *load]))
+            windows += len(rates) * (1 if self._text else len(self._args.seed))
+        seconds = sum(self._windows[1:])
+        print(
+            f"\nat most {windows} windows of {seconds:g} s: {windows * seconds / 60:.0f} minutes "
+            f"beside {len(self._servers)} starts"
+        )
+
+    def _loads(self, server: ComparedServer, rates: Sequence[float]) -> Iterator[list[str]]:
+        if self._text:
+            yield ["benchmarks.text", *self._text_load(rates)]
+        else:
+            for rate in rates:
+                yield ["benchmarks.serving", *self.load(server, rate, self._args.seed[0])]
 
     def _measure(self, server: ComparedServer, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
@@ -374,16 +465,21 @@ class Versus:
                 break
         return True
 
-    def _measure_text(self, server: ComparedServer, url: str, heading: dict[str, Any]) -> bool:
-        streams = [f"{level:g}" for level in server.rates or self._rates]
+    def _text_load(self, levels: Sequence[float]) -> list[str]:
+        """benchmarks.text's options."""
+        streams = ",".join(f"{level:g}" for level in levels)
         warm_up_s, measure_s = self._windows[1:]
-        load = ["--data", str(self._args.data), "--streams", ",".join(streams)]
+        load = ["--data", str(self._args.data), "--streams", streams]
         load += ["--warm-up-s", f"{warm_up_s:g}", "--seconds", f"{measure_s:g}"]
-        load += ["--processes", str(self._args.processes)]
+        return [*load, "--processes", str(self._args.processes)]
+
+    def _measure_text(self, server: ComparedServer, url: str, heading: dict[str, Any]) -> bool:
+        levels = server.rates or self._rates
+        load = self._text_load(levels)
         heading = {**heading, "load": self._without_paths(shlex.join(load))}
         file = self._args.work / "result.json"
         file.unlink(missing_ok=True)
-        seconds = min(len(streams) * (warm_up_s + measure_s + CLIENT_SECONDS), self._left())
+        seconds = min(len(levels) * (sum(self._windows[1:]) + CLIENT_SECONDS), self._left())
         try:
             run("benchmarks.text", *load, "--url", url, "--json", file, seconds=seconds)
         finally:  # the levels that were measured are kept if a later one fails
@@ -403,7 +499,7 @@ class Versus:
     def command(self, server: ComparedServer, state: Path) -> tuple[list[str], str]:
         """But for the port; and the path that answers when the server is ready."""
         if server.package is None:
-            return pensieve_command(server, self._model, self._engine(server)[0], state)
+            return pensieve_command(server, self._model, self._engine(server).directory, state)
         where = self._installations[server.package]
         build = sglang_command if server.package == "sglang" else vllm_command
         return build(server, self._model, where)
@@ -446,7 +542,7 @@ class Versus:
                 (args.trace, args.trace and args.trace.name),
                 (args.data, args.data and args.data.name),
                 (self._model.directory, "MODEL"),
-                (args.work / args.workload, "WORK"),
+                (self._work, "WORK"),
                 (Path(__file__).parents[1], "."),
                 *((where.python[0], "python") for where in self._installations.values()),
                 (sys.executable, "python"),

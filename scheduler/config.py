@@ -261,11 +261,6 @@ class SchedulerConfig(SchedulerSettings):
             "overflow",
             f"must be {RECOMPUTE} for a model with states, not {self.overflow}",
         )
-        need(
-            self.speculate == "off",
-            "speculate",
-            f"must be off for a model with states, not {self.speculate}",
-        )
 
     @property
     def state_chunks(self) -> int:

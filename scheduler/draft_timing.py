@@ -51,7 +51,10 @@ class DraftTiming:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Records how long the plan's step took. Steps with prompts are left out."""
         drafts = any(span.samples > 1 for span in plan.spans)
-        if not plan.samples or any(span.end - span.start != span.samples for span in plan.spans):
+        prompts = any(
+            span.samples < 2 and span.end - span.start != span.samples for span in plan.spans
+        )
+        if not plan.samples or prompts:
             return
         ratio = seconds / self._cost.plan_seconds(plan)
         if drafts:

@@ -362,6 +362,8 @@ class Scheduler:
             # the only row may have outgrown its window and gone back to the queue
             if not builder.tokens:
                 self._admission.admit(builder)
+        if self._sharing is not None:
+            self._sharing.swap_in(builder)
         self._swap_out_ahead(builder)
         if self._store.lower:
             self.lower.plan(builder)

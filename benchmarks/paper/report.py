@@ -190,8 +190,8 @@ def gathered(
 
 
 def table(figures: Sequence[Figure], values: ValuesByFigure) -> str:
-    """Markdown: a row a figure, with the paper's values and ours. Values without a claim come after
-    it."""
+    """Markdown: a row a figure, with the paper's values and ours, then our values without a
+    claim."""
     lines = ["| figure | subject | claim: the paper, ours | verdict |", "|---|---|---|---|"]
     for figure in figures:
         ours = values.get(figure.number, {})
@@ -199,14 +199,32 @@ def table(figures: Sequence[Figure], values: ValuesByFigure) -> str:
             f"{name}: {claim.text}, {_shown(ours.get(name))}"
             for name, claim in figure.claims.items()
         ]
-        cells += [
-            f"{name}: {_shown(value)}" for name, value in ours.items() if name not in figure.claims
-        ]
+        cells += _unclaimed(
+            {name: value for name, value in ours.items() if name not in figure.claims}
+        )
         source = f"{figure.subject} ({figure.source})"
         lines.append(
             f"| {figure.number} | {source} | {'<br>'.join(cells)} | {figure.verdict(ours)} |"
         )
     return "\n".join(lines)
+
+
+def _unclaimed(values: Mapping[str, FigureValue]) -> list[str]:
+    """A line for all values whose names differ only behind their last comma."""
+    names_by_stem: dict[str, list[str]] = {}
+    for name in values:
+        names_by_stem.setdefault(name.rpartition(", ")[0] or name, []).append(name)
+    lines = []
+    for stem, names in names_by_stem.items():
+        if len(names) == 1:
+            lines.append(f"{names[0]}: {_shown(values[names[0]])}")
+            continue
+        cases = (
+            f"{name[len(stem) :].removeprefix(', ')} {_shown(values[name])}".lstrip()
+            for name in names
+        )
+        lines.append(f"{stem}: {'; '.join(cases)}")
+    return lines
 
 
 def _shown(value: FigureValue | None) -> str:

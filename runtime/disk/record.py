@@ -59,8 +59,8 @@ def pack_header(
     fields = _FIELDS.pack(
         _MAGIC, VERSION, chunk_key, *(piece or NO_PIECE), origin, end, written, len(payload)
     )
-    head = fields + _checksum(fields, payload.data)
-    return (head + _checksum(head)).ljust(PAGE, b"\0")
+    head = fields + checksum(fields, payload.data)
+    return (head + checksum(head)).ljust(PAGE, b"\0")
 
 
 def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header | None:
@@ -70,7 +70,7 @@ def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header
     _, own = _CHECKSUMS.unpack_from(page, _FIELDS.size)
     if (magic, version, written_by, size) != (_MAGIC, VERSION, origin, payload):
         return None
-    if _checksum(page[:_CHECKED]) != own:
+    if checksum(page[:_CHECKED]) != own:
         return None
     piece = StatePiece(*numbers)
     return Header(ChunkKey(key) if piece == NO_PIECE else piece_key(key, piece), end, written)
@@ -78,11 +78,11 @@ def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header
 
 def payload_intact(page: bytes | memoryview, payload: np.ndarray) -> bool:
     """Returns whether this header was written with this payload."""
-    checksum, _ = _CHECKSUMS.unpack_from(page, _FIELDS.size)
-    return bool(_checksum(page[: _FIELDS.size], payload.data) == checksum)
+    own, _ = _CHECKSUMS.unpack_from(page, _FIELDS.size)
+    return bool(checksum(page[: _FIELDS.size], payload.data) == own)
 
 
-def _checksum(*parts: bytes | memoryview) -> bytes:
+def checksum(*parts: bytes | memoryview) -> bytes:
     """The checksum of the joined parts."""
     digest = xxhash.xxh3_128()
     for part in parts:

@@ -139,12 +139,11 @@ def scheduler_config(
 def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
     """SettingError names an option that is not built for a model with states."""
     for name in (
-        "speculate",
         "overflow",
         "kv_cache_dtype",
         "lower_tier_kv",
     ):
-        if settings.changed(name) and getattr(settings, name) not in (0, "off", RECOMPUTE, "auto"):
+        if settings.changed(name) and getattr(settings, name) not in (0, RECOMPUTE, "auto"):
             raise SettingError(
                 flag(name),
                 f"is not supported yet for linear attention ({manifest.architecture}); leave it "

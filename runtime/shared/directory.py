@@ -91,7 +91,7 @@ class DirectoryEngine:
         try:
             if not self._records.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no such directory", str(self._records))
-            return [self._path(key).exists() for key in keys]
+            return [_exists(self._path(key)) for key in keys]
         except OSError as error:
             self._complain(error)
             return None
@@ -116,7 +116,7 @@ class DirectoryEngine:
         outcomes = []
         folders = dict[Path, None]()
         for key in keys:
-            path = self._path(key)
+            path = Path(self._path(key))
             try:
                 path.unlink(missing_ok=True)
                 folders[path.parent] = None
@@ -149,7 +149,7 @@ class DirectoryEngine:
     # -- one record
 
     def _put(self, key: str, parts: Parts) -> StoreOutcome:
-        path = self._path(key)
+        path = Path(self._path(key))
         size = sum(part.nbytes for part in parts)
         if not self._takes_room(size):
             return StoreOutcome.FULL
@@ -210,7 +210,7 @@ class DirectoryEngine:
             finally:
                 os.close(descriptor)
             if not whole:
-                path.unlink(missing_ok=True)
+                Path(path).unlink(missing_ok=True)
                 return StoreOutcome.MISSING
             if time.time() - status.st_mtime > USED_S:
                 os.utime(path)
@@ -221,11 +221,11 @@ class DirectoryEngine:
             self._complain(error)
             return StoreOutcome.FAILED
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str) -> str:
         """The last two letters before the name are a folder of their own: no folder then has very
-        many files."""
-        *folders, name = key.split("/")
-        return self._records.joinpath(*folders, name[:2], name)
+        many files. A text, which takes a tenth of the time of a `Path`."""
+        folders, _, name = key.rpartition("/")
+        return f"{self._records}/{folders}/{name[:2]}/{name}"
 
     def _temporary(self, name: str) -> str:
         return f"{name}.{self._host}-{os.getpid()}-{id(self):x}-{next(self._numbers)}"
@@ -287,6 +287,15 @@ class DirectoryEngine:
             log.error("the shared directory fails: %s", error)
 
 
+def _exists(path: str) -> bool:
+    """OSError if the file system does not tell."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def _flat(key: str) -> str:
     """The key as the first part of a file's name."""
     return key.replace(".", "=").replace("/", "+")
@@ -335,11 +344,13 @@ def _write(descriptor: int, parts: Parts) -> None:
 
 def _read(descriptor: int, parts: Parts) -> bool:
     """Returns whether all parts were filled."""
-    for part in parts:
-        rest = part.data.cast("B")
-        while rest:
-            count = os.readv(descriptor, [rest])
-            if not count:
-                return False
-            rest = rest[count:]
+    rest = [part.data.cast("B") for part in parts]
+    while rest:
+        count = os.readv(descriptor, rest)
+        if not count:
+            return False
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][count:]
     return True

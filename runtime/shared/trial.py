@@ -1,4 +1,5 @@
-"""Tries a store: puts a few records, gets them back and removes them."""
+"""Tries a store: puts a few records, gets them back and removes them. As in a transfer, each record
+is summed up for its checksum."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..disk.record import checksum
 from ..disk.segments import aligned_buffer
 from .engine import Parts, SharedEngine, StoreOutcome
 
-READERS = 4  # calls at once, as many as `SharedStore` makes
+READERS = 8  # calls at once, as many as `SharedStore` makes
 WRITERS = 2
 TRIED_BYTES = 16 * 2**20  # of a call
 ROUNDS = 2  # the better one counts: the first may open connections
@@ -76,6 +78,8 @@ def _together(
         try:
             parts = [[record] for record in records[first::threads]]
             outcomes.extend(call(keys[first::threads], parts))
+            for record in records[first::threads]:
+                checksum(record.data)
         except BaseException as error:
             errors.append(error)
 

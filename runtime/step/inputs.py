@@ -108,7 +108,7 @@ class StepPacker:
         coordinates += np.arange(plan.tokens, dtype=np.int32)
         state_in = state_out = np.full(len(seats), NO_STATE, np.int32)
         if self._states is not None:
-            state_in, state_out = self._states.follow(plan, seats, begins, starts, ends)
+            state_in, state_out = self._states.follow(plan, seats, begins, starts, ends, samples)
         segments = np.zeros((len(seats), 5), np.int32)
         for column, values in enumerate((q_starts, lengths, 0, ends - begins, seats)):
             segments[:, column] = values

@@ -25,12 +25,14 @@ class StateCheck:
         begins: np.ndarray,
         starts: np.ndarray,
         ends: np.ndarray,
+        samples: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the slots of the states in front of the segments and behind them ([S] int32).
 
         Each segment computes the positions [start, end) of the row in its seat, which begins at
-        `begins`; all arrays are [S]. InvariantError if the state that it reads has not seen exactly
-        the tokens before `start`, or if a slot that it reads or writes is written by another
+        `begins`; all arrays are [S]. `samples`: their numbers of samples, if any has several.
+        InvariantError if the state that it reads has not seen exactly the tokens before `start`, if
+        it writes a state behind drafts, or if a slot that it reads or writes is written by another
         segment."""
         for join in plan.joins:
             self._seat[self._seat == join.seat] = NOBODY
@@ -52,6 +54,8 @@ class StateCheck:
                 f"with a state of other tokens, in slot {read[wrong]}"
             )
         kept = written >= 0
+        if samples is not None and (kept & (samples > 1)).any():
+            raise InvariantError(f"step {plan.step} keeps a state behind drafts")
         slots = written[kept]
         writers = np.full(len(self._seat), NOBODY, np.int32)
         writers[slots] = seats[kept]

@@ -46,6 +46,7 @@ class SharedTier:
     deleted     erasures since the start, one for each key
     answers     answers to finds that nobody has taken yet, by number
     read_s      seconds to read one record, as measured
+    arriving    chunks whose reads have begun, the earliest first; whoever needs them takes them
     """
 
     tier = Tier.SHARED
@@ -58,6 +59,7 @@ class SharedTier:
         self.paused_until = 0.0
         self.read_s = inf
         self.answers: dict[int, tuple[bool, ...]] = {}
+        self.arriving: deque[Chunk] = deque()
         self._slots = count()
         self._moves: dict[int, Move] = {}
         self._writes: defaultdict[ChunkKey, set[int]] = defaultdict(set)  # slots by key
@@ -111,6 +113,7 @@ class SharedTier:
         read = Promotion(move.slot, host, chunk.key)
         if chunk.state is None:
             self._promotions.append(read)
+            self.arriving.append(chunk)
         else:
             self._gathering.setdefault(chunk.state, []).append(read)
             self._patience.setdefault(chunk.state, GATHERING_PLANS)

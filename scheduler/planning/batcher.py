@@ -83,7 +83,7 @@ class Batcher:
             for row_id, position in zip(samples, positions, strict=True):
                 self._states.generate(self._queues.by_id[row_id], position, builder)
         samples += checked
-        builder.budget -= len(samples)
+        builder.budget -= builder.tokens
         if generating and self._config.target_ms_per_token is not None:
             self._limit(builder, self._config.target_ms_per_token / 1e3)
 
@@ -99,7 +99,7 @@ class Batcher:
         if not (self._queues.waiting or self._queues.swapping_in or self._rows_with_spans()):
             return
         cost = self._cost
-        rows = max(1, len(builder.samples))
+        rows = max(1, builder.tokens)
         least = self._config.chunk_tokens
         context = builder.rows_context() + 1
         fit = cost.most_tokens(seconds, builder.budget, rows, context)

@@ -39,15 +39,17 @@ class Rates(NamedTuple):
 
     rows, context  rows past their prompts, and their mean context
     prompt         tokens of prompts beside them
+    lag            tokens that the rows compute again, because their states are so far behind
     room           drafts that the step can check
     token          seconds that the rows add to a step without drafts, for each of its tokens: a
-                   token more saves so much
+                   token more saves so much, less `draft` if the row has a state
     draft          seconds that one more draft adds
     """
 
     rows: int
     context: int
     prompt: int
+    lag: int
     room: int
     token: float
     draft: float
@@ -70,6 +72,7 @@ class Drafting:
         self._timing = timing
         self._store = store
         self._queues = queues
+        self._states = queues.states
         self._acceptance = Acceptance()
         self.checks = self.drafted = self.accepted = 0
 
@@ -93,7 +96,7 @@ class Drafting:
         rates = self._rates(rows)
         if rates is None:
             return False
-        expected = checked = 0.0
+        expected = checked = lag = 0.0
         left_out = 0
         for row in rows:
             drafts = row.drafts
@@ -106,11 +109,12 @@ class Drafting:
             count, true = drafts.coming(left, row.awaits_token, rates.least)
             checked += count
             expected += true
+            lag += min(count, 1) * self._lag_behind(row)
         if left_out == rates.rows and not rates.prompt:
             return not self._queues.waiting  # without them there is nothing else to plan
         # The plan behind the checks waits as well. If this one waits behind checks, that is counted
         # as the next one's.
-        return self._pays(rates, expected, checked, 1 if left_out else 2, left_out)
+        return self._pays(rates, expected, checked, 1 if left_out else 2, lag, left_out)
 
     def choose(self, applied: int) -> Mapping[RowId, array[int]]:
         """Returns the drafts that the next plan checks, of rows whose newest token is known; none
@@ -125,7 +129,7 @@ class Drafting:
         for row in rows:
             drafts = row.drafts
             if drafts is not None and not row.awaits_token:
-                left = drafts.next(row.tokens)[: row.last_position + 1 - len(row.tokens)]
+                left = drafts.next(row.tokens)[: self._most_drafts(row)]
                 if left:
                     open_rows.append((row, drafts, left))
         least = rates.least
@@ -134,31 +138,55 @@ class Drafting:
             least = max(least, 0.1) ** 0.5
             counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
         room = rates.room
-        expected = 0.0
+        expected = lag = 0.0
         chosen = {}
         for (row, drafts, left), count in zip(open_rows, counts, strict=True):
             count = min(count, room)
             if count:
                 chosen[row.id] = left[:count]
                 expected += drafts.expected(count)
+                lag += self._lag_behind(row)
                 room -= count
-        return chosen if self._pays(rates, expected, rates.room - room, 1) else {}
+        return chosen if self._pays(rates, expected, rates.room - room, 1, lag) else {}
+
+    def _most_drafts(self, row: RunningTurn) -> int:
+        most = row.last_position + 1 - len(row.tokens)
+        return most if self._states is None else min(most, self._states.most_drafts(row))
+
+    def _lag(self, row: RunningTurn) -> int:
+        """How many tokens the row's next span computes again: those between its state and its
+        newest token, because a check does not move the state."""
+        if row.state is None or row.spans:
+            return 0
+        return max(0, len(row.tokens) - 1 - row.state.at)
+
+    def _lag_behind(self, row: RunningTurn) -> int:
+        """The row's lag behind a check, without the drafts that come true."""
+        return 0 if row.state is None else self._lag(row) + 1
 
     def _pays(
-        self, rates: Rates, expected: float, drafts: float, waits: int, left_out: int = 0
+        self,
+        rates: Rates,
+        expected: float,
+        drafts: float,
+        waits: int,
+        lag: float = 0,
+        left_out: int = 0,
     ) -> bool:
         """True if so many drafts, of which `expected` come true, save more seconds than they cost.
 
         They save the seconds of the tokens that they give, and of those of rows that would be left
-        out. They cost a longer step, and `waits` times a turnaround, in which the device idles.
+        out. They cost a longer step, `lag` tokens that a later step computes again, and `waits`
+        times a turnaround, in which the device idles.
         """
         if not drafts or not expected:
             return False
         if drafts > rates.room:
             expected, drafts = expected * rates.room / drafts, rates.room
         step = self._timing.step
-        added = step(rates.prompt, rates.rows, rates.context, round(drafts))
-        added -= step(rates.prompt, rates.rows - left_out, rates.context)
+        others = rates.prompt + rates.lag
+        added = step(others, rates.rows, rates.context, round(drafts)) + lag * rates.draft
+        added -= step(others, rates.rows - left_out, rates.context)
         return (expected + left_out) * rates.token > added + waits * self._timing.turnaround
 
     def _watched(self, applied: int) -> list[RunningTurn]:
@@ -180,12 +208,18 @@ class Drafting:
     def _room(self) -> int:
         """Drafts that the next step can check: with one position of each row, and those that join,
         it samples no more positions than there are seats, so it fits the captured graphs. Half of
-        the budget that the rows leave is kept for prompts."""
+        the budget that the rows leave is kept for prompts. With states a step may have to compute
+        again all that the step before it checked, so that has to fit as well."""
         queues = self._queues
         rows = len(queues.rows)
         free = self._seats - rows
         free -= min(JOINING, len(queues.waiting) + len(queues.swapping_in))
-        return min(free, (self._budget - rows) // 2)
+        if self._states is None:
+            return min(free, (self._budget - rows) // 2)
+        left = self._budget - self._seats
+        lag = sum(map(self._lag, queues.rows))
+        # a check of n drafts adds at most 1 + n tokens to it
+        return min(free, left // 2 - lag, left - lag - rows)
 
     def _rates(self, watched: Sequence[RunningTurn]) -> Rates | None:
         """Returns None if no drafts can pay: there is no room, or even drafts that all come true
@@ -203,10 +237,16 @@ class Drafting:
         without = step(prompt, rows, context)
         token = (without - step(prompt, 0, 0)) / rows
         some = min(room, 4 * rows)
-        draft = max(0.0, step(prompt, rows, context, some) - without) / some
+        lag = 0
+        if self._states is not None:
+            lag = sum(map(self._lag, seated))
+            without = step(prompt + lag, rows, context)
+        draft = max(0.0, step(prompt + lag, rows, context, some) - without) / some
+        if self._states is not None:
+            token -= draft  # the token is computed again
         if room * (token - draft) <= self._timing.turnaround:
             return None
-        return Rates(rows, context, prompt, room, token, draft)
+        return Rates(rows, context, prompt, lag, room, token, draft)
 
     # -- their spans
 
@@ -221,22 +261,30 @@ class Drafting:
         step's samples of the row, which follow those of the rows that generate. Drafts never cost
         another row its slots."""
         drafts = chosen.get(row.id, NONE)
-        start = row.position
+        start = position = row.position
         spare = self._store.available - len(self._queues.rows)
         if (
-            start + len(drafts) >= row.first_without_slot
+            position + len(drafts) >= row.first_without_slot
             and row.first_without_slot < row.window_end
             and spare > 0
         ):
             extend(row, builder, row.first_without_slot + 1)
-        drafts = drafts[: row.first_without_slot - start - 1]
+        drafts = drafts[: row.first_without_slot - position - 1]
         count = 1 + len(drafts)
         if drafts:
             assert row.drafts is not None
             row.drafts.checked = builder.step
-        builder.spans.append(Span(row.seat, start, start + count, start, count))
+        if row.state is not None:
+            assert self._states is not None
+            start = row.state.at
+            builder.span_states.append(
+                self._states.check_drafts(row, builder)
+                if drafts
+                else self._states.reply(row, start, position + 1, builder)
+            )
+        builder.spans.append(Span(row.seat, start, position + count, position, count))
         builder.span_rows.append(row)
-        builder.token_ids.append(row.tokens.at(start))
+        builder.token_ids += row.tokens[start : position + 1]
         builder.token_ids += drafts
         return [row.id] * count
 
@@ -255,7 +303,7 @@ class Drafting:
             end = first + span.end - span.start
             kept = span.samples
             if span.samples > 1:
-                drafts = plan.token_ids[first + 1 : end]
+                drafts = plan.token_ids[end - span.samples + 1 : end]
                 kept = 1 + next(
                     (i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts)
                 )

@@ -3,7 +3,6 @@ section 4.3.2), and frees slots on HOST and below for chunks of higher value tha
 
 from __future__ import annotations
 
-from functools import cached_property
 from itertools import islice
 
 from ..kv.chunk import NO_SLOT, Chunk
@@ -31,10 +30,6 @@ class Evictor:
         if head is None:
             head = self._heads[members] = Head(members, self._now)
         return head
-
-    @cached_property
-    def _most_valuable(self) -> Head:
-        return Head(self._store.spare[GPU], self._now, descending=True)
 
     # -- GPU
 
@@ -123,15 +118,18 @@ class Evictor:
         """Begins to read the chunk from a lower tier. Returns False if HOST has no room
         for it, None if a slot will be unused soon.
 
-        `drops`: HOST may drop a chunk of lower value for it.
+        `drops`: HOST may drop a chunk of lower value for it, or the copy of any idle GPU chunk.
         """
         host = self._store.host
-        if not host.free and not self._give_up_host_slots(
-            1, self._store.policy.value(chunk, self._now), drops
-        ):
+        value = self._store.policy.value(chunk, self._now)
+        has_room = (
+            host.free
+            or self._give_up_host_slots(1, value, drops)
+            or (drops and self._give_up_copies(1))
+        )
+        # the chunk may have gone with another piece of its state, to make the room
+        if not has_room or not chunk.resident:
             return False
-        if not chunk.resident:
-            return False  # it has gone with another piece of its state
         if not host.next_is_quiet(self._store.completed):
             return None
         self._store.promote(chunk, host.take())
@@ -158,32 +156,16 @@ class Evictor:
         """Frees at least one HOST slot if possible; more than `missing` only when a whole turn is
         evicted. Returns False if none."""
         store = self._store
-        evictions = store.evictions
         unused = self._copies.without_host_slot_in_use
         # The set is in the order of filing: after the first chunk whose slot this plan uses, all
         # are this plan's.
-        if busy := unused(islice(store.busy_copied, missing)):
-            for chunk in busy:
-                store.release_host(chunk)
-            evictions.count(HOST, "copy", len(busy))
-            return True
-        idle = [
-            chunk
-            for chunk in self._most_valuable.peek(missing)
-            if chunk.slots[HOST] != NO_SLOT and chunk.moving is None
-        ]
-        if self._most_valuable.value > value and (idle := unused(idle)):
-            for chunk in idle:
-                store.release_host(chunk)
-            evictions.count(HOST, "copy", len(idle))
+        busy = unused(islice(store.busy_copied, missing))
+        if self._give_up(busy, "copy") or self._give_up_copies(missing, value):
             return True
         head = self._head(store.spare[HOST])
         spare = unused(head.peek(missing))
         if spare and head.value < value:
-            for chunk in spare:
-                store.release_host(chunk)
-            evictions.count(HOST, "reclaimed", len(spare))
-            return True
+            return self._give_up(spare, "reclaimed")
         if not drops:
             return False
         head = self._head(store.only[HOST])
@@ -192,6 +174,25 @@ class Evictor:
             return False
         self._drop_from_host(victims, head.value)
         return True
+
+    def _give_up_copies(self, most: int, value: float = 0.0) -> bool:
+        """Frees the HOST slots of idle GPU chunks of higher value than `value`, those of highest
+        value first: they stay on the GPU longest."""
+        head = Head(self._store.spare[GPU], self._now, descending=True)
+        idle = [
+            chunk
+            for chunk in head.peek(most)
+            if chunk.slots[HOST] != NO_SLOT and chunk.moving is None
+        ]
+        unused = self._copies.without_host_slot_in_use(idle)
+        return head.value > value and self._give_up(unused, "copy")
+
+    def _give_up(self, chunks: list[Chunk], event: str) -> bool:
+        """Frees the HOST slots of these chunks. Returns False if there are none."""
+        for chunk in chunks:
+            self._store.release_host(chunk)
+        self._store.evictions.count(HOST, event, len(chunks))
+        return bool(chunks)
 
     def _drop_from_host(self, victims: list[Chunk], value: float) -> None:
         """Drops chunks of that value that are only on HOST."""

@@ -17,7 +17,7 @@ from ..types import HOST, ChunkKey, InvariantError
 from ..work import Backlog, Pieces
 from .plan_builder import PlanBuilder
 
-ZERO_STATE = -1
+ZERO_STATE = NOT_WRITTEN = -1
 
 
 class LiveStates:
@@ -225,10 +225,15 @@ class LiveStates:
 
     def generate(self, row: RunningTurn, position: int, builder: PlanBuilder) -> None:
         """The plan computes the row's token at `position`."""
+        builder.generate_states.append(self.reply(row, position, position + 1, builder))
+
+    def reply(
+        self, row: RunningTurn, start: int, end: int, builder: PlanBuilder
+    ) -> tuple[int, int]:
+        """The plan computes the row's token at `end - 1`, and again those from `start` on. Returns
+        the state slots as `compute` does."""
         live = _live(row)
-        slots = self.compute(row, position, position + 1, builder)
-        builder.generate_states.append(slots)
-        end = position + 1
+        slots = self.compute(row, start, end, builder)
         if end >= live.next_kept and end % self._states.multiple == 0 and self._reuse:
             live.next_kept = end + self._states.generated
             named = row.turn.request.conversation is not None
@@ -236,6 +241,29 @@ class LiveStates:
             state.replaces = live.newest
             live.newest = state
             self._keep(row, state)
+        return slots
+
+    def check_drafts(self, row: RunningTurn, builder: PlanBuilder) -> tuple[int, int]:
+        """The plan checks drafts. The state stays where it is, because it cannot go back behind
+        drafts that do not come true: the row's next span begins there again. Returns the state
+        slots as `compute` does."""
+        live = _live(row)
+        live.planned = builder.step
+        self.slots.used_by(live.slot, builder.step)
+        return live.slot, NOT_WRITTEN
+
+    def most_drafts(self, row: RunningTurn) -> int:
+        """How many drafts the row's next step may check. Its span has no more tokens than
+        `multiple`. A step that ends where a state is kept has none, and no drafts pass that
+        place."""
+        live = _live(row)
+        multiple = self._states.multiple
+        end = len(row.tokens)  # of the step without drafts
+        most = multiple - (end - live.at)
+        if self._reuse:
+            kept = max(live.next_kept, end)
+            most = min(most, kept + -kept % multiple - 1 - end)
+        return max(0, most)
 
     def _keep(self, row: RunningTurn, state: State) -> None:
         live = _live(row)

@@ -17,7 +17,6 @@ from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
-from ..kv.lower_tiers import LowerTiers
 from ..kv.whereabouts import being_read, only_below, shared_only, unread
 from ..plan import Span
 from ..turns.conversations import Conversation
@@ -170,22 +169,20 @@ class CacheLookup:
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
         """Reading delays one request, and queues behind other reads; recomputing delays the whole
-        batch. The chunks are all of this server's tiers, or all of the shared one."""
+        batch. The chunks are all of this server's tiers, or all of the shared one: its chunks are
+        swapped in while others are read."""
         cost = self._cost
-        lower = self._store.lower.local
-        read_s = cost.read()
-        if shared_only(chunks[0]):
-            assert self._store.shared is not None
-            lower = LowerTiers([self._store.shared])
-            read_s = self._store.shared.read_s
-        reading = (lower.reading + len(chunks)) * read_s
-        reading += len(chunks) * cost.swap_in()
+        count = len(chunks)
+        shared = self._store.shared
+        if shared is not None and shared_only(chunks[0]):
+            reading = (shared.reading + count) * max(shared.read_s, cost.swap_in())
+        else:
+            waiting = self._store.lower.local.reading + count
+            reading = waiting * cost.read() + count * cost.swap_in()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
     def _worthwhile(self, chunks: list[Chunk], rows: int) -> list[Chunk]:
         """Those of the chunks that are read faster than computed: each tier's all, or none."""
-        if self._store.shared is None:
-            return chunks if self._worth_reading(chunks, rows) else []
         local = [chunk for chunk in chunks if not shared_only(chunk)]
         shared = [chunk for chunk in chunks if shared_only(chunk)]
         return [

@@ -86,6 +86,6 @@ class LowerTierWork:
         self._prefetcher.plan(builder.evictor, builder.now)
         self._write_behind.plan(builder.evictor, builder.now)
         if self._sharing is not None:
-            self._sharing.plan(builder.evictor, builder.now)
+            self._sharing.plan(builder)
         work = (lower.hand_over(builder.step) for lower in self._store.lower)
         builder.lower = tuple(part for part in work if part is not None)

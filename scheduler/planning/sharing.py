@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from math import inf
 
 from ..config import SchedulerConfig
@@ -16,15 +17,19 @@ from ..kv.lower_tiers import LowerTiers
 from ..kv.piece_keys import state_key
 from ..kv.shared_tier import SharedTier
 from ..kv.states import KeptStates
+from ..kv.victim_sets import Head
+from ..kv.whereabouts import being_read
 from ..turns.turn import Turn
-from ..types import HOST, SHARED, ChunkKey
+from ..types import GPU, HOST, SHARED, ChunkKey
 from ..work import LARGEST_PIECE, Pieces
-from .eviction import Evictor
+from .plan_builder import PlanBuilder
 from .queues import RequestQueues
 from .write_behind import LINK_PIECE_S, TierWriter
 
 ANSWER_S = 0.02
-"""Seconds that a request which could join waits for the answer to its find."""
+"""Seconds that a request which could join waits for the answer to its find, if that is more than
+ANSWER_SHARE of the predicted time to compute what is missing."""
+ANSWER_SHARE = 0.1
 KEYS_A_PLAN = 1024
 """Keys of answers that one plan takes, and at most LARGEST_PIECE more: less than two ms."""
 MOST_WRITES = 64  # in progress; each keeps a HOST slot
@@ -62,6 +67,8 @@ class Sharing(TierWriter):
         self._tier = tier
         self._queues = queues
         self._kept = kept
+        self._reserve = config.reserved_chunks
+        self._most_swap_ins = max(1, int(LINK_PIECE_S / cost.swap_in()))
         self._writes = config.save != "off"
         self._least = config.shared_min_tokens
         self._size = config.chunk_tokens
@@ -174,7 +181,7 @@ class Sharing(TierWriter):
             return False
         until = self._waiting[turn]
         if until == inf:
-            until = self._waiting[turn] = now + ANSWER_S
+            until = self._waiting[turn] = now + max(ANSWER_S, ANSWER_SHARE * turn.work)
         return until is None or now < until
 
     def _answered_read(
@@ -235,15 +242,48 @@ class Sharing(TierWriter):
                     answers.append(work)
                     left -= units
 
-    def plan(self, evictor: Evictor, now: float) -> None:
+    def plan(self, builder: PlanBuilder) -> None:
         """Does one step's share."""
-        self._tier.remove_again(now)
-        if now < self._tier.paused_until:
+        self._tier.remove_again(builder.now)
+        if builder.now < self._tier.paused_until:
             self._decline_all()
         else:
-            self._write_copied(evictor)
-            self._copy_out(evictor)
+            self._write_copied(builder.evictor)
+            self._copy_out(builder.evictor)
         self._end_staging()
+
+    def swap_in(self, builder: PlanBuilder) -> None:
+        """Copies a piece of what has been read to the GPU while the rest is read, in place of
+        chunks of lower value that HOST has too. What is left is swapped in when its request joins.
+
+        Called when the plan's rows have their GPU slots, and before chunks are copied out ahead of
+        time: a swap-in cannot wait for a later copy of its plan.
+        """
+        arriving = self._tier.arriving
+        while arriving and not (being_read(arriving[0]) or _awaits_gpu(arriving[0])):
+            arriving.popleft()
+        arrived = takewhile(lambda chunk: not being_read(chunk), arriving)
+        piece = [*dict.fromkeys(islice(filter(_awaits_gpu, arrived), self._most_swap_ins))]
+        store = self._store
+        missing = len(piece) - store.gpu.free
+        if len(piece) < self._most_swap_ins or store.available - self._reserve < len(piece):
+            return
+        victims = Head(store.spare[GPU], builder.now)
+        value = store.policy.value(piece[-1], builder.now)
+        if missing > 0 and (len(victims.peek(missing)) < missing or victims.value >= value):
+            return
+        builder.evictor.take_gpu_slots(len(piece))
+        store.reserve_swap_ins(piece)
+        builder.copies.early.add(
+            [chunk.slots[HOST] for chunk in piece], [chunk.slots[GPU] for chunk in piece]
+        )
+        store.swap_ins_issued(piece)
+
+
+def _awaits_gpu(chunk: Chunk) -> bool:
+    """True if a request in the queue waits for the chunk, which is on HOST only."""
+    on_gpu, on_host = (chunk.slots[tier] != NO_SLOT for tier in (GPU, HOST))
+    return on_host and not on_gpu and bool(chunk.queue_places)
 
 
 def _record_key(chunk: Chunk) -> ChunkKey:

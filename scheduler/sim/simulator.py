@@ -19,8 +19,17 @@ from typing import NamedTuple
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
-from ..plan import CopyBatch, Lane, StepPlan, StepResult, Tickets, TierReport
-from ..types import Applied, InvariantError, Request, RequestId, Tier, Usage
+from ..plan import (
+    CopyBatch,
+    KeyAnswer,
+    Lane,
+    StepPlan,
+    StepResult,
+    Tickets,
+    TierReport,
+    TierWork,
+)
+from ..types import Applied, ChunkKey, InvariantError, Request, RequestId, Tier, Usage
 
 STEPS_IN_FLIGHT = 2
 POLL_S = 2e-3
@@ -105,6 +114,17 @@ class _TierMoves:
     written: deque[tuple[float, int]] = field(default_factory=deque)
     reads_end: float = 0.0
     writes_end: float = 0.0
+    looked_up: list[KeyAnswer] = field(default_factory=list)
+    removed: list[KeyAnswer] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStore:
+    """What servers share. It answers at once, keeps all records, and one server reads and writes so
+    many bytes of it a second. Servers that share it are simulated one after the other."""
+
+    bytes_per_s: float
+    keys: set[ChunkKey] = field(default_factory=set)
 
 
 class VirtualDevice:
@@ -116,9 +136,13 @@ class VirtualDevice:
     `poll_s` at most, or else for the first piece of it.
     """
 
-    def __init__(self, cost: CostProfile, poll_s: float = POLL_S):
+    def __init__(
+        self, cost: CostProfile, poll_s: float = POLL_S, store: SimulatedStore | None = None
+    ):
+        """store: of the shared tier, if the scheduler has one."""
         self._cost = cost
         self._poll_s = poll_s
+        self._store = store
         self._free_at = [0.0 for _ in Lane]
         # by lane: seconds at which each ticket is complete
         self._ends: list[dict[int, float]] = [{} for _ in Lane]
@@ -171,12 +195,30 @@ class VirtualDevice:
     def _begin_moves(self, plan: StepPlan, now: float) -> None:
         for work in plan.lower:
             moves = self._lower.setdefault(work.tier, _TierMoves())
+            read_s = self._cost.read()
+            write_s = self._cost.write()
+            if work.tier is Tier.SHARED:
+                read_s = write_s = self._use_store(work, moves)
             for promotion in work.promotions:
-                moves.reads_end = max(moves.reads_end, now) + self._cost.read()
+                moves.reads_end = max(moves.reads_end, now) + read_s
                 moves.read.append((moves.reads_end, promotion.slot))
             for spill in work.spills:
-                moves.writes_end = max(moves.writes_end, now) + self._cost.write()
+                moves.writes_end = max(moves.writes_end, now) + write_s
                 moves.written.append((moves.writes_end, spill.slot))
+
+    def _use_store(self, work: TierWork, moves: _TierMoves) -> float:
+        """Answers the questions. Records are there from the begin of their writes on. Returns the
+        seconds of one record."""
+        assert self._store is not None
+        keys = self._store.keys
+        keys.update(spill.key for spill in work.spills)
+        for batch in work.finds:
+            there = tuple(key in keys for key in batch.keys)
+            moves.looked_up.append(KeyAnswer(batch.number, there))
+        for batch in work.removals:
+            keys.difference_update(batch.keys)
+            moves.removed.append(KeyAnswer(batch.number, (True,) * len(batch.keys)))
+        return self._cost.chunk_bytes / self._store.bytes_per_s
 
     def _news(self, now: float) -> float:
         """The time until which a plan without work waits for work in progress."""
@@ -192,10 +234,20 @@ class VirtualDevice:
         """Returns the copies complete by now, and the moves that have ended since the last call."""
         for lane, copies in zip(Lane, self._copies, strict=True):
             self._completed[lane] = max([self._completed[lane], *_done(copies, now)])
-        reports = (
-            TierReport(tier, tuple(_done(moves.written, now)), tuple(_done(moves.read, now)))
-            for tier, moves in self._lower.items()
-        )
+        reports = []
+        for tier, moves in self._lower.items():
+            report = TierReport(
+                tier, tuple(_done(moves.written, now)), tuple(_done(moves.read, now))
+            )
+            if tier is Tier.SHARED and self._store is not None:
+                report = report._replace(
+                    looked_up=tuple(moves.looked_up),
+                    removed=tuple(moves.removed),
+                    read_seconds=self._cost.chunk_bytes / self._store.bytes_per_s,
+                )
+                moves.looked_up.clear()
+                moves.removed.clear()
+            reports.append(report)
         return Tickets(*self._completed), tuple(reports)
 
     def _copy(self, batch: CopyBatch, now: float) -> float:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
 from ...runtime.launch.settings import DEFAULT_HOST_KV
+from ...runtime.shared.config import SharedConfig
 from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig, SchedulerSettings, StateConfig
 from ...scheduler.cost import CostProfile, propose_swap_out_below
 from ...scheduler.declaration import flag
@@ -28,12 +29,14 @@ from ...scheduler.sim.simulator import (
     Open,
     Session,
     SessionTurn,
+    SimulatedStore,
     Simulator,
+    VirtualDevice,
     longest_context,
     percentile,
 )
 from ...scheduler.types import Applied, RequestId, SettingError, Usage
-from ..command import numbers
+from ..command import check_least, numbers
 from .arrivals import Arrival, plan_arrivals
 from .models import MODELS, read_costs, read_shape
 from .traces import CHATS, TURN_COUNTS, read_trace, synthetic, synthetic_dialogue
@@ -157,6 +160,14 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="(default %(default)s)",
     )
+    option(
+        "--shared-bytes-per-s",
+        type=float,
+        default=0.0,
+        metavar="B",
+        help="at which a replica reads and writes a store that all share, with room for all KV "
+        "(default: no such store)",
+    )
 
 
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
@@ -268,6 +279,7 @@ class LoadRun(NamedTuple):
     seconds: float
     measure_s: float
     think_s: float
+    shared_bytes_per_s: float = 0.0
 
 
 def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
@@ -315,12 +327,18 @@ def load_run(
     how["host_kv_chunks"] = host_size(args.host_kv_bytes, gpu_bytes) // lower.chunk_bytes
     disk_bytes = parse_bytes(args.disk_kv_bytes, "--disk-kv-bytes")
     how["disk_kv_chunks"] = disk_bytes // lower.chunk_bytes
+    check_least(args, shared_bytes_per_s=0)
+    if args.shared_bytes_per_s:
+        if states is not None:
+            raise SettingError("--shared-bytes-per-s", "must be 0 for a model with states")
+        how["shared_min_tokens"] = SharedConfig.min_tokens
     config = config_of(args, sessions, cost, states=states, **how)
     if config.swap_out_below is None:  # so that results can tell it
         config = replace(config, swap_out_below=propose_swap_out_below(lower, config))
     token_bytes = cost.chunk_bytes / cost.chunk_tokens
     windows = args.seconds, args.measure_s, args.think_s
-    return LoadRun(rate, seed, config, lower, token_bytes, sessions, *windows)
+    speed = args.shared_bytes_per_s
+    return LoadRun(rate, seed, config, lower, token_bytes, sessions, *windows, speed)
 
 
 @dataclass(slots=True)
@@ -389,7 +407,9 @@ class Tally:
 def simulate_load(run: LoadRun) -> dict[str, float] | None:
     """One line's numbers; None if no reply began or none ended while it was measured."""
     tally = Tally(run.seconds - run.measure_s)
-    simulator = Simulator(run.config, run.cost, run.sessions, watch=tally.watch)
+    store = SimulatedStore(run.shared_bytes_per_s) if run.shared_bytes_per_s else None
+    device = VirtualDevice(run.cost, store=store)
+    simulator = Simulator(run.config, run.cost, run.sessions, device=device, watch=tally.watch)
     simulator.play(run.seconds)
     tally.end(simulator.now, simulator.in_progress)
     return line_of(run, tally, simulator) if tally.latency and tally.ttft else None

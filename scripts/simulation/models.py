@@ -4,9 +4,10 @@ profile."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...builder.checkpoints.architectures import decoder_config
 from ...builder.checkpoints.config import Shard
@@ -114,12 +115,19 @@ MODELS = {
 def read_shape(config: Path, ranks: int) -> ModelShape:
     """Returns one rank's part of the model with this config.json, of `ranks` equal parts. Raises
     SettingError."""
+    from ...builder.checkpoints.hugging_face import read_json
+
+    return shape_of(read_json(config, "--config"), ranks)
+
+
+def shape_of(config: Mapping[str, Any], ranks: int) -> ModelShape:
+    """As `read_shape`, of what config.json holds."""
     import torch
 
-    from ...builder.checkpoints.hugging_face import active_parameters, parameter_shapes, read_json
+    from ...builder.checkpoints.hugging_face import active_parameters, parameter_shapes
     from ...builder.states import state_shape
 
-    shard = Shard(decoder_config(read_json(config, "--config")), ranks)
+    shard = Shard(decoder_config(config), ranks)
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
     active = active_parameters(shard.config, ranks)
     decoder = shard.config

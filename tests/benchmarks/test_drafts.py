@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks import drafts
 from benchmarks.check.replay import small_engine
+from pensieve.builder.build import build_engine
 from pensieve.scheduler.turns.drafts import propose
+from tests.models import save_random, tiny_config
 from tests.scheduler.draft_policy import always_draft
 
 PROFILE = {
@@ -77,6 +79,21 @@ def test_a_tiny_engine_computes_the_recorded_tokens(files, capsys, tmp_path, mon
     engine = small_engine(tmp_path)
     options = ["--rows", "2", "--tokens", "130", "--texts", "recorded", "--chunk-tokens", "16"]
     off, lookup = lines(capsys, [*files, "--engine", str(engine), *options])
+    assert not off["simulated"] and off["tokens_per_step"] <= 2
+    assert lookup["accepted_per_check"] > 4 and lookup["tokens_per_step"] > 3
+
+
+def test_a_model_with_states_gains(files, capsys, tmp_path, monkeypatch):
+    """Simulated, and with a tiny engine."""
+    options = ["--rows", "2", "--tokens", "400", "--texts", "recorded", "--state-chunks", "4"]
+    off, lookup = lines(capsys, [*files, *options])
+    assert off["gain"] == 1 and lookup["gain"] > 1.2 and lookup["accepted_per_check"] > 4
+    always_draft(monkeypatch)
+    save_random(tiny_config("qwen3-5"), tmp_path / "checkpoint", gain=1.0)
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+    options = ["--rows", "2", "--tokens", "130", "--texts", "recorded", "--chunk-tokens", "16"]
+    options += ["--max-num-batched-tokens", "256"]
+    off, lookup = lines(capsys, [*files, "--engine", str(tmp_path / "engine"), *options])
     assert not off["simulated"] and off["tokens_per_step"] <= 2
     assert lookup["accepted_per_check"] > 4 and lookup["tokens_per_step"] > 3
 

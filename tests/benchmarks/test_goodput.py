@@ -21,6 +21,8 @@ def record(rate, server="pensieve", seed=0, first=(2000,) * 30, later=(1000,) * 
         session_s={"1": 10.0, "2": 30.0},
         output_tokens_per_s=400.0,
         prompt_tokens_per_s=30000.0,
+        prompt_tokens=1000,
+        cached_tokens=None,
         sent_per_s=1.6,
         completed_per_s=1.5,
         open_at_start=3,
@@ -144,3 +146,13 @@ def test_servers_stay_in_the_order_of_their_first_record():
         "* `vllm`: at least 0.2; single windows",
         "* `pensieve`: at least 0.2; single windows",
     ]
+
+
+def test_the_share_of_prompts_that_was_found_is_pooled():
+    records = [record(0.15, cached_tokens=900), record(0.15, seed=1, prompt_tokens=2000)]
+    (unknown,) = judge(records, PROMISE)
+    assert unknown.cached_share is None, "a window does not tell"
+    records[1]["result"]["cached_tokens"] = 600
+    (each,) = judge(records, PROMISE)
+    assert each.cached_share == 0.5
+    assert "| 400, 30,000 | 50 | 1.60, 1.50 |" in "\n".join(goodput_table(records, PROMISE))

@@ -224,6 +224,14 @@ def test_a_claim_without_bounds_is_shown_and_not_judged():
     assert "a: above 1, 0.5" in table([claims], {"1": values})
 
 
+def test_values_without_a_claim_share_a_line_if_only_their_last_part_differs():
+    names = ("a, 1 token", "b, c, d", "a", "a, 2 tokens")
+    values = {name: FigureValue(0.5, "simulated") for name in names}
+    assert "| a: 1 token 0.5; 0.5; 2 tokens 0.5<br>b, c, d: 0.5 |" in table(
+        [figure()], {"1": values}
+    )
+
+
 def test_the_values_of_several_seeds_are_shown_as_their_mean_and_range():
     values = gathered({"1": {"b": [0.8, 1.2, 1.0]}}, [])
     assert values["1"]["b"] == FigureValue(1.0, "simulated", (0.8, 1.2, 1.0))

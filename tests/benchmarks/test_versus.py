@@ -13,14 +13,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from benchmarks import versus
 from benchmarks.compared import CONNECTORS, ComparedServer
 from benchmarks.report import BEGIN, END, read_runs, write_report
 from benchmarks.versus import Versus, main, parser
 from benchmarks.workloads import WORKLOADS
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.plugins.collectives.cuda import OFF
+from pensieve.scheduler.config import StateConfig
+from pensieve.scheduler.types import SettingError
 from tests.benchmarks.fake_vllm import make_site
-from tests.models import LLAMA_SHAPE
+from tests.models import LLAMA_SHAPE, QWEN3_5_SHAPE
 
 GPU, HOST = 3 * 2**20, 5 * 2**20
 RUN = [sys.executable, "-m", "benchmarks.versus"]
@@ -83,6 +88,23 @@ def test_the_readmes_command_has_all_that_its_workload_needs():
     assert WORKLOADS[args.workload].load or args.trace == Path("TRACE")
 
 
+def test_the_comparisons_of_the_benchmarks_page_can_be_run(tmp_path):
+    page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text()
+    rows = [line for line in page.splitlines() if "| `--workload" in line]
+    trace = tmp_path / "TRACE"
+    trace.touch()
+    sites = ["--vllm", str(make_site(tmp_path / "vllm"))]
+    sites += ["--sglang", str(make_site(tmp_path / "sglang", "sglang", "0.5.17"))]
+    for row in rows:
+        words = shlex.split(row.split("| `")[1].split("`")[0].replace("TRACE", str(trace)))
+        bench = Versus(parser().parse_args([*sites, *words]))
+        assert {server.package for server in bench._servers} == {None, "vllm", "sglang"}
+        for server in bench._servers:
+            command, _ = bench.command(server, tmp_path)
+            assert command[len(command) - len(server.options) :] == server.options
+    assert len(rows) == 4
+
+
 def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     words = ["--servers", "pensieve", "vllm"]
     bench = Versus(parser().parse_args([*options, *words]))
@@ -139,6 +161,101 @@ def test_sglang_has_the_same_bytes_in_whole_pages(options, tmp_path):
     assert "--enable-hierarchical-cache" not in alone
     assert bench._variables(server)["PYTHONPATH"] == str(site)
     assert bench._versions["sglang"]["sglang"] == "0.5.17"
+
+
+def test_two_ranks_divide_the_model_of_every_server(options, tmp_path, monkeypatch):
+    site = make_site(tmp_path / "sglang", "sglang", "0.5.17")
+    servers = ["--sglang", str(site), "--servers", "pensieve", "vllm", "sglang"]
+    one = Versus(parser().parse_args([*options, *servers]))
+    two = Versus(parser().parse_args([*options, *servers, "--tensor-parallel", "2"]))
+    called = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append(words))
+    two._make_model()
+    assert value(called[0], "--tensor-parallel") == "2"
+    ours, _ = two.command(ComparedServer.read("pensieve"), tmp_path)
+    assert value(ours, "--engine") == value(called[0], "--output")
+    assert value(ours, "--gpu-kv-bytes") == str(GPU), "of each rank"
+    theirs, _ = two.command(ComparedServer.read("vllm-simple-offload"), tmp_path)
+    assert value(theirs, "--tensor-parallel-size") == "2"
+    assert value(theirs, "--kv-cache-memory-bytes") == str(GPU), "of each rank"
+    transfer = json.loads(value(theirs, "--kv-transfer-config"))
+    assert transfer["kv_connector_extra_config"] == {"cpu_bytes_to_use": 2 * HOST}, "of all ranks"
+    alone, _ = one.command(ComparedServer.read("sglang"), tmp_path)
+    theirs, _ = two.command(ComparedServer.read("sglang"), tmp_path)
+    assert value(theirs, "--tp-size") == "2" and "--tp-size" not in alone
+    for name in ("vllm", "sglang"):
+        variables = two._variables(ComparedServer.read(name))
+        assert OFF.items() <= variables.items(), "Pensieve's ranks are without multicast too"
+    assert int(value(theirs, "--max-total-tokens")) == 2 * int(value(alone, "--max-total-tokens"))
+    assert value(theirs, "--hicache-ratio") == value(alone, "--hicache-ratio")
+
+
+@pytest.fixture
+def hybrid(options, tmp_path):
+    """Options of a run with a tiny hybrid of Qwen3.5."""
+    shape = tmp_path / "hybrid.json"
+    kinds = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    shape.write_text(json.dumps(QWEN3_5_SHAPE | kinds))
+    sites = ["--sglang", str(make_site(tmp_path / "sglang", "sglang", "0.5.17"))]
+    sizes = ["--gpu-kv-bytes", "200MiB", "--shape", str(shape)]
+    return [*options, *sites, *sizes, "--servers", "pensieve", "vllm", "sglang"]
+
+
+def test_a_hybrid_is_given_as_the_opponents_know_it(hybrid, tmp_path, monkeypatch):
+    bench = Versus(parser().parse_args([*hybrid, "--device", "cuda"]))
+    called = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append(name))
+    bench._make_model()
+    assert called == ["pensieve.scripts.build_engine"], "states cannot be profiled"
+    config = AutoConfig.from_pretrained(tmp_path / "work" / "chats-hybrid")
+    assert type(config).__name__ == "Qwen3_5Config"
+    assert config.architectures == ["Qwen3_5ForConditionalGeneration"]
+    assert config.text_config.max_position_embeddings == 16384
+    assert config.text_config.layer_types == QWEN3_5_SHAPE["layer_types"]
+    ours = decoder_config(config.to_dict())
+    assert ours == decoder_config(bench._model.config) and ours.linear_layers == 3
+    theirs, _ = bench.command(ComparedServer.read("vllm"), tmp_path)
+    assert "--language-model-only" in theirs
+
+
+def test_a_hybrids_states_and_kv_share_the_bytes(hybrid, tmp_path):
+    bench = Versus(parser().parse_args(hybrid))
+    shape = bench._model.shape
+    size = 200 * 2**20
+    assert shape.state_bytes > 0
+    ours, _ = bench.command(ComparedServer.read("pensieve"), tmp_path)
+    states = StateConfig.of_size(shape.state_bytes, 32 * shape.token_bytes, 32, 256)
+    of_states = states.slots * states.chunks * 32 * shape.token_bytes
+    assert int(value(ours, "--gpu-kv-bytes")) == size - of_states > 0
+    with pytest.raises(SettingError, match="--gpu-kv-bytes: the states of running requests alone"):
+        bench.command(ComparedServer.read("pensieve:--max-num-seqs 9999"), tmp_path)
+    theirs, _ = bench.command(ComparedServer.read("sglang"), tmp_path)
+    slots = int(value(theirs, "--max-mamba-cache-size"))
+    tokens = int(value(theirs, "--max-total-tokens"))
+    allocated = (slots + 1) * shape.state_bytes + tokens * shape.token_bytes
+    assert size - 64 * shape.token_bytes < allocated <= size
+    assert (slots + 1) * shape.state_bytes == pytest.approx(size * 0.9 / 1.9, rel=0.01)
+    used = allocated - shape.state_bytes  # a slot holds nothing
+    assert float(value(theirs, "--hicache-ratio")) * used == pytest.approx(HOST, rel=1e-3)
+    other, _ = bench.command(ComparedServer.read("sglang:--mamba-full-memory-ratio 0.25"), tmp_path)
+    assert int(value(other, "--max-mamba-cache-size")) < slots / 2
+
+
+def test_a_dry_run_prints_all_commands_and_starts_nothing(options, tmp_path, capsys):
+    words = ["--servers", "pensieve:--link in-first", "vllm@5,9:--stream-interval 8", "--dry-run"]
+    assert main([*options, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "work").exists() and not (tmp_path / "out").exists()
+    build, *_ = lines
+    assert "pensieve.scripts.build_engine --random-weights" in build
+    ours = lines[lines.index("# pensieve:--link in-first") + 1]
+    assert ours.endswith("--link in-first")
+    at = lines.index("# vllm:--stream-interval 8")
+    assert f"PYTHONPATH={tmp_path / 'site'}" in lines[at + 1]
+    assert lines[at + 1].endswith("--stream-interval 8")
+    loads = [line for line in lines[at:] if "benchmarks.serving" in line]
+    assert [value(shlex.split(line), "--rate") for line in loads] == ["5", "9"]
+    assert lines[-1] == "at most 6 windows of 36 s: 4 minutes beside 2 starts"
 
 
 def test_real_text_has_a_checkpoint_and_levels_of_streams(options, tmp_path, monkeypatch):
@@ -237,6 +354,9 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
     ):
         assert main([*options, *words]) == 2
         assert error in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*options, "--servers", "pensieve:--no-such-option"])
+    assert "there is no option --no-such-option" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 
@@ -274,10 +394,33 @@ def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeyp
     for server, (name, kv_type) in zip(
         run._servers, [("engine", "auto"), ("engine-fp8", "fp8"), ("engine", "auto")], strict=True
     ):
-        engine = tmp_path / "work" / "agents" / name
+        engine = str(tmp_path / "work" / "agents-shape" / name)
         assert profiled[engine] == kv_type
-        assert str(engine) in run.command(server, tmp_path)[0]
+        assert engine in run.command(server, tmp_path)[0]
     assert len(profiled) == 2
+
+
+def test_weights_in_eight_bits_are_built_so_and_said(options, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append([name, *words]))
+    site = make_site(tmp_path / "sglang", "sglang", "0.5.17")
+    exact = "pensieve:--kv-cache-dtype fp8"
+    rounded = "pensieve:--quantization fp8 --kv-cache-dtype fp8"
+    words = ["--device", "cuda", "--sglang", str(site), "--servers", exact, rounded, "sglang"]
+    bench = Versus(parser().parse_args([*options, *words]))
+    bench._make_model()
+    builds = {value(words, "--output"): words for words in called if "--output" in words}
+    for name, weights in ((exact, False), (rounded, True)):
+        command, _ = bench.command(ComparedServer.read(name), tmp_path)
+        assert ("--weights" in builds[value(command, "--engine")]) is weights
+        assert ("--quantization" in command) is weights
+    assert value(builds[value(command, "--engine")], "--weights") == "fp8"
+    half, _ = bench.command(ComparedServer.read("sglang:--kv-cache-dtype fp8_e4m3"), tmp_path)
+    whole, _ = bench.command(ComparedServer.read("sglang"), tmp_path)
+    assert int(value(half, "--max-total-tokens")) == 2 * int(value(whole, "--max-total-tokens"))
+    text = write_report([judged(rounded, 0.15), judged("pensieve", 0.15)], None, None)
+    assert f"| 0.15 | `{rounded}` |" in text and "Rows with `fp8` round weights or KV" in text
+    assert "Rows with `fp8`" not in write_report([judged("pensieve", 0.15)], None, None)
 
 
 @pytest.mark.slow
@@ -490,12 +633,24 @@ def test_goodput_has_a_table_of_its_own_and_one_for_each_title_and_setting():
     assert "KV on the GPU 1.0 GiB, on the host each its own" in own
     assert "Promise: TTFT p95 at most 15 s for first turns and 5 s for later ones" in own
     assert "* `pensieve`: 0.15 (fails at 0.185); single windows" in own
-    assert "| 0.15 | `pensieve` | yes | 3.00, 1.00 | 30.0 | 400, 30,000 | 21.00, 21.50 |" in own
+    assert "| 0.15 | `pensieve` | yes | 3.00, 1.00 | 30.0 | 400, 30,000 | - | 21.00, 21.50 |" in own
     assert "| 0.185 | `pensieve` | no: later turns | 3.00, 9.00 |" in own
     assert "weak evidence" in own, "the second row has 40 sessions"
     assert tuning.startswith(": tuning**") and "`sglang`: at least 0.15" in tuning
     assert "KV on the GPU 2.0 GiB" in larger and "* `pensieve`: at least 0.15" in larger
     assert "times in ms" in older and "`vllm`" in older
+
+
+def test_two_ranks_and_other_models_have_tables_of_their_own():
+    records = [
+        judged("pensieve", 0.15),
+        judged("pensieve", 0.15) | {"model": "qwen3.5-9b", "ranks": 1},
+        judged("pensieve", 0.15) | {"model": "qwen3.5-9b", "ranks": 2},
+    ]
+    older, one, two = write_report(records, None, None).split("**agents** ")[1:]
+    assert older.startswith("(NVIDIA H200, KV on the GPU 1.0 GiB")
+    assert one.startswith("(qwen3.5-9b, NVIDIA H200, KV on the GPU 1.0 GiB")
+    assert two.startswith("(qwen3.5-9b, NVIDIA H200, 2 for each server, KV on each GPU 1.0 GiB")
 
 
 def test_a_page_is_filled_between_its_marks(tmp_path):

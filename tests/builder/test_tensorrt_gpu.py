@@ -39,7 +39,13 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parents[1] / "plugins" / "tensorrt" / "without_python.cpp"
-SANITIZER = ("compute-sanitizer", "--error-exitcode", "9")
+CHECKERS = {
+    "alone": [],
+    **{
+        tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        for tool in ("memcheck", "racecheck", "synccheck")
+    },
+}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "opt"])
@@ -133,7 +139,7 @@ class Dumped:
             release_pool(handle)
 
 
-@pytest.mark.parametrize("checker", [(), SANITIZER], ids=["alone", "compute-sanitizer"])
+@pytest.mark.parametrize("checker", CHECKERS.values(), ids=CHECKERS.keys())
 def test_a_program_without_python_runs_the_plan(checker, engine, tmp_path):
     if checker and shutil.which(checker[0]) is None:
         pytest.skip("needs compute-sanitizer")

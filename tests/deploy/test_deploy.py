@@ -76,10 +76,15 @@ def test_the_documentation_lists_vllms_names() -> None:
     _, _, section = (
         (ROOT / "docs" / "use" / "operations.md").read_text().partition("### Under vLLM's names")
     )
-    cells = re.findall(
-        r"^\| `(vllm:\w+)[^|]*\| (?:`(pensieve:\w+)|-)", section.partition("###")[0], re.MULTILINE
-    )
-    copied = {name.removesuffix("_total"): ours.removesuffix("_total") for name, ours in cells}
+    table, _, _ = section.partition("###")
+    other_names = dict(re.findall(r"`(\w+)`\s+copies\s+`(\w+)`", table))
+    documented = re.findall(r"^\| `vllm:(\w+)", table, re.MULTILINE)
+    copied = {
+        f"vllm:{name}".removesuffix("_total"): (
+            f"pensieve:{other_names.get(name, name)}".removesuffix("_total")
+        )
+        for name in documented
+    }
     names = {family.name for family in VllmMetrics(Metrics(), "tea", 32, 200).collect()}
     assert copied.keys() == names and COPIED.items() <= copied.items()
 

@@ -263,7 +263,6 @@ def check(reference, output, choice) -> None:
     "options",
     [
         {"lower_tier_kv": "packed", "host_kv_chunks": 100},
-        {"speculate": "lookup"},
         {"overflow": "keep"},
         {"kv_cache_dtype": "fp8"},
     ],

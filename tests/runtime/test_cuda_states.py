@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from array import array
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.launch import sizing
 from pensieve.runtime.llm import LLM, SamplingParams
+from pensieve.scheduler.turns.drafts import Drafts
+from tests.scheduler.draft_policy import always_draft
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,3 +181,31 @@ def test_graphs_and_eager_steps_give_the_same_bits(directories, dtype):
             outputs = llm.generate(random_prompts(1, 80, 150), params)
         results.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("right", [0, 3, 16])
+def test_drafts_change_no_reply(directories, right, monkeypatch):
+    """Of 16 drafts the first `right` come true. In float32, where roundings decide no token. The
+    second turn begins at a state of the first."""
+    twin = CpuTwin(directories["float32"])
+    always_draft(monkeypatch)
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    whole: list[list[int]] = []
+
+    def draft(tokens):
+        text = next(one for one in whole if one[: len(tokens)] == tokens)
+        drafts = text[len(tokens) : len(tokens) + 16]
+        return drafts[:right] + [(token + 1) % 160 for token in drafts[right:]]
+
+    monkeypatch.setattr(Drafts, "next", lambda self, tokens: array("i", draft([*tokens[:]])))
+    replies = []
+    for speculate in ("off", "lookup"):
+        with opened(directories["float32"], speculate=speculate) as llm:
+            outputs = llm.generate(random_prompts(65, 130, 200), params)
+            replies.append([output.outputs[0].token_ids for output in outputs])
+            whole = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+            again = SamplingParams(max_tokens=8, logprobs=1, ignore_eos=True)
+            for output in llm.generate(whole, again):
+                assert output.usage.cached > 0
+                assert max(differences(twin, output, output.outputs[0])) <= 1e-4
+    assert replies[0] == replies[1]

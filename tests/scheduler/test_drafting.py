@@ -50,6 +50,8 @@ class KeyedDriver(Driver):
 
     def check(self):
         super().check()
+        if not self.config.reuse:
+            return
         size = self.config.chunk_tokens
         queues = self.scheduler._queues
         store = self.scheduler._store

@@ -16,6 +16,7 @@ from pensieve.scheduler.types import Erasure
 from .shared_model import SharedDriver, SharedHarness
 
 PROMPT = range(18)  # four full chunks and a half one
+LONG = range(50)  # twelve full chunks and a half one
 
 
 def written(prompt=PROMPT, **settings):
@@ -96,6 +97,80 @@ def test_a_request_waits_20_ms_for_an_answer():
     harness.run()
     assert harness.counts["shared tokens"] == 0
     harness.answers = True
+    harness.drain()
+
+
+def test_a_host_full_of_copies_takes_all_that_is_read():
+    """A conversation of many chunks came, then another: it is fetched whole, not in part."""
+    harness = written(host_kv_chunks=8)
+    harness.turn(range(100, 134), 1, "other")
+    for chunk in harness.scheduler.conversations.get("other").chunks:
+        harness.place(chunk, "both")
+    assert not harness.scheduler._store.host.free
+    assert harness.turn(PROMPT, 1)["shared"] == 16
+    assert harness.turn(range(100, 134), 1)["gpu"] == 32, "they have lost copies only"
+    harness.drain()
+
+
+def test_a_request_waits_longer_for_an_answer_that_may_spare_more():
+    """A tenth of the predicted time to compute what is missing."""
+    harness = written(prompt=LONG)
+    harness.answers = False
+    request = harness.submit(LONG, 1)
+    (turn,) = harness.scheduler._queues.waiting
+    turn.work = 0.5
+    began = harness.now
+    while harness.state(request) == "waiting":
+        harness.tick(0.004)
+    assert 0.05 <= harness.now - began <= 0.063
+    harness.answers = True
+    harness.drain()
+
+
+def test_what_is_read_is_swapped_in_while_the_rest_is_read():
+    harness = written()
+    sharing = harness.scheduler._sharing
+    sharing._most_swap_ins = 2
+    ended = []
+    harness.ended_moves = lambda: [(slot, True) for slot in ended if slot in harness.device.moves]
+    request = harness.submit(PROMPT, 1)
+    harness.run_until(lambda: len(moves(harness, Promotion)) == 4)
+    slots = moves(harness, Promotion)
+    for read, swapped_in in ((1, 0), (3, 2)):
+        ended[:] = slots[:read]
+        for _ in range(5):
+            harness.tick()
+        assert harness.scheduler.stats().swapped_in == swapped_in
+        assert harness.state(request) == "waiting"
+    ended[:] = slots
+    harness.run(request)
+    assert harness.counts["shared tokens"] == 16
+    assert harness.scheduler.stats().swapped_in == 4, "each of them once"
+    harness.drain()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_nothing_is_swapped_in_for_a_request_that_has_left_or_without_room(leaves):
+    harness = written()
+    harness.scheduler._sharing._most_swap_ins = 1
+    harness.ends = False
+    request = harness.submit(PROMPT, 1)
+    harness.run_until(lambda: len(moves(harness, Promotion)) == 4)
+    if leaves:
+        harness.abort(request)
+    else:
+        harness.scheduler._sharing._reserve = harness.scheduler._store.gpu.count
+    slots = moves(harness, Promotion)
+    harness.ended_moves = lambda: [
+        (slot, True) for slot in slots[:3] if slot in harness.device.moves
+    ]
+    for _ in range(5):
+        harness.tick()
+    assert harness.scheduler.stats().swapped_in == 0
+    harness.ended_moves = lambda: [(slot, True) for slot in harness.device.moves]
+    if not leaves:
+        harness.run(request)
+        assert harness.counts["shared tokens"] == 16
     harness.drain()
 
 
@@ -269,7 +344,6 @@ def test_a_stop_writes_what_is_on_the_host_and_not_in_the_store():
 
 # -- long answers
 
-LONG = range(50)  # twelve full chunks and a half one
 SMALL_PIECES = ((1, 1), (5, 2))  # keys of a plan, and of a piece
 
 

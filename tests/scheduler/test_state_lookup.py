@@ -342,7 +342,6 @@ def test_scores_begin_at_a_state(served):
     ("changed", "setting"),
     [
         ({"overflow": "keep"}, "overflow"),
-        ({"speculate": "lookup"}, "speculate"),
         ({"chunk_tokens": 3}, "chunk_tokens"),
         ({"max_num_seqs": 8}, "states.slots"),
     ],

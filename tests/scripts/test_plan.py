@@ -154,6 +154,14 @@ def test_more_disk_serves_more(capsys):
     assert some["rate"] >= none["rate"]
 
 
+@pytest.mark.slow
+def test_a_store_that_replicas_share_serves_more(capsys):
+    options = ("--ms-per-token", "20", "--load", "40", "--host-kv-bytes", "1GiB")
+    (none,) = rows(capsys, *options)
+    (some,) = rows(capsys, *options, "--shared-bytes-per-s", "2e10")
+    assert some["rate"] >= none["rate"]
+
+
 def test_the_seeds_say_how_sure_it_is():
     args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
     row = plan.plan_row(args, 10.0, plan.TierBytes(2**32, 0), [1.0, 0.5, 2.0])

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from pensieve.runtime.shared.config import DirectoryOptions
 from pensieve.runtime.shared.directory import DirectoryEngine
 from pensieve.runtime.shared.engine import SharedEngine
 from pensieve.runtime.shared.store import DEADLINE_S, ERRORS, OFF_S, TRIAL_AGAIN_S, SharedStore
-from pensieve.runtime.shared.trial import ROUNDS
+from pensieve.runtime.shared.trial import ROUNDS, try_store
 from pensieve.scheduler.plan import KeyBatch, TierReport, TierWork
 from pensieve.scheduler.types import Tier
 
@@ -433,6 +434,15 @@ def test_the_engine_is_not_closed_under_a_call(
     bench.let_go()
     assert bench.store.close()
     assert bench.engine.calls[-1] == "close"
+
+
+def test_a_trial_counts_the_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take all the time here: a second of each record."""
+    summed = list[memoryview]()
+    clock = SimpleNamespace(perf_counter=lambda: float(len(summed)))
+    monkeypatch.setattr("pensieve.runtime.shared.trial.checksum", summed.append)
+    monkeypatch.setattr("pensieve.runtime.shared.trial.time", clock)
+    assert try_store(FaultyEngine(), 4096) == (4096.0, 4096.0, "")
 
 
 HANGING_TRIAL = """

@@ -13,6 +13,8 @@ from pensieve.runtime.step.reusing_packer import ReusingPacker
 from pensieve.scheduler.plan import Span, StateSwapIn
 from pensieve.scheduler.types import InvariantError
 
+from ...scheduler.draft_policy import decide_by_chance
+from ...scheduler.test_drafted_states import DraftedStateDriver, drafting
 from ...scheduler.test_states import StateDriver, drawn
 from ..fake_engine import join, plan
 
@@ -40,6 +42,16 @@ class PackingDriver(StateDriver):
 @pytest.mark.parametrize("seed", range(6))
 def test_plans_of_random_operations_pass(seed):
     PackingDriver(seed, **drawn(seed)).play(400, Counter())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_random_operations_with_drafts_pass(seed, monkeypatch):
+    decide_by_chance(monkeypatch, seed)
+
+    class DraftingDriver(PackingDriver, DraftedStateDriver):
+        pass
+
+    DraftingDriver(seed, **drafting(seed)).play(400, Counter())
 
 
 def of(step, *, read, written, swap_ins=(), **fields):
@@ -107,6 +119,41 @@ def test_a_swapped_in_state_is_used_where_it_ends(packer):
     packer.pack(of(4, spans=span, token_ids=[1, 2], read=[3], written=[3]))
     with pytest.raises(InvariantError, match="a state of other tokens"):
         packer.pack(of(5, spans=span, token_ids=[1, 2], read=[3], written=[3]))
+
+
+def check(step, start, written, drafts=2):
+    """Seat 0's newest token is at 5; its span begins at `start`."""
+    span = Span(0, start, 6 + drafts, 5, 1 + drafts)
+    tokens = range(6 + drafts - start)
+    return of(step, spans=[span], token_ids=tokens, read=[1], written=[written])
+
+
+def test_a_row_begins_again_at_the_state_in_front_of_its_drafts(packer):
+    packer.pack(check(3, 5, -1))
+    packer.pack(of(4, spans=[Span(0, 5, 9, 7, 2)], token_ids=range(4), read=[1], written=[-1]))
+    packer.pack(of(5, spans=[Span(0, 5, 9, 8, 1)], token_ids=range(4), read=[1], written=[1]))
+    packer.pack(of(6, generate={0: 9}, read=[1], written=[1]))
+
+
+def test_no_state_is_kept_behind_drafts(packer):
+    with pytest.raises(InvariantError, match="keeps a state behind drafts"):
+        packer.pack(check(3, 5, 1))
+
+
+@pytest.mark.parametrize("start", [4, 6, 8])
+def test_the_span_behind_a_check_begins_nowhere_else(packer, start):
+    """An accepted token is computed twice, or not at all, or a rejected one counts."""
+    packer.pack(check(3, 5, -1))
+    with pytest.raises(InvariantError, match="a state of other tokens"):
+        packer.pack(
+            of(
+                4,
+                spans=[Span(0, start, 9, 8, 1)],
+                token_ids=range(9 - start),
+                read=[1],
+                written=[1],
+            )
+        )
 
 
 @pytest.mark.parametrize(("read", "written"), [([1, 2], [3, 3]), ([1, 2], [2, 3])])

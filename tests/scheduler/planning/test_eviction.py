@@ -273,3 +273,19 @@ def test_by_default_few_slots_are_kept_free():
         harness.turn([1], 20)
         copied.append(harness.counts["saves"])
     assert copied[0] == 0 and copied[1] > 20
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_an_urgent_read_takes_the_copies_of_chunks_that_stay_longest_on_the_gpu(drops):
+    """HOST has nothing but copies of idle GPU chunks that are worth less than what is read.
+    Without their copies the chunks are still there; without the read its chunk is computed."""
+    store = a_store(gpu=4, host=2, disk=2)
+    wanted = idle(store, now=9.0, on_gpu=False)
+    record(store, wanted)
+    store.release_host(wanted)
+    old, young = idle(store, now=1.0, copied=True), idle(store, now=2.0, copied=True)
+    _, evictor = an_evictor(store, now=10.0)
+    assert evictor.promote(wanted, drops) is drops
+    assert (young.slots[HOST] == NO_SLOT) is drops
+    assert old.slots[HOST] != NO_SLOT and {NO_SLOT} != {old.slots[GPU], young.slots[GPU]}
+    check(store)

@@ -24,6 +24,7 @@ from pensieve.scheduler.sim.fast_forward import FastForwardScheduler
 from pensieve.scheduler.sim.simulator import (
     Session,
     SessionTurn,
+    SimulatedStore,
     Simulator,
     VirtualDevice,
     longest_context,
@@ -236,6 +237,35 @@ def test_with_a_disk_histories_outlive_host(save, prefetch):
     assert sum(getattr(report.usage, name) for name in ("cached", "recomputed", "new")) == sum(
         turn.history_tokens + turn.input_tokens for session in sessions for turn in session.turns
     )
+
+
+def play_with(store, config, cost, sessions):
+    """A server's report, of a run with that store."""
+    simulator = Simulator(config, cost, sessions, device=VirtualDevice(cost, store=store))
+    report = simulator.run()
+    simulator.scheduler.check()
+    return report
+
+
+def test_histories_come_back_from_a_store():
+    sessions = crowd(40)
+    config = replace(CONFIG, host_kv_chunks=16, shared_min_tokens=8, queue_order="arrival")
+    without = simulate(replace(config, shared_min_tokens=0), QUICK, sessions)
+    fast, slow = (
+        play_with(SimulatedStore(speed), config, QUICK, sessions) for speed in (1e3, 1e-3)
+    )
+    assert fast.usage.shared and not slow.usage.shared and not without.usage.shared
+    assert fast.hit_rate > without.hit_rate + 0.15
+
+
+def test_another_server_finds_what_one_has_written():
+    """A conversation moves: its full chunks are fetched."""
+    store = SimulatedStore(1e3)
+    config = replace(CONFIG, shared_min_tokens=8)
+    session = Session("a", 0.0, (SessionTurn(0, 22, 1), SessionTurn(23, 2, 1, think_s=9.0)))
+    reports = [play_with(store, config, QUICK, [session]) for _ in range(2)]
+    assert [report.usage.shared for report in reports] == [0, 20]
+    assert reports[1].seconds < reports[0].seconds - 1.5, "20 tokens take 2 s to compute"
 
 
 def test_a_user_may_think_for_longer_than_a_conversation_lives():

@@ -134,6 +134,7 @@ def test_a_chunk_costs_what_was_measured():
         (["--measure-s", "0.001", "--rate", "0.5"], "--measure-s"),
         (["--think-s", "0"], "--think-s"),
         (["--host-kv-bytes", "much"], "--host-kv-bytes"),
+        (["--shared-bytes-per-s", "-1"], "--shared-bytes-per-s"),
     ],
 )
 def test_wrong_settings_are_named(capsys, options, setting):
